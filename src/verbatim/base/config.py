@@ -1,0 +1,38 @@
+"""EngineConfig: how an engine is built. Resolved once; an unknown option is an error of Python itself (a frozen dataclass)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verbatim.base.errors import ParameterError
+
+BLOCK_SIZE = 16  # positions in one cache block; one vector of scores on every CPU path
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Every setting of an engine, with its default. Sizes are bytes, lengths tokens."""
+
+    backend: str = "auto"  # auto: cpu where its kernels are built, else reference
+    threads: int | None = None  # None: the physical cores this process may use
+    context: int | None = None  # None: the model's own limit
+    step_tokens: int = 512  # most tokens one step computes: the chunk of a long prompt
+    max_running: int = 256  # sequences in one step
+    max_waiting: int = 4096  # requests in the queue; one more is refused
+    kv_memory: int | None = None  # bytes for keys and values; None: the rule in schedule/blocks.py
+    kv_blocks: int | None = None  # exact number of blocks for each group (tests)
+    kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference always keeps f32
+    prefix_cache: bool = True
+    use_cache: bool = True  # False: recompute everything each step (examples/cache_cost.py shows the price)
+    speculate: str = "auto"  # off | ngram | suffix | draft:MODEL | auto
+    quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
+    check: bool = False  # prove the block accounting after every step
+
+    def __post_init__(self) -> None:
+        for name in ("step_tokens", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ParameterError(name, f"{getattr(self, name)} is below 1")
+        for name in ("threads", "context", "kv_memory", "kv_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ParameterError(name, f"{value} is below 1")

@@ -1,0 +1,401 @@
+"""SamplingParams: everything that a request may ask of the generation, checked when it is made.
+
+One table, FIELDS, holds each parameter's kind, range, default and one line of help. The dataclass, its validation, the command
+line's flags, the server's fields and the documentation's table are all read from it, so that no parameter can exist in
+one place and be forgotten in another.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from verbatim.base.errors import ParameterError
+
+Kind = Literal["int", "float", "bool", "str", "ids", "strings", "bias", "choice", "schema"]
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_LOGPROBS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One parameter's rule. `low` and `high` are inclusive; `above` is exclusive."""
+
+    kind: Kind
+    default: Any
+    help: str
+    low: float | None = None
+    high: float | None = None
+    above: float | None = None
+    choices: tuple[Any, ...] = ()
+    optional: bool = False  # None is allowed and means "not asked for"
+    history: bool = False  # the sampler needs the tokens so far when this differs from its default
+
+
+FIELDS: dict[str, Field] = {
+    # length and stopping
+    "max_tokens": Field("int", None, "most tokens to write; missing: up to the context's end", low=0, optional=True),
+    "min_tokens": Field("int", 0, "no end-of-sequence or stop before this many tokens", low=0),
+    "stop": Field("strings", (), "strings that end the answer; they are not part of it"),
+    "stop_token_ids": Field("ids", (), "token ids that end the answer"),
+    "include_stop": Field("bool", False, "keep the stop string in the text"),
+    "ignore_eos": Field("bool", False, "do not end at the model's end-of-sequence tokens"),
+    "skip_special": Field("bool", True, "leave control tokens out of the text"),
+    "on_loop": Field("choice", "report", "what to do when the output repeats itself", choices=("report", "stop")),
+    # the distribution, in the order in which it is applied
+    "logit_bias": Field("bias", (), "token id -> number added to its logit", low=-100, high=100),
+    "allowed_token_ids": Field("ids", None, "only these ids may be drawn", optional=True),
+    "banned_token_ids": Field("ids", (), "these ids are never drawn"),
+    "repetition_penalty": Field(
+        "float", 1.0, "divides positive, multiplies negative logits of seen ids", above=0, high=10, history=True
+    ),
+    "frequency_penalty": Field("float", 0.0, "subtracted once for each time the id was written", low=-2, high=2, history=True),
+    "presence_penalty": Field("float", 0.0, "subtracted once if the id was written", low=-2, high=2, history=True),
+    "dry_multiplier": Field(
+        "float", 0.0, "DRY: strength of the penalty on continuing a repeat; 0 is off", low=0, high=100, history=True
+    ),
+    "dry_base": Field("float", 1.75, "DRY: growth for each further token of the repeat", low=1, high=8),
+    "dry_allowed_length": Field("int", 2, "DRY: repeats up to this length are free", low=1, high=1000),
+    "dry_range": Field("int", 0, "DRY: look back this many tokens; 0 is all", low=0),
+    "dry_breakers": Field("strings", ("\n", ":", '"', "*"), "DRY: a repeat never reaches across these strings"),
+    "no_repeat_ngram": Field("int", 0, "no run of this many tokens appears twice; 0 is off", low=0, high=1000, history=True),
+    "temperature": Field("float", 1.0, "0 is the most likely token, always; 1 the model's own distribution", low=0, high=100),
+    "top_k": Field("int", 0, "keep the k most likely; 0 is off", low=0),
+    "top_p": Field("float", 1.0, "keep the smallest set with at least this mass", above=0, high=1),
+    "min_p": Field("float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1),
+    "typical_p": Field("float", 1.0, "keep the most typical set with at least this mass", above=0, high=1),
+    "top_n_sigma": Field("float", 0.0, "keep logits within n standard deviations of the best; 0 is off", low=0, high=1000),
+    "xtc_probability": Field("float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1),
+    "xtc_threshold": Field("float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1),
+    "seed": Field(
+        "int", None, "makes the draw repeatable; missing: one is chosen and reported", low=0, high=2**63 - 1, optional=True
+    ),
+    # how many answers
+    "n": Field("int", 1, "answers to return", low=1, high=1024),
+    "best_of": Field(
+        "int", None, "write this many, return the n with the best mean log-probability", low=1, high=1024, optional=True
+    ),
+    "num_beams": Field("int", 1, "beam search with this many beams; 1 is off", low=1, high=256),
+    "num_return_sequences": Field("int", None, "beams to return (beam search only)", low=1, high=256, optional=True),
+    "length_penalty": Field("float", 1.0, "beam search: score is divided by length to this power", low=-10, high=10),
+    "early_stopping": Field("choice", False, "beam search: when to stop", choices=(True, False, "never")),
+    "num_beam_groups": Field("int", 1, "beam search: groups that avoid each other's tokens", low=1, high=256),
+    "diversity_penalty": Field(
+        "float", 0.0, "beam search: subtracted for each earlier group's use of the token", low=0, high=100
+    ),
+    # structure
+    "json_schema": Field("schema", None, "the answer is JSON valid under this schema", optional=True),
+    "regex": Field("str", None, "the answer matches this regular expression", optional=True),
+    "grammar": Field("str", None, "the answer is in the language of this Lark grammar", optional=True),
+    "choice": Field("strings", None, "the answer is one of these strings", optional=True),
+    # reports
+    "logprobs": Field(
+        "int", None, "report each token's log-probability and this many alternatives", low=0, high=MAX_LOGPROBS, optional=True
+    ),
+    "prompt_logprobs": Field("int", None, "the same for the prompt's tokens", low=0, high=MAX_LOGPROBS, optional=True),
+    "logprobs_mode": Field("choice", "raw", "the model's distribution, or the one drawn from", choices=("raw", "processed")),
+    "explain": Field("int", 0, "explain each token with this many top candidates", low=0, high=MAX_LOGPROBS),
+    "receipt": Field("bool", False, "return all that is needed to replay the answer"),
+    # the engine
+    "speculate": Field("str", None, "off, ngram, suffix, draft or auto; missing: the engine's setting", optional=True),
+    "priority": Field("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1),
+    "cache_salt": Field("str", "", "requests share cached prefixes only under the same salt"),
+}
+
+STRUCTURE = ("json_schema", "regex", "grammar", "choice")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What to generate and how to choose. Immutable; `with_(...)` gives a changed copy.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop="\\n\\n")
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    skip_special: bool = True
+    on_loop: str = "report"
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_breakers: str | Sequence[str] = ("\n", ":", '"', "*")
+    no_repeat_ngram: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    seed: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    num_beams: int = 1
+    num_return_sequences: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    json_schema: str | Mapping[str, Any] | bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    choice: Sequence[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprobs_mode: str = "raw"
+    explain: int = 0
+    receipt: bool = False
+    speculate: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name, rule in FIELDS.items():
+            object.__setattr__(self, name, _checked(name, rule, getattr(self, name)))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Rules between parameters. Contradictions are refused; risky mixes only warn (see sampling/advice.py)."""
+        named = [f for f in STRUCTURE if getattr(self, f) is not None]
+        if len(named) > 1:
+            raise ParameterError(named[1], f"only one structure at a time, and {named[0]} is set too")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ParameterError("best_of", f"{self.best_of} is less than n ({self.n})")
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
+            raise ParameterError("allowed_token_ids", "every allowed id is banned, so nothing could be drawn")
+        if self.num_beams > 1:
+            self._check_beams()
+        else:
+            for name in ("num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"):
+                if getattr(self, name) != FIELDS[name].default:
+                    raise ParameterError(name, "belongs to beam search; set num_beams above 1, or leave it out")
+
+    def _check_beams(self) -> None:
+        """Beam search looks for the most likely sequences; what draws, or reshapes a draw, has no meaning there."""
+        for name in BEAM_REFUSES:
+            value, default = getattr(self, name), FIELDS[name].default
+            if name == "temperature" and value in (0.0, 1.0):
+                continue  # 0 says "no randomness", 1 "the model's own distribution": both are what beams do
+            if value != default:
+                raise ParameterError(name, f"cannot be combined with beam search (num_beams={self.num_beams}); leave one out")
+        if (self.num_return_sequences or 1) > self.num_beams:
+            raise ParameterError(
+                "num_return_sequences", f"{self.num_return_sequences} is more than num_beams ({self.num_beams})"
+            )
+        if self.num_beams % self.num_beam_groups:
+            raise ParameterError("num_beam_groups", f"{self.num_beam_groups} does not divide num_beams ({self.num_beams})")
+        if self.diversity_penalty and self.num_beam_groups == 1:
+            raise ParameterError("diversity_penalty", "has no effect with one group; set num_beam_groups above 1")
+
+    def with_(self, **changes: Any) -> SamplingParams:
+        for name in changes:
+            if name not in FIELDS:
+                raise ParameterError(name, "no such parameter")
+        return replace(self, **changes)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """From JSON or flags; an unknown name is an error, never dropped."""
+        return cls().with_(**values)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Only what differs from the defaults, as JSON-ready values."""
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != FIELDS[f.name].default:
+                out[f.name] = dict(value) if f.name == "logit_bias" else list(value) if isinstance(value, tuple) else value
+        return out
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        return any(rule.history and getattr(self, name) != rule.default for name, rule in FIELDS.items())
+
+    @property
+    def structured(self) -> bool:
+        return any(getattr(self, f) is not None for f in STRUCTURE)
+
+    @property
+    def width(self) -> int:
+        """Sequences that run for this request at once."""
+        return self.num_beams if self.num_beams > 1 else (self.best_of or self.n)
+
+
+# fmt: off
+BEAM_REFUSES = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed",
+    "n", "best_of", "speculate", "on_loop", "json_schema", "regex", "grammar", "choice",
+)
+# fmt: on
+
+
+# ---------------------------------------------------------------------------------------------------------- validation
+
+
+def _checked(name: str, rule: Field, value: Any) -> Any:
+    if value is None:
+        if rule.optional:
+            return None
+        raise ParameterError(name, "is missing (null); leave it out for the default")
+    check = _CHECKS[rule.kind]
+    return check(name, rule, value)
+
+
+def _number(name: str, rule: Field, value: float) -> None:
+    if rule.low is not None and value < rule.low:
+        raise ParameterError(name, f"{value} is below {rule.low:g}")
+    if rule.above is not None and value <= rule.above:
+        raise ParameterError(name, f"{value} must be above {rule.above:g}")
+    if rule.high is not None and value > rule.high:
+        raise ParameterError(name, f"{value} is above {rule.high:g}")
+
+
+def _int(name: str, rule: Field, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ParameterError(name, f"{_show(value)} is not a whole number")
+    number = value.__index__()
+    _number(name, rule, number)
+    return int(number)
+
+
+def _float(name: str, rule: Field, value: Any) -> float:
+    if isinstance(value, (bool, str, bytes)) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+        raise ParameterError(name, f"{_show(value)} is not a number")
+    try:
+        number = float(value)
+    except (OverflowError, TypeError, ValueError):
+        raise ParameterError(name, f"{_show(value)} is not a number that fits") from None
+    if not math.isfinite(number):
+        raise ParameterError(name, f"{number} is not a finite number")
+    _number(name, rule, number)
+    return number
+
+
+def _bool(name: str, rule: Field, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ParameterError(name, f"{_show(value)} is not true or false")
+    return value
+
+
+def _str(name: str, rule: Field, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ParameterError(name, f"{_show(value)} is not a string")
+    return _sound(name, value)
+
+
+def _strings(name: str, rule: Field, value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or isinstance(items, (bytes, bytearray)):
+        raise ParameterError(name, f"{_show(value)} is not a string or a list of strings")
+    limit = MAX_STOP_STRINGS if name != "choice" else 10_000
+    if len(items) > limit:
+        raise ParameterError(name, f"{len(items)} strings are more than {limit}")
+    for item in items:
+        if not isinstance(item, str):
+            raise ParameterError(name, f"{_show(item)} is not a string")
+        if not item:
+            raise ParameterError(name, "an empty string would match at once")
+        if len(item) > MAX_STOP_LENGTH:
+            raise ParameterError(name, f"a string of {len(item)} characters is longer than {MAX_STOP_LENGTH}")
+        _sound(name, item)
+    if name == "choice" and not items:
+        raise ParameterError(name, "an empty list leaves nothing to choose")
+    return tuple(items)
+
+
+def _sound(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ParameterError(name, "has half a surrogate pair, which is not text") from None
+    return text
+
+
+def _ids(name: str, rule: Field, value: Any) -> tuple[int, ...]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
+        raise ParameterError(name, f"{_show(value)} is not a list of token ids")
+    out = tuple(_int(name, _ID, item) for item in value)
+    if rule.optional and not out:
+        raise ParameterError(name, "an empty list would leave nothing to draw")
+    return out
+
+
+def _bias(name: str, rule: Field, value: Any) -> tuple[tuple[int, float], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    out: dict[int, float] = {}
+    try:
+        items = [(key, number) for key, number in pairs]
+    except (TypeError, ValueError):
+        raise ParameterError(name, f"{_show(value)} is not a mapping from token id to number") from None
+    for key, number in items:
+        if isinstance(key, str):  # JSON has only string keys
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ParameterError(name, f"{_show(key)} is not a token id")
+            key = int(key)
+        out[_int(name, _ID, key)] = _float(name, rule, number)
+    return tuple(sorted(out.items()))
+
+
+def _choice(name: str, rule: Field, value: Any) -> Any:
+    for option in rule.choices:
+        if type(value) is type(option) and value == option:
+            return option
+    raise ParameterError(name, f"{_show(value)} is not one of {', '.join(map(repr, rule.choices))}")
+
+
+def _schema(name: str, rule: Field, value: Any) -> str:
+    """Schemas are kept as canonical JSON text, so that the record stays hashable and can cross a process."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ParameterError(name, "is not valid JSON") from None
+    if not isinstance(value, (Mapping, bool)):
+        raise ParameterError(name, f"{_show(value)} is not a schema (an object, true or false)")
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise ParameterError(name, "cannot be written as JSON") from None
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+_ID = Field("int", 0, "", low=0, high=2**31 - 1)
+_CHECKS = {
+    "int": _int,
+    "float": _float,
+    "bool": _bool,
+    "str": _str,
+    "strings": _strings,
+    "ids": _ids,
+    "bias": _bias,
+    "choice": _choice,
+    "schema": _schema,
+}

@@ -1,0 +1,86 @@
+"""ModelSpec: an architecture as data. Families differ here, not in code: model/decoder.py reads this and nothing else.
+
+Names of weights are ours, whatever the file calls them (weights/names.py translates):
+
+    embed, positions, final_norm[.bias], head
+    layers.{i}.attn_norm[.bias]        layers.{i}.attn.{q,k,v,o}[.bias]      layers.{i}.attn.{q_norm,k_norm}
+    layers.{i}.attn_post_norm          layers.{i}.mlp_norm[.bias]            layers.{i}.mlp_post_norm
+    layers.{i}.mlp.{gate,up,down}[.bias]
+    layers.{i}.moe.router              layers.{i}.moe.{gate,up,down}         experts stacked: [experts, out, in]
+
+A linear weight is [out, in]. Rotary halves are laid out as in the Hugging Face models (first half, second half of a head).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verbatim.base.records import CacheGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary positions of one kind of layer: the angle of pair j at position p is p * inv_freq[j].
+
+    All scalings in use (linear, dynamic, llama3, yarn, longrope) are resolved into `inv_freq` and `attention_factor`
+    when the file is read. longrope and dynamic have frequencies that depend on the length; model/families.py picks them by the
+    engine's context, never by the request's, so that no token's keys change while a text grows."""
+
+    dim: int  # rotated part of each head; the rest passes through
+    inv_freq: tuple[float, ...]  # dim / 2 numbers
+    attention_factor: float = 1.0  # multiplies cos and sin
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    window: int | None = None  # sliding window: positions p-window+1 .. p are visible; None: all
+    rope: RopeSpec | None = None  # None: no rotary positions (gpt2)
+    experts: int = 0  # 0: dense MLP
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    family: str  # llama, qwen2, qwen3, gemma2, gemma3, phi3, gpt2, mixtral, qwen3moe
+    vocab: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int  # inner width of the dense MLP (0 where every layer is a mixture)
+    context: int
+    layers: tuple[LayerSpec, ...]
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # gemma multiplies by (1 + weight); GGUF files store the sum already
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    gated: bool = True  # down(act(gate(x)) * up(x)); False: down(act(up(x)))
+    qkv_bias: bool = False
+    out_bias: bool = False  # bias of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of each query and key head before the rotation
+    post_norms: bool = False  # gemma: norms after attention and after the MLP too
+    learned_positions: bool = False  # gpt2
+    tied: bool = False  # head is embed
+    attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
+    attention_softcap: float = 0.0  # cap * tanh(score / cap) before the mask; 0 is off
+    logit_softcap: float = 0.0
+    embed_scale: float = 1.0  # gemma multiplies embeddings by sqrt(hidden)
+    experts_used: int = 0
+    expert_mlp: int = 0
+    experts_renormalised: bool = True  # weights of the chosen experts sum to 1
+
+    @property
+    def scale(self) -> float:
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def groups(self) -> tuple[CacheGroup, ...]:
+        """Layers by window: full attention first. A model without windows has one group."""
+        windows = sorted({layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0))
+        return tuple(CacheGroup(w, tuple(i for i, layer in enumerate(self.layers) if layer.window == w)) for w in windows)
+
+    @property
+    def kv_values(self) -> int:
+        """Numbers one token adds to the cache of one layer (keys and values)."""
+        return 2 * self.kv_heads * self.head_dim

@@ -1,0 +1,78 @@
+"""Tensor: one weight as it lies in its file: raw bytes, a type and a shape. Nothing is converted until a backend asks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+# type -> (values in a block, bytes of a block), as GGUF stores them
+BLOCKS: dict[str, tuple[int, int]] = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q4_0": (32, 18),
+    "q4_1": (32, 20),
+    "q5_0": (32, 22),
+    "q5_1": (32, 24),
+    "q8_0": (32, 34),
+    "q2_k": (256, 84),
+    "q3_k": (256, 110),
+    "q4_k": (256, 144),
+    "q5_k": (256, 176),
+    "q6_k": (256, 210),
+    "q8_k": (256, 292),
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """`data` is a flat uint8 view (often of a memory map); the last axis of `shape` is contiguous and is what blocks run along."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+    @property
+    def row_bytes(self) -> int:
+        values, size = BLOCKS[self.type]
+        return self.shape[-1] // values * size
+
+    @property
+    def rows(self) -> int:
+        return int(np.prod(self.shape[:-1], dtype=np.int64))
+
+    def row_view(self) -> np.ndarray:
+        """[rows, row_bytes] uint8, no copy."""
+        return self.data.reshape(self.rows, self.row_bytes)
+
+    def to_f32(self) -> np.ndarray:
+        from verbatim.weights.quant import dequantise  # quant imports BLOCKS from here
+
+        return dequantise(self.type, self.data, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights(Mapping[str, Tensor]):
+    """A model's weights by our names (see model/spec.py), with the digest that names this model in fingerprints."""
+
+    tensors: dict[str, Tensor]
+    source: str
+    digest: str
+    metadata: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(int(t.data.nbytes) for t in self.tensors.values())
