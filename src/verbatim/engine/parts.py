@@ -1,0 +1,80 @@
+"""What an engine is made of: a model name comes in, a backend, a tokenizer and a chat template go out, found and opened once.
+
+Everything that knows about files and formats is called from here and from nowhere else in the engine, so that an engine
+can just as well be made of the fakes in verbatim.testing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verbatim.backend.protocol import Backend
+from verbatim.base.config import EngineConfig
+
+
+class Tokenizer(Protocol):
+    """What the engine needs of text/tokenizer.py (and of verbatim.testing.ByteTokenizer)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]: ...
+
+    def encode_prompt(self, text: str) -> list[int]: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
+
+    def is_control(self, token: int) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """An opened model. `template` is None where the file has no chat template."""
+
+    backend: Backend
+    tokenizer: Tokenizer
+    eos_ids: tuple[int, ...]
+    name: str = "model"
+    digest: str = ""  # of the weights; half of the fingerprint
+    context: int | None = None  # None: the backend's spec says
+    template: Any = None  # text.chat.ChatTemplate
+    generation_config: dict[str, Any] = field(default_factory=dict)  # what the model's authors suggest; never applied silently
+
+
+def load_parts(
+    model: str | os.PathLike[str],
+    config: EngineConfig,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Parts:
+    """Find the model (a path, a catalog name, org/name on the hub), read it, and open a backend for it."""
+    from verbatim.backend import open_backend
+    from verbatim.model.load import load_model
+    from verbatim.text import chat, tokenizer
+    from verbatim.weights.catalog import resolve
+    from verbatim.weights.gguf import GGUFFile
+
+    path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
+    loaded = load_model(path, context=config.context, quant=config.quant)
+    source = loaded.source
+    if isinstance(source, GGUFFile):
+        words, template = tokenizer.from_gguf(source.metadata), chat.template_from_gguf(source.metadata)
+    else:
+        words, template = tokenizer.from_directory(source.path), chat.template_from_directory(source.path)
+    return Parts(
+        backend=open_backend(loaded, config),
+        tokenizer=words,
+        eos_ids=tuple(sorted({*loaded.eos_ids, *words.eos_ids})),
+        name=os.fspath(model),
+        digest=source.digest,
+        context=config.context or loaded.spec.context,
+        template=template,
+        generation_config=dict(loaded.generation_config),
+    )
