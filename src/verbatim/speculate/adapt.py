@@ -1,0 +1,202 @@
+"""How many drafts pay. In: measured step times, and how often guesses came true. Out: a draft length for each sequence, often 0.
+
+One more draft adds a row to the step. With B sequences in a step that takes t(B), a token is worth t(B) / B; one more row costs
+the slope of t. The j-th draft comes true with probability a^j, so drafts are worth adding while
+
+    a^j * t(B) / B  >  MARGIN * (slope + what the guess itself cost)
+
+On weights that are read once a step the slope is small and long drafts pay; when the batch is compute-bound, slope * B is t(B)
+and no draft pays. Worked: t(1) = 4 ms, slope 0.3 ms, a = 0.8: a^j > 1.15 * 0.075 = 0.086 gives j = 10.
+
+Learning goes on when nothing is drafted: a guess that was only made, not submitted, is compared with what the target then wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from verbatim.speculate.protocol import Draft, Proposer, SeqView
+
+MARGIN = 1.15  # a draft must promise this much more than it costs: measured times are noisy
+PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
+PRIOR = 0.55  # acceptance before anything is known; long matches earn more (see Acceptance)
+LONGEST = 16  # drafts of one sequence in one step
+REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
+
+
+class StepCost:
+    """Seconds of a step against its rows: t(rows) = base + slope * rows, from what was measured.
+
+    Two running averages, one of small steps (pure writing) and one of larger ones, give the line; a step ten times slower than
+    expected (a page fault, a paused machine) counts as three times slower."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[float, float]] = {}  # bucket -> (mean rows, mean seconds)
+
+    def learn(self, rows: int, seconds: float) -> None:
+        if rows < 1 or seconds <= 0:
+            return
+        bucket = rows.bit_length()
+        if bucket not in self._sums:
+            self._sums[bucket] = (float(rows), seconds)
+            return
+        mean_rows, mean = self._sums[bucket]
+        expected = mean * rows / mean_rows if rows > mean_rows else mean
+        seconds = min(seconds, 3 * expected)
+        self._sums[bucket] = (mean_rows + PATIENCE * (rows - mean_rows), mean + PATIENCE * (seconds - mean))
+
+    def at(self, rows: float) -> tuple[float, float] | None:
+        """(seconds, slope) near `rows`; None until steps of two sizes were seen."""
+        if len(self._sums) < 2:
+            return None
+        points = sorted(self._sums.values())
+        lower = max((p for p in points if p[0] <= rows), default=points[0])
+        upper = min((p for p in points if p[0] > max(rows, lower[0])), default=None)
+        if upper is None:
+            lower, upper = points[-2], points[-1]
+        slope = max((upper[1] - lower[1]) / (upper[0] - lower[0]), 0.0)
+        return max(lower[1] + slope * (rows - lower[0]), 1e-9), slope
+
+
+class Acceptance:
+    """How often guesses of one kind of evidence come true, for one sequence, started from what all sequences showed."""
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[str, int], float] = {}
+        self._own: dict[tuple[int, str, int], float] = {}
+
+    def rate(self, seq_id: int, draft: Draft) -> float:
+        own = self._own.get((seq_id, draft.source, draft.evidence))
+        if own is not None:
+            return own
+        start = PRIOR + 0.05 * min(draft.evidence, 6)
+        return self._shared.get((draft.source, draft.evidence), start)
+
+    def learn(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
+        """`written` are the tokens the target wrote where the draft guessed, as many as it wrote in the step."""
+        rate = self.rate(seq_id, draft)
+        shared = self._shared.get((draft.source, draft.evidence), rate)
+        for guess, token in zip(draft.tokens, written, strict=False):
+            hit = 1.0 if guess == token else 0.0
+            rate += 2 * PATIENCE * (hit - rate)
+            shared += PATIENCE / 4 * (hit - shared)
+            if not hit:
+                break
+        self._own[(seq_id, draft.source, draft.evidence)] = rate
+        self._shared[(draft.source, draft.evidence)] = shared
+
+    def relax(self, seq_id: int, draft: Draft) -> None:
+        """Forget a little of a bad record, so that a guess which is only learnt from by making it gets another chance in time."""
+        rate = self.rate(seq_id, draft)
+        self._own[(seq_id, draft.source, draft.evidence)] = rate + PATIENCE * (PRIOR - rate)
+
+    def forget(self, seq_id: int) -> None:
+        for key in [k for k in self._own if k[0] == seq_id]:
+            del self._own[key]
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A guess that waits to be compared with what the target writes from position `start` on."""
+
+    draft: Draft
+    start: int
+
+
+def draft_length(rate: float, value: float, price: float, limit: int) -> int:
+    """How many drafts pay: the largest j with rate^j * value > MARGIN * price.
+
+    >>> draft_length(0.8, 4.0, 0.3, 16)
+    10
+    """
+    if price <= 0:
+        return limit
+    chance, count = 1.0, 0
+    while count < limit:
+        chance *= rate
+        if chance * value <= MARGIN * price:
+            break
+        count += 1
+    return count
+
+
+class Speculator:
+    """Asks the proposers, cheapest first, decides how much of each guess to submit, and learns from what came."""
+
+    def __init__(self, proposers: Sequence[Proposer], *, adaptive: bool = True, longest: int = LONGEST) -> None:
+        self.proposers = tuple(proposers)
+        self.cost = StepCost()
+        self.acceptance = Acceptance()
+        self.adaptive = adaptive
+        self.longest = longest
+        self._pending: dict[int, _Pending] = {}
+        self._resting: dict[int, int] = {}
+
+    def drafts(self, views: Sequence[SeqView]) -> dict[int, tuple[int, ...]]:
+        """What to submit for each sequence that is about to draw. Sequences that are left out write plainly."""
+        self._settle(views)
+        out: dict[int, tuple[int, ...]] = {}
+        asking = [view for view in views if view.room > 0 and not self._rests(view.seq_id)]
+        for proposer in self.proposers:
+            if not asking:
+                break
+            for seq_id, draft in proposer.propose(self._afford(asking, len(views), proposer), self.longest).items():
+                count = self._length(seq_id, draft, len(views), proposer.token_cost)
+                start = next(len(v.tokens) for v in asking if v.seq_id == seq_id)
+                self._pending[seq_id] = _Pending(draft, start)
+                if count:
+                    out[seq_id] = draft.tokens[:count]
+                elif self.adaptive:
+                    self._resting[seq_id] = REST
+            asking = [view for view in asking if view.seq_id not in out]
+        return out
+
+    def _afford(self, asking: Sequence[SeqView], running: int, proposer: Proposer) -> list[SeqView]:
+        """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for."""
+        if not (self.adaptive and proposer.token_cost):
+            return list(asking)
+        out = []
+        for view in asking:
+            unmade = Draft((0,) * self.longest, proposer.name, 0)
+            count = self._length(view.seq_id, unmade, running, proposer.token_cost)
+            if count:
+                out.append(replace(view, room=min(view.room, count)))
+            else:
+                self._resting[view.seq_id] = 4 * REST
+                self.acceptance.relax(view.seq_id, unmade)
+        return out
+
+    def _length(self, seq_id: int, draft: Draft, running: int, guess_cost: float) -> int:
+        limit = min(len(draft.tokens), self.longest)
+        if not self.adaptive:
+            return limit
+        measured = self.cost.at(running)
+        rate = self.acceptance.rate(seq_id, draft)
+        if measured is None:  # nothing known yet: a short guess is a cheap way to learn what rows cost
+            return min(limit, 2)
+        seconds, slope = measured
+        return draft_length(rate, seconds / running, slope + guess_cost, limit)
+
+    def _rests(self, seq_id: int) -> bool:
+        left = self._resting.get(seq_id, 0)
+        if left:
+            self._resting[seq_id] = left - 1
+        return left > 0
+
+    def _settle(self, views: Sequence[SeqView]) -> None:
+        for view in views:
+            pending = self._pending.pop(view.seq_id, None)
+            if pending is not None:
+                self.acceptance.learn(view.seq_id, pending.draft, view.tokens[pending.start :])
+
+    def finish(self, view: SeqView) -> None:
+        self._pending.pop(view.seq_id, None)
+        self._resting.pop(view.seq_id, None)
+        self.acceptance.forget(view.seq_id)
+        for proposer in self.proposers:
+            proposer.finish(view)
+
+    def close(self) -> None:
+        for proposer in self.proposers:
+            proposer.close()

@@ -1,0 +1,83 @@
+"""Prompt lookup: what followed the last time these tokens stood here? In: a sequence's tokens. Out: what came after the latest earlier match.
+
+Copying, quoting, editing, listing and JSON repeat their own context; there the guess is often right for many tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verbatim.speculate.protocol import Draft, SeqView
+
+LONGEST, SHORTEST = 5, 2  # lengths of match that are tried, longest first
+
+
+class _Index:
+    """For each n, where each n-gram last ended and the time before that. Grows with the text; each token costs a few dictionary writes."""
+
+    __slots__ = ("before", "last", "seen")
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(LONGEST + 1)]
+        self.before: list[dict[tuple[int, ...], int]] = [{} for _ in range(LONGEST + 1)]
+
+    def grow(self, tokens: Sequence[int]) -> None:
+        for end in range(self.seen + 1, len(tokens) + 1):
+            for n in range(SHORTEST, LONGEST + 1):
+                if end < n:
+                    break
+                gram = tuple(tokens[end - n : end])
+                earlier = self.last[n].get(gram)
+                if earlier is not None:
+                    self.before[n][gram] = earlier
+                self.last[n][gram] = end
+        self.seen = len(tokens)
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
+        """(where the earlier match ended, its length), (0, 0) if the last tokens stand here for the first time."""
+        for n in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+            at = self.before[n].get(tuple(tokens[-n:]))
+            if at is not None:
+                return at, n
+        return 0, 0
+
+
+class NgramProposer:
+    name = "ngram"
+    token_cost = 0.0
+
+    def __init__(self) -> None:
+        self._index: dict[int, _Index] = {}
+
+    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+        out: dict[int, Draft] = {}
+        for view in views:
+            index = self._index.get(view.seq_id)
+            if index is None or index.seen > len(view.tokens):
+                index = self._index[view.seq_id] = _Index()
+            index.grow(view.tokens)
+            at, n = index.find(view.tokens)
+            if n:
+                guess = unroll(view.tokens, at, min(limit, view.room))
+                if guess:
+                    out[view.seq_id] = Draft(guess, self.name, n)
+        return out
+
+    def finish(self, view: SeqView) -> None:
+        self._index.pop(view.seq_id, None)
+
+    def close(self) -> None:
+        self._index.clear()
+
+
+def unroll(tokens: Sequence[int], at: int, count: int) -> tuple[int, ...]:
+    """The `count` tokens after position `at`; past the end the text is taken to go on repeating itself.
+
+    >>> unroll([1, 2, 3, 1, 2], 2, 5)
+    (3, 1, 2, 3, 1)
+    """
+    period = len(tokens) - at
+    if count <= period:
+        return tuple(tokens[at : at + count])
+    return tuple(tokens[at + i % period] for i in range(count))

@@ -1,0 +1,48 @@
+"""The seam of the proposers. In: the tokens of a sequence. Out: a guess at what comes next, with the kind of evidence behind it.
+
+A proposer may guess anything: the target draws its own token at every drafted position and commit() keeps a guess only where it
+*is* that token. So a wrong proposer costs time, and no proposer can change an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from verbatim.base.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SeqView:
+    """What a proposer may see of one sequence. `tokens` is the live list of known tokens: read, never changed, never kept."""
+
+    seq_id: int
+    tokens: Sequence[int]
+    prompt_len: int
+    params: SamplingParams
+    key: int  # the noise key: a draft model that draws with it agrees as often as it can
+    room: int  # most drafts that could still be used (limits of length and cache)
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A guess. `evidence` groups guesses of like reliability (the length of the match): acceptance is learnt for each group."""
+
+    tokens: tuple[int, ...]
+    source: str
+    evidence: int
+
+
+class Proposer(Protocol):
+    name: str
+    token_cost: float  # seconds that one guessed token costs to make, 0 where it is next to nothing
+
+    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+        """Guesses by sequence id; a sequence without a good guess is left out."""
+
+    def finish(self, view: SeqView) -> None:
+        """The sequence ended or was dropped: release what was kept for it."""
+
+    def close(self) -> None: ...

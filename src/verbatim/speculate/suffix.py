@@ -1,0 +1,147 @@
+"""A suffix automaton: the longest suffix of the text that occurred before, of any length, and what followed it.
+
+In: a sequence's tokens (and, where a tenant opted in, recent answers of the same model to the same tenant). Out: the continuation
+of the longest match. Longer matches than prompt lookup's five tokens are better evidence, and are learnt apart.
+
+The automaton of Blumer et al. (1985): one state for each set of positions that some substring ends at; adding a token costs amortised
+O(1) steps. Each state remembers the latest position at which its substrings ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from verbatim.speculate.ngram import unroll
+from verbatim.speculate.protocol import Draft, SeqView
+
+SHORTEST = 2  # a match of one token is no evidence
+LONG = 16  # matches longer than this count as one kind of evidence
+NEWEST = 16  # suffixes whose latest end is kept exact
+REMEMBERED = 16  # recent answers kept for a tenant that opted in
+REMEMBERED_TOKENS = 1024  # of each
+BARRIER = -1  # no token has this id, so no match runs from one answer into the next
+
+
+class SuffixAutomaton:
+    """Tokens in; for any moment, the longest suffix that occurred earlier.
+
+    >>> a = SuffixAutomaton()
+    >>> for t in [1, 2, 3, 9, 1, 2, 3]: a.add(t)
+    >>> a.match()          # "1 2 3" ended before at position 3, so tokens[3:] is the guess
+    (3, 3)
+    """
+
+    __slots__ = ("_current", "_end", "_length", "_link", "_next", "_previous", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._next: list[dict[int, int]] = [{}]
+        self._link: list[int] = [-1]
+        self._length: list[int] = [0]
+        self._end: list[int] = [0]  # latest end position of the state's substrings, before the newest token
+        self._current = 0
+        self._previous: tuple[int, int] = (0, 0)
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        last, new = self._current, self._state(self._length[self._current] + 1, len(self.tokens))
+        p = last
+        while p != -1 and token not in self._next[p]:
+            self._next[p][token] = new
+            p = self._link[p]
+        if p == -1:
+            self._link[new] = 0
+        else:
+            self._link[new] = self._target(p, token)
+        self._current = new
+        self._find()
+
+    def _state(self, length: int, end: int) -> int:
+        self._next.append({})
+        self._link.append(0)
+        self._length.append(length)
+        self._end.append(end)
+        return len(self._length) - 1
+
+    def _target(self, p: int, token: int) -> int:
+        """The state that the new one links to; split it where its substrings are longer than what is shared."""
+        q = self._next[p][token]
+        if self._length[p] + 1 == self._length[q]:
+            return q
+        clone = self._state(self._length[p] + 1, self._end[q])
+        self._next[clone] = dict(self._next[q])
+        self._link[clone] = self._link[q]
+        self._link[q] = clone
+        while p != -1 and self._next[p].get(token) == q:
+            self._next[p][token] = clone
+            p = self._link[p]
+        return clone
+
+    def _find(self) -> None:
+        """The longest suffix that occurred before is the suffix link of the whole text; note where it ended, then move that forward."""
+        state = self._link[self._current]
+        length = self._length[state]
+        self._previous = (self._end[state], length) if length else (0, 0)
+        now = len(self.tokens)
+        for _ in range(NEWEST):  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
+            if state <= 0:
+                break
+            self._end[state] = now
+            state = self._link[state]
+
+    def match(self) -> tuple[int, int]:
+        """(end of a late earlier occurrence, its length), (0, 0) if there is none."""
+        return self._previous
+
+
+class _Text:
+    """One sequence's automaton, behind the remembered answers that were read into it first."""
+
+    __slots__ = ("automaton", "offset")
+
+    def __init__(self, answers: Iterable[tuple[int, ...]]) -> None:
+        self.automaton = SuffixAutomaton()
+        for answer in answers:
+            for token in (*answer, BARRIER):
+                self.automaton.add(token)
+        self.offset = len(self.automaton.tokens)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        for token in tokens[len(self.automaton.tokens) - self.offset :]:
+            self.automaton.add(token)
+
+
+class SuffixProposer:
+    name = "suffix"
+    token_cost = 0.0
+
+    def __init__(self, *, remember: frozenset[str] = frozenset()) -> None:
+        """`remember` names the tenants whose recent answers may serve their own later requests."""
+        self._texts: dict[int, _Text] = {}
+        self._remember = remember
+        self._recent: dict[str, deque[tuple[int, ...]]] = {}
+
+    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+        out: dict[int, Draft] = {}
+        for view in views:
+            text = self._texts.get(view.seq_id)
+            if text is None:
+                text = self._texts[view.seq_id] = _Text(self._recent.get(view.tenant, ()))
+            text.follow(view.tokens)
+            end, length = text.automaton.match()
+            if length >= SHORTEST:
+                guess = unroll(text.automaton.tokens, end, min(limit, view.room))
+                if guess:
+                    out[view.seq_id] = Draft(guess, self.name, min(length, LONG))
+        return out
+
+    def finish(self, view: SeqView) -> None:
+        self._texts.pop(view.seq_id, None)
+        if view.tenant in self._remember:
+            recent = self._recent.setdefault(view.tenant, deque(maxlen=REMEMBERED))
+            recent.append(tuple(view.tokens[view.prompt_len :][:REMEMBERED_TOKENS]))
+
+    def close(self) -> None:
+        self._texts.clear()
+        self._recent.clear()
