@@ -1,0 +1,207 @@
+"""Rotary positions. In: the scaling record of a config (Hugging Face's keys). Out: a RopeSpec, and later the cosines and sines.
+
+Two machines must get the same bits, and `pow`, `log`, `cos` of a C library may differ between them. So frequencies are
+computed in decimal arithmetic and rounded once to float64, and `tables` uses nothing but IEEE additions and
+multiplications.
+
+dynamic and longrope have frequencies that depend on a length. transformers looks at the length of the text so far, which changes the
+angles of keys that are already cached; here the length is the engine's context, fixed when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, localcontext
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+from verbatim.model.spec import RopeSpec
+
+_DIGITS = 40
+_PI = Decimal("3.14159265358979323846264338327950288419716939937510")
+
+
+def plain_frequencies(theta: float, dim: int) -> list[Decimal]:
+    """theta ** (-2j / dim) for j = 0 .. dim/2 - 1, to 40 digits."""
+    with localcontext() as c:
+        c.prec = _DIGITS
+        log_theta = Decimal(theta).ln()
+        return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)]
+
+
+def make_rope(scaling: Mapping[str, Any], *, theta: float, dim: int, context: int, trained: int, file: str) -> RopeSpec:
+    """`scaling` has rope_type (or type) and that type's numbers; `trained` is the config's max_position_embeddings."""
+    kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
+    if kind not in _KINDS:
+        raise ModelError(f"rope scaling {kind!r} is unknown; known: {', '.join(sorted(_KINDS))}", file=file)
+    if dim < 2 or dim % 2:
+        raise ModelError(f"rotary dimension {dim} must be even and at least 2", file=file)
+    if not 0 < theta < math.inf:
+        raise ModelError(f"rope theta {theta} must be positive", file=file)
+    reader = _Reader(scaling, kind, file)
+    with localcontext() as c:
+        c.prec = _DIGITS
+        try:
+            frequencies, factor = _KINDS[kind](reader, theta, dim, context, trained)
+            return RopeSpec(dim, tuple(float(f) for f in frequencies), float(factor))
+        except ArithmeticError as error:
+            raise ModelError(f"rope scaling {dict(scaling)!r} cannot be computed ({error!r})", file=file) from error
+
+
+class _Reader:
+    """The scaling record's numbers, each checked as it is read."""
+
+    def __init__(self, values: Mapping[str, Any], kind: str, file: str) -> None:
+        self._values, self._kind, self._file = values, kind, file
+
+    def number(self, name: str, default: float | None = None) -> Decimal:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise ModelError(f"rope scaling {self._kind!r}: {name} is {value!r}, a positive number is needed", file=self._file)
+        return Decimal(value)
+
+    def optional(self, name: str) -> Decimal | None:
+        return None if self._values.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self._values.get(name, default))
+
+    def numbers(self, name: str, count: int) -> list[Decimal]:
+        values = self._values.get(name)
+        ok = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
+        if not ok or not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in values or ()):
+            raise ModelError(f"rope scaling {self._kind!r}: {name} must be {count} positive numbers", file=self._file)
+        return [Decimal(v) for v in values or ()]
+
+
+_Scaled = tuple[list[Decimal], Decimal]
+_ONE = Decimal(1)
+
+
+def _default(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    return plain_frequencies(theta, dim), _ONE
+
+
+def _linear(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    factor = r.number("factor")
+    return [f / factor for f in plain_frequencies(theta, dim)], _ONE
+
+
+def _dynamic(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    """NTK: a larger base, so that the slowest pair turns as far over `context` as it did over the trained length."""
+    factor, length = r.number("factor"), max(context, trained)
+    if dim == 2:
+        return plain_frequencies(theta, dim), _ONE  # one pair, frequency 1 whatever the base
+    growth = factor * length / trained - (factor - 1)
+    log_theta = Decimal(theta).ln() + growth.ln() * dim / (dim - 2)
+    return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)], _ONE
+
+
+def _llama3(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    """Fast pairs stay, slow ones are divided by factor, the band between is blended by wavelength."""
+    factor, low, high = r.number("factor"), r.number("low_freq_factor"), r.number("high_freq_factor")
+    original = r.number("original_max_position_embeddings", trained)
+    result = []
+    for f in plain_frequencies(theta, dim):
+        turns = original * f / (2 * _PI)  # full turns over the original context
+        if turns < low:
+            f = f / factor
+        elif turns <= high and high != low:
+            smooth = (turns - low) / (high - low)
+            f = (1 - smooth) * f / factor + smooth * f
+        result.append(f)
+    return result, _ONE
+
+
+def _yarn(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    original = r.number("original_max_position_embeddings", trained)
+    factor = r.optional("factor") or Decimal(trained) / original
+    fast, slow = r.number("beta_fast", 32.0), r.number("beta_slow", 1.0)
+
+    def pair_that_turns(times: Decimal) -> Decimal:
+        return dim * (original / (times * 2 * _PI)).ln() / (2 * Decimal(theta).ln())
+
+    low, high = pair_that_turns(fast), pair_that_turns(slow)
+    if r.flag("truncate", True):
+        low, high = Decimal(math.floor(low)), Decimal(math.ceil(high))
+    low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
+    if low == high:
+        high += Decimal("0.001")
+    result = []
+    for j, f in enumerate(plain_frequencies(theta, dim)):
+        ramp = min(max((j - low) / (high - low), Decimal(0)), _ONE)  # 0: keep the frequency, 1: divide it by factor
+        result.append(f / factor * ramp + f * (1 - ramp))
+    return result, r.optional("attention_factor") or _yarn_magnitude(r, factor)
+
+
+def _yarn_magnitude(r: _Reader, factor: Decimal) -> Decimal:
+    def magnitude(m: Decimal) -> Decimal:
+        return _ONE if factor <= 1 else Decimal("0.1") * m * factor.ln() + 1
+
+    one, all_dims = r.optional("mscale"), r.optional("mscale_all_dim")
+    return magnitude(one) / magnitude(all_dims) if one and all_dims else magnitude(_ONE)
+
+
+def _longrope(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    original = r.number("original_max_position_embeddings", trained)
+    factor = r.optional("factor") or Decimal(trained) / original
+    divisors = r.numbers("long_factor" if context > original else "short_factor", dim // 2)
+    attention = r.optional("attention_factor")
+    if attention is None:
+        attention = _ONE if factor <= 1 else (1 + factor.ln() / original.ln()).sqrt()
+    return [f / d for f, d in zip(plain_frequencies(theta, dim), divisors, strict=True)], attention
+
+
+def _divided(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    """GGUF's rope_freqs tensor: each frequency has its own divisor, worked out by whoever wrote the file."""
+    divisors = r.numbers("divisors", dim // 2)
+    return [f / d for f, d in zip(plain_frequencies(theta, dim), divisors, strict=True)], _ONE
+
+
+_KINDS = {
+    "default": _default,
+    "none": _default,
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,
+    "divided": _divided,
+}
+
+
+# ------------------------------------------------------------------------------------------------------ cosines and sines
+
+# pi/2 in three pieces; the first two have 33 bits, so that k * piece is exact for |k| < 2**20
+_HALF_PI = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
+_SIN = [(-1.0) ** n / math.factorial(2 * n + 1) for n in range(1, 9)]  # Taylor: |x| <= pi/4, error below 2**-60
+_COS = [(-1.0) ** n / math.factorial(2 * n) for n in range(1, 10)]
+
+
+def tables(rope: RopeSpec, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of position * inv_freq, times attention_factor: two [len(positions), dim / 2] float32 arrays.
+
+    Only IEEE float64 additions, multiplications and roundings are used, one NumPy call each (so nothing can be fused):
+    the same bits everywhere. Against a correctly rounded result the float32 differs in about one of a million values."""
+    angle = positions.astype(np.float64)[:, None] * np.asarray(rope.inv_freq, np.float64)[None, :]
+    turns = np.rint(angle * (2.0 / math.pi))
+    x = ((angle - turns * _HALF_PI[0]) - turns * _HALF_PI[1]) - turns * _HALF_PI[2]
+    square = x * x
+    sine, cosine = np.full_like(x, _SIN[-1]), np.full_like(x, _COS[-1])
+    for s in reversed(_SIN[:-1]):
+        sine = sine * square + s
+    for c in reversed(_COS[:-1]):
+        cosine = cosine * square + c
+    sine = x + x * (square * sine)
+    cosine = 1.0 + square * cosine
+    quarter = turns.astype(np.int64) & 3
+    swap = (quarter & 1).astype(bool)
+    cos = np.where(swap, sine, cosine) * np.where((quarter == 1) | (quarter == 2), -1.0, 1.0)
+    sin = np.where(swap, cosine, sine) * np.where(quarter >= 2, -1.0, 1.0)
+    factor = rope.attention_factor
+    return (cos * factor).astype(np.float32), (sin * factor).astype(np.float32)
