@@ -1,0 +1,135 @@
+"""The proposers against brute force, and the rule that decides how many drafts pay."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verbatim.base.params import SamplingParams
+from verbatim.speculate.adapt import Acceptance, Speculator, StepCost, draft_length
+from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
+from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.speculate.suffix import SuffixAutomaton, SuffixProposer
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+
+
+def view(tokens: list[int], *, room: int = 100, seq_id: int = 0, tenant: str = "", prompt_len: int = 0) -> SeqView:
+    return SeqView(seq_id, tokens, prompt_len, SamplingParams(), 0, room, tenant)
+
+
+def longest_earlier(tokens: list[int]) -> int:
+    for length in range(len(tokens) - 1, 0, -1):
+        if any(tokens[end - length : end] == tokens[-length:] for end in range(length, len(tokens))):
+            return length
+    return 0
+
+
+@given(texts)
+def test_automaton_finds_the_longest_earlier_suffix(tokens: list[int]) -> None:
+    automaton = SuffixAutomaton()
+    for count, token in enumerate(tokens, 1):
+        automaton.add(token)
+        end, length = automaton.match()
+        text = tokens[:count]
+        assert length == longest_earlier(text)
+        if length:
+            assert length <= end < count
+            assert text[end - length : end] == text[-length:]
+
+
+@given(texts)
+def test_ngram_guess_is_what_followed_the_latest_match(tokens: list[int]) -> None:
+    draft = NgramProposer().propose([view(tokens)], 4).get(0)
+    best = min(longest_earlier(tokens), LONGEST)
+    if best < SHORTEST:
+        assert draft is None
+        return
+    assert draft is not None
+    assert draft.evidence == best
+    at = max(e for e in range(best, len(tokens)) if tokens[e - best : e] == tokens[-best:])
+    assert draft.tokens == unroll(tokens, at, 4)
+
+
+@given(texts, st.integers(1, 59))
+def test_guesses_do_not_depend_on_when_the_text_was_seen(tokens: list[int], cut: int) -> None:
+    """Growing token by token, in one go, or after a rejected guess: the same index."""
+    for make in (NgramProposer, SuffixProposer):
+        whole = make().propose([view(tokens)], 6)
+        grown = make()
+        grown.propose([view(tokens[:cut])], 6)
+        assert grown.propose([view(tokens)], 6) == whole
+
+
+def test_room_and_limit_are_kept() -> None:
+    tokens = [1, 2, 3, 1, 2]
+    for make in (NgramProposer, SuffixProposer):
+        assert make().propose([view(tokens, room=2)], 10)[0].tokens == (3, 1)
+        assert make().propose([view(tokens)], 5)[0].tokens == (3, 1, 2, 3, 1)
+        assert make().propose([view(tokens, room=0)], 5) == {}
+
+
+def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> None:
+    proposer = SuffixProposer(remember=frozenset({"a"}))
+    answer = [9, 9, 5, 6, 7, 8, 4]
+    for seq_id, tenant in ((1, "a"), (2, "b")):
+        done = view(answer, seq_id=seq_id, tenant=tenant, prompt_len=2)
+        proposer.propose([done], 4)
+        proposer.finish(done)
+    assert proposer.propose([view([1, 5, 6], seq_id=3, tenant="a")], 3)[3].tokens == (7, 8, 4)
+    assert proposer.propose([view([1, 5, 6], seq_id=4, tenant="b")], 3) == {}
+    assert proposer.propose([view([1, 9, 9], seq_id=5, tenant="a")], 3) == {}, "prompts are not remembered"
+
+
+def test_step_cost_recovers_the_line() -> None:
+    cost = StepCost()
+    assert cost.at(1) is None
+    for _ in range(50):
+        for rows in (1, 2, 5, 9, 300):
+            cost.learn(rows, 0.004 + 0.0003 * rows)
+    seconds, slope = cost.at(1) or (0, 0)
+    assert abs(seconds - 0.0043) < 1e-5
+    assert abs(slope - 0.0003) < 1e-5
+
+
+def test_draft_length_by_the_rule() -> None:
+    assert draft_length(0.8, 4.0, 0.3, 16) == 10
+    assert draft_length(0.8, 4.0, 4.0, 16) == 0, "a compute-bound batch drafts nothing"
+    assert draft_length(1.0, 4.0, 0.3, 16) == 16
+    assert draft_length(0.0, 4.0, 0.3, 16) == 0
+
+
+def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
+    speculator = Speculator([NgramProposer()])
+    for _ in range(40):
+        speculator.cost.learn(1, 0.004)
+        speculator.cost.learn(8, 0.020)  # rows are dear: only good guesses pay
+    repeating = [1, 2, 3, 4] * 4
+    lengths = []
+    for _ in range(60):
+        lengths.append(len(speculator.drafts([view(repeating)]).get(0, ())))
+        repeating = [*repeating, repeating[-4]]
+    assert lengths[-1] >= 2, "a text that keeps repeating itself earns drafts"
+    surprising, lengths = [1, 2, 9, 1, 2], []
+    for step in range(200):
+        lengths.append(len(speculator.drafts([view(surprising, seq_id=1)]).get(1, ())))
+        surprising = [*surprising, 100 + step, 1, 2]
+    assert sum(lengths[100:]) == 0, "guesses that never come true are no longer submitted"
+
+
+def test_finished_sequences_leave_nothing() -> None:
+    speculator = Speculator([NgramProposer(), SuffixProposer()])
+    done = view([1, 2, 3, 1, 2])
+    speculator.drafts([done])
+    speculator.finish(done)
+    assert not speculator._pending
+    assert not speculator.acceptance._own
+    assert all(not getattr(p, "_index", None) and not getattr(p, "_texts", None) for p in speculator.proposers)
+
+
+def test_acceptance_starts_from_what_others_showed() -> None:
+    acceptance = Acceptance()
+    draft = Draft((5,), "ngram", 3)
+    for seq_id in range(200):
+        acceptance.learn(seq_id, draft, (6,))
+    assert acceptance.rate(999, draft) < 0.1
