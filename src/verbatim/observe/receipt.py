@@ -1,0 +1,146 @@
+"""A receipt: all that is needed to get an answer again, and to say why one could not.
+
+In: a finished request (its prompt ids, parameters, seed, choices) and what computed it (model digest, backend, numerics).
+Out: one JSON object. `verbatim replay FILE` runs it again and compares token by token with `compare`.
+
+A receipt holds no text of ours: the prompt and the answer are in it as token ids, so it is as private as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.records import Choice
+
+VERSION = 1
+# These shape when and how an answer is delivered, or what is reported beside it, never which tokens it has.
+NOT_REPLAYED = ("receipt", "cache_salt", "priority", "speculate", "explain", "prompt_logprobs")
+MAKERS = ("model", "digest", "backend", "detail", "numerics", "fingerprint", "context")
+
+
+def make_receipt(
+    *,
+    model: str,
+    digest: str,
+    backend: str,
+    detail: str,
+    numerics: str,
+    fingerprint: str,
+    context: int,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    seed: int,
+    choices: Sequence[Choice],
+) -> dict[str, Any]:
+    asked = {
+        k: v for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items() if k not in NOT_REPLAYED
+    }
+    body: dict[str, Any] = {
+        "receipt": VERSION,
+        "model": model,
+        "digest": digest,
+        "backend": backend,
+        "detail": detail,
+        "numerics": numerics,
+        "fingerprint": fingerprint,
+        "context": context,
+        "prompt_ids": list(prompt_ids),
+        "params": _json_ready(asked),
+        "choices": [
+            {"index": c.index, "token_ids": list(c.token_ids), "finish": [c.finish.reason, c.finish.detail]} for c in choices
+        ],
+    }
+    return {**body, "sha256": digest_of(body)}
+
+
+def digest_of(body: Mapping[str, Any]) -> str:
+    """Of everything but the digest itself, in one fixed spelling. It finds accidents, not forgers."""
+    plain = {k: v for k, v in body.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_receipt(data: Any) -> dict[str, Any]:
+    """Checks the shape of a receipt, or of an API answer that carries one, and returns the receipt."""
+    if isinstance(data, Mapping) and isinstance(data.get("receipt"), Mapping):
+        data = data["receipt"]
+    if not isinstance(data, Mapping) or data.get("receipt") != VERSION:
+        raise ParameterError("receipt", f'is not a receipt of version {VERSION}: expected an object with "receipt": {VERSION}')
+    for name, kind in (("prompt_ids", list), ("params", dict), ("choices", list), *((m, (str, int)) for m in MAKERS)):
+        if not isinstance(data.get(name), kind):
+            raise ParameterError("receipt", f"has no usable {name!r}")
+    if not _ids(data["prompt_ids"]) or not all(isinstance(c, dict) and _ids(c.get("token_ids")) for c in data["choices"]):
+        raise ParameterError("receipt", "holds token ids that are not whole numbers")
+    if data.get("sha256") != digest_of(data):
+        raise ParameterError("receipt", "was changed after it was written (its sha256 does not match)")
+    for name in data["params"]:
+        if name not in FIELDS:
+            raise ParameterError("receipt", f"asks for {name!r}, which this version does not know")
+    return dict(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """identical, or the first difference: choice, position in its answer, and the two tokens (None: the answer had ended)."""
+
+    identical: bool
+    choice: int = 0
+    position: int = 0
+    expected: int | None = None
+    got: int | None = None
+    reasons: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.identical:
+            return "identical"
+        lines = [
+            f"choice {self.choice}, token {self.position}: the receipt has {_show(self.expected)}, this run {_show(self.got)}"
+        ]
+        lines += self.reasons or (
+            "model, backend, numerics and context are the same, so the tokens should be: please report this receipt as a fault",
+        )
+        return "\n".join(lines)
+
+
+def compare(receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mapping[str, Any]) -> Verdict:
+    """Token by token. `makers` are this run's values of MAKERS; those that differ are the reasons why tokens may."""
+    reasons = tuple(
+        f"{name} differs: {receipt[name]!r} then, {makers[name]!r} now"
+        for name in ("digest", "backend", "numerics", "context")
+        if name in makers and makers[name] != receipt[name]
+    )
+    now = {c.index: c for c in choices}
+    for then in receipt["choices"]:
+        choice = now.get(then["index"])
+        old, new = then["token_ids"], list(choice.token_ids) if choice else []
+        if old == new:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        return Verdict(
+            False,
+            then["index"],
+            at,
+            old[at] if at < len(old) else None,
+            new[at] if at < len(new) else None,
+            reasons,
+        )
+    return Verdict(True)
+
+
+def _ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)
+
+
+def _json_ready(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has string keys only; without this the digest would change on the way through a file."""
+    plain: dict[str, Any] = json.loads(json.dumps(values))
+    return plain
+
+
+def _show(token: int | None) -> str:
+    return "the end" if token is None else f"token {token}"

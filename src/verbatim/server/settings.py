@@ -1,0 +1,135 @@
+"""Every setting of the server, with its default, its flag and the error that enforces it. Resolved once, at start-up.
+
+In: the flags of `verbatim serve`. Out: one frozen record that the HTTP side and (as plain data) the engine process read.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from verbatim.base.errors import ParameterError
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may ask. Each is a flag of `verbatim serve` (underscores become dashes) and an error that names it."""
+
+    max_header_bytes: int = field(default=64 * 1024, metadata={"help": "request line and headers together", "error": "431"})
+    max_body_bytes: int = field(default=8 * MIB, metadata={"help": "request body", "error": "413 body_too_large"})
+    max_json_depth: int = field(default=64, metadata={"help": "nesting of the JSON body", "error": "400 json_too_deep"})
+    max_prompts: int = field(default=128, metadata={"help": "prompts in one request", "error": "400 on prompt or input"})
+    max_messages: int = field(default=4096, metadata={"help": "messages in one conversation", "error": "400 on messages"})
+    max_width: int = field(default=64, metadata={"help": "n x best_of x beams x prompts of one request", "error": "400 on n"})
+    max_logprobs: int = field(default=20, metadata={"help": "alternatives reported for a token", "error": "400 on logprobs"})
+    max_stop: int = field(default=16, metadata={"help": "stop strings", "error": "400 on stop"})
+    max_bias: int = field(
+        default=1024, metadata={"help": "entries of logit_bias or a list of token ids", "error": "400 on the field"}
+    )
+    max_schema_bytes: int = field(
+        default=64 * 1024, metadata={"help": "a schema, regex or grammar", "error": "400 on the field"}
+    )
+    max_tools: int = field(default=128, metadata={"help": "tools in one request", "error": "400 on tools"})
+    max_output_tokens: int = field(
+        default=0, metadata={"help": "tokens of one answer; 0: up to the context", "error": "400 on max_tokens"}
+    )
+    max_queue: int = field(default=512, metadata={"help": "open requests, waiting and running", "error": "429 overloaded"})
+    max_per_key: int = field(
+        default=0, metadata={"help": "open requests of one key; 0: no limit", "error": "429 key_overloaded"}
+    )
+    max_cache_share: float = field(
+        default=1.0, metadata={"help": "share of the cache that one key's running requests may claim", "error": "they wait"}
+    )
+    max_connections: int = field(default=20_000, metadata={"help": "open connections", "error": "503"})
+    max_stream_bytes: int = field(
+        default=4 * MIB, metadata={"help": "text a slow reader may leave unread", "error": "error event slow_reader"}
+    )
+    header_seconds: float = field(
+        default=20.0, metadata={"help": "time for the headers to arrive", "error": "connection closed"}
+    )
+    body_seconds: float = field(default=60.0, metadata={"help": "time for the body to arrive", "error": "408"})
+    request_seconds: float = field(
+        default=600.0, metadata={"help": "time for one whole request", "error": "408 or error event timeout"}
+    )
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not value >= 0:
+                raise ParameterError(f.name, f"{value} is below 0")
+        if not 0 < self.max_cache_share <= 1:
+            raise ParameterError("max_cache_share", f"{self.max_cache_share} is not above 0 and at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: str = "smollm2"
+    served_names: tuple[str, ...] = ()  # names clients may use; empty: the model's own
+    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
+    revision: str | None = None
+    offline: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()  # further names in the Host header; loopback and --host are always allowed
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    drain_seconds: float = 30.0  # after SIGTERM, before running answers are cut
+    keepalive_seconds: float = 15.0  # a comment line on a silent stream
+    engine_silence_seconds: float = 60.0  # no heartbeat, or no step although there is work: the engine is killed
+    backoff_seconds: float = 0.5  # before the first restart; doubles up to backoff_limit
+    backoff_limit: float = 30.0
+    store_items: int = 1000  # answers kept for retrieval when a request says store: true; 0 refuses store
+    log_format: str = "text"  # text | json
+    log_prompts: bool = False
+    test_engine: str = ""  # tests only: what verbatim.testing should be asked for instead of a model file
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not is_loopback(self.host) and not self.keys:
+            raise ParameterError(
+                "host",
+                f"{self.host} is reachable from other machines; set a key (--api-key-file or VERBATIM_API_KEY) or use 127.0.0.1",
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ParameterError("tls_cert", "--tls-cert and --tls-key belong together")
+        if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
+            raise ParameterError("api_key_file", "a key needs at least 8 printable ASCII characters without spaces")
+        if not 0 <= self.port < 65536:
+            raise ParameterError("port", f"{self.port} is not a port")
+
+    def for_engine(self) -> dict[str, Any]:
+        """Plain data for the engine process: nothing of the network, no keys."""
+        return {
+            "model": self.model,
+            "revision": self.revision,
+            "offline": self.offline,
+            "engine": dict(self.engine),
+            "test_engine": self.test_engine,
+            "cache_share": self.limits.max_cache_share,
+            "max_output_tokens": self.limits.max_output_tokens,
+        }
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def limits_table() -> list[tuple[str, str, str, str]]:
+    """(flag, default, meaning, error) of every limit, for docs/serving.md."""
+    values = asdict(Limits())
+    return [
+        ("--" + f.name.replace("_", "-"), f"{values[f.name]:g}" if isinstance(values[f.name], float) else str(values[f.name]),
+         f.metadata["help"], f.metadata["error"])
+        for f in fields(Limits)
+    ]  # fmt: skip
