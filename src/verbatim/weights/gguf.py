@@ -1,0 +1,378 @@
+"""Read a GGUF file: path in, metadata and memory-mapped tensors out. Nothing of the weights is read until someone asks.
+
+The file: magic, version, two counts; metadata (key, type, value); tensor infos (name, dimensions, type, offset); padding; data.
+It is a stranger's file. Every count, length, offset and dimension is checked against the file before anything is allocated
+for it, with Python's integers, which do not overflow. Two budgets bound the rest: the objects made of the metadata may take the
+file's size plus 48 MiB, and no array may be so long that reading it takes a second (the limits below; real files of today hold
+fewer than 800,000 strings). Whatever is wrong is a ModelError that names the file and the item.
+
+Strings must be UTF-8: a tokenizer built on half a character would not be the model's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+import struct
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+from verbatim.weights.quant import nbytes
+from verbatim.weights.tensor import BLOCKS, Tensor
+
+DEFAULT_ALIGNMENT = 32
+MAX_ALIGNMENT = 1 << 20
+MAX_DIMS = 4
+MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
+MAX_KEYS = 1 << 16
+MAX_TENSORS = 1 << 16
+MAX_STRINGS = 1 << 20  # in all arrays of the file together
+MAX_NUMBERS = 1 << 22
+MAX_NESTING = 4
+METADATA_MEMORY = 48 << 20  # beyond the file's own size
+
+# tensor types by number; those without a reader here are named so that the error can name them
+TYPES: dict[int, str] = {
+    0: "f32",
+    1: "f16",
+    2: "q4_0",
+    3: "q4_1",
+    6: "q5_0",
+    7: "q5_1",
+    8: "q8_0",
+    10: "q2_k",
+    11: "q3_k",
+    12: "q4_k",
+    13: "q5_k",
+    14: "q6_k",
+    15: "q8_k",
+    30: "bf16",
+}
+OTHER_TYPES: dict[int, str] = {
+    9: "q8_1",
+    16: "iq2_xxs",
+    17: "iq2_xs",
+    18: "iq3_xxs",
+    19: "iq1_s",
+    20: "iq4_nl",
+    21: "iq3_s",
+    22: "iq2_s",
+    23: "iq4_xs",
+    24: "i8",
+    25: "i16",
+    26: "i32",
+    27: "i64",
+    28: "f64",
+    29: "iq1_m",
+    34: "tq1_0",
+    35: "tq2_0",
+    39: "mxfp4",
+    40: "nvfp4",
+}
+
+# metadata value types by number: struct code of the scalar ones
+STRING, ARRAY, BOOL = 8, 9, 7
+SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALAR_STRUCTS = {number: struct.Struct("<" + code.replace("?", "B")) for number, code in SCALARS.items()}
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFFile:
+    """`digest` names the content (see _digest); `tensors` keeps the file's order, shapes are ours: rows first, [out, in]."""
+
+    path: Path
+    metadata: dict[str, Any] = field(repr=False)
+    tensors: dict[str, Tensor] = field(repr=False)
+    digest: str
+    version: int = 3
+
+
+def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
+    """Map the file and read all but the weights. Any fault is a ModelError."""
+    file = Path(path)
+    view = map_file(file, least=24)
+    reader = _Reader(file, view)
+    version, tensor_count, key_count = reader.header()
+    metadata = reader.metadata(key_count)
+    infos = reader.tensor_infos(tensor_count)
+    header_end = reader.pos
+    tensors = _place(reader, metadata, infos)
+    return GGUFFile(file, metadata, tensors, _digest(view, header_end, tensors), version)
+
+
+def map_file(file: Path, *, least: int = 0) -> mmap.mmap:
+    """A read-only map of a regular file of at least `least` bytes."""
+    try:
+        with open(file, "rb", opener=_open_nonblocking) as handle:
+            info = os.fstat(handle.fileno())
+            if not stat.S_ISREG(info.st_mode):
+                raise ModelError("not a regular file", file=str(file))
+            if info.st_size < max(least, 1):
+                raise ModelError(f"{info.st_size} bytes are too few for a model file", file=str(file))
+            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)) from error
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """A named pipe must not hold us until someone writes to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+# ------------------------------------------------------------------------------------------------------------- header
+
+
+class _Reader:
+    """A cursor over the header. Every method checks the bytes it needs before it reads them."""
+
+    def __init__(self, file: Path, view: mmap.mmap) -> None:
+        self.file = file
+        self.view = view
+        self.size = len(view)
+        self.pos = 0
+        self.memory = self.size + METADATA_MEMORY
+        self.strings = MAX_STRINGS
+        self.numbers = MAX_NUMBERS
+
+    def fail(self, message: str) -> NoReturn:
+        raise ModelError(message, file=str(self.file))
+
+    def need(self, count: int, what: str) -> None:
+        if count > self.size - self.pos:
+            self.fail(f"{what} needs {count} bytes at offset {self.pos}, but the file ends at {self.size}")
+
+    def charge(self, count: int, what: str) -> None:
+        """Take memory from the budget before making objects with it."""
+        self.memory -= count
+        if self.memory < 0:
+            self.fail(f"{what}: the metadata needs more memory than the file's size plus {METADATA_MEMORY >> 20} MiB")
+
+    def u32(self, what: str) -> int:
+        self.need(4, what)
+        value: int = _U32.unpack_from(self.view, self.pos)[0]
+        self.pos += 4
+        return value
+
+    def u64(self, what: str) -> int:
+        self.need(8, what)
+        value: int = _U64.unpack_from(self.view, self.pos)[0]
+        self.pos += 8
+        return value
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        length = self.u64(what)
+        if limit is not None and length > limit:
+            self.fail(f"{what} is {length} bytes long, more than {limit}")
+        self.need(length, what)
+        self.charge(5 * length + 64, what)  # the bytes, and up to four bytes a character
+        start = self.pos
+        self.pos += length
+        try:
+            return self.view[start : self.pos].decode()
+        except UnicodeDecodeError:
+            self.fail(f"{what} is not UTF-8")
+
+    def header(self) -> tuple[int, int, int]:
+        if self.view[:4] != b"GGUF":
+            self.fail(f"not a GGUF file: it begins with {self.view[:4]!r}")
+        self.pos = 4
+        version = self.u32("version")
+        if version not in (2, 3):
+            if version & 0xFFFF == 0 and version:
+                self.fail("a big-endian GGUF file; only little-endian files are read (convert it)")
+            self.fail(f"GGUF version {version}; versions 2 and 3 are read")
+        tensors = self.u64("tensor count")
+        keys = self.u64("metadata count")
+        left = self.size - self.pos
+        # the shortest key-value pair takes 8 + 4 + 1 bytes, the shortest tensor info 8 + 4 + 8 + 4 + 8
+        if keys > min(MAX_KEYS, left // 13):
+            self.fail(f"metadata count {keys} does not fit the file ({left} bytes left, at most {MAX_KEYS} keys)")
+        if tensors > min(MAX_TENSORS, left // 32):
+            self.fail(f"tensor count {tensors} does not fit the file ({left} bytes left, at most {MAX_TENSORS} tensors)")
+        return version, tensors, keys
+
+    # ------------------------------------------------------------------------------------------------------- metadata
+
+    def metadata(self, count: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for index in range(count):
+            key = self.text(f"metadata key {index}", MAX_NAME)
+            if key in result:
+                self.fail(f"metadata key {key!r} appears twice")
+            self.charge(128, key)
+            result[key] = self.value(self.u32(f"type of {key!r}"), key, 0)
+        return result
+
+    def value(self, kind: int, key: str, depth: int) -> Any:
+        if kind == STRING:
+            return self.text(f"value of {key!r}")
+        if kind == ARRAY:
+            return self.array(key, depth + 1)
+        if kind not in SCALARS:
+            self.fail(f"metadata {key!r} has the unknown value type {kind}")
+        unpack = _SCALAR_STRUCTS[kind]
+        self.need(unpack.size, f"value of {key!r}")
+        value = unpack.unpack_from(self.view, self.pos)[0]
+        self.pos += unpack.size
+        if kind == BOOL:
+            if value > 1:
+                self.fail(f"metadata {key!r} is a bool with the value {value}")
+            return bool(value)
+        return value
+
+    def array(self, key: str, depth: int) -> list[Any]:
+        if depth > MAX_NESTING:
+            self.fail(f"metadata {key!r} nests arrays deeper than {MAX_NESTING}")
+        kind = self.u32(f"element type of {key!r}")
+        count = self.u64(f"length of {key!r}")
+        if kind == STRING:
+            return self.string_array(key, count)
+        if kind == ARRAY:
+            return self.nested_array(key, count, depth)
+        if kind not in SCALARS:
+            self.fail(f"metadata {key!r} is an array of the unknown value type {kind}")
+        size = _SCALAR_STRUCTS[kind].size
+        self.need(count * size, f"array {key!r} of {count} values")
+        self.numbers -= count
+        if self.numbers < 0:
+            self.fail(f"metadata {key!r}: more than {MAX_NUMBERS} numbers in arrays")
+        self.charge(count * 40 + 64, key)
+        code = "u1" if kind == BOOL else SCALARS[kind]
+        values = np.frombuffer(self.view, dtype=np.dtype(code).newbyteorder("<"), count=count, offset=self.pos)
+        self.pos += count * size
+        if kind == BOOL:
+            if values.size and values.max() > 1:
+                self.fail(f"metadata {key!r} is an array of bools with the value {values.max()}")
+            values = values.astype(np.bool_)
+        listed: list[Any] = values.tolist()
+        return listed
+
+    def string_array(self, key: str, count: int) -> list[str]:
+        self.need(8 * count, f"array {key!r} of {count} strings")
+        self.strings -= count
+        if self.strings < 0:
+            self.fail(f"metadata {key!r}: more than {MAX_STRINGS} strings in arrays")
+        self.charge(8 * count + 64, key)
+        view, pos, end, memory, unpack = self.view, self.pos, self.size, self.memory, _U64.unpack_from
+        result: list[str] = []
+        append = result.append
+        try:
+            for _ in range(count):  # tight: a vocabulary and its merges are 100,000 to 800,000 strings
+                length = unpack(view, pos)[0]
+                start = pos + 8
+                pos = start + length
+                memory -= 72 + (2 * length if length < 256 else 5 * length)
+                if pos > end or memory < 0:
+                    break
+                append(view[start:pos].decode())
+        except UnicodeDecodeError:
+            self.fail(f"metadata {key!r}[{len(result)}] is not UTF-8")
+        except struct.error:
+            pos = end + 1
+        self.memory = memory
+        if pos > end:
+            self.fail(f"metadata {key!r}[{len(result)}] reaches beyond the end of the file")
+        self.charge(0, key)
+        self.pos = pos
+        return result
+
+    def nested_array(self, key: str, count: int, depth: int) -> list[Any]:
+        self.need(12 * count, f"array {key!r} of {count} arrays")
+        self.numbers -= count
+        if self.numbers < 0:
+            self.fail(f"metadata {key!r}: more than {MAX_NUMBERS} values in arrays")
+        self.charge(8 * count + 64, key)
+        return [self.array(key, depth + 1) for _ in range(count)]
+
+    # -------------------------------------------------------------------------------------------------------- tensors
+
+    def tensor_infos(self, count: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
+        """name -> (type, shape with the contiguous axis last, offset into the data)."""
+        result: dict[str, tuple[str, tuple[int, ...], int]] = {}
+        for index in range(count):
+            name = self.text(f"name of tensor {index}", MAX_NAME)
+            if name in result:
+                self.fail(f"tensor {name!r} appears twice")
+            self.charge(512, name)
+            axes = self.u32(f"dimensions of tensor {name!r}")
+            if not 1 <= axes <= MAX_DIMS:
+                self.fail(f"tensor {name!r} has {axes} dimensions; 1 to {MAX_DIMS} are possible")
+            shape = tuple(self.u64(f"dimensions of tensor {name!r}") for _ in range(axes))[::-1]
+            kind = self.u32(f"type of tensor {name!r}")
+            if kind not in TYPES:
+                named = OTHER_TYPES.get(kind, f"number {kind}")
+                self.fail(f"tensor {name!r} has the type {named}, which is not read; read are {', '.join(BLOCKS)}")
+            result[name] = (TYPES[kind], shape, self.u64(f"offset of tensor {name!r}"))
+        return result
+
+
+def _place(reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str, tuple[int, ...], int]]) -> dict[str, Tensor]:
+    """Check where every tensor lies, then make views of the map. No two overlap, none leaves the file."""
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+        reader.fail(f"general.alignment is {alignment!r}; a power of two up to {MAX_ALIGNMENT} is needed")
+    if metadata.get("split.count", 0) not in (0, 1):
+        reader.fail("one part of a split model; join the parts first (llama-gguf-split --merge)")
+    start = -(-reader.pos // alignment) * alignment
+    spans: list[tuple[int, int, str]] = []
+    for name, (kind, shape, offset) in infos.items():
+        if 0 in shape:
+            reader.fail(f"tensor {name!r} has the empty shape {shape}")
+        try:
+            length = nbytes(kind, shape)
+        except ModelError as error:
+            reader.fail(f"tensor {name!r}: {error.message}")
+        if offset % alignment:
+            reader.fail(f"tensor {name!r} lies at offset {offset}, which is not a multiple of the alignment {alignment}")
+        if start + offset + length > reader.size:
+            reader.fail(
+                f"tensor {name!r} ({kind} {shape}) ends at byte {start + offset + length}; the file has {reader.size} (cut short?)"
+            )
+        spans.append((offset, offset + length, name))
+    spans.sort()
+    for (_, end, name), (begin, _, other) in pairwise(spans):
+        if begin < end:
+            reader.fail(f"tensors {name!r} and {other!r} overlap")
+    whole = np.frombuffer(reader.view, dtype=np.uint8)
+    ends = {name: (start + begin, start + end) for begin, end, name in spans}
+    return {name: Tensor(name, kind, shape, whole[slice(*ends[name])]) for name, (kind, shape, _) in infos.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- digest
+
+_SAMPLES = 16  # of each tensor
+_SAMPLE_BYTES = 256
+
+
+def sample(digest: Any, tensor: Tensor) -> None:
+    """Feed 16 evenly spaced runs of 256 bytes of the tensor (all of it, if it is smaller) to a hash."""
+    data = tensor.data
+    digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode())
+    if data.size <= _SAMPLES * _SAMPLE_BYTES:
+        digest.update(np.ascontiguousarray(data))
+        return
+    for index in range(_SAMPLES):
+        at = index * (data.size - _SAMPLE_BYTES) // (_SAMPLES - 1)
+        digest.update(data[at : at + _SAMPLE_BYTES])
+
+
+def _digest(view: mmap.mmap, header_end: int, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of the whole header and of 4 KiB of every tensor.
+
+    It tells models apart at no cost worth noting, and is the same wherever the file lies. It is a name, not a seal: a change of
+    a few weights between two samples is not seen. (The catalog checks the whole file's SHA-256 when it fetches it.)"""
+    digest = hashlib.sha256()
+    with memoryview(view) as whole, whole[:header_end] as header:
+        digest.update(header)
+    for tensor in tensors.values():
+        sample(digest, tensor)
+    return digest.hexdigest()

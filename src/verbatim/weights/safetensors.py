@@ -1,0 +1,242 @@
+"""Read a safetensors model directory: config.json, generation_config.json and memory-mapped weights, one file or many shards.
+
+A safetensors file: eight bytes with the length of a JSON header, the header (name -> dtype, shape, two offsets), the data.
+The header is a stranger's: its length is checked against the file, its cost in memory is estimated before it is parsed, and the
+tensors must cover the data exactly, without a gap or an overlap. Only float weights become tensors; what else a file holds
+(masks, position ids) is listed in `others` by name and dtype, so that a loader can say what it was.
+
+Pickle checkpoints (pytorch_model.bin) are never read: unpickling runs the file's code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+from verbatim.weights.gguf import map_file, sample
+from verbatim.weights.tensor import BLOCKS, Tensor
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_JSON = 32 << 20  # bytes of a config or an index
+MAX_HEADER = 100 << 20  # the format's own limit
+MAX_DIMS = 8
+JSON_MEMORY = 48 << 20  # beyond the file's own size
+
+FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+# bits of one value, for the offsets of tensors that we only pass over
+BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsDir:
+    """`generation_config` is empty where the directory has none."""
+
+    path: Path
+    config: dict[str, Any] = field(repr=False)
+    generation_config: dict[str, Any] = field(repr=False)
+    tensors: dict[str, Tensor] = field(repr=False)
+    digest: str
+    others: dict[str, str] = field(default_factory=dict, repr=False)
+
+
+def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
+    """Read everything but the weights, and map those. Any fault is a ModelError."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError("not a directory; a safetensors model is a directory with config.json", file=str(directory))
+    config = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    generation_config = read_json(generation) if generation.exists() else {}
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, str] = {}
+    shards = _shards(directory)
+    for shard, expected in shards.items():
+        found, passed = read_safetensors(directory / shard)
+        for name in expected:
+            if name not in found and name not in passed:
+                raise ModelError(
+                    f"the index places the tensor {name!r} in {shard}, which does not hold it", file=str(directory)
+                )
+        for name in (*found, *passed):
+            if name in tensors or name in others:
+                raise ModelError(f"tensor {name!r} appears in two shards", file=str(directory / shard))
+        tensors |= found
+        others |= passed
+    return SafetensorsDir(directory, config, generation_config, tensors, _digest(config, tensors), others)
+
+
+def _shards(directory: Path) -> dict[str, list[str]]:
+    """File names of the weights, with the tensors that the index promises in each."""
+    index = directory / INDEX
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ModelError("weight_map is missing or empty", file=str(index))
+        shards: dict[str, list[str]] = {}
+        for name, shard in weight_map.items():
+            _check_shard_name(shard, name, index)
+            shards.setdefault(shard, []).append(name)
+        for shard in shards:
+            if not (directory / shard).is_file():
+                raise ModelError(f"the shard {shard} is missing; fetch the model again", file=str(index))
+        return dict(sorted(shards.items()))
+    if (directory / SINGLE).exists():
+        return {SINGLE: []}
+    files = sorted(f.name for f in directory.glob("*.safetensors"))
+    if len(files) == 1:
+        return {files[0]: []}
+    if files:
+        raise ModelError(f"{len(files)} safetensors files but no {INDEX} that says which to read", file=str(directory))
+    if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
+        raise ModelError(
+            "only pickle weights; they run code when read and are refused: convert to safetensors", file=str(directory)
+        )
+    raise ModelError("no safetensors file", file=str(directory))
+
+
+def _check_shard_name(shard: object, name: str, index: Path) -> None:
+    """A shard is a plain file name beside the index: nothing that leads out of the directory."""
+    if not isinstance(shard, str) or not shard.endswith(".safetensors") or len(shard) > 255 or shard.startswith("."):
+        raise ModelError(f"the tensor {name!r} lies in {shard!r}, which is not the name of a safetensors file", file=str(index))
+    if any(c in "/\\:\0" or ord(c) < 32 for c in shard):
+        raise ModelError(f"the shard name {shard!r} leads out of the model's directory", file=str(index))
+
+
+# ----------------------------------------------------------------------------------------------------------- one file
+
+
+def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(float tensors as views of a memory map, dtype of every other tensor), in the order of the data."""
+    view = map_file(file, least=10)
+    size = len(view)
+    length = int.from_bytes(view[:8], "little")
+    if not 2 <= length <= min(MAX_HEADER, size - 8):
+        raise ModelError(f"a header of {length} bytes does not fit a file of {size}", file=str(file))
+    header = parse_json(view[8 : 8 + length], file, size + JSON_MEMORY)
+    header.pop("__metadata__", None)
+    data = np.frombuffer(view, dtype=np.uint8)[8 + length :]
+    entries = sorted(((_entry(file, name, entry), name) for name, entry in header.items()), key=lambda item: item[0][:2])
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, str] = {}
+    position = 0
+    for (begin, end, dtype, shape), name in entries:
+        if begin != position:
+            raise ModelError(f"tensor {name!r} begins at {begin}; the one before it ends at {position}", file=str(file))
+        if end > data.size:
+            raise ModelError(f"tensor {name!r} ends at {end}; the data end at {data.size} (cut short?)", file=str(file))
+        position = end
+        if dtype in FLOATS:
+            tensors[name] = Tensor(name, FLOATS[dtype], shape or (1,), data[begin:end])
+        else:
+            others[name] = dtype
+    if position != data.size:
+        raise ModelError(f"{data.size - position} bytes after the last tensor belong to none", file=str(file))
+    return tensors, others
+
+
+def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
+    """(begin, end, dtype, shape) of one tensor, checked against each other."""
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise ModelError(f"tensor {name!r} needs exactly dtype, shape and data_offsets", file=str(file))
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ModelError(f"tensor {name!r} has the unknown dtype {dtype!r:.40}", file=str(file))
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(type(d) is int and d >= 0 for d in shape):
+        raise ModelError(f"tensor {name!r} has the shape {shape!r:.80}", file=str(file))
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(o) is int and o >= 0 for o in offsets):
+        raise ModelError(f"tensor {name!r} has the offsets {offsets!r:.80}", file=str(file))
+    if dtype in FLOATS and 0 in shape:
+        raise ModelError(f"tensor {name!r} has the empty shape {shape}", file=str(file))
+    bits = BITS[dtype]
+    for dim in shape:
+        bits *= dim
+    if bits % 8 or offsets[1] - offsets[0] != bits // 8:
+        raise ModelError(
+            f"tensor {name!r} ({dtype} {shape}) takes {bits / 8:.16g} bytes, but its offsets are {offsets}", file=str(file)
+        )
+    return offsets[0], offsets[1], dtype, tuple(shape)
+
+
+def _digest(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of the config, every tensor's name, type and shape, and 4 KiB of each (weights/gguf.py says what that is worth)."""
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name in sorted(tensors):
+        sample(digest, tensors[name])
+    return digest.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------- JSON
+
+
+def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
+    """A JSON object out of a small file beside the weights."""
+    try:
+        if not file.is_file():
+            raise ModelError("missing" if not file.exists() else "not a regular file", file=str(file))
+        with open(file, "rb") as handle:
+            raw = handle.read(limit + 1)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)) from error
+    if len(raw) > limit:
+        raise ModelError(f"longer than {limit >> 20} MiB", file=str(file))
+    return parse_json(raw, file, len(raw) + JSON_MEMORY)
+
+
+def parse_json(raw: bytes, file: Path, memory: int) -> dict[str, Any]:
+    """A JSON object, refused before it is parsed if its objects could take more than `memory` bytes.
+
+    Each comma, colon and bracket may stand for one small Python object and its place in a dict, 150 bytes at most together; text
+    is copied, with up to four bytes a character where it is not ASCII."""
+    marks = sum(raw.count(mark) for mark in (b",", b":", b"[", b"{"))
+    if 150 * marks + len(raw) * (2 if raw.isascii() else 5) > memory:
+        raise ModelError(f"JSON with {marks} values in {len(raw)} bytes needs more memory than is fair", file=str(file))
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_unique)
+    except RecursionError:
+        raise ModelError("JSON nested too deeply", file=str(file)) from None
+    except ValueError as error:  # not UTF-8, not JSON, a number with thousands of digits, a name twice
+        raise ModelError(f"not valid JSON: {error}", file=str(file)) from None
+    if not isinstance(value, dict):
+        raise ModelError(f"JSON holds a {type(value).__name__}, not an object", file=str(file))
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {twice[:80]!r} appears twice")
+    return result
+
+
+assert all(BITS[dtype] == 8 * BLOCKS[kind][1] for dtype, kind in FLOATS.items())
