@@ -1,29 +1,36 @@
-# Two commands: `make run` reads streaming text from a real model, `make test` runs everything. Both set up what they need.
+# Two commands: `make run` reads streaming text from a real model, `make test` runs everything. Both set up what they need,
+# once: the second `make run` needs no network and starts at once.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
+PIP     = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 PROMPT ?= What is the capital of France?
-SOURCES = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/backend/cpu/*.cpp src/verbatim/backend/cpu/*.h src/verbatim/backend/cpu/CMakeLists.txt)
+CPU     = src/verbatim/backend/cpu
+NATIVE  = pyproject.toml CMakeLists.txt $(wildcard $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*/*.cpp $(CPU)/*/*.h)
+CHECKED = src tests bench examples
 
-.PHONY: run test soak lint format bench clean
+.PHONY: run chat test lint format soak bench clean
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$(PROMPT)"
 
-test: $(VENV)/.dev lint
+chat: $(VENV)/.installed
+	@$(BIN)/verbatim chat
+
+test: lint
 	$(BIN)/python -m pytest -m "not soak"
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff check src tests bench examples
-	$(BIN)/ruff format --check src tests bench examples
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
 	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak --timeout 7200
-
-format: $(VENV)/.dev
-	$(BIN)/ruff check --fix src tests bench examples
-	$(BIN)/ruff format src tests bench examples
 
 bench: $(VENV)/.installed
 	@$(BIN)/verbatim bench
@@ -31,15 +38,20 @@ bench: $(VENV)/.installed
 clean:
 	rm -rf $(VENV) build
 
-$(VENV)/bin/python:
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "verbatim needs Python 3.11 or later; say which with PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
-	@echo "installing verbatim into $(VENV) (once; about a minute)"
-	@$(BIN)/python -m pip install -q -e .
+# The C++ sources are prerequisites: an edited kernel is rebuilt, an edited Python file needs nothing (the install is editable).
+$(VENV)/.installed: $(NATIVE) constraints.txt | $(BIN)/python
+	@echo "installing verbatim into $(VENV) (once; a minute or two)"
+	@$(PIP) -e .
 	@touch $@
 
+# torch first and alone: transformers would otherwise be free to ask for another build of it, which is gigabytes.
 $(VENV)/.dev: $(VENV)/.installed
-	@echo "installing what the tests need (once)"
-	@$(BIN)/python -m pip install -q -e ".[dev]"
+	@echo "installing what the tests need into $(VENV) (once; a few minutes)"
+	@$(PIP) torch==2.13.0
+	@$(PIP) -e ".[dev]"
 	@touch $@

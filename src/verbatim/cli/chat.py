@@ -1,0 +1,214 @@
+"""`verbatim chat`: a conversation. Each turn sends the whole history; the prefix cache makes that cost only what is new."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import RequestError, UnsupportedError
+from verbatim.base.params import SamplingParams
+from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
+from verbatim.cli.screen import BOLD, GREEN, note, paint, warn, write
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM
+
+HELP = """\
+/help                 this list
+/reset                forget the conversation (the system message stays)
+/system [TEXT]        set the system message and start afresh; without TEXT show it
+/params [NAME=VALUE]  change a sampling parameter; without one show those in force
+/save FILE            write the conversation as JSON
+/quit                 leave (also Ctrl-D)
+Ctrl-C stops the answer, not the program. A line that ends in \\ goes on in the next."""
+
+
+@click.command(cls=Command)
+@click.option("--system", cls=Option, metavar="TEXT", help="system message")
+@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing lines, no greeting")
+@model_options
+@engine_options
+@sampling_options
+def command(system: str | None, quiet: bool, **flags: Any) -> int:
+    """Talk with a model, turn by turn. /help lists the commands inside; Ctrl-C stops an answer.
+
+    Temperature is 0 unless set: the same conversation gives the same answers. Piped, each line of stdin is one turn.
+    """
+    from verbatim.cli.session import open_llm
+
+    params = sampling_of(flags)
+    for name in ("n", "best_of", "logprobs", "prompt_logprobs", "explain", "receipt"):
+        if getattr(params, name) not in (None, 0, 1, False):
+            raise UnsupportedError(name, "a conversation has no place for it; use `verbatim run`")
+    with open_llm(flags, quiet=quiet) as llm:
+        if not llm.has_template:
+            raise UnsupportedError("model", f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text")
+        return Conversation(llm, params, system, quiet=quiet).loop()
+
+
+class Conversation:
+    """History, parameters and the loop of one chat. Every line typed is either a /command or a turn."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool) -> None:
+        self.llm = llm
+        self.params = params
+        self.system = system
+        self.turns: list[dict[str, str]] = []
+        self.quiet = quiet
+        self.typed = sys.stdin.isatty()
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        return ([] if self.system is None else [{"role": "system", "content": self.system}]) + self.turns
+
+    def loop(self) -> int:
+        if self.typed:
+            _editing()
+            if not self.quiet:
+                note(f"{self.llm.parts.name}, context {self.llm.context} tokens. /help for commands, Ctrl-D to leave.")
+        while True:
+            line = self._read()
+            if line is None:
+                return 0
+            if not line.strip():
+                continue
+            try:
+                if line.startswith("/"):
+                    if self._command(line):
+                        return 0
+                else:
+                    self._turn(line)
+            except RequestError as error:  # this turn cannot be served; the conversation goes on
+                note(f"verbatim: {error.message}", "31")
+
+    def _read(self) -> str | None:
+        """The next line, with continuation lines; None at the end of input. Ctrl-C at the prompt only clears the line."""
+        parts: list[str] = []
+        while True:
+            try:
+                line = input(self._prompt(bool(parts))) if self.typed else _next_line()
+            except EOFError:
+                if self.typed:
+                    write("\n")
+                return "\n".join(parts) if parts else None
+            except KeyboardInterrupt:
+                if not self.typed:
+                    raise
+                parts.clear()
+                note("\n(Ctrl-D or /quit to leave)")
+                continue
+            if line.endswith("\\"):
+                parts.append(line[:-1])
+                continue
+            return "\n".join([*parts, line])
+
+    def _prompt(self, continued: bool) -> str:
+        mark = paint("... " if continued else ">>> ", BOLD, sys.stdout)
+        # readline must not count the colour codes as columns
+        return mark.replace("\x1b[1m", "\x01\x1b[1m\x02").replace("\x1b[0m", "\x01\x1b[0m\x02")
+
+    def _turn(self, text: str) -> None:
+        from verbatim.cli.report import closing_line
+        from verbatim.cli.run import collect
+        from verbatim.cli.session import speed_limit
+
+        asked = [*self.messages, {"role": "user", "content": text}]
+        code, completion = collect(self.llm.chat_stream(asked, self.params), show=True)
+        write("\n")
+        # An answer cut short stays in the history as far as it was read: the model should know what the person saw.
+        self.turns += [asked[-1], {"role": "assistant", "content": completion.text}]
+        for line in completion.warnings:
+            warn(line)
+        if code and self.quiet:
+            note("(stopped)")
+        if not self.quiet:
+            limit = speed_limit(self.llm, len(completion.prompt_ids))
+            sampled = not self.params.greedy and self.params.num_beams == 1
+            note(closing_line(self.llm, completion, sampled=sampled, limit=limit))
+
+    # ------------------------------------------------------------------------------------------------------- commands
+
+    def _command(self, line: str) -> bool:
+        """Runs a /command. True: leave."""
+        name, _, rest = line[1:].strip().partition(" ")
+        rest = rest.strip()
+        match name:
+            case "quit" | "exit" | "bye":
+                return True
+            case "help" | "?":
+                note(HELP)
+            case "reset":
+                self.turns.clear()
+                note("the conversation is forgotten")
+            case "system":
+                self._set_system(rest)
+            case "params":
+                self._set_params(rest)
+            case "save":
+                self._save(rest)
+            case _:
+                note(
+                    f"verbatim: no command /{name}; /help lists them (begin with a space to send a line that starts with /)",
+                    "31",
+                )
+        return False
+
+    def _set_system(self, text: str) -> None:
+        if not text:
+            note(
+                f"system message: {self.system}"
+                if self.system is not None
+                else "no system message of ours; the model's template decides"
+            )
+            return
+        self.system = text
+        self.turns.clear()
+        note("system message set; the conversation starts afresh")
+
+    def _set_params(self, text: str) -> None:
+        changes: dict[str, Any] = {}
+        for word in text.split():
+            name, equals, value = word.partition("=")
+            if not equals:
+                note(f"verbatim: {word!r} is not NAME=VALUE", "31")
+                return
+            changes[name.replace("-", "_")] = parse_parameter(name, value)
+        self.params = self.params.with_(**changes)
+        shown = self.params.to_mapping() or {"temperature": self.params.temperature}
+        note(" ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else "2")
+
+    def _save(self, name: str) -> None:
+        if not name:
+            note("verbatim: /save needs a file name", "31")
+            return
+        record = {
+            "model": self.llm.parts.name,
+            "fingerprint": self.llm.fingerprint,
+            "params": self.params.to_mapping(),
+            "messages": self.messages,
+        }
+        try:
+            Path(name).expanduser().write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", "utf-8")
+            note(f"saved {len(self.turns) // 2} turns to {name}")
+        except OSError as error:
+            note(f"verbatim: cannot write {name}: {error.strerror}", "31")
+
+
+def _next_line() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line.removesuffix("\n")
+
+
+def _editing() -> None:
+    """Arrow keys and history where the platform has readline."""
+    try:
+        import readline
+    except ImportError:
+        return
+    readline.set_auto_history(True)

@@ -1,0 +1,263 @@
+"""Flags from tables: every sampling parameter of base.params.FIELDS, every setting of base.config.EngineConfig.
+
+In: click's parsed words. Out: a SamplingParams and the keyword arguments of an engine. A parameter that is added to its table
+is a flag at once; only flags that were typed are passed on, so that defaults live in one place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import FIELDS, Field, SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+Values = dict[str, Any]
+
+DEFAULT_MODEL = "smollm2"
+TEMPERATURE = 0.0  # of the command line: the same answer every time; the library's and the server's default is 1
+
+# EngineConfig has its defaults and meanings in the source; these are the lines a user reads
+ENGINE_HELP = {
+    "backend": "auto, cpu, cuda or reference",
+    "threads": "threads of the CPU backend; default: the physical cores",
+    "context": "longest text in tokens; default: the model's own limit",
+    "step_tokens": "most tokens computed in one step",
+    "max_running": "most sequences in one step",
+    "max_waiting": "most requests in the queue",
+    "kv_memory": "memory for keys and values, such as 512M or 2G",
+    "kv_blocks": "exact number of cache blocks (tests)",
+    "kv_type": "f16 or q8: how the cache is kept",
+    "prefix_cache": "reuse the keys and values of equal beginnings",
+    "use_cache": "keep keys and values; without it every step recomputes everything",
+    "speculate": "off, ngram, suffix, draft:MODEL or auto; changes the time, never the text",
+    "quant": "quantise float weights while loading: q8_0 or q4_0",
+    "check": "prove the block accounting after every step",
+}
+HIDDEN = {"kv_blocks", "check"}
+FROM_FILE = {"json_schema", "grammar"}  # a value that starts with @ names a file
+NOT_FLAGS = {"speculate"}  # the engine's --speculate says the same for a single request, and more (draft:MODEL)
+
+
+class Option(click.Option):
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class Command(click.Command):
+    """A command whose help lists its flags by section, so that fifty sampling flags do not bury the five one needs."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+def sampling_options(command: F) -> F:
+    """Adds one flag for each parameter. The parsed values arrive as `p_<name>`; None or () means: not typed."""
+    for name, rule in reversed(FIELDS.items()):
+        if name not in NOT_FLAGS:
+            command = _sampling_flag(name, rule)(command)
+    return command
+
+
+def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
+    flag, dest = "--" + name.replace("_", "-"), "p_" + name
+    shown = TEMPERATURE if name == "temperature" else rule.default
+    text = rule.help + (f" [{shown:g}]" if isinstance(shown, (int, float)) and not isinstance(shown, bool) else "")
+    common: Values = {"cls": Option, "section": "Sampling", "default": None, "help": text}
+    match rule.kind:
+        case "int":
+            return click.option(flag, dest, type=int, metavar="N", **common)
+        case "float":
+            return click.option(flag, dest, type=float, metavar="X", **common)
+        case "bool":
+            return click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
+        case "choice":
+            return click.option(flag, dest, type=click.Choice([_word(c) for c in rule.choices]), **common)
+        case "ids":
+            return click.option(flag, dest, metavar="ID,ID", **common)
+        case "strings":
+            common["help"] += " (may be repeated)"
+            return click.option(flag, dest, multiple=True, metavar="TEXT", **{**common, "default": ()})
+        case "bias":
+            return click.option(flag, dest, multiple=True, metavar="ID=X", **{**common, "default": ()})
+        case "schema":
+            return click.option(flag, dest, metavar="JSON|@FILE", **common)
+        case "str":
+            return click.option(flag, dest, metavar="TEXT|@FILE" if name in FROM_FILE else "TEXT", **common)
+
+
+def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
+    """SamplingParams from the parsed flags. A wrong value raises ParameterError, which names it."""
+    values: Values = {"temperature": TEMPERATURE, **defaults, **typed_sampling(flags)}
+    if values.get("num_beams", 1) > 1 and flags.get("p_temperature") is None:
+        values.pop("temperature", None)
+    return SamplingParams.from_mapping(values)
+
+
+def typed_sampling(flags: Values) -> Values:
+    """Only the parameters that were typed, by their names."""
+    values: Values = {}
+    for name, rule in FIELDS.items():
+        raw = flags.get("p_" + name)
+        if raw is not None and raw != ():
+            values[name] = _value(name, rule, raw)
+    return values
+
+
+def parse_parameter(name: str, text: str) -> Any:
+    """One parameter's value from one word, as in `--what-if top_p=0.5` and chat's `/params top_p=0.5`."""
+    name = name.strip().replace("-", "_")
+    if name not in FIELDS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, FIELDS, 1)
+        raise ParameterError(name, "no such parameter" + (f"; did you mean {near[0]}?" if near else ""))
+    rule = FIELDS[name]
+    if rule.optional and text.strip().lower() == "none":
+        return None
+    try:
+        match rule.kind:
+            case "int":
+                return int(text)
+            case "float":
+                return float(text)
+            case "bool":
+                return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.strip().lower()]
+            case "strings":
+                return (text,)
+            case "bias":
+                return _value(name, rule, (text,))
+    except (ValueError, KeyError):
+        raise ParameterError(name, f"{text!r} is not {_KIND_WORDS[rule.kind]}") from None
+    return _value(name, rule, text)
+
+
+_KIND_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+def _value(name: str, rule: Field, raw: Any) -> Any:
+    if rule.kind == "ids":
+        return _ids(name, raw)
+    if rule.kind == "bias":
+        return dict(_bias(name, item) for item in raw)
+    if rule.kind == "choice":
+        for choice in rule.choices:
+            if raw == _word(choice):
+                return choice
+        return raw
+    if name in FROM_FILE and raw.startswith("@"):
+        return _file(name, raw[1:])
+    return raw
+
+
+def _word(choice: Any) -> str:
+    return str(choice).lower() if isinstance(choice, bool) else str(choice)
+
+
+def _ids(name: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise ParameterError(name, f"{text!r} is not a list of token ids such as 11,42") from None
+
+
+def _bias(name: str, text: str) -> tuple[int, float]:
+    key, _, number = text.partition("=")
+    try:
+        return int(key), float(number)
+    except ValueError:
+        raise ParameterError(name, f"{text!r} is not ID=NUMBER, such as 42=-5") from None
+
+
+def _file(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(name, f"cannot read {path!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+
+
+# -------------------------------------------------------------------------------------------------- model and engine
+
+
+def model_options(command: F) -> F:
+    """--model, --revision, --offline: where the weights come from."""
+    section = "Model and engine"
+    add = [
+        click.option(
+            "-m",
+            "--model",
+            cls=Option,
+            section=section,
+            default=DEFAULT_MODEL,
+            envvar="VERBATIM_MODEL",
+            metavar="MODEL",
+            help=f"a .gguf file, a safetensors directory, a catalog name or org/name on the hub [{DEFAULT_MODEL}]",
+        ),
+        click.option("--revision", cls=Option, section=section, metavar="REV", help="revision of a model on the hub"),
+        click.option("--offline", cls=Option, section=section, is_flag=True, help="use the cache only, never the network"),
+    ]
+    for option in reversed(add):
+        command = option(command)
+    return command
+
+
+def engine_options(command: F) -> F:
+    """One flag for each setting of EngineConfig; values arrive as `e_<name>`, None means: not typed."""
+    for field in reversed(fields(EngineConfig)):
+        flag, dest, kind = "--" + field.name.replace("_", "-"), "e_" + field.name, str(field.type)
+        common: Values = {"cls": Option, "section": "Model and engine", "default": None, "hidden": field.name in HIDDEN}
+        common["help"] = ENGINE_HELP[field.name]
+        if field.name == "kv_memory":
+            option = click.option(flag, dest, metavar="SIZE", **common)
+        elif kind.startswith("bool"):
+            option = click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
+        elif kind.startswith("int"):
+            option = click.option(flag, dest, type=int, metavar="N", **common)
+        else:
+            option = click.option(flag, dest, metavar="NAME", **common)
+        command = option(command)
+    return command
+
+
+def engine_of(flags: Values) -> Values:
+    """Keyword arguments for an engine: only what was typed, checked by EngineConfig itself."""
+    settings: Values = {}
+    for field in fields(EngineConfig):
+        value = flags.get("e_" + field.name)
+        if value is not None:
+            settings[field.name] = parse_size(field.name, value) if field.name == "kv_memory" else value
+    EngineConfig(**settings)
+    return settings
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes from 512M, 1.5G, 2GiB or a plain number. K, M, G, T are powers of 1024, as memory is counted.
+
+    >>> parse_size("kv_memory", "1.5G")
+    1610612736
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise ParameterError(name, f"{text!r} is not a size such as 512M or 2G")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))

@@ -1,0 +1,100 @@
+"""What is said about an answer: the closing line for people, one JSON object for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.records import Choice, Completion, Finish, TokenLogprob
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM
+
+
+def finish_words(finish: Finish | None) -> str:
+    if finish is None:
+        return "cancel"
+    return f"{finish.reason} ({finish.detail})" if finish.detail else finish.reason
+
+
+def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: float | None = None) -> str:
+    """What the answer cost: tokens, time to first token, speed (beside this machine's limit where it was measured), and why it ended."""
+    usage, timings = completion.usage, completion.timings
+    parts = [f"{usage.prompt_tokens} prompt + {usage.output_tokens} output tokens"]
+    if usage.cached_tokens:
+        parts[0] += f" ({usage.cached_tokens} from the prefix cache)"
+    if usage.output_tokens:
+        parts.append(f"first token {timings.first_token:.2f} s")
+    rate = timings.decode_rate(usage.output_tokens)
+    if rate:
+        parts.append(f"{rate:.1f} tokens/s" + (f" of {limit:.0f} possible" if limit else ""))
+    if usage.drafted_tokens:
+        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted")
+    parts.append("; ".join(dict.fromkeys(finish_words(choice.finish) for choice in completion.choices)))
+    parts.append(backend_words(llm))
+    if sampled:
+        parts.append(f"seed {completion.seed}")
+    return " · ".join(parts)
+
+
+def backend_words(llm: LLM) -> str:
+    info = llm.parts.backend.info
+    threads = f", {info.threads} threads" if info.threads > 1 else ""
+    return f"{info.name} {info.detail}".strip() + threads
+
+
+def completion_json(llm: LLM, completion: Completion) -> dict[str, Any]:
+    """The one object that --json prints. With n = 1 the answer is at the top; `choices` has all of them."""
+    first = choice_json(completion.choices[0])
+    rate = completion.timings.decode_rate(completion.usage.output_tokens)
+    out: dict[str, Any] = {
+        "text": first["text"],
+        "tokens": first["tokens"],
+        "finish_reason": first["finish_reason"],
+        "finish_detail": first["finish_detail"],
+        "usage": {**asdict(completion.usage), "total_tokens": completion.usage.total_tokens},
+        "seed": completion.seed,
+        "timings": {**asdict(completion.timings), "tokens_per_second": rate},
+        "model": llm.parts.name,
+        "backend": {"name": llm.parts.backend.info.name, "detail": llm.parts.backend.info.detail},
+        "fingerprint": completion.fingerprint,
+        "warnings": list(completion.warnings),
+        "prompt_tokens": list(completion.prompt_ids),
+    }
+    for key in ("logprobs", "explain"):
+        if first.get(key):
+            out[key] = first[key]
+    if len(completion.choices) > 1:
+        out["choices"] = [choice_json(choice) for choice in completion.choices]
+    if completion.prompt_logprobs:
+        out["prompt_logprobs"] = token_logprobs(completion.prompt_logprobs)
+    if completion.receipt is not None:
+        out["receipt"] = completion.receipt
+    return out
+
+
+def choice_json(choice: Choice) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "index": choice.index,
+        "text": choice.text,
+        "tokens": list(choice.token_ids),
+        "finish_reason": choice.finish.reason,
+        "finish_detail": choice.finish.detail,
+    }
+    if choice.logprobs:
+        out["logprobs"] = token_logprobs(choice.logprobs)
+    if choice.explain:
+        out["explain"] = list(choice.explain)
+    if choice.score is not None:
+        out["score"] = choice.score
+    if choice.loop:
+        out["loop"] = choice.loop
+    return out
+
+
+def token_logprobs(rows: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    return [
+        None if row is None else {"token": row.token, "logprob": row.logprob, "top": [list(pair) for pair in row.top]}
+        for row in rows
+    ]

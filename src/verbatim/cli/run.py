@@ -1,0 +1,139 @@
+"""`verbatim run PROMPT`: one prompt in, one streamed answer out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Choice, Completion, Finish, Timings, Usage
+from verbatim.cli.options import Command, Option, engine_options, model_options, sampling_of, sampling_options
+from verbatim.cli.screen import note, warn, write
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM, Stream
+
+REPORTS = ("logprobs", "prompt_logprobs", "explain")  # parameters whose result only --json can show
+
+
+@click.command(cls=Command, epilog="Exit codes: 0 done, 1 failure, 2 wrong flag or value, 3 model, 130 interrupted.")
+@click.argument("prompt", nargs=-1)
+@click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
+@click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text")
+@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress")
+@click.option("--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`")
+@model_options
+@engine_options
+@sampling_options
+def command(
+    prompt: tuple[str, ...], raw: bool, system: str | None, as_json: bool, quiet: bool, save_receipt: str | None, **flags: Any
+) -> int:
+    """Answer PROMPT, streamed: as a chat turn where the model has a chat template, else as a continuation.
+
+    PROMPT may be `-` or come through a pipe. The command line's temperature is 0: the same answer every time.
+    """
+    from verbatim.cli.session import open_llm, read_prompt
+
+    params = sampling_of(flags, receipt=save_receipt is not None)
+    for name in REPORTS:
+        if getattr(params, name) and not as_json:
+            remedy = "; or use `verbatim explain`" if name == "explain" else ""
+            raise ParameterError(name, f"its report does not fit plain text; add --json{remedy}")
+    if raw and system is not None:
+        raise ParameterError("system", "has no place in a raw continuation; leave out --raw or --system")
+    text = read_prompt(prompt)
+    with open_llm(flags, quiet=quiet or as_json) as llm:
+        stream = start(llm, text, params, raw=raw, system=system)
+        if as_json:
+            code, completion = collect(stream, show=False)
+        else:
+            code, completion = collect(stream, show=params.width == 1 or params.num_beams > 1)
+        _finish(llm, completion, params, as_json=as_json, quiet=quiet, save_receipt=save_receipt)
+        return code
+
+
+def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str | None) -> Stream:
+    """A chat turn where the model has a template, a continuation otherwise; never the one for the other in silence."""
+    if raw or not llm.has_template:
+        if system is not None:
+            raise ParameterError("system", "this model has no chat template, so there is no place for a system message")
+        return llm.stream(text, params)
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return llm.chat_stream(messages, params)
+
+
+def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
+    """Reads a stream to its end, showing it or not. Ctrl-C ends the answer: what was written until then is kept and counted."""
+    import time
+
+    began, first = time.perf_counter(), 0.0
+    texts: dict[int, list[str]] = {}
+    ids: dict[int, list[int]] = {}
+    code = 0
+    with stream:
+        try:
+            for delta in stream:
+                first = first or time.perf_counter() - began
+                texts.setdefault(delta.index, []).append(delta.text)
+                ids.setdefault(delta.index, []).extend(delta.token_ids)
+                if show and delta.index == 0 and delta.text:
+                    write(delta.text)
+        except KeyboardInterrupt:
+            code = 130
+    if stream.completion is not None:
+        return code, stream.completion
+    choices = tuple(
+        Choice(index, "".join(texts[index]), tuple(ids[index]), Finish("cancel", "interrupted")) for index in sorted(texts)
+    ) or (Choice(0, "", (), Finish("cancel", "interrupted")),)
+    usage = Usage(output_tokens=sum(len(choice.token_ids) for choice in choices))
+    timings = Timings(first_token=first, total=time.perf_counter() - began)
+    return code, Completion(stream.request_id, (), choices, usage, timings, 0, "")
+
+
+def _finish(
+    llm: LLM, completion: Completion, params: SamplingParams, *, as_json: bool, quiet: bool, save_receipt: str | None
+) -> None:
+    from verbatim.cli.report import closing_line, completion_json
+    from verbatim.cli.session import speed_limit
+
+    if as_json:
+        sys.stdout.write(json.dumps(completion_json(llm, completion), ensure_ascii=False) + "\n")
+    elif len(completion.choices) > 1:
+        _show_choices(completion, shown=params.num_beams > 1)
+    elif not completion.text.endswith("\n"):
+        write("\n")
+    if save_receipt is not None and completion.receipt is not None:
+        _save(Path(save_receipt), completion.receipt)
+    if as_json or quiet:
+        return
+    for line in completion.warnings:
+        warn(line)
+    loop = max((choice.loop for choice in completion.choices), default=0)
+    if loop:
+        warn(f"the end repeats a run of {loop} tokens; --on-loop stop ends such an answer")
+    limit = speed_limit(llm, len(completion.prompt_ids)) if completion.usage.output_tokens > 1 else None
+    note(closing_line(llm, completion, sampled=not params.greedy and params.num_beams == 1, limit=limit))
+
+
+def _show_choices(completion: Completion, *, shown: bool) -> None:
+    """Several answers, one after the other. Of a beam search the first was shown already as it came."""
+    if shown:
+        write("\n")
+    for choice in completion.choices[1 if shown else 0 :]:
+        score = "" if choice.score is None else f" ({choice.score:.4f})"
+        write(f"[{choice.index + 1}]{score} {choice.text}\n")
+
+
+def _save(path: Path, receipt: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(receipt, ensure_ascii=False, indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise ParameterError("save_receipt", f"cannot write {path}: {error.strerror}; choose another file") from None

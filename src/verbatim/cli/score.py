@@ -1,0 +1,77 @@
+"""`verbatim score TEXT`: the model reads the text once and says how likely each token was."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.cli.options import Command, Option, engine_options, model_options
+from verbatim.cli.report import token_logprobs
+from verbatim.cli.screen import note, write
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM, Score
+
+
+@click.command(cls=Command)
+@click.argument("text", nargs=-1)
+@click.option(
+    "--top", cls=Option, type=click.IntRange(0, 1024), default=0, metavar="N", help="alternatives to report a token [0]"
+)
+@click.option("--tokens", cls=Option, is_flag=True, help="one line a token: log-probability, token")
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@model_options
+@engine_options
+def command(text: tuple[str, ...], top: int, tokens: bool, as_json: bool, **flags: Any) -> int:
+    """Log-probability of every token of TEXT, and its perplexity. TEXT may be `-` or come through a pipe.
+
+    Plain output is `perplexity`, a tab, and the number. Log-probabilities are natural logarithms.
+    """
+    from verbatim.cli.session import open_llm, read_prompt
+
+    content = read_prompt(text)
+    with open_llm(flags, quiet=as_json) as llm:
+        score = llm.score(content, top=top)
+        if as_json:
+            out = {
+                "perplexity": score.perplexity,
+                "total_logprob": score.total,
+                "tokens": list(score.token_ids),
+                "logprobs": token_logprobs(score.logprobs),
+                "model": llm.parts.name,
+                "fingerprint": llm.fingerprint,
+            }
+            sys.stdout.write(json.dumps(out) + "\n")
+            return 0
+        if tokens or top:
+            _table(llm, score)
+        write(f"perplexity\t{score.perplexity:.4f}\n")
+        scored = sum(row is not None for row in score.logprobs)
+        note(
+            f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · {score.total / max(scored, 1):.4f} a token"
+        )
+    return 0
+
+
+def _table(llm: LLM, score: Score) -> None:
+    for token, row in zip(score.token_ids, score.logprobs, strict=True):
+        number = "       -" if row is None else f"{row.logprob:8.4f}"
+        others = "" if row is None else "".join(f"\t{show_token(llm, t)} {lp:.3f}" for t, lp in row.top)
+        write(f"{number}\t{token}\t{show_token(llm, token)}{others}\n")
+
+
+def show_token(llm: LLM, token: int) -> str:
+    """A token as it can stand in a line: quoted and escaped, bytes that are no text as \\x.."""
+    raw = llm.tokenizer.token_bytes(token)
+    return repr(raw.decode("utf-8")) if _is_text(raw) else repr(raw)[1:]
+
+
+def _is_text(raw: bytes) -> bool:
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

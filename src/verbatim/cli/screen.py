@@ -1,0 +1,86 @@
+"""What a person sees: answers on stdout, everything else on stderr.
+
+Piped, stdout holds the plain text of the answer and nothing more. Colour and the progress line appear on a terminal only
+(and never with NO_COLOR set). No rich here: the first token should not wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+DIM, RED, YELLOW, GREEN, BOLD = "2", "31", "33", "32", "1"
+
+
+def _colour(stream: Any) -> bool:
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    try:
+        return bool(stream.isatty())
+    except ValueError:  # a closed stream
+        return False
+
+
+def paint(text: str, code: str, stream: Any = None) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if text and _colour(stream or sys.stderr) else text
+
+
+def write(text: str) -> None:
+    """A piece of the answer, shown at once. A lone surrogate cannot occur: text comes whole characters at a time."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str, code: str = DIM) -> None:
+    """A line for the person, not for the pipe."""
+    sys.stderr.write(paint(text, code) + "\n")
+    sys.stderr.flush()
+
+
+def warn(text: str) -> None:
+    note(f"warning: {text}", YELLOW)
+
+
+class Progress:
+    """One line on stderr that rewrites itself on a terminal. Elsewhere it says only what takes long: a download.
+
+    Used as the `progress` callback of LLM and of the catalog: each call brings one line of what is being done."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.live = _colour(sys.stderr)
+        self._width = 0
+        self._last = ""
+
+    def __call__(self, line: str) -> None:
+        if self.quiet:
+            return
+        line = " ".join(line.split())
+        if self.live:
+            columns = _columns()
+            shown = line if len(line) < columns else line[: columns - 2] + "…"
+            sys.stderr.write("\r\x1b[2K" + paint(shown, DIM))
+            sys.stderr.flush()
+            self._width = len(shown)
+        elif _stem(line) != _stem(self._last):  # a log gets one line a phase, not one a percent
+            sys.stderr.write(line + "\n")
+            sys.stderr.flush()
+        self._last = line
+
+    def clear(self) -> None:
+        if self._width:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+            self._width = 0
+
+
+def _stem(line: str) -> str:
+    """The line without its numbers: "fetching x: 12 of 98 MB" and "fetching x: 40 of 98 MB" are the same phase."""
+    return "".join(c for c in line if not c.isdigit() and c not in ".%")
+
+
+def _columns() -> int:
+    import shutil
+
+    return shutil.get_terminal_size().columns
