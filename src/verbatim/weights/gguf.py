@@ -356,7 +356,7 @@ _SAMPLE_BYTES = 256
 def sample(digest: Any, tensor: Tensor) -> None:
     """Feed 16 evenly spaced runs of 256 bytes of the tensor (all of it, if it is smaller) to a hash."""
     data = tensor.data
-    digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode())
+    digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode(errors="surrogatepass"))
     if data.size <= _SAMPLES * _SAMPLE_BYTES:
         digest.update(np.ascontiguousarray(data))
         return

@@ -170,9 +170,9 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int,
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ModelError(f"tensor {name!r} has the unknown dtype {dtype!r:.40}", file=str(file))
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(type(d) is int and d >= 0 for d in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
         raise ModelError(f"tensor {name!r} has the shape {shape!r:.80}", file=str(file))
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(o) is int and o >= 0 for o in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise ModelError(f"tensor {name!r} has the offsets {offsets!r:.80}", file=str(file))
     if dtype in FLOATS and 0 in shape:
         raise ModelError(f"tensor {name!r} has the empty shape {shape}", file=str(file))
@@ -180,10 +180,12 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int,
     for dim in shape:
         bits *= dim
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
-        raise ModelError(
-            f"tensor {name!r} ({dtype} {shape}) takes {bits / 8:.16g} bytes, but its offsets are {offsets}", file=str(file)
-        )
+        raise ModelError(f"tensor {name!r} ({dtype} {shape}) takes {bits} bits, but its offsets are {offsets}", file=str(file))
     return offsets[0], offsets[1], dtype, tuple(shape)
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _digest(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:

@@ -1,0 +1,21 @@
+"""Fixtures of the whole suite."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# One profile: the same examples in every run and on every machine, no deadline (two shared cores make any deadline a lottery).
+settings.register_profile("ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's GGUF file, fetched once into the cache by the catalog."""
+    from verbatim.weights import catalog
+
+    return catalog.resolve(catalog.DEFAULT)
