@@ -1,0 +1,249 @@
+"""A GGUF file's tokenizer. In: the file's metadata. Out: a Vocabulary. Nothing in it is trusted: each key is checked before use.
+
+tokenizer.ggml.model   gpt2: byte-level BPE with merges;  llama: SentencePiece with scores
+tokenizer.ggml.tokens, .token_type, .merges, .scores, .pre, .add_bos_token, .add_space_prefix, .…_token_id
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, models, normalizers
+from tokenizers import Tokenizer as Encoder
+
+from verbatim.base.errors import ModelError
+from verbatim.text.pretokenize import cut_named, normalizer_of, pre_tokenizer_of
+from verbatim.text.tokenizer import END_OF_TURN, Vocabulary
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+MAX_TOKENS = 4_000_000
+MAX_TOKEN_LENGTH = 4096
+SPACE = "\u2581"
+K = "tokenizer.ggml."
+
+
+def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> Vocabulary:
+    reader = _Reader(metadata, file)
+    try:
+        return reader.read()
+    except ModelError:
+        raise
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # the library reports some broken vocabularies as a Rust panic, which is no Exception
+        raise reader.wrong(f"the tokenizer cannot be built: {str(error)[:200]}") from error
+
+
+class _Reader:
+    def __init__(self, metadata: Mapping[str, Any], file: str | None) -> None:
+        self.meta = metadata
+        self.file = file
+
+    def wrong(self, message: str) -> ModelError:
+        return ModelError(message, file=self.file)
+
+    def read(self) -> Vocabulary:
+        model = self.value("model", str)
+        if model is None:
+            raise self.wrong("tokenizer.ggml.model is missing: the file has no tokenizer")
+        self.tokens = self._tokens()
+        self.types = self._types()
+        self.ids = {text: i for i, text in enumerate(self.tokens)}
+        if len(self.ids) != len(self.tokens):
+            again = next(i for i, text in enumerate(self.tokens) if self.ids[text] != i)
+            raise self.wrong(
+                f"token {self.tokens[again]!r} is in the vocabulary twice (ids {again} and {self.ids[self.tokens[again]]})"
+            )
+        if model == "gpt2":
+            return self._byte_level()
+        if model == "llama":
+            return self._sentencepiece()
+        raise self.wrong(f"tokenizer.ggml.model is {model!r}; known here: gpt2 (byte-level BPE) and llama (SentencePiece)")
+
+    # -------------------------------------------------------------------------------------------------- the two kinds
+
+    def _byte_level(self) -> Vocabulary:
+        merges = [self._merge(m) for m in self.array("merges", str)]
+        if not merges and len(self.tokens) > 512:
+            raise self.wrong("tokenizer.ggml.merges is missing or empty, and byte-level BPE cannot work without merges")
+        name = self.value("pre", str)
+        try:
+            cut = cut_named("default" if name is None else name)
+        except ModelError as error:
+            raise self.wrong(error.message) from None
+        model = models.BPE(vocab=self.ids, merges=merges, ignore_merges=cut.whole_words)
+        return self._finish(model, normalizer_of(cut), pre_tokenizer_of(cut), add_bos=False, space_prefix=False)
+
+    def _sentencepiece(self) -> Vocabulary:
+        from verbatim.text.spm import merges_from_scores, piece_bytes
+
+        scores = self.array("scores", float)
+        if len(scores) != len(self.tokens):
+            raise self.wrong(f"tokenizer.ggml.scores has {len(scores)} entries for {len(self.tokens)} tokens")
+        if any(s != s for s in scores):
+            raise self.wrong("tokenizer.ggml.scores has a value that is not a number")
+        pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)]
+        merges = merges_from_scores(pieces, self.ids, scores)
+        unknown = self.types.index(UNKNOWN) if UNKNOWN in self.types else None
+        fallback = all(f"<0x{b:02X}>" in self.ids for b in range(256))
+        model = models.BPE(
+            vocab=self.ids,
+            merges=merges,
+            byte_fallback=fallback,
+            fuse_unk=True,
+            unk_token=None if unknown is None else self.tokens[unknown],
+        )
+        prefix = self.flag("add_space_prefix", True)
+        steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+        steps.append(normalizers.Replace(" ", SPACE))
+        byte_ids = frozenset(t for t, kind in zip(self.tokens, self.types, strict=True) if kind == BYTE)
+        return self._finish(
+            model,
+            normalizers.Sequence(steps),
+            None,
+            add_bos=True,
+            space_prefix=prefix,
+            to_bytes=lambda text: piece_bytes(text, text in byte_ids),
+        )
+
+    def _finish(
+        self, model: Any, normalizer: Any, cutter: Any, *, add_bos: bool, space_prefix: bool, to_bytes: Any = None
+    ) -> Vocabulary:
+        control = {
+            t: i for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind in (CONTROL, UNKNOWN) and t
+        }
+        added = {i: self._rule(t, special=True) for t, i in control.items()}
+        defined = {
+            i: self._rule(t, special=False)
+            for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind == USER_DEFINED and t
+        }
+        bos, eos = self.token_id("bos"), self.token_id("eos")
+        return Vocabulary(
+            tokens=self.tokens,
+            plain=_encoder(model, normalizer, cutter, list(defined.values()), []),
+            special=_encoder(model, normalizer, cutter, list(defined.values()), list(added.values())),
+            to_bytes=to_bytes or byte_level_bytes,
+            control=control,
+            added={**added, **defined},
+            bos_id=bos,
+            eos_id=eos,
+            unk_id=self.token_id("unknown"),
+            pad_id=self.token_id("padding"),
+            eos_ids=self._eos_ids(eos, control),
+            prefix=(bos,) if bos is not None and self.flag("add_bos_token", add_bos) else (),
+            suffix=(eos,) if eos is not None and self.flag("add_eos_token", False) else (),
+            space_prefix=space_prefix,
+        )
+
+    def _rule(self, text: str, *, special: bool) -> AddedToken:
+        # Phi-3 swallows the white space after its turn markers. GGUF has no key for that; the architecture implies it.
+        swallow = (
+            special and self.meta.get("general.architecture") == "phi3" and text.startswith("<|") and text != "<|endoftext|>"
+        )
+        return AddedToken(text, special=special, normalized=False, rstrip=swallow)
+
+    def _eos_ids(self, eos: int | None, control: Mapping[str, int]) -> tuple[int, ...]:
+        """What ends an answer: the declared end of sequence, the declared ends of a turn or message, and the well-known ends of
+        a turn where the vocabulary has them as control tokens (files often declare only one of them)."""
+        ids = [eos, self.token_id("eot"), self.token_id("eom"), *(control.get(text) for text in END_OF_TURN)]
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    # ------------------------------------------------------------------------------------------------- checked reading
+
+    def _tokens(self) -> list[str]:
+        tokens = self.array("tokens", str)
+        if not tokens:
+            raise self.wrong("tokenizer.ggml.tokens is missing or empty")
+        if len(tokens) > MAX_TOKENS:
+            raise self.wrong(f"tokenizer.ggml.tokens has {len(tokens)} entries; at most {MAX_TOKENS} are read")
+        if max(map(len, tokens)) > MAX_TOKEN_LENGTH:
+            raise self.wrong(f"a token is {max(map(len, tokens))} characters long; at most {MAX_TOKEN_LENGTH} are read")
+        return tokens
+
+    def _types(self) -> list[int]:
+        types = self.array("token_type", int)
+        if not types:
+            return [NORMAL] * len(self.tokens)
+        if len(types) != len(self.tokens):
+            raise self.wrong(f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} tokens")
+        bad = next((t for t in set(types) if not 0 <= t <= BYTE), None)
+        if bad is not None:
+            raise self.wrong(f"tokenizer.ggml.token_type has the value {bad}; known are 1 to 6")
+        return types
+
+    def _merge(self, merge: str) -> tuple[str, str]:
+        left, space, right = merge.partition(" ")
+        if not space or not left or not right or " " in right:
+            raise self.wrong(f"tokenizer.ggml.merges has {merge[:40]!r}, which is not two tokens with one space between")
+        return left, right
+
+    def token_id(self, name: str) -> int | None:
+        value = self.value(f"{name}_token_id", int)
+        if value is None:
+            return None
+        if value == 0xFFFFFFFF or value == -1:
+            return None  # how some writers say "none"
+        if not 0 <= value < len(self.tokens):
+            raise self.wrong(f"tokenizer.ggml.{name}_token_id is {value}, outside the vocabulary of {len(self.tokens)}")
+        return int(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.value(name, bool)
+        return default if value is None else bool(value)
+
+    def value(self, name: str, kind: type) -> Any:
+        value = self.meta.get(K + name)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise self.wrong(f"{K}{name} is {type(value).__name__}, not {kind.__name__}")
+        return value
+
+    def array(self, name: str, kind: type) -> list[Any]:
+        """A list of one kind; whole arrays may come as NumPy arrays, strings as a list."""
+        value = self.meta.get(K + name)
+        if value is None:
+            return []
+        if hasattr(value, "tolist"):
+            value = value.tolist()
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+            raise self.wrong(f"{K}{name} is {type(value).__name__}, not an array")
+        allowed: set[type] = {float, int} if kind is float else {kind}
+        other = set(map(type, value)) - allowed
+        if other:
+            raise self.wrong(f"{K}{name} holds {min(t.__name__ for t in other)}, not {kind.__name__}")
+        return list(value)
+
+
+def _encoder(model: Any, normalizer: Any, cutter: Any, defined: list[AddedToken], control: list[AddedToken]) -> Any:
+    """One of the two encoders. The model is shared, not copied."""
+    encoder = Encoder(model)
+    if normalizer is not None:
+        encoder.normalizer = normalizer
+    if cutter is not None:
+        encoder.pre_tokenizer = cutter
+    if defined:
+        encoder.add_tokens(defined)
+    if control:
+        encoder.add_special_tokens(control)
+    return encoder
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The 256 visible characters that byte-level BPE writes bytes with: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in visible}
+    hidden = [b for b in range(256) if chr(b) not in table]
+    table.update({chr(0x100 + i): b for i, b in enumerate(hidden)})
+    return table
+
+
+BYTE_ALPHABET = _byte_alphabet()
+
+
+def byte_level_bytes(text: str) -> bytes:
+    """A byte-level token's bytes; a token with a character outside the alphabet is literal text, as the library has it."""
+    try:
+        return bytes([BYTE_ALPHABET[c] for c in text])
+    except KeyError:
+        return text.encode("utf-8", errors="replace")

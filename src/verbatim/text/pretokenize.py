@@ -1,0 +1,110 @@
+"""How byte-level BPE cuts text into words before merging. In: the name in `tokenizer.ggml.pre`. Out: a normalizer and a pre-tokenizer.
+
+A GGUF file carries vocabulary and merges, but of the cutting rules only a name. The rules here are those of the
+`tokenizer.json` files that the names stand for: each entry is a list of patterns applied one after the other; the
+matches of a pattern, and what lies between them, become separate pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Regex, normalizers, pre_tokenizers
+
+from verbatim.base.errors import ModelError
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
+QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+# The cased letters as DeepSeek's tokenizer lists them: first and last code point of each run.
+_CASED = (
+    "41-5a 61-7a b5 c0-d6 d8-f6 f8-1ba 1bc-1bf 1c4-293 295-2af 370-373 376 377 37b-37d 37f 386 388-38a 38c 38e-3a1 3a3-3f5 "
+    "3f7-481 48a-52f 531-556 10a0-10c5 13a0-13f5 13f8-13fd 1c90-1cba 1cbd-1cbf 1d00-1d2b 1d6b-1d77 1d79-1d9a 1e00-1f15 "
+    "1f18-1f1d 1f20-1f45 1f48-1f4d 1f50-1f57 1f59 1f5b 1f5d 1f5f-1f7d 1f80-1fb4 1fb6-1fbc 1fbe 1fc2-1fc4 1fc6-1fcc 1fd0-1fd3 "
+    "1fd6-1fdb 1fe0-1fec 1ff2-1ff4 1ff6-1ffc 2102 2107 210a-2113 2115 2119-211d 2124 2126 2128 212a-212d 212f-2134 2139 "
+    "213c-213f 2145-2149 214e 2183 2184 2c00-2c7b 2c7e-2ce4 2ceb-2cee 2cf2 2cf3 a640-a66d a680-a69b a722-a76f a771-a787 "
+    "a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 "
+    "10cc0-10cf2 118a0-118df 1e900-1e943"
+)
+_DEEPSEEK_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`patterns` in order; `nfc` composes the text first; `whole_words` takes a word that is in the vocabulary without merging."""
+
+    patterns: tuple[str, ...]
+    nfc: bool = False
+    whole_words: bool = False
+
+
+def _cased_letters() -> str:
+    runs = [run.split("-") for run in _CASED.split()]
+    return "[" + "".join("-".join(chr(int(end, 16)) for end in run) for run in runs) + "]"
+
+
+_DIGITS_GPT2 = Cut((r"\p{N}", GPT2))
+_PLAIN_GPT2 = Cut((GPT2,))
+_NEOX = Cut((GPT2,), nfc=True)
+_LLAMA3 = Cut((LLAMA3,), whole_words=True)
+
+CUTS: dict[str, Cut] = {
+    "default": Cut((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _PLAIN_GPT2,
+    "gpt2": _PLAIN_GPT2,
+    "phi-2": _PLAIN_GPT2,
+    "mpt": _NEOX,
+    "olmo": _NEOX,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "dbrx": Cut((LLAMA3,)),
+    "qwen2": Cut((QWEN2,), nfc=True),
+    "stablelm2": Cut((QWEN2,)),
+    "smollm": _DIGITS_GPT2,
+    "starcoder": _DIGITS_GPT2,
+    "refact": _DIGITS_GPT2,
+    "command-r": Cut((r"\p{N}", GPT2), nfc=True),
+    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
+    "deepseek-llm": Cut(
+        (r"[\r\n]", rf"\s?{_cased_letters()}+", _DEEPSEEK_PUNCTUATION, r"\s+$", _CJK, r"\p{N}+"),
+    ),
+    "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+    "tekken": Cut((TEKKEN,), whole_words=True),
+}
+
+
+def cut_named(name: str) -> Cut:
+    try:
+        return CUTS[name]
+    except KeyError:
+        known = ", ".join(sorted(CUTS))
+        raise ModelError(f"tokenizer.ggml.pre is {name!r}, which is not known here; known names: {known}") from None
+
+
+def normalizer_of(cut: Cut) -> Any:
+    return normalizers.NFC() if cut.nfc else None
+
+
+def pre_tokenizer_of(cut: Cut) -> Any:
+    """The library's own GPT-2 rule is compiled code and several times faster than the same pattern, so it is used for that."""
+    steps: list[Any] = []
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for at, pattern in enumerate(cut.patterns):
+        if pattern == r"\p{N}":
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        elif pattern == GPT2 and at == len(cut.patterns) - 1:
+            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        else:
+            steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    steps.append(byte_level)
+    return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)

@@ -1,0 +1,224 @@
+"""Text becomes token ids, and ids bytes. In: a string. Out: a list of ids; for any id, its bytes.
+
+The merging itself is the `tokenizers` library's. Two of its objects share one vocabulary here: one that knows only plain
+text, one that also turns the literal text of control tokens into their ids. User text goes through the first, so that a
+typed "<|im_end|>" is seven ordinary tokens; only `special=True` uses the second.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+
+from verbatim.base.errors import RequestError
+from verbatim.text.decode import decode_all
+
+# Ends of a turn that a model file may know only as a vocabulary entry. They end an answer wherever they are control tokens.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Everything that was read from a model's files, before any of it is used. Made by gguf_vocab.py and hf_vocab.py."""
+
+    tokens: Sequence[str]  # by id; "" where an id has no token
+    plain: Any  # tokenizers.Tokenizer that knows no control token
+    special: Any  # the same model, with the control tokens
+    to_bytes: Callable[[str], bytes]  # of an ordinary token; control and added tokens are literal text
+    control: Mapping[str, int]
+    added: Mapping[int, AddedToken]  # control and user-defined tokens with their matching rules
+    bos_id: int | None = None
+    eos_id: int | None = None
+    unk_id: int | None = None
+    pad_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    prefix: tuple[int, ...] = ()  # put before every prompt
+    suffix: tuple[int, ...] = ()  # put after it
+    space_prefix: bool = False  # a space is put before the first word, and taken away again when decoding
+    continued: Any = None  # `plain` for text that does not begin the prompt, where that makes a difference
+    extra: Mapping[str, str] = field(default_factory=dict)  # further named special tokens, for chat templates
+
+
+class Tokenizer:
+    """Text <-> ids. `encode` adds nothing; `encode_prompt` applies the model's rule for a beginning-of-sequence token."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        v = self._vocab = vocabulary
+        self.vocab_size = len(v.tokens)
+        self.bos_id, self.eos_id, self.unk_id, self.pad_id = v.bos_id, v.eos_id, v.unk_id, v.pad_id
+        self.eos_ids = v.eos_ids
+        self.control_tokens: dict[str, int] = dict(v.control)
+        self.space_prefix = v.space_prefix
+        self._control_ids = frozenset(v.control.values())
+        self._bytes: dict[int, bytes] = {}
+
+    # ------------------------------------------------------------------------------------------------------- to ids
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Ids of the text, and nothing but the text. With `special`, literal control tokens become control ids."""
+        _check_text(text)
+        if special:
+            return list(self._vocab.special.encode(text, add_special_tokens=False).ids)
+        return self._plain(text, self._vocab.plain)
+
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        """As `encode`, with what the model wants around every prompt (usually one token before it, or nothing).
+
+        A prompt whose own text begins with that token (`special=True`, a rendered chat template) does not get a second one.
+        """
+        ids = self.encode(text, special=special)
+        prefix = self._vocab.prefix
+        if not (prefix and tuple(ids[: len(prefix)]) == prefix):
+            ids = [*prefix, *ids]
+        return [*ids, *self._vocab.suffix]
+
+    def encode_parts(self, parts: Iterable[tuple[str, int | None]]) -> list[int]:
+        """Ids of a text that was already cut at its control tokens: (text, None) is plain, (_, id) is that control token."""
+        ids: list[int] = []
+        first = True
+        for text, control in parts:
+            if control is not None:
+                ids.append(control)
+            elif text:
+                _check_text(text)
+                ids += self._plain(text, self._vocab.plain if first else self._vocab.continued or self._vocab.plain)
+            first = False
+        return ids
+
+    def split_control(self, text: str) -> list[tuple[str, int | None]]:
+        """Cut a text at the literal control tokens in it, by the same rules as `encode(special=True)`."""
+        parts: list[tuple[str, int | None]] = []
+        at = 0
+        for match in self._control_pattern.finditer(text):
+            if match.start() > at:
+                parts.append((text[at : match.start()], None))
+            parts.append((match.group(), self.control_tokens[match.group(match.lastgroup or 0)]))
+            at = match.end()
+        if at < len(text):
+            parts.append((text[at:], None))
+        return parts
+
+    def _plain(self, text: str, encoder: Any) -> list[int]:
+        ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+        if self._control_ids.isdisjoint(ids):
+            return ids
+        return self._without_control(text, ids, encoder)
+
+    def _without_control(self, text: str, ids: list[int], encoder: Any) -> list[int]:
+        """Some vocabularies hold a control token's text as an ordinary word, reachable by merging. Cut those words in two.
+
+        The unknown token is exempt: it stands for text that the vocabulary cannot write.
+        """
+        bad = {self._vocab.tokens[i] for i in ids if i in self._control_ids and i != self.unk_id}
+        if not bad:
+            return ids
+        pattern = re.compile("|".join(re.escape(t) for t in sorted(bad, key=len, reverse=True)))
+        out: list[int] = []
+        for piece in _halves(text, pattern):
+            out += [i for i in encoder.encode(piece, add_special_tokens=False).ids if i not in self._control_ids]
+        return out
+
+    # ------------------------------------------------------------------------------------------------------ to bytes
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that this id stands for; for a control token, its literal text. Half a character is possible."""
+        found = self._bytes.get(token)
+        if found is None:
+            if not 0 <= token < self.vocab_size:
+                raise RequestError(f"token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})")
+            text = self._vocab.tokens[token]
+            literal = token in self._control_ids or token in self._vocab.added
+            found = self._bytes[token] = text.encode("utf-8") if literal else self._vocab.to_bytes(text)
+        return found
+
+    def is_control(self, token: int) -> bool:
+        return token in self._control_ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of a whole sequence from its beginning: `decode(encode(text)) == text` where the vocabulary can write it.
+
+        For tokenizers with `space_prefix`, that first space is taken away again. The continuation of a prompt goes
+        through TextDecoder instead, which keeps it.
+        """
+        return decode_all(self, ids, skip_special, start=True)
+
+    def token_text(self, token: int) -> str:
+        """For reading and reports: the vocabulary's own spelling of an id."""
+        self.token_bytes(token)
+        return self._vocab.tokens[token]
+
+    def find(self, text: str) -> int | None:
+        """The id whose vocabulary spelling is `text`, if there is one."""
+        found: int | None = self._vocab.special.token_to_id(text)
+        return found
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """Names as chat templates use them (bos_token, eos_token, …) with their text."""
+        named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id, "pad_token": self.pad_id}
+        texts = {name: self._vocab.tokens[i] for name, i in named.items() if i is not None}
+        return {**self._vocab.extra, **texts}
+
+    @property
+    def _control_pattern(self) -> re.Pattern[str]:
+        pattern: re.Pattern[str] | None = self.__dict__.get("_pattern")
+        if pattern is None:
+            pattern = self.__dict__["_pattern"] = _control_pattern(self.control_tokens, self._vocab.added)
+        return pattern
+
+
+def _control_pattern(control: Mapping[str, int], added: Mapping[int, AddedToken]) -> re.Pattern[str]:
+    """One pattern for all control tokens, longest first; the group that matched is the token without swallowed white space."""
+    branches = []
+    for at, text in enumerate(sorted(control, key=len, reverse=True)):
+        rule = added.get(control[text])
+        body = f"(?P<t{at}>{re.escape(text)})"
+        if rule is not None and rule.single_word:
+            body = rf"(?<!\w){body}(?!\w)"
+        if rule is not None and rule.lstrip:
+            body = rf"\s*{body}"
+        if rule is not None and rule.rstrip:
+            body = rf"{body}\s*"
+        branches.append(body)
+    return re.compile("|".join(branches) if branches else r"(?!)")
+
+
+def _halves(text: str, pattern: re.Pattern[str]) -> Iterable[str]:
+    at = 0
+    for match in pattern.finditer(text):
+        cut = match.start() + max(1, len(match.group()) // 2)
+        yield text[at:cut]
+        at = cut
+    yield text[at:]
+
+
+def _check_text(text: str) -> None:
+    """A lone surrogate is half a character of UTF-16: it has no UTF-8, so no bytes and no tokens."""
+    if not isinstance(text, str):
+        raise RequestError(f"a prompt is text, not {type(text).__name__}", param="prompt")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; it is not valid Unicode",
+            param="prompt",
+        ) from None
+
+
+def from_gguf(metadata: Mapping[str, Any], *, file: str | None = None) -> Tokenizer:
+    """The tokenizer that a GGUF file's metadata describes."""
+    from verbatim.text.gguf_vocab import read_vocabulary
+
+    return Tokenizer(read_vocabulary(metadata, file=file))
+
+
+def from_directory(path: str | Path) -> Tokenizer:
+    """The tokenizer in a model directory: tokenizer.json, with tokenizer_config.json where there is one."""
+    from verbatim.text.hf_vocab import read_vocabulary
+
+    return Tokenizer(read_vocabulary(Path(path)))
