@@ -44,6 +44,7 @@ class DrawSpec:
     withheld: tuple[int, ...] = ()  # ids that may not be drawn while fewer than min_tokens are out (EOS, stop ids)
     masks: tuple[bytes | None, ...] = ()  # grammar: for each draw, a bitmask over ids (bit i of byte i//8, LSB first)
     beam: int = 0  # > 0: return this many best (id, log-probability) of the processed row instead of a draw
+    breakers: tuple[tuple[int, ...], ...] = ()  # DRY: params.dry_breakers as ids or runs of ids (sampling.breakers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
     explain: dict[str, Any] | None = None  # observe/explain.py documents the keys; plain data
     candidates: tuple[tuple[int, float], ...] = ()  # beam: the best ids with their log-probability
+    reported: tuple[float, ...] = ()  # beam, where logprobs are asked for: of each candidate, by logprobs_mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,130 @@
+"""What explain keeps of a draw: written down while the stages run, by the same run that draws the token.
+
+In: the raw row and the RowState that the stages change. Out: one plain dict, JSON-ready; observe/explain.py documents its
+keys, prints it, and draws it again under other settings.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from typing import Any
+
+import numpy as np
+
+from verbatim.sampling.numerics import F64, I64, best, log_mass, masses, spreads
+from verbatim.sampling.processors import NONE, RowState
+
+WHOLE_ROWS = 64  # the first tokens of an answer keep their whole row of logits (4 bytes an id), for what-if
+
+
+class Recorder:
+    def __init__(self, raw: F64, state: RowState) -> None:
+        self.raw, self.state = raw, state
+        self.top: list[int] = [int(i) for i in best(raw, state.params.explain) if raw[i] > NONE]
+        self.removed_by: dict[int, str] = {}
+        self.stages: list[dict[str, Any]] = []
+        self.left = int(np.count_nonzero(raw > NONE))
+        self.scores: F64 | None = None
+        self.g: F64 | None = None
+
+    def after(self, stage: str) -> None:
+        """Note what is left, and which of the top ids went."""
+        state = self.state
+        alive = set(state.ids.tolist()) if len(state.ids) else None  # None: before the temperature, logits say it
+        left = len(alive) if alive is not None else int(np.count_nonzero(state.logits > NONE))
+        gone = [
+            i
+            for i in self.top
+            if i not in self.removed_by and not (i in alive if alive is not None else state.logits[i] > NONE)
+        ]
+        self.removed_by.update(dict.fromkeys(gone, stage))
+        self.stages.append({"name": stage, "removed": self.left - left, "left": left, "removed_top": gone})
+        self.left = left
+
+    def noise(self, g: F64, scores: F64) -> None:
+        self.g, self.scores = g, scores
+
+    def finish(self, token: int | None, candidates: tuple[tuple[int, float], ...] = ()) -> dict[str, Any]:
+        state, raw = self.state, self.raw
+        d = raw - raw.max()
+        mass = masses(d)
+        total = int(mass.sum())
+        norm = log_mass(total)
+        out: dict[str, Any] = {
+            "position": state.position,
+            "vocab": len(raw),
+            "key": f"{state.key:016x}",
+            "temperature": state.params.temperature,
+            "entropy": norm + float(int(spreads(d).sum())) / float(total),
+            "best": int(np.argmax(raw)),
+            "stages": self.stages,
+            "top": [self._candidate(i, float(d[i]) - norm) for i in self.top],
+            **self._inputs(),
+        }
+        if token is not None:
+            out |= {"token": token, **chosen(raw, norm, token), **self._lead(token)}
+        else:
+            out |= {"token": None, "candidates": [{"id": i, **chosen(raw, norm, i)} for i, _ in candidates]}
+        return out
+
+    def _candidate(self, i: int, logprob: float) -> dict[str, Any]:
+        state = self.state
+        place = _find(state.ids, i)
+        drawn = place is not None and self.scores is not None and self.g is not None
+        final = math.exp(float(state.centred[place]) - log_mass(int(state.mass.sum()))) if place is not None else None
+        return {
+            "id": i,
+            "logit": float(self.raw[i]),
+            "logprob": logprob,
+            "processed": float(state.logits[i]) if state.logits[i] > NONE else None,
+            "removed_by": self.removed_by.get(i),
+            "final_prob": final,
+            "noise": float(self.g[place]) if drawn and self.g is not None else None,
+            "score": float(self.scores[place]) if drawn and self.scores is not None else None,
+        }
+
+    def _lead(self, token: int) -> dict[str, Any]:
+        """How near another token came: the winner's score less the runner-up's."""
+        state = self.state
+        scores = self.scores if self.scores is not None else state.logits
+        ids = state.ids if self.scores is not None else np.arange(len(scores))
+        first = best(scores, 2)
+        assert int(ids[first[0]]) == token
+        second = int(first[1]) if len(first) > 1 and scores[first[1]] > NONE else None
+        return {
+            "score": float(scores[first[0]]),
+            "runner_up": int(ids[second]) if second is not None else None,
+            "lead": float(scores[first[0]] - scores[second]) if second is not None else None,
+        }
+
+    def _inputs(self) -> dict[str, Any]:
+        """What a what-if needs besides the tokens: the raw row, the grammar's mask, the ids withheld."""
+        state = self.state
+        whole = state.position - state.prompt_len < WHOLE_ROWS
+        row = base64.b64encode(self.raw.astype("<f4").tobytes()).decode() if whole else None
+        return {
+            "row": row,
+            "mask": base64.b64encode(state.mask).decode() if state.mask is not None else None,
+            "prompt_len": state.prompt_len,
+            "withheld": list(state.withheld),
+        }
+
+
+def chosen(raw: F64, norm: float, token: int) -> dict[str, Any]:
+    """One id in the model's own distribution: rank 0 is the best; margin is its logit less the best other one."""
+    value = float(raw[token])
+    ahead = int(np.count_nonzero(raw > value) + np.count_nonzero(raw[:token] == value))
+    first = best(raw, 2)
+    other = [int(i) for i in first if i != token][:1]
+    return {
+        "logit": value,
+        "logprob": (value - float(raw.max())) - norm,
+        "rank": ahead,
+        "margin": value - float(raw[other[0]]) if other and raw[other[0]] > NONE else None,
+    }
+
+
+def _find(ids: I64, i: int) -> int | None:
+    place = int(np.searchsorted(ids, i))
+    return place if place < len(ids) and int(ids[place]) == i else None
