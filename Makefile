@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
-PIP     = $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PROMPT ?= What is the capital of France?
 CPU     = src/verbatim/backend/cpu
 NATIVE  = pyproject.toml CMakeLists.txt $(wildcard $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*/*.cpp $(CPU)/*/*.h)

@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from verbatim import __version__
-from verbatim.base.errors import BackendError, ModelError, RequestError, VerbatimError
+from verbatim.base.errors import ModelError, RequestError, VerbatimError
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 130, 141
 
@@ -72,8 +72,9 @@ def cli(debug: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point of the `verbatim` command. Always ends in SystemExit."""
     words = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in words or os.environ.get("VERBATIM_DEBUG", "") not in ("", "0")
-    if "--debug" in words:  # welcome anywhere, so that it can be added to the end of a line that just failed
+    flags = words[: words.index("--")] if "--" in words else words
+    debug = "--debug" in flags or os.environ.get("VERBATIM_DEBUG", "") not in ("", "0")
+    if "--debug" in flags:  # welcome anywhere, so that it can be added to the end of a line that just failed
         words.remove("--debug")
     try:
         code = _call(words)
@@ -121,11 +122,11 @@ def code_of(error: VerbatimError) -> int:
         return USAGE
     if isinstance(error, ModelError):
         return MODEL
-    return FAILED if isinstance(error, BackendError) else FAILED
+    return FAILED
 
 
 def _usage_line(error: click.ClickException) -> str:
-    text = error.format_message().rstrip(".")
+    text = " ".join(error.format_message().split()).rstrip(".").replace(". (Did", "; did").replace("?)", "?")
     ctx = getattr(error, "ctx", None)
     if ctx is not None and ctx.command_path != "verbatim" and "; " not in text:
         text += f"; see {ctx.command_path} --help"

@@ -45,7 +45,7 @@ def warn(text: str) -> None:
 class Progress:
     """One line on stderr that rewrites itself on a terminal. Elsewhere it says only what takes long: a download.
 
-    Used as the `progress` callback of LLM and of the catalog: each call brings one line of what is being done."""
+    Used as the `progress` callback of LLM and of the catalog: each call says what is being done, and may count bytes."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
@@ -53,10 +53,12 @@ class Progress:
         self._width = 0
         self._last = ""
 
-    def __call__(self, line: str) -> None:
+    def __call__(self, line: str, done: int = 0, total: int = 0) -> None:
         if self.quiet:
             return
         line = " ".join(line.split())
+        if total:
+            line = f"fetching {line}: {self._bar(done / total)} {done / 1e6:.0f} of {total / 1e6:.0f} MB"
         if self.live:
             columns = _columns()
             shown = line if len(line) < columns else line[: columns - 2] + "…"
@@ -67,6 +69,10 @@ class Progress:
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
         self._last = line
+
+    def _bar(self, share: float) -> str:
+        full = round(20 * min(share, 1.0))
+        return "[" + "#" * full + "-" * (20 - full) + "]" if self.live else "…"
 
     def clear(self) -> None:
         if self._width:

@@ -48,8 +48,9 @@ def read_prompt(words: tuple[str, ...]) -> str:
 def speed_limit(llm: LLM, context: int) -> float | None:
     """Tokens a second that this machine's memory allows at this context; None until `verbatim bench` has measured it."""
     from verbatim.observe.roofline import load_limits
+    from verbatim.weights.catalog import cache_dir
 
-    limits = load_limits()
+    limits = load_limits(cache_dir())
     info = llm.parts.backend.info
     if limits is None or info.name != "cpu":
         return None

@@ -1,0 +1,70 @@
+"""`verbatim doctor`: what a bug report needs, and what a beginner trips over."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import click
+
+from verbatim.cli.options import Command, Option
+from verbatim.cli.screen import GREEN, RED, YELLOW, paint
+from verbatim.cli.version import cpu_facts, cuda_facts
+
+EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib", "cuda": "torch"}
+Finding = tuple[str, str, str]  # good | note | bad, what, the finding
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON array")
+def command(as_json: bool) -> int:
+    """Check the installation: Python, kernels, extras, cache, default model. Exit code 1 if something is broken."""
+    found = list(findings())
+    if as_json:
+        rows = [{"state": state, "what": what, "finding": text} for state, what, text in found]
+        sys.stdout.write(json.dumps(rows) + "\n")
+    else:
+        marks = {"good": paint("ok  ", GREEN, sys.stdout), "note": paint("note", YELLOW, sys.stdout)}
+        for state, what, text in found:
+            sys.stdout.write(f"{marks.get(state) or paint('BAD ', RED, sys.stdout)}  {what:12} {text}\n")
+    return int(any(state == "bad" for state, _, _ in found))
+
+
+def findings() -> Iterator[Finding]:
+    yield "good" if sys.version_info >= (3, 11) else "bad", "python", sys.version.split()[0]
+    yield "good", "cores", f"{_cores()} usable"
+    ready, text = cpu_facts()
+    yield "good" if ready else "note", "cpu kernels", text
+    yield "note", "cuda", cuda_facts()
+    for extra, package in EXTRAS.items():
+        try:
+            yield "good", extra, f"{package} {version(package)}"
+        except PackageNotFoundError:
+            yield "note", extra, f"{package} is not installed; pip install 'verbatim-llm[{extra}]' if you need it"
+    yield from _cache()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cache() -> Iterator[Finding]:
+    from verbatim.weights.catalog import cache_dir, list_models
+
+    place = cache_dir()
+    there = next(folder for folder in (place, *place.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    writable = os.access(there, os.W_OK)
+    yield "good" if writable else "bad", "cache", f"{place} ({free / 1e9:.1f} GB free{'' if writable else '; not writable'})"
+    default = list_models()[0]
+    if default.ready:
+        yield "good", "model", f"{default.name} is here ({default.bytes / 1e6:.0f} MB)"
+    else:
+        yield "note", "model", f"{default.name} is not fetched yet; `verbatim pull {default.name}`"
+    limits = Path(place, "limits.json")
+    yield ("good" if limits.exists() else "note"), "limits", "measured" if limits.exists() else "`verbatim bench` measures them"

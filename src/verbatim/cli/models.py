@@ -1,0 +1,34 @@
+"""`verbatim models`: what is there to run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import click
+
+from verbatim.cli.options import Command, Option
+from verbatim.cli.screen import note
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON array")
+def command(as_json: bool) -> None:
+    """List the models at hand: the catalog, and what the hub's cache holds."""
+    from verbatim.weights.catalog import cache_dir, list_models
+
+    records = list_models()
+    if as_json:
+        rows: list[dict[str, Any]] = [
+            {"name": r.name, "kind": r.kind, "bytes": r.bytes, "ready": r.ready, "path": str(r.path), "note": r.note}
+            for r in records
+        ]
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
+    width = max(len(r.name) for r in records)
+    for r in records:
+        state = "ready" if r.ready else "to fetch"
+        sys.stdout.write(f"{r.name:{width}}  {r.kind:11}  {r.bytes / 1e6:8.1f} MB  {state:8}  {r.note}".rstrip() + "\n")
+    sys.stdout.flush()
+    note(f"cache: {cache_dir()}; any path to a .gguf file or a safetensors directory works too")

@@ -1,0 +1,29 @@
+"""`verbatim pull MODEL`: fetch now, so that later runs need no network."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from verbatim.cli.options import DEFAULT_MODEL, Command, Option
+from verbatim.cli.screen import Progress
+
+
+@click.command(cls=Command)
+@click.argument("model", default=DEFAULT_MODEL)
+@click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
+@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress")
+def command(model: str, revision: str | None, quiet: bool) -> None:
+    """Fetch MODEL (a catalog name or org/name on the hub) into the cache and print its path.
+
+    What is already there is checked again, and fetched anew if it was damaged.
+    """
+    from verbatim.weights.catalog import pull
+
+    progress = Progress(quiet=quiet)
+    try:
+        path = pull(model, revision=revision, progress=progress)
+    finally:
+        progress.clear()
+    sys.stdout.write(f"{path}\n")

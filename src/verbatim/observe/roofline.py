@@ -1,0 +1,174 @@
+"""The machine's limits and the model's cost, and so the speed that no engine could exceed. A number without its limit says little.
+
+A token of a decode step reads every weight once (shared by the rows of the batch) and its own sequence's keys and values; each row
+costs two operations a weight. So with b sequences at context c
+
+    seconds a step >= max((weights + b * c * kv) / bandwidth,  b * (ops + c * attention) / peak)
+
+Example: 98 MB of weights, 37.9 GB/s: a token takes at least 2.6 ms, 387 tokens/s at the start of a text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "limits.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this machine can do, measured. Bytes and operations a second; int8_ops is None where no kernel could measure it."""
+
+    read_bytes: float
+    threads: int
+    method: str  # what measured it: "native" or "numpy"
+    int8_ops: float | None = None
+    one_thread_bytes: float | None = None
+    buffer_bytes: int = 0
+    when: float = 0.0  # seconds since 1970
+
+    def decode_ceiling(self, bytes_a_token: float) -> float:
+        """Tokens a second of one sequence, from memory alone."""
+        return self.read_bytes / bytes_a_token
+
+
+@dataclass(frozen=True, slots=True)
+class CostCard:
+    """What one token costs, from the model's shape and file alone."""
+
+    weight_bytes: int  # read for every step
+    kv_token_bytes: int  # keys and values of one position, all layers
+    ops_token: int  # multiplications and additions in matrices, one token
+    ops_position: int  # the same in attention, for each position looked at
+    prompt_ops_token: int = 0  # a prompt's inner tokens skip the head; 0: no difference
+
+    def step_seconds(self, limits: Limits, context: int, batch: int = 1) -> float:
+        read = (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
+        if limits.int8_ops is None:
+            return read
+        return max(read, batch * (self.ops_token + context * self.ops_position) / limits.int8_ops)
+
+    def decode_ceiling(self, limits: Limits, context: int, batch: int = 1) -> float:
+        return batch / self.step_seconds(limits, context, batch)
+
+    def prefill_ceiling(self, limits: Limits, tokens: int) -> float | None:
+        """Prompt tokens a second from the integer peak; None where that was not measured. Token i looks at i positions: tokens/2 on average."""
+        if limits.int8_ops is None:
+            return None
+        return limits.int8_ops / ((self.prompt_ops_token or self.ops_token) + tokens / 2 * self.ops_position)
+
+    def bandwidth_share(self, limits: Limits, rate: float, context: int, batch: int = 1) -> float:
+        """MBU: bytes that had to be read at this speed, as a share of what the memory can give. rate is of all sequences together."""
+        steps = rate / batch
+        return steps * (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
+
+    def peak_share(self, limits: Limits, rate: float, context: float) -> float | None:
+        if limits.int8_ops is None:
+            return None
+        return rate * ((self.prompt_ops_token or self.ops_token) + context * self.ops_position) / limits.int8_ops
+
+
+def cost_card(spec: Any, info: Any) -> CostCard:
+    """From a ModelSpec and a BackendInfo (by their fields, so that this room imports no other)."""
+    linear, experts = 0, spec.experts_used
+    for layer in spec.layers:
+        attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+        matrices = 3 if spec.gated else 2
+        mlp = matrices * spec.hidden * (spec.expert_mlp * experts if layer.experts else spec.mlp)
+        linear += attention + mlp + (spec.hidden * layer.experts)
+    head = spec.hidden * spec.vocab
+    return CostCard(
+        weight_bytes=info.weight_bytes,
+        kv_token_bytes=info.kv_token_bytes,
+        ops_token=2 * (linear + head),
+        ops_position=len(spec.layers) * 4 * spec.heads * spec.head_dim,
+        prompt_ops_token=2 * linear,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- measurement
+
+
+def measure_limits(
+    threads: int,
+    *,
+    native_read: Callable[[int, int], float] | None = None,
+    native_ops: Callable[[int], float] | None = None,
+    megabytes: int = 256,
+    repeats: int = 5,
+) -> Limits:
+    """The best of several passes: a limit is what the machine can do, so interruptions by others must not count.
+
+    native_read(threads, bytes) and native_ops(threads) give bytes and operations a second; without them NumPy reads and
+    the integer peak stays unknown."""
+    size = megabytes << 20
+    read = native_read or _numpy_read
+    both = max(read(threads, size) for _ in range(repeats))
+    one = max(read(1, size) for _ in range(repeats)) if threads > 1 else both
+    ops = max(native_ops(threads) for _ in range(repeats)) if native_ops else None
+    return Limits(max(both, one), threads, "native" if native_read else "numpy", ops, one, size, time.time())
+
+
+_buffers: dict[int, Any] = {}
+
+
+def _numpy_read(threads: int, size: int) -> float:
+    """Bytes a second that `threads` threads read together: the maximum of an int32 array is one load and one compare a lane."""
+    import numpy as np
+
+    if size not in _buffers:
+        _buffers.clear()
+        _buffers[size] = np.ones(size // 4, np.int32)
+    parts = np.array_split(_buffers[size], threads)
+    if threads == 1:
+        began = time.perf_counter()
+        parts[0].max()
+        return float(size / (time.perf_counter() - began))
+    gate = threading.Barrier(threads + 1)
+
+    def work(part: Any) -> None:
+        gate.wait()
+        part.max()  # NumPy releases the GIL here
+        gate.wait()
+
+    team = [threading.Thread(target=work, args=(part,), daemon=True) for part in parts]
+    for member in team:
+        member.start()
+    gate.wait()
+    began = time.perf_counter()
+    gate.wait()
+    seconds = time.perf_counter() - began
+    for member in team:
+        member.join()
+    return float(size / seconds)
+
+
+def forget_buffers() -> None:
+    _buffers.clear()
+
+
+# ------------------------------------------------------------------------------------------------------------- on disk
+
+
+def save_limits(directory: Path, limits: Limits) -> None:
+    """Kept beside the models, so that `verbatim run` can print the limit next to the speed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / FILE
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(asdict(limits)) + "\n", "utf-8")
+    part.replace(path)
+
+
+def load_limits(directory: Path) -> Limits | None:
+    """None where nothing was measured, or where the file is not ours to understand."""
+    try:
+        return Limits(**json.loads((directory / FILE).read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
