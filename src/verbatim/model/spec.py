@@ -13,6 +13,7 @@ A linear weight is [out, in]. Rotary halves are laid out as in the Hugging Face 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,10 +70,11 @@ class ModelSpec:
     experts_used: int = 0
     expert_mlp: int = 0
     experts_renormalised: bool = True  # weights of the chosen experts sum to 1
+    trained_positions: int = 0  # rows of `positions` (learned positions only)
 
     @property
     def scale(self) -> float:
-        return self.attention_scale or self.head_dim**-0.5
+        return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:

@@ -1,0 +1,83 @@
+"""Fields: a config.json or GGUF metadata read with suspicion. A missing, mistyped or absurd value is a ModelError that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.base.errors import ModelError
+
+LIMIT = 1 << 27  # no count of any real model is larger; keeps hostile numbers from becoming allocations
+_MISSING: Any = object()
+
+
+class Fields:
+    """Typed access to a mapping that somebody else wrote. `None` counts as missing, as in Hugging Face configs."""
+
+    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
+        self.values, self.file, self.prefix = values, file, prefix
+
+    def has(self, key: str) -> bool:
+        return self.values.get(self.prefix + key) is not None
+
+    def raw(self, key: str, default: Any = _MISSING) -> Any:
+        value = self.values.get(self.prefix + key)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise ModelError(f"{self.prefix + key} is missing", file=self.file)
+        return default
+
+    def fail(self, key: str, rule: str) -> ModelError:
+        return ModelError(f"{self.prefix + key} is {short(self.raw(key, None))}: {rule}", file=self.file)
+
+    def integer(self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = LIMIT) -> int:
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self.fail(key, f"a whole number from {low} to {high} is needed")
+        return value
+
+    def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
+        value = self.raw(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < math.inf:
+            raise self.fail(key, f"a number above {above} is needed")
+        return float(value)
+
+    def cap(self, key: str, default: float | None = None) -> float:
+        """A number that may be absent: 0 then."""
+        return self.number(key, above=-1.0) if self.has(key) else float(default or 0.0)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.raw(key, default)
+        if not isinstance(value, bool):
+            raise self.fail(key, "true or false is needed")
+        return value
+
+    def string(self, key: str, default: Any = _MISSING) -> str:
+        value = self.raw(key, default)
+        if not isinstance(value, str):
+            raise self.fail(key, "a string is needed")
+        return value
+
+    def mapping(self, key: str) -> dict[str, Any]:
+        value = self.raw(key, {})
+        if not isinstance(value, Mapping):
+            raise self.fail(key, "an object is needed")
+        return dict(value)
+
+    def items(self, key: str) -> list[Any]:
+        value = self.raw(key, [])
+        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+            raise self.fail(key, "a list is needed")
+        return list(value)
+
+    def refuse(self, key: str, *harmless: Any) -> None:
+        """An option that we do not offer: an error, unless its value means that it is off."""
+        if self.has(key) and self.raw(key) not in harmless:
+            raise self.fail(key, "this option is not supported")
+
+
+def short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

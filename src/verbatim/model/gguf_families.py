@@ -1,0 +1,199 @@
+"""GGUF metadata -> ModelSpec, for the architectures llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3 and gpt2.
+
+In: the metadata of a GGUF file, and its tensors (some facts lie only there: the size of the vocabulary, a tied head, the divisors
+of llama3's and longrope's frequencies). Out: the architecture as data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from verbatim.base.errors import ModelError
+from verbatim.model.families import MAX_LAYERS, check_spec, pick_context
+from verbatim.model.fields import Fields
+from verbatim.model.rope import make_rope
+from verbatim.model.spec import LayerSpec, ModelSpec, RopeSpec
+from verbatim.weights.tensor import Tensor
+
+# Gemma's 27B models scale queries by hidden / heads instead of the head's size. The files do not say so: their depth does.
+_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+
+Tensors = Mapping[str, Tensor]
+
+
+def spec_from_gguf(metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str) -> ModelSpec:
+    architecture = Fields(metadata, file).string("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ModelError(f"architecture {architecture!r} is unknown; known: {', '.join(sorted(_ARCHITECTURES))}", file=file)
+    return check_spec(_ARCHITECTURES[architecture](Fields(metadata, file, f"{architecture}."), tensors, context), file)
+
+
+def _llama(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    """What all rotary architectures share."""
+    hidden, heads = f.integer("embedding_length"), f.integer("attention.head_count")
+    head_dim = f.integer("attention.key_length", max(1, hidden // heads))
+    if f.integer("attention.value_length", head_dim) != head_dim:
+        raise f.fail("attention.value_length", f"values must be as long as keys ({head_dim})")
+    context = pick_context(asked, f.integer("context_length"), f.integer("context_length"))
+    rope = _rope(f, tensors, f.integer("rope.dimension_count", head_dim), context)
+    window = f.integer("attention.sliding_window", low=0) if f.has("attention.sliding_window") else 0
+    experts = f.integer("expert_count", 0, low=0, high=4096)
+    layer = LayerSpec(window=window or None, rope=rope, experts=experts)
+    mlp = f.integer("feed_forward_length", 0 if experts else 1, low=0)
+    bias = "blk.0.attn_output.bias" in tensors
+    return ModelSpec(
+        family="mixtral" if experts else "llama",
+        vocab=_vocab(f, tensors),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=f.integer("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        mlp=0 if experts else mlp,
+        context=context,
+        layers=(layer,) * f.integer("block_count", high=MAX_LAYERS),
+        norm_eps=f.number("attention.layer_norm_rms_epsilon"),
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        out_bias=bias,
+        tied="output.weight" not in tensors,
+        experts_used=f.integer("expert_used_count") if experts else 0,
+        expert_mlp=f.integer("expert_feed_forward_length", mlp) if experts else 0,
+    )
+
+
+def _vocab(f: Fields, tensors: Tensors) -> int:
+    embed = tensors.get("token_embd.weight")
+    if embed is None or len(embed.shape) != 2:
+        raise ModelError("tensor token_embd.weight is missing or not a matrix", file=f.file)
+    return embed.shape[0]
+
+
+def _rope(f: Fields, tensors: Tensors, dim: int, context: int, theta: float | None = None) -> RopeSpec:
+    """GGUF names the scaling by keys of its own; llama3 and longrope keep divisors of each frequency as tensors."""
+    trained = f.integer("context_length")
+    kind = f.string("rope.scaling.type", "none")
+    record: dict[str, Any] = {"rope_type": kind}
+    factor = f.raw("rope.scaling.factor", f.raw("rope.scale_linear", None))
+    if kind == "none" and factor not in (None, 0, 1) and f.has("rope.scale_linear"):
+        record["rope_type"] = "linear"
+    if factor:
+        record["factor"] = factor
+    if f.has("rope.scaling.original_context_length"):
+        record["original_max_position_embeddings"] = f.integer("rope.scaling.original_context_length")
+    if f.has("rope.scaling.attn_factor"):
+        record["attention_factor"] = f.number("rope.scaling.attn_factor")
+    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+        if f.has(f"rope.scaling.{theirs}"):
+            record[ours] = f.number(f"rope.scaling.{theirs}")
+    if "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors:
+        record["rope_type"] = "longrope"
+        record["long_factor"] = _numbers(tensors["rope_factors_long.weight"], f.file)
+        record["short_factor"] = _numbers(tensors["rope_factors_short.weight"], f.file)
+    elif "rope_freqs.weight" in tensors:
+        record = {"rope_type": "divided", "divisors": _numbers(tensors["rope_freqs.weight"], f.file)}
+    base = theta or f.number("rope.freq_base", 10000.0)
+    return make_rope(record, theta=base, dim=dim, context=context, trained=trained, file=f.file)
+
+
+def _numbers(tensor: Tensor, file: str) -> list[float]:
+    if len(tensor.shape) != 1 or tensor.shape[0] > 4096:
+        raise ModelError(f"tensor {tensor.name} has shape {tensor.shape}: a short vector is needed", file=file)
+    return [float(v) for v in tensor.to_f32()]
+
+
+def _qwen2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    return replace(_llama(f, tensors, asked), family="qwen2", qkv_bias=True)
+
+
+def _qwen3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    return replace(_llama(f, tensors, asked), family="qwen3", qk_norm=True)
+
+
+def _qwen3moe(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    f.integer("expert_count")
+    return replace(_llama(f, tensors, asked), family="qwen3moe", qk_norm=True)
+
+
+def _gemma(f: Fields, tensors: Tensors, asked: int | None, family: str) -> ModelSpec:
+    base = _llama(f, tensors, asked)
+    wide = len(base.layers) == _GEMMA_27B_LAYERS[family]
+    return replace(
+        base,
+        family=family,
+        activation="gelu_tanh",
+        post_norms=True,
+        embed_scale=math.sqrt(base.hidden),
+        attention_scale=1.0 / math.sqrt(base.hidden // base.heads if wide else base.head_dim),
+        attention_softcap=f.cap("attn_logit_softcapping", 50.0 if family == "gemma2" else None),
+        logit_softcap=f.cap("final_logit_softcapping", 30.0 if family == "gemma2" else None),
+    )
+
+
+def _gemma2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    base = _gemma(f, tensors, asked, "gemma2")
+    window = f.integer("attention.sliding_window", 4096)
+    layers = tuple(replace(a, window=window if i % 2 == 0 else None) for i, a in enumerate(base.layers))
+    return replace(base, layers=layers)
+
+
+def _gemma3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    base = _gemma(f, tensors, asked, "gemma3")
+    window, pattern = f.integer("attention.sliding_window", 1024), f.raw("attention.sliding_window_pattern", 6)
+    count = len(base.layers)
+    if isinstance(pattern, int) and pattern > 0:
+        sliding = [(i + 1) % pattern != 0 for i in range(count)]
+    else:
+        sliding = [bool(s) for s in f.items("attention.sliding_window_pattern")]
+        if len(sliding) != count:
+            raise f.fail("attention.sliding_window_pattern", f"{count} entries are needed")
+    dim = f.integer("rope.dimension_count", base.head_dim)
+    theta = f.number("rope.freq_base_swa", 10000.0)
+    local = make_rope({}, theta=theta, dim=dim, context=base.context, trained=base.context, file=f.file)
+    whole = _rope(f, tensors, dim, base.context, theta=f.number("rope.freq_base", 1e6))
+    layers = tuple(LayerSpec(window=window if s else None, rope=local if s else whole) for s in sliding)
+    return replace(base, qk_norm=True, layers=layers)
+
+
+def _phi3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    return replace(_llama(f, tensors, asked), family="phi3")
+
+
+def _gpt2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+    hidden, heads, positions = f.integer("embedding_length"), f.integer("attention.head_count"), f.integer("context_length")
+    if hidden % heads:
+        raise f.fail("embedding_length", f"a multiple of the {heads} heads is needed")
+    return ModelSpec(
+        family="gpt2",
+        vocab=_vocab(f, tensors),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        mlp=f.integer("feed_forward_length"),
+        context=pick_context(asked, positions, positions),
+        layers=(LayerSpec(),) * f.integer("block_count", high=MAX_LAYERS),
+        norm="layer",
+        norm_eps=f.number("attention.layer_norm_epsilon"),
+        activation="gelu_tanh",
+        gated=False,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        learned_positions=True,
+        tied="output.weight" not in tensors,
+        trained_positions=positions,
+    )
+
+
+_ARCHITECTURES: dict[str, Callable[[Fields, Tensors, int | None], ModelSpec]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "gpt2": _gpt2,
+}

@@ -1,0 +1,208 @@
+"""load_model: a .gguf file or a safetensors directory -> Model: the architecture as data and every weight by our names.
+
+Weights stay where they lie: a GGUF weight is a view of the memory-mapped file. Only what must be rearranged is copied
+(llama's interleaved query and key rows in GGUF, gpt2's transposed matrices, stacked experts). With `quant`, float matrices
+become blocks one tensor at a time: the peak above the finished model is one tensor in float32 plus its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.families import spec_from_config
+from verbatim.model.gguf_families import spec_from_gguf
+from verbatim.model.layout import is_quantisable, layout
+from verbatim.model.spec import ModelSpec
+from verbatim.weights.gguf import GGUFFile, read_gguf
+from verbatim.weights.names import Source, find_prefix, gguf_source, harmless, hf_source
+from verbatim.weights.quantise import quantise
+from verbatim.weights.safetensors import SafetensorsDir, read_directory
+from verbatim.weights.tensor import BLOCKS, Tensor, Weights
+
+QUANTS = ("q8_0", "q4_0")
+_FLOATS = ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model at rest: what a backend needs, and what the text rooms need from the same file."""
+
+    spec: ModelSpec
+    weights: Weights
+    source: GGUFFile | SafetensorsDir
+    eos_ids: tuple[int, ...] = ()
+    generation_config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def path(self) -> Path:
+        return Path(self.source.path)
+
+
+def load_model(path: str | Path, *, context: int | None = None, quant: str | None = None) -> Model:
+    """Read the model at `path`. `context`: positions the engine will serve (None: the model's own); `quant`: q8_0 or q4_0."""
+    if quant is not None and quant not in QUANTS:
+        raise ParameterError("quant", f"{quant!r} is not one of {', '.join(QUANTS)}")
+    path = Path(path)
+    if path.is_dir():
+        return _from_directory(path, context, quant)
+    if not path.exists():
+        raise ModelError("no such file or directory", file=str(path))
+    if path.suffix == ".safetensors":
+        raise ModelError("give the directory that holds this file and its config.json", file=str(path))
+    return _from_gguf(path, context, quant)
+
+
+def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
+    source = read_gguf(path)
+    file = str(path)
+    spec = spec_from_gguf(source.metadata, source.tensors, context=context, file=file)
+    architecture = source.metadata["general.architecture"]
+    collector = _Collector(spec, source.tensors, file, quant)
+    weights = collector.collect(lambda name: gguf_source(architecture, name), harmless("gguf", tied=spec.tied, nested=False))
+    return Model(spec, Weights(weights, file, source.digest), source, _gguf_eos(source.metadata), {})
+
+
+def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
+    source = read_directory(path)
+    file = str(path)
+    spec = spec_from_config(source.config, context=context, file=str(path / "config.json"))
+    prefix = find_prefix(source.tensors, spec.family)
+    if prefix is None:
+        raise ModelError("no embedding weight was found under any known name", file=file)
+    experts = max(layer.experts for layer in spec.layers)
+    collector = _Collector(spec, source.tensors, file, quant, source.others)
+    nested = source.config.get("model_type") == "gemma3"
+    weights = collector.collect(
+        lambda name: hf_source(spec.family, prefix, name, experts), harmless("hf", tied=spec.tied, nested=nested)
+    )
+    generation = dict(source.generation_config or {})
+    return Model(spec, Weights(weights, file, source.digest), source, _config_eos(source.config, generation), generation)
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+
+
+def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    keys = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
+    found = [i for key in keys for i in _ids(metadata.get(f"tokenizer.ggml.{key}"))]
+    return tuple(dict.fromkeys(found))
+
+
+def _config_eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """The config's ids and the generation config's: a chat model often names its end of turn only in the second."""
+    text = config.get("text_config")
+    nested = text.get("eos_token_id") if isinstance(text, Mapping) else None
+    found = _ids(config.get("eos_token_id")) + _ids(nested) + _ids(generation.get("eos_token_id"))
+    return tuple(dict.fromkeys(found))
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+class _Collector:
+    """Finds every weight that the spec needs, checks it, and notices what is left over."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tensors: Mapping[str, Tensor],
+        file: str,
+        quant: str | None,
+        others: Mapping[str, str] | None = None,  # tensors of types that are no weights: name -> type
+    ) -> None:
+        self.spec, self.tensors, self.file, self.quant = spec, tensors, file, quant
+        self.others = others or {}
+
+    def collect(self, find: Callable[[str], Source], ignorable: Callable[[str], bool]) -> dict[str, Tensor]:
+        shapes = layout(self.spec)
+        sources = {name: find(name) for name in shapes}
+        self._check_names(sources, ignorable)
+        return {name: self._weight(name, sources[name], shape) for name, shape in shapes.items()}
+
+    def _check_names(self, sources: Mapping[str, Source], ignorable: Callable[[str], bool]) -> None:
+        wanted = {file_name for source in sources.values() for file_name in source.names}
+        if wrong := sorted(n for n in self.others if n in wanted or not ignorable(n)):
+            raise ModelError(f"tensor {wrong[0]} has the unsupported type {self.others[wrong[0]]}", file=self.file)
+        if missing := sorted(wanted - set(self.tensors)):
+            raise ModelError(f"tensor {missing[0]} is missing{_more(missing)}", file=self.file)
+        if extra := sorted(n for n in self.tensors if n not in wanted and not ignorable(n)):
+            raise ModelError(f"tensor {extra[0]} is not known for {self.spec.family}{_more(extra)}", file=self.file)
+
+    def _weight(self, name: str, source: Source, shape: tuple[int, ...]) -> Tensor:
+        parts = [self._part(file_name, source) for file_name in source.names]
+        stacked = len(parts) > 1 or (len(shape) == 3 and len(parts[0].shape) == 2)
+        for part in parts:
+            expected = shape[1:] if stacked else shape
+            if part.shape != expected:
+                raise ModelError(f"tensor {part.name} has shape {part.shape}, {expected} is needed for {name}", file=self.file)
+        parts = [self._quantised(name, part) for part in parts]
+        if stacked and len({part.type for part in parts}) > 1:
+            raise ModelError(f"the experts of {name} have different types", file=self.file)
+        data = np.concatenate([part.data for part in parts]) if stacked else parts[0].data
+        return Tensor(name, parts[0].type, shape, data)
+
+    def _part(self, file_name: str, source: Source) -> Tensor:
+        tensor = self.tensors[file_name]
+        if tensor.type not in BLOCKS:
+            raise ModelError(f"tensor {file_name} has type {tensor.type}, which is not supported", file=self.file)
+        if source.transpose:
+            tensor = self._transposed(tensor)
+        if source.part:
+            tensor = self._rows(tensor, source.part)
+        return self._unpermuted(tensor, source.permuted)
+
+    def _transposed(self, tensor: Tensor) -> Tensor:
+        if tensor.type not in _FLOATS or len(tensor.shape) != 2:
+            raise ModelError(f"tensor {tensor.name} ({tensor.type}, {tensor.shape}) cannot be transposed", file=self.file)
+        matrix = tensor.data.view(np.uint32 if tensor.type == "f32" else np.uint16).reshape(tensor.shape)
+        data = np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
+        return Tensor(tensor.name, tensor.type, tensor.shape[::-1], data)
+
+    def _rows(self, tensor: Tensor, part: str) -> Tensor:
+        """The rows of q, k, v or of gate, up out of a matrix that holds them one after the other."""
+        q, kv, mlp = self.spec.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim, self.spec.mlp
+        first, last = {
+            "q": (0, q),
+            "k": (q, q + kv),
+            "v": (q + kv, q + 2 * kv),
+            "gate": (0, mlp),
+            "up": (mlp, 2 * mlp),
+        }[part]
+        whole = q + 2 * kv if part in ("q", "k", "v") else 2 * mlp
+        if tensor.shape[0] != whole:
+            raise ModelError(f"tensor {tensor.name} has {tensor.shape[0]} rows, {whole} are needed", file=self.file)
+        row = tensor.data.nbytes // whole
+        return Tensor(tensor.name, tensor.type, (last - first, *tensor.shape[1:]), tensor.data[first * row : last * row])
+
+    def _unpermuted(self, tensor: Tensor, permuted: bool) -> Tensor:
+        """GGUF's llama keeps each rotated pair (j, j + d/2) side by side: rows 0, d/2, 1, d/2 + 1, … Put the halves back."""
+        half = self.spec.head_dim // 2
+        if not permuted or not half or tensor.shape[0] % (2 * half):
+            return tensor  # a wrong row count is reported with the shapes
+        pairs = tensor.data.reshape(tensor.shape[0] // (2 * half), half, 2, -1)
+        data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(-1)
+        return Tensor(tensor.name, tensor.type, tensor.shape, data)
+
+    def _quantised(self, name: str, tensor: Tensor) -> Tensor:
+        if self.quant is None or not is_quantisable(name):
+            return tensor
+        if tensor.type not in _FLOATS:
+            raise ParameterError("quant", f"{self.file} is quantised already ({tensor.name} is {tensor.type}); leave quant out")
+        if tensor.shape[-1] % BLOCKS[self.quant][0]:
+            return tensor  # rows that blocks of 32 do not divide stay as they are
+        return Tensor(tensor.name, self.quant, tensor.shape, quantise(self.quant, tensor.to_f32()))
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
