@@ -102,6 +102,15 @@ def log1(x: float) -> float:
     return float(log(np.array([x]))[0])
 
 
+def power(base: float, exponent: float) -> float:
+    """base ** exponent for base >= 1, by our own exp and log: beam scores are the same on every machine."""
+    if exponent in (0.0, 1.0):
+        return base if exponent else 1.0
+    y = exponent * log1(base)
+    small = float(exp(np.array([-abs(y)]))[0])
+    return 1.0 / small if y > 0 else small
+
+
 def masses(d: F64) -> I64:
     """floor(e^d * 2^42) for d <= 0: the mass of each token next to the most likely one, whose d is 0.
 
