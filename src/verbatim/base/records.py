@@ -132,10 +132,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What commit() reports: sequence `seq_id` gained one token and may have ended with it."""
+    """What commit() reports: sequence `seq_id` gained one token and may have ended with it. With max_tokens = 0 it ends without one."""
 
     seq_id: int
-    drawn: Drawn
+    drawn: Drawn | None
     finish: Finish | None = None
 
 

@@ -1,0 +1,367 @@
+"""The scheduler: sequences come in, plans go out; results come in, tokens go out. Integers only: no arrays, no text.
+
+The law
+-------
+A sequence is a list of *known* tokens, of which the first *computed* have their keys and values in the cache. A step computes some more of
+them. When computed reaches known, the logits of the last position draw the next token, and known grows by one.
+
+There is no prefill and no decode. Everything is a move of these two counters:
+
+    a chunk of a long prompt     computed += n, nothing drawn yet
+    writing                      computed += 1, one token drawn
+    a prefix hit                 computed = 896 for free, because another sequence has computed those blocks
+    preemption                   computed = 0, blocks given back; known is kept, so it is computed again later and goes on
+    drafts                       k guesses follow the known tokens in the same step; drawn tokens confirm a run of them: known += 1 … 1 + k
+    a fork                       a second sequence with the same known, the same computed and the same blocks, counted twice
+
+What is drawn depends only on a sequence's own tokens and its own noise (promise 1), so none of these moves can change a text.
+
+Order
+-----
+Sequences are served by rank = arrival + PRIORITY_PLACES * priority: first come first served, and one step of priority is worth that many places in
+the queue. The rank never changes, so whoever waits is one day the first: nobody starves.
+
+ 1. Running sequences come first, in order of rank. Each may use the step's budget but for one token for each one behind it: so everyone who
+    writes gets a token in every step, and a long prompt takes what is left, a chunk at a time.
+ 2. When blocks run out, the last in rank among the running is preempted. The first in rank is never preempted for another,
+    and alone it fits (or was refused when it arrived): it always advances, so there is no livelock.
+ 3. Then waiting sequences start, in order of rank, while there is budget and their known tokens fit the cache.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+from verbatim.base.errors import CapacityError
+from verbatim.base.records import CacheGroup, Drawn, Finish, SeqStep, StepPlan, StepResult, TokenEvent
+from verbatim.schedule.blocks import prove
+from verbatim.schedule.cache import Copies, PagedCache
+from verbatim.schedule.check import check_scheduler
+from verbatim.schedule.prefix import PrefixChain
+from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
+
+PRIORITY_PLACES = 64
+_rank = attrgetter("rank")
+
+
+class Scheduler:
+    def __init__(
+        self,
+        groups: tuple[CacheGroup, ...],
+        blocks: tuple[int, ...],
+        *,
+        block_size: int = 16,
+        step_tokens: int = 512,
+        max_running: int = 256,
+        prefix_cache: bool = True,
+        use_cache: bool = True,
+        prefix_key: bytes | None = None,
+    ) -> None:
+        prefix = PrefixChain(block_size, prefix_key) if prefix_cache and use_cache else None
+        self.cache = PagedCache(groups, blocks, block_size, prefix)
+        self.block_size = block_size
+        self.step_tokens = step_tokens
+        self.max_running = min(max_running, step_tokens)  # so that every running sequence has a place in every step
+        self.use_cache = use_cache
+        self.sequences: dict[int, Sequence] = {}
+        self.running: list[Sequence] = []  # sorted by rank
+        self.waiting: list[Sequence] = []  # sorted by rank
+        self._step = 0
+        self._arrivals = 0
+        self._stuck: tuple[int, int] | None = None  # (first of the waiting, blocks available) when it last did not fit
+        self.preemptions = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found there
+
+    # ------------------------------------------------------------------------------------------------- in and out
+
+    def add(self, seq: Sequence) -> None:
+        """Take a sequence (and its siblings) into the queue. CapacityError if it could never fit the cache, even alone."""
+        self.check_capacity(seq)
+        self._arrivals += 1
+        for member in (seq, *seq.siblings):
+            member.rank = (self._arrivals + PRIORITY_PLACES * seq.params.priority, member.id)
+            prove(member.id not in self.sequences, f"sequence {member.id} was added twice")
+            self.sequences[member.id] = member
+            member.pending = member is not seq
+        insort(self.waiting, seq, key=_rank)
+        if not self.use_cache:  # nothing to share: every choice computes its own prompt, every time
+            for sibling in seq.siblings:
+                self._wait(sibling)
+            seq.siblings = []
+
+    def check_capacity(self, seq: Sequence) -> None:
+        for group, pool in zip(self.cache.groups, self.cache.pools, strict=True):
+            need = self.cache.needed(group, max(seq.limit - 1, seq.prompt_len))
+            if need > pool.total:
+                window = f" (sliding window {group.window})" if group.window else ""
+                raise CapacityError(
+                    f"{seq.prompt_len} prompt tokens and up to {seq.limit - seq.prompt_len} more need {need} cache blocks of "
+                    f"{self.block_size} tokens{window}, and the whole cache has {pool.total}; shorten the prompt, "
+                    f"lower max_tokens, or give the engine more kv_memory",
+                    param="max_tokens",
+                )
+
+    def abort(self, seq_id: int) -> bool:
+        """Take a sequence out, whatever it is doing; its blocks are back at once. Also how the engine ends one that hit a stop string."""
+        seq = self.sequences.get(seq_id)
+        if seq is None:
+            return False
+        if seq.siblings:  # the others still need their prompt: the eldest takes over
+            heir = seq.siblings.pop(0)
+            heir.siblings, seq.siblings = seq.siblings, []
+            self._wait(heir)
+        for elder in self.sequences.values() if seq.pending else ():
+            elder.siblings = [s for s in elder.siblings if s is not seq]
+        self._end(seq)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` (new, with no tokens of its own) becomes a second reading of `parent`: same tokens, same blocks, copied when one writes."""
+        if child.id not in self.sequences:
+            child.rank = (parent.rank[0], child.id)
+            self.sequences[child.id] = child
+        child.tokens, child.held = parent.tokens[:], parent.held
+        if parent.state != RUNNING or len(self.running) >= self.max_running or not self.use_cache:
+            self._wait(child)
+            return
+        self.cache.share(parent, child)
+        child.state, child.pending = RUNNING, False
+        insort(self.running, child, key=_rank)
+
+    def extend(self, seq_id: int, token: int) -> None:
+        """Give a held sequence (a beam) its next token; it runs again."""
+        seq = self.sequences[seq_id]
+        prove(seq.held, f"sequence {seq_id} is not held")
+        seq.tokens.append(token)
+        seq.held = False
+
+    def set_drafts(self, seq_id: int, tokens: Iterable[int]) -> None:
+        """Guesses for what follows the known tokens; used by the next plan as far as budget, blocks and limits allow, then gone."""
+        self.sequences[seq_id].drafts = tuple(tokens)
+
+    # ------------------------------------------------------------------------------------------------------- plan
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed."""
+        budget = self.step_tokens
+        behind = len(self.running)
+        steps: list[SeqStep] = []
+        copies: Copies = []
+        for seq in self.running[:]:
+            behind -= 1
+            want = len(seq.tokens) - seq.computed
+            if want == 0 or seq.state != RUNNING:  # held, or preempted by one before it
+                continue
+            step = self._plan_running(seq, want, budget - behind, copies)
+            if step is not None:
+                steps.append(step)
+                budget -= len(step.tokens)
+        while budget > 0 and self.waiting:
+            step = self._admit(budget, alone=not steps)
+            if step is None:
+                break
+            steps.append(step)
+            budget -= len(step.tokens)
+        if not steps:
+            return None
+        self._step += 1
+        return StepPlan(self._step, tuple(steps), tuple(copies))
+
+    def _plan_running(self, seq: Sequence, want: int, room: int, copies: Copies) -> SeqStep | None:
+        """Its next tokens, at most `room`. None if it had to give up its own blocks."""
+        n = self._chunk(seq, want, room)
+        while not self.cache.make_room(seq, n, copies):
+            if n > 1:  # a shorter chunk, before anything is taken from others
+                n = max(1, min(n - 1, self.cache.fitting(seq)))
+            elif not self._preempt_behind(seq):
+                return None
+        return self._step_of(seq, want, n)
+
+    def _admit(self, budget: int, *, alone: bool) -> SeqStep | None:
+        """Start the first of the waiting, if its known tokens fit beside those who run. `alone`: nobody else advances in this step."""
+        seq = next((s for s in self.waiting if not s.held), None)
+        if seq is None or (not alone and self._stuck == (seq.id, self.cache.available)):
+            return None
+        self.cache.reuse_prefix(seq)
+        while len(self.running) >= self.max_running or not self.cache.fits(seq, len(self.running)):
+            # Where all who run are beams that wait for this one, they give up their blocks; otherwise its turn will come.
+            if not (alone and self._preempt_held()):
+                prove(bool(self.running), f"sequence {seq.id} does not fit an empty cache")
+                self.cache.release_all(seq)
+                self._stuck = (seq.id, self.cache.available)
+                return None
+        self._start(seq)
+        want = len(seq.tokens) - seq.computed
+        n = min(self._chunk(seq, want, budget), self.cache.fitting(seq))
+        prove(self.cache.make_room(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
+        return self._step_of(seq, want, n)
+
+    def _start(self, seq: Sequence) -> None:
+        self._remove(self.waiting, seq)
+        insort(self.running, seq, key=_rank)
+        seq.state = RUNNING
+        if seq.preemptions == 0:
+            seq.cached_tokens = min(seq.computed, seq.prompt_len)
+            if self.cache.prefix is not None:
+                self.prefix_queries += seq.prompt_len
+                self.prefix_hits += seq.cached_tokens
+        if seq.siblings and seq.computed >= seq.prompt_len - 1:
+            self._fork_siblings(seq)
+
+    def _chunk(self, seq: Sequence, want: int, room: int) -> int:
+        """How many tokens to compute: known ones, and drafts behind them where all that is known fits."""
+        if seq.siblings:  # stop one short of the prompt's end, where the others fork off and each draws for itself
+            return min(want, room, seq.prompt_len - 1 - seq.computed)
+        if want > room:
+            return room
+        if not seq.drafts:
+            return want
+        known = len(seq.tokens)
+        k = min(len(seq.drafts), room - want, seq.limit - known - 1)
+        if known < seq.min_len:  # all draws of one step are on the same side of min_tokens
+            k = min(k, seq.min_len - known - 1)
+        return want + max(k, 0)
+
+    def _step_of(self, seq: Sequence, want: int, n: int) -> SeqStep:
+        start, known, drafts = seq.computed, len(seq.tokens), seq.drafts
+        seq.drafts = ()
+        if seq.frozen is None:
+            seq.frozen = tuple([tuple(table) for table in seq.blocks])
+        draws = 0
+        if n < want:
+            tokens = tuple(seq.tokens[start : start + n])
+        else:
+            tokens = (seq.tokens[-1],) if n == 1 else (*seq.tokens[start:], *drafts[: n - want])
+            draws = n - want + 1 if known < seq.limit else 0
+        targets: tuple[int, ...] = ()
+        top = 0
+        if start < seq.prompt_len - 1 and seq.unscored:
+            targets = tuple(seq.tokens[start + 1 : min(start + n + 1, seq.prompt_len)])
+            top = seq.params.prompt_logprobs or 0
+        draw = seq.draw_spec() if draws else None
+        hidden = seq.hidden and start < seq.prompt_len
+        return SeqStep(seq.id, tokens, start, seq.frozen, draws, draw, targets, top, hidden)
+
+    # ------------------------------------------------------------------------------------------------- moves
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._remove(self.running, seq)
+        self.cache.release_all(seq)
+        seq.drafts = ()
+        seq.preemptions += 1
+        self.preemptions += 1
+        self._wait(seq)
+
+    def _preempt_behind(self, seq: Sequence) -> bool:
+        """Free blocks for `seq`: from a held beam, else from the last in rank. False: `seq` itself was the last, and is preempted."""
+        if self._preempt_held():
+            return True
+        last = self.running[-1]
+        prove(last is not seq or len(self.running) > 1, f"sequence {seq.id} does not fit an empty cache")
+        self._preempt(last)
+        return last is not seq
+
+    def _preempt_held(self) -> bool:
+        held = next((s for s in reversed(self.running) if s.held), None)
+        if held is not None:
+            self._preempt(held)
+        return held is not None
+
+    def _fork_siblings(self, seq: Sequence) -> None:
+        siblings, seq.siblings = seq.siblings, []
+        for child in siblings:
+            child.scored = seq.prompt_len  # the eldest has reported the prompt
+            self.fork(seq, child)
+
+    def _wait(self, seq: Sequence) -> None:
+        seq.state, seq.pending = WAITING, False
+        insort(self.waiting, seq, key=_rank)
+
+    def _remove(self, queue: list[Sequence], seq: Sequence) -> None:
+        i = bisect_left(queue, seq.rank, key=_rank)
+        prove(i < len(queue) and queue[i] is seq, f"sequence {seq.id} is not where its state says")
+        del queue[i]
+
+    def _end(self, seq: Sequence) -> None:
+        if seq.state == RUNNING:
+            self._remove(self.running, seq)
+        elif not seq.pending:
+            self._remove(self.waiting, seq)
+        self.cache.release_all(seq)
+        seq.state = ENDED
+        del self.sequences[seq.id]
+
+    # ----------------------------------------------------------------------------------------------------- commit
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Move the counters by what was computed; return one event for each token gained, in order."""
+        prove(plan.step == result.step and len(plan.sequences) == len(result.sequences), "the result is not of this plan")
+        events: list[TokenEvent] = []
+        for step, done in zip(plan.sequences, result.sequences, strict=True):
+            prove(
+                step.seq_id == done.seq_id and len(done.drawn) == step.draws,
+                f"sequence {step.seq_id}: result is not of this plan",
+            )
+            seq = self.sequences.get(step.seq_id)
+            if seq is None:  # aborted while the backend was computing
+                continue
+            if step.targets:
+                seq.scored = max(seq.scored, step.start + len(step.targets))
+            if step.draws == 0:
+                self._advance(seq, step, events)
+            elif seq.beam:
+                seq.computed, seq.held = step.start + len(step.tokens), True
+                self.cache.publish(seq)
+                events.append(TokenEvent(seq.id, done.drawn[0]))
+            else:
+                self._accept(seq, step, done.drawn, events)
+        return events
+
+    def _advance(self, seq: Sequence, step: SeqStep, events: list[TokenEvent]) -> None:
+        """A part of the prompt is computed, nothing drawn."""
+        seq.computed = step.start + len(step.tokens)
+        self.cache.publish(seq)
+        if seq.siblings and seq.computed == seq.prompt_len - 1:
+            self._fork_siblings(seq)
+        if seq.computed == len(seq.tokens) == seq.limit:  # nothing was asked for beyond the prompt
+            self._end(seq)
+            events.append(TokenEvent(seq.id, None, Finish("length", seq.limit_name)))
+
+    def _accept(self, seq: Sequence, step: SeqStep, drawn: tuple[Drawn, ...], events: list[TokenEvent]) -> None:
+        """Keep the target's own tokens as long as the drafts before them were the same; the rest of the step never happened."""
+        drafts = step.tokens[len(step.tokens) - step.draws + 1 :]
+        tokens = seq.tokens
+        finish: Finish | None = None
+        for i, draw in enumerate(drawn):
+            tokens.append(draw.token)
+            if draw.token in seq.ends and len(tokens) > seq.min_len:
+                finish = Finish("stop", seq.ends[draw.token])
+            elif len(tokens) >= seq.limit:
+                finish = Finish("length", seq.limit_name)
+            events.append(TokenEvent(seq.id, draw, finish))
+            if finish is not None or i == len(drafts) or drafts[i] != draw.token:
+                break
+        seq.computed = len(tokens) - 1
+        if drafts:
+            seq.drafted += len(drafts)
+            seq.accepted += i
+            self.cache.trim(seq)
+        if seq.computed // self.block_size > seq.published:
+            self.cache.publish(seq)
+        if finish is not None:
+            self._end(seq)
+        elif not self.use_cache:
+            self.cache.release_all(seq)
+
+    # ------------------------------------------------------------------------------------------------------ proof
+
+    def forget_prefixes(self) -> int:
+        """Empty the prefix cache (what nobody uses at the moment). Returns the blocks freed."""
+        return sum(pool.forget_cached() for pool in self.cache.pools)
+
+    def check(self) -> None:
+        """Prove the accounting: AssertionError says what is wrong. Linear in all known tokens; for tests, and for idle moments."""
+        check_scheduler(self)
