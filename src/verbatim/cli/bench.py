@@ -1,0 +1,241 @@
+"""`verbatim bench`: the limit first, then the result, the rival one flag away, one line of JSON at the end."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.options import Command, Option, engine_options, model_options
+from verbatim.cli.screen import note
+
+if TYPE_CHECKING:
+    from verbatim.cli.measure import Row, Runner
+    from verbatim.cli.rivals.client import Rival
+    from verbatim.engine.llm import LLM
+    from verbatim.observe.roofline import CostCard, Limits
+
+SECTION = "What to measure"
+
+
+@click.command(cls=Command)
+@click.option("--quick", cls=Option, section=SECTION, is_flag=True, help="fewer sizes and rounds: a minute instead of several")
+@click.option(
+    "--against", cls=Option, section=SECTION, type=click.Choice(["llama.cpp", "transformers"]), help="a rival, in turns"
+)
+@click.option("--rival-python", cls=Option, section=SECTION, metavar="PATH", help="the Python that has the rival installed")
+@click.option("--prefills", cls=Option, section=SECTION, metavar="N,N", help="prompt lengths [32,512,2000]")
+@click.option("--contexts", cls=Option, section=SECTION, metavar="N,N", help="contexts of decoding [32,512,2000]")
+@click.option("--batches", cls=Option, section=SECTION, metavar="N,N", help="sequences at once [1,4,16,32]")
+@click.option(
+    "--repeats", cls=Option, section=SECTION, type=click.IntRange(1, 1000), metavar="N", help="rounds; medians count [5]"
+)
+@click.option(
+    "--plot", cls=Option, section=SECTION, metavar="FILE", help="write a plot: .svg, or .png where matplotlib is there"
+)
+@model_options
+@engine_options
+def command(
+    quick: bool,
+    against: str | None,
+    rival_python: str | None,
+    prefills: str | None,
+    contexts: str | None,
+    batches: str | None,
+    repeats: int | None,
+    plot: str | None,
+    **flags: Any,
+) -> int:
+    """Measure this machine's limits, the model's cost, and how near the engine comes. The last line is JSON.
+
+    Speculation and the prefix cache are off unless asked for: the numbers are of plain decoding.
+    """
+    from verbatim.cli.measure import Ours, cold_start, first_token, jobs, measure
+    from verbatim.cli.session import open_llm
+    from verbatim.weights.catalog import resolve
+
+    sizes = {
+        "prefills": _numbers("prefills", prefills or ("32,512" if quick else "32,512,2000")),
+        "contexts": _numbers("contexts", contexts or ("32,512" if quick else "32,512,2000")),
+        "batches": _numbers("batches", batches or ("1,4" if quick else "1,4,16,32")),
+    }
+    rounds = repeats or (2 if quick else 5)
+    if plot and Path(plot).suffix not in (".svg", ".png"):
+        raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
+    flags["e_speculate"] = flags["e_speculate"] or "off"
+    flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
+    with open_llm(flags) as llm:
+        rival = _open_rival(against, rival_python, flags, llm) if against else None
+        try:
+            limits, card = _print_limits(llm, quick)
+            runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
+            table = jobs(**sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context)
+            _header(rival)
+            rows = []
+            for job in table:
+                rows.append(measure(job, runners, rounds))
+                _print_row(rows[-1], card, limits, rival)
+        finally:
+            if rival:
+                rival.close()
+        ready = first_token(llm, rounds)
+        print(f"{'first token':16} {ready * 1000:8.1f} ms")
+        out = _summary(llm, limits, card, rows, rival)
+    path = str(resolve(flags["model"], revision=flags.get("revision"), offline=True))
+    extra = [word for name in ("threads", "backend") if flags[f"e_{name}"] for word in (f"--{name}", str(flags[f"e_{name}"]))]
+    cold = cold_start(path, extra, min(rounds, 3))
+    print(f"{'cold start':16} {cold * 1000:8.1f} ms   from typing to the first text, model on disk")
+    if plot:
+        _plot(plot, rows, card, limits, rival)
+    sys.stdout.write(json.dumps({**out, "first_token_s": ready, "cold_start_s": cold}) + "\n")
+    return 0
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ParameterError(name, f"{text!r} is not a list of numbers such as 32,512") from None
+    if any(number < 1 for number in numbers):
+        raise ParameterError(name, f"{min(numbers)} is below 1")
+    return numbers
+
+
+def _open_rival(name: str, python: str | None, flags: dict[str, Any], llm: LLM) -> Rival:
+    from verbatim.cli.rivals.client import Rival, find_python
+    from verbatim.weights.catalog import resolve
+
+    path = resolve(flags["model"], revision=flags.get("revision"), offline=True)
+    rival = Rival(name, find_python(name, python))
+    try:
+        rival.open(str(path), llm.parts.backend.info.threads, min(llm.context, 2304))
+    except BaseException:
+        rival.close()
+        raise
+    return rival
+
+
+# ------------------------------------------------------------------------------------------------------------ printing
+
+
+def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
+    from verbatim.observe.roofline import cost_card, forget_buffers, measure_limits, save_limits
+    from verbatim.weights.catalog import cache_dir
+
+    info = llm.parts.backend.info
+    read, ops = native_probes()
+    limits = measure_limits(info.threads, native_read=read, native_ops=ops, repeats=3 if quick else 7)
+    forget_buffers()
+    card = cost_card(llm.parts.backend.spec, info)
+    try:
+        save_limits(cache_dir(), limits)
+    except OSError as error:
+        note(f"warning: the limits could not be kept: {error.strerror}")
+    one = f" ({limits.one_thread_bytes / 1e9:.1f} with one)" if limits.one_thread_bytes and info.threads > 1 else ""
+    peak = (
+        f"{limits.int8_ops / 1e9:.0f} GOP/s of 8-bit products"
+        if limits.int8_ops
+        else "integer peak not measured (no native kernels)"
+    )
+    print(
+        f"machine   {platform.system()} {platform.machine()}, {info.threads} threads: reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
+    )
+    print(f"engine    {info.name} {info.detail}")
+    print(
+        f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB read a token, {card.kv_token_bytes / 1e3:.1f} kB of keys and values "
+        f"a position, {card.ops_token / 1e9:.3f} GOP a token ({card.prompt_ops_token / 1e9:.3f} inside a prompt)"
+    )
+    prompt = card.prefill_ceiling(limits, 1)
+    print(
+        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens/s written by one sequence at the start of a text"
+        + (f"; {prompt:.0f} prompt tokens/s" if prompt else "")
+    )
+    return limits, card
+
+
+def native_probes() -> tuple[Any, Any]:
+    """The kernels' own loops for bandwidth and integer peak, where they are built: they see what the engine could get."""
+    from importlib import import_module
+
+    try:
+        native: Any = import_module("verbatim.backend.cpu._native")
+    except ImportError:
+        return None, None
+    return getattr(native, "read_bandwidth", None), getattr(native, "int8_peak", None)
+
+
+def _header(rival: Rival | None) -> None:
+    theirs = f"   {rival.name + ' ' + rival.version:>18} {'ratio':>7}" if rival else ""
+    print(f"\n{'':16} {'tokens/s':>10} {'limit':>8} {'share':>6}{theirs}")
+
+
+def _print_row(row: Row, card: CostCard, limits: Limits, rival: Rival | None) -> None:
+    label = {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[row.job.kind] + f" {row.job.size}"
+    rate = row.rate("verbatim")
+    ceiling = ceiling_of(row, card, limits)
+    share = f"{ceiling:8.0f} {rate / ceiling:6.0%}" if ceiling else f"{'-':>8} {'-':>6}"
+    theirs = f"   {row.rate(rival.name):18.1f} {rate / row.rate(rival.name):6.2f}x" if rival else ""
+    print(f"{label:16} {rate:10.1f} {share}{theirs}", flush=True)
+
+
+def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:
+    match row.job.kind:
+        case "prefill":
+            return card.prefill_ceiling(limits, row.job.size)
+        case "decode":
+            return card.decode_ceiling(limits, row.job.size)
+    return card.decode_ceiling(limits, 32, row.job.size)
+
+
+def _summary(llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: Rival | None) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    info = llm.parts.backend.info
+    measured = []
+    for row in rows:
+        entry: dict[str, Any] = {"kind": row.job.kind, "size": row.job.size, "rate": row.rate("verbatim")}
+        entry["ceiling"] = ceiling_of(row, card, limits)
+        entry["seconds"] = row.seconds["verbatim"]
+        if rival:
+            entry["rival_rate"], entry["rival_seconds"] = row.rate(rival.name), row.seconds[rival.name]
+        measured.append(entry)
+    return {
+        "model": llm.parts.name,
+        "fingerprint": llm.fingerprint,
+        "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
+        "limits": asdict(limits),
+        "card": asdict(card),
+        "rival": {"name": rival.name, "version": rival.version} if rival else None,
+        "rows": measured,
+    }
+
+
+def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Rival | None) -> None:
+    from verbatim.observe.plot import Chart, Line, png, svg
+
+    charts = []
+    for kind, title, label in (
+        ("decode", "one sequence", "context, tokens"),
+        ("batch", "several sequences", "sequences"),
+        ("prefill", "prompt", "prompt tokens"),
+    ):
+        chosen = [row for row in rows if row.job.kind == kind]
+        if not chosen:
+            continue
+        names = ["verbatim", *([rival.name] if rival else [])]
+        lines = [Line(name, tuple((row.job.size, row.rate(name)) for row in chosen)) for name in names]
+        roof = [(row.job.size, ceiling_of(row, card, limits)) for row in chosen]
+        if all(y for _, y in roof):
+            lines.append(Line("limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True))
+        charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
+    if path.endswith(".png"):
+        if png(charts, path):
+            return
+        path = path[:-4] + ".svg"
+        note(f"matplotlib is not installed, so the plot is {path}; pip install 'verbatim-llm[bench]' for PNG")
+    Path(path).write_text(svg(charts), "utf-8")

@@ -1,0 +1,141 @@
+"""What `verbatim bench` times, and on whom: the same work for our engine and for a rival, in turns, medians of several rounds.
+
+Our numbers come through the public engine: scheduling, sampling and text are in them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from verbatim.base.params import SamplingParams
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM
+
+PATIENCE = 20.0  # a single measurement longer than this (seconds) is not repeated
+
+
+class Runner(Protocol):
+    name: str
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds for a prompt of this many tokens, to its first drawn token."""
+
+    def decode(self, context: int, steps: int) -> float:
+        """Seconds for `steps` further tokens behind a context of this length; the prompt is not counted."""
+
+    def batch(self, sequences: int, context: int, steps: int) -> float:
+        """The same for several sequences at once."""
+
+
+class Ours:
+    """Our engine behind the same four calls. Random tokens: the cost does not depend on which."""
+
+    name = "verbatim"
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.random = random.Random(0)
+        tokenizer = llm.tokenizer
+        self.ids = [i for i in range(tokenizer.vocab_size) if not tokenizer.is_control(i)]
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return self.random.choices(self.ids, k=tokens)
+
+    def _params(self, tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+    def prefill(self, tokens: int) -> float:
+        prompt = self._prompt(tokens)
+        began = time.perf_counter()
+        self.llm.generate(prompt, self._params(1))
+        return time.perf_counter() - began
+
+    def decode(self, context: int, steps: int) -> float:
+        return self.batch(1, context, steps)
+
+    def batch(self, sequences: int, context: int, steps: int) -> float:
+        """From the moment the last prompt is read to the end: then every sequence draws one token a step."""
+        prompts = [self._prompt(context) for _ in range(sequences)]
+        done = self.llm.generate(prompts, self._params(steps + 1))
+        return max(c.timings.total for c in done) - max(c.timings.first_token for c in done)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One line of the table. `tokens` is what the seconds are divided into."""
+
+    kind: str  # prefill | decode | batch
+    size: int  # prompt tokens, context or sequences
+    tokens: int
+    run: Callable[[Runner], float]
+
+
+@dataclass(slots=True)
+class Row:
+    job: Job
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # by runner
+
+    def rate(self, name: str) -> float:
+        return self.job.tokens / statistics.median(self.seconds[name])
+
+
+def jobs(
+    prefills: Sequence[int], contexts: Sequence[int], batches: Sequence[int], steps: int, step_tokens: int, limit: int
+) -> list[Job]:
+    """`limit` is the model's context: what does not fit is left out, and the caller says so."""
+    out = [Job("prefill", n, n, lambda r, n=n: r.prefill(n)) for n in prefills if n < limit]  # type: ignore[misc]
+    out += [Job("decode", c, steps, lambda r, c=c: r.decode(c, steps)) for c in contexts if c + steps < limit]  # type: ignore[misc]
+    for b in batches:
+        # every prompt fits the first step, so that all sequences begin together
+        context = max(1, min(32, step_tokens // b))
+        out.append(Job("batch", b, b * steps, lambda r, b=b, c=context: r.batch(b, c, steps)))  # type: ignore[misc]
+    return out
+
+
+def measure(job: Job, runners: Sequence[Runner], repeats: int) -> Row:
+    """Rounds of ours, theirs, ours, theirs: a slow minute of the machine hits both."""
+    row = Row(job, {r.name: [] for r in runners})
+    for runner in runners:
+        first = job.run(runner)  # touches pages and buffers; counts only where it is too long to repeat
+        if first > PATIENCE:
+            row.seconds[runner.name].append(first)
+    for _ in range(repeats):
+        for runner in runners:
+            if not (row.seconds[runner.name] and row.seconds[runner.name][0] > PATIENCE):
+                row.seconds[runner.name].append(job.run(runner))
+    return row
+
+
+def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
+    """Seconds from starting `verbatim run` in a new process to the first byte of its answer, the model being in the page cache."""
+    command = [sys.executable, "-m", "verbatim", "run", "Hi", "--max-tokens", "8", "--quiet", "--model", model, *extra]
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None
+            os.read(process.stdout.fileno(), 1)
+            times.append(time.perf_counter() - began)
+            process.stdout.close()
+            process.wait()
+    return statistics.median(times)
+
+
+def first_token(llm: LLM, repeats: int) -> float:
+    """Seconds to the first token of a short question in a running engine, prompt not cached."""
+    times = []
+    for i in range(repeats + 1):
+        text = f"Question {i} of {repeats}: why is the sky blue?"
+        params = SamplingParams(temperature=0, max_tokens=1, cache_salt=str(i))
+        done: Any = llm.chat([{"role": "user", "content": text}], params) if llm.has_template else llm.generate(text, params)
+        times.append(done.timings.first_token)
+    return statistics.median(times[1:])

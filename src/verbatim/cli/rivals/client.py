@@ -1,0 +1,96 @@
+"""Our end of the pipe to a rival: the same four calls as our own runner, answered by another process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from verbatim.base.errors import BackendError
+
+# rival -> its worker, the module it needs, the distribution that brings that module
+WORKERS = {
+    "llama.cpp": ("worker_llama.py", "llama_cpp", "llama-cpp-python"),
+    "transformers": ("worker_transformers.py", "transformers", "transformers"),
+}
+
+
+def find_python(rival: str, given: str | None) -> str:
+    """The Python that has the rival: the one given, else ours. Raises with the remedy if neither has."""
+    _, package, distribution = WORKERS[rival]
+    python = given or sys.executable
+    try:
+        found = subprocess.run(
+            [python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"],
+            capture_output=True,
+            timeout=60,
+        )
+    except OSError as error:
+        raise BackendError(f"{python} cannot be run: {error.strerror}; give a Python with --rival-python") from None
+    if found.returncode:
+        raise BackendError(
+            f"{rival} is not installed in {'that' if given else 'this'} Python; install {distribution} into "
+            "an environment of its own and name its Python with --rival-python"
+        )
+    return python
+
+
+class Rival:
+    """A rival's worker. Every call blocks until its answer is there."""
+
+    def __init__(self, rival: str, python: str) -> None:
+        self.name = rival
+        self.version = ""
+        self.load = 0.0
+        script = Path(__file__).with_name(WORKERS[rival][0])
+        self._process = subprocess.Popen(
+            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def open(self, model: str, threads: int, context: int) -> None:
+        answer = self._ask(op="open", model=model, threads=threads, context=context)
+        self.version, self.load = str(answer["version"]), float(answer["load"])
+
+    def prefill(self, tokens: int) -> float:
+        return float(self._ask(op="prefill", tokens=tokens)["seconds"])
+
+    def decode(self, context: int, steps: int) -> float:
+        return float(self._ask(op="decode", context=context, steps=steps)["seconds"])
+
+    def batch(self, sequences: int, context: int, steps: int) -> float:
+        return float(self._ask(op="batch", sequences=sequences, context=context, steps=steps)["seconds"])
+
+    def close(self) -> None:
+        process = self._process
+        if process.stdin:
+            process.stdin.close()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe:
+                pipe.close()
+
+    def _ask(self, **ask: Any) -> dict[str, Any]:
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        try:
+            process.stdin.write(json.dumps(ask) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            said = process.stderr.read().strip().splitlines()
+            code = process.wait(10)
+            how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise BackendError(f"{self.name} ended ({how}): {said[-1] if said else 'no reason given'}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise BackendError(f"{self.name}: {answer['error']}")
+        return answer

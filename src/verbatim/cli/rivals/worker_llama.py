@@ -1,0 +1,119 @@
+"""llama.cpp through the C API of llama-cpp-python, as a worker: JSON lines in, seconds out.
+
+The same file, the same threads, the same number of tokens as ours. Only llama_decode and the arrival of the logits are timed: its sampler and its
+text are not, which favours it. Tokens are random; the cost does not depend on which.
+
+    {"op": "open", "model": PATH, "threads": 2, "context": 2304}  -> {"version": ..., "load": seconds}
+    {"op": "prefill", "tokens": 512}                              -> {"seconds": ...}
+    {"op": "decode", "context": 512, "steps": 32}                 -> {"seconds": ...}   the prompt is not counted
+    {"op": "batch", "sequences": 16, "context": 32, "steps": 32}  -> {"seconds": ...}
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import llama_cpp as lib
+
+UBATCH = 512
+
+
+class Worker:
+    def __init__(self, model: str, threads: int, context: int) -> None:
+        lib.llama_backend_init()
+        began = time.perf_counter()
+        self.model = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {model}")
+        self.load = time.perf_counter() - began
+        self.threads = threads
+        self.vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+        self.random = random.Random(0)
+        self.context, self.sequences = 0, 0
+        self.ctx: Any = None
+        self._open(context, 1)
+
+    def _open(self, context: int, sequences: int) -> None:
+        """A context wide enough; made anew only when it must grow, and outside of any timing."""
+        if context <= self.context and sequences == self.sequences:
+            return
+        if self.ctx:
+            lib.llama_free(self.ctx)
+        params = lib.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = context, max(2048, sequences), UBATCH
+        params.n_threads = params.n_threads_batch = self.threads
+        params.n_seq_max = sequences
+        self.ctx = lib.llama_init_from_model(self.model, params)
+        if not self.ctx:
+            raise RuntimeError("llama.cpp cannot make a context")
+        self.context, self.sequences = context, sequences
+
+    def _clear(self) -> None:
+        lib.llama_memory_clear(lib.llama_get_memory(self.ctx), True)
+
+    def _decode(self, rows: list[tuple[int, int]], *, every: bool = False) -> float:
+        """Computes one token for each (position, sequence); seconds until the logits are there."""
+        batch = lib.llama_batch_init(len(rows), 0, 1)
+        batch.n_tokens = len(rows)
+        for i, (position, sequence) in enumerate(rows):
+            batch.token[i] = self.random.randrange(self.vocab)
+            batch.pos[i], batch.n_seq_id[i] = position, 1
+            batch.seq_id[i][0] = sequence
+            batch.logits[i] = every or i == len(rows) - 1
+        began = time.perf_counter()
+        code = lib.llama_decode(self.ctx, batch)
+        lib.llama_get_logits_ith(self.ctx, -1)
+        seconds = time.perf_counter() - began
+        lib.llama_batch_free(batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+        return seconds
+
+    def prefill(self, tokens: int) -> float:
+        self._open(tokens + 64, 1)
+        self._clear()
+        return self._decode([(p, 0) for p in range(tokens)])
+
+    def decode(self, context: int, steps: int) -> float:
+        self._open(context + steps + 64, 1)
+        self._clear()
+        self._decode([(p, 0) for p in range(context)])
+        return sum(self._decode([(context + i, 0)]) for i in range(steps))
+
+    def batch(self, sequences: int, context: int, steps: int) -> float:
+        self._open(sequences * (context + steps + 16), sequences)
+        self._clear()
+        for s in range(sequences):
+            self._decode([(p, s) for p in range(context)])
+        return sum(self._decode([(context + i, s) for s in range(sequences)], every=True) for i in range(steps))
+
+
+@lib.llama_log_callback  # type: ignore[untyped-decorator, unused-ignore]
+def _silent(level: int, text: bytes, data: Any) -> None:
+    pass
+
+
+def main() -> None:
+    lib.llama_log_set(_silent, ctypes.c_void_p(0))
+    worker: Worker | None = None
+    for line in sys.stdin:
+        ask = json.loads(line)
+        op = ask.pop("op")
+        try:
+            if op == "open":
+                worker = Worker(**ask)
+                answer: dict[str, Any] = {"version": lib.__version__, "load": worker.load}
+            else:
+                answer = {"seconds": getattr(worker, op)(**ask)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

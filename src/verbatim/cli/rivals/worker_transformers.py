@@ -1,0 +1,76 @@
+"""transformers (PyTorch, float32) as a worker: JSON lines in, seconds out; the protocol is in worker_llama.py.
+
+A GGUF file is dequantised by transformers itself when it is loaded; a safetensors directory is loaded as float32."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+
+class Worker:
+    def __init__(self, model: str, threads: int, context: int) -> None:
+        torch.set_num_threads(threads)
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        began = time.perf_counter()
+        folder, file = (os.path.dirname(model), os.path.basename(model)) if os.path.isfile(model) else (model, None)
+        options: dict[str, Any] = {"gguf_file": file} if file else {}
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder or ".", dtype=torch.float32, **options).eval()
+        self.load = time.perf_counter() - began
+        self.vocab = self.model.config.vocab_size
+        self.random = random.Random(0)
+
+    def _ids(self, rows: int, tokens: int) -> Any:
+        return torch.tensor([[self.random.randrange(self.vocab) for _ in range(tokens)] for _ in range(rows)])
+
+    def _run(self, rows: int, tokens: int, past: Any) -> tuple[float, Any]:
+        ids = self._ids(rows, tokens)
+        began = time.perf_counter()
+        with torch.no_grad():
+            out = self.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - began, out.past_key_values
+
+    def prefill(self, tokens: int) -> float:
+        return self._run(1, tokens, None)[0]
+
+    def decode(self, context: int, steps: int) -> float:
+        return self.batch(1, context, steps)
+
+    def batch(self, sequences: int, context: int, steps: int) -> float:
+        _, past = self._run(sequences, context, None)
+        total = 0.0
+        for _ in range(steps):
+            seconds, past = self._run(sequences, 1, past)
+            total += seconds
+        return total
+
+
+def main() -> None:
+    out = sys.stdout
+    sys.stdout = sys.stderr  # whatever a library prints must not break the protocol
+    worker: Worker | None = None
+    for line in sys.stdin:
+        ask = json.loads(line)
+        op = ask.pop("op")
+        try:
+            if op == "open":
+                worker = Worker(**ask)
+                answer: dict[str, Any] = {"version": transformers.__version__, "load": worker.load}
+            else:
+                answer = {"seconds": getattr(worker, op)(**ask)}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main()
