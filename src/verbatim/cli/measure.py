@@ -132,7 +132,7 @@ def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
 
 def first_token(llm: LLM, repeats: int) -> float:
     """Seconds to the first token of a short question in a running engine, prompt not cached."""
-    times = []
+    times: list[float] = []
     for i in range(repeats + 1):
         text = f"Question {i} of {repeats}: why is the sky blue?"
         params = SamplingParams(temperature=0, max_tokens=1, cache_salt=str(i))

@@ -78,7 +78,9 @@ class Rival:
 
     def _ask(self, **ask: Any) -> dict[str, Any]:
         process = self._process
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         try:
             process.stdin.write(json.dumps(ask) + "\n")
             process.stdin.flush()
