@@ -80,6 +80,8 @@ OTHER_TYPES: dict[int, str] = {
 # metadata value types by number: struct code of the scalar ones
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+KINDS: dict[int, str] = {0: "u8", 1: "i8", 2: "u16", 3: "i16", 4: "u32", 5: "i32", 6: "f32", 7: "bool", 8: "str"}
+KINDS |= {10: "u64", 11: "i64", 12: "f64"}
 _SCALAR_STRUCTS = {number: struct.Struct("<" + code.replace("?", "B")) for number, code in SCALARS.items()}
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
@@ -94,6 +96,7 @@ class GGUFFile:
     tensors: dict[str, Tensor] = field(repr=False)
     digest: str
     version: int = 3
+    types: dict[str, str] = field(default_factory=dict, repr=False)  # of the metadata; of an array, its elements'
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
@@ -106,7 +109,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
     infos = reader.tensor_infos(tensor_count)
     header_end = reader.pos
     tensors = _place(reader, metadata, infos)
-    return GGUFFile(file, metadata, tensors, _digest(view, header_end, tensors), version)
+    return GGUFFile(file, metadata, tensors, _digest(view, header_end, tensors), version, reader.types)
 
 
 def map_file(file: Path, *, least: int = 0) -> mmap.mmap:
@@ -142,6 +145,7 @@ class _Reader:
         self.memory = self.size + METADATA_MEMORY
         self.strings = MAX_STRINGS
         self.numbers = MAX_NUMBERS
+        self.types: dict[str, str] = {}
 
     def fail(self, message: str) -> NoReturn:
         raise ModelError(message, file=str(self.file))
@@ -209,16 +213,17 @@ class _Reader:
             if key in result:
                 self.fail(f"metadata key {key!r} appears twice")
             self.charge(128, key)
-            result[key] = self.value(self.u32(f"type of {key!r}"), key, 0)
+            result[key] = self.value(self.u32(f"type of {key!r}"), key)
         return result
 
-    def value(self, kind: int, key: str, depth: int) -> Any:
+    def value(self, kind: int, key: str) -> Any:
+        if kind == ARRAY:
+            return self.array(key, 1)
+        if kind not in KINDS:
+            self.fail(f"metadata {key!r} has the unknown value type {kind}")
+        self.types[key] = KINDS[kind]
         if kind == STRING:
             return self.text(f"value of {key!r}")
-        if kind == ARRAY:
-            return self.array(key, depth + 1)
-        if kind not in SCALARS:
-            self.fail(f"metadata {key!r} has the unknown value type {kind}")
         unpack = _SCALAR_STRUCTS[kind]
         self.need(unpack.size, f"value of {key!r}")
         value = unpack.unpack_from(self.view, self.pos)[0]
@@ -234,12 +239,13 @@ class _Reader:
             self.fail(f"metadata {key!r} nests arrays deeper than {MAX_NESTING}")
         kind = self.u32(f"element type of {key!r}")
         count = self.u64(f"length of {key!r}")
-        if kind == STRING:
-            return self.string_array(key, count)
         if kind == ARRAY:
             return self.nested_array(key, count, depth)
-        if kind not in SCALARS:
+        if kind not in KINDS:
             self.fail(f"metadata {key!r} is an array of the unknown value type {kind}")
+        self.types[key] = KINDS[kind]
+        if kind == STRING:
+            return self.string_array(key, count)
         size = _SCALAR_STRUCTS[kind].size
         self.need(count * size, f"array {key!r} of {count} values")
         self.numbers -= count

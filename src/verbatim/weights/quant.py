@@ -25,9 +25,9 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.quantise import quantise
-from verbatim.weights.tensor import BLOCKS
+from verbatim.weights.tensor import BLOCKS, Tensor
 
-__all__ = ["dequantise", "nbytes", "quantise"]
+__all__ = ["dequantise", "nbytes", "quantise", "requantise"]
 
 _CHUNK_VALUES = 1 << 18  # values converted at a time: temporaries stay in the cache, and the peak is the result plus a few MiB
 
@@ -64,6 +64,25 @@ def dequantise(type: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
         for start in range(0, len(blocks), step):
             _UNPACK[type](blocks[start : start + step], out[start : start + step])
     return out.reshape(shape)
+
+
+def requantise(tensor: Tensor, type: str) -> Tensor:
+    """The same weight in another type, a few rows at a time: the peak is the result plus a few MiB, never a float32 copy.
+
+    A loader that lets go of each source before the next one thus needs the quantised model and one tensor's map at most."""
+    if tensor.type == type:
+        return tensor
+    try:
+        out = np.empty(nbytes(type, tensor.shape), dtype=np.uint8).reshape(tensor.rows, -1)
+        rows = tensor.row_view()
+        step = max(1, _CHUNK_VALUES // tensor.shape[-1])
+        for start in range(0, len(rows), step):
+            chunk = rows[start : start + step]
+            values = dequantise(tensor.type, chunk, (len(chunk), tensor.shape[-1]))
+            out[start : start + step] = quantise(type, values).reshape(len(chunk), -1)
+    except ModelError as error:
+        raise ModelError(f"weight {tensor.name!r} cannot be turned into {type}: {error.message}") from None
+    return Tensor(tensor.name, type, tensor.shape, out.reshape(-1))
 
 
 # ------------------------------------------------------------------------------------- one function for each type

@@ -1,6 +1,10 @@
 """The block formats, written: float32 numbers -> raw bytes. Reading them is quant.py, which also describes each block.
 
-In: a type, a float32 array. Out: a flat uint8 array, the bytes as a file would hold them.
+In: a type, a float array. Out: a flat uint8 array, the bytes as a file would hold them.
+
+The formats of 32 values round as ggml's own reference does, to the bit. The formats of 256 values leave the choice of scales to
+the writer: here each run tries a few scales around the obvious one, fits scale and offset by least squares for each, and keeps the
+one with the least squared error, weighted towards large values, which matter most in a dot product.
 """
 
 from __future__ import annotations
@@ -12,11 +16,11 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.weights.tensor import BLOCKS
 
-_CHUNK_VALUES = 1 << 18  # values at a time: the peak is the input, the result and a few MiB
+_CHUNK_VALUES = 1 << 16  # values at a time: temporaries stay small, and the peak is the input, the result and a few MiB
 
 
 def quantise(type: str, array: np.ndarray) -> np.ndarray:
-    """Float array (last axis contiguous in the file) -> flat uint8 bytes of `type`."""
+    """Float array (last axis contiguous in the file) -> flat uint8 bytes of `type`. Infinities and NaN are refused."""
     if type == "f32":
         return np.ascontiguousarray(array, dtype="<f4").reshape(-1).view(np.uint8)
     if type not in _PACK:
@@ -27,15 +31,60 @@ def quantise(type: str, array: np.ndarray) -> np.ndarray:
     flat = np.ascontiguousarray(array).reshape(-1, values)
     out = np.empty((len(flat), size), dtype=np.uint8)
     step = max(1, _CHUNK_VALUES // values)
-    with np.errstate(all="ignore"):  # 0 / 0 of an all-zero block, infinities of a broken file: defined below, not a warning
+    with np.errstate(all="ignore"):  # 1 / 0 of an all-zero block: its result is not used
         for start in range(0, len(flat), step):
             chunk = flat[start : start + step].astype(np.float32, copy=False)
             _PACK[type](chunk, out[start : start + step])
     return out.reshape(-1)
 
 
+def _put_half(out: np.ndarray, at: int, value: np.ndarray) -> np.ndarray:
+    """Write [n, 1] float32 as f16 at byte `at` of each block; returns what a reader will see."""
+    half = value.astype("<f2")
+    if not np.isfinite(half).all():
+        raise ModelError("a weight is infinite, not a number, or too large for a 16-bit scale")
+    out[:, at : at + 2] = half.view(np.uint8)
+    seen: np.ndarray = half.astype(np.float32)
+    return seen
+
+
+def _inverse(d: np.ndarray) -> np.ndarray:
+    """1 / d, and 0 where that has no use (d is 0, or so small that as an f16 it will be)."""
+    inverse = 1 / d
+    useful: np.ndarray = np.where(np.isfinite(inverse), inverse, np.float32(0))
+    return useful
+
+
+def _round_away(x: np.ndarray) -> np.ndarray:
+    """Half away from zero, as C's roundf; NumPy's rint goes to even."""
+    magnitude = np.abs(x)
+    whole = np.floor(magnitude)
+    whole += magnitude - whole >= np.float32(0.5)
+    rounded: np.ndarray = np.copysign(whole, x)
+    return rounded
+
+
+def _to_bytes(q: np.ndarray, largest: int) -> np.ndarray:
+    clipped: np.ndarray = np.clip(q, 0, largest).astype(np.uint8)
+    return clipped
+
+
+def _pack_nibbles(q: np.ndarray, width: int) -> np.ndarray:
+    """[n, m] -> [n, m/2]: of each 2·width values, the first half goes to the low nibbles, the second to the high ones."""
+    pairs = q.reshape(len(q), -1, 2, width)
+    packed: np.ndarray = (pairs[:, :, 0] & np.uint8(15)) | (pairs[:, :, 1] << np.uint8(4))
+    return packed.reshape(len(q), -1)
+
+
+# ------------------------------------------------------------------------------------------------------ plain floats
+# x: float32 [n, values of a block]; out: uint8 [n, bytes of a block], written
+
+
 def _f16(x: np.ndarray, out: np.ndarray) -> None:
-    out.view("<f2")[:] = x
+    half = x.astype("<f2")
+    if not np.isfinite(half).all() and np.isfinite(x).all():
+        raise ModelError(f"the weight {np.abs(x).max()} is too large for f16 (65504); use bf16")
+    out[:] = half.view(np.uint8)
 
 
 def _bf16(x: np.ndarray, out: np.ndarray) -> None:
@@ -43,7 +92,169 @@ def _bf16(x: np.ndarray, out: np.ndarray) -> None:
     rounded = (bits.astype(np.uint64) + np.uint64(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint64(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     quiet = (bits >> np.uint32(16)) | np.uint32(64)  # rounding could carry a NaN into infinity
-    out.view("<u2")[:] = np.where(nan, quiet, rounded)
+    out[:] = np.where(nan, quiet, rounded).astype("<u2").view(np.uint8)
 
 
-_PACK: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {"f16": _f16, "bf16": _bf16}
+# ------------------------------------------------------------------------------------------------- blocks of 32 values
+
+
+def _q8_0(x: np.ndarray, out: np.ndarray) -> None:
+    d = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
+    _put_half(out, 0, d)
+    out[:, 2:] = _round_away(x * _inverse(d)).astype(np.int8).view(np.uint8)
+
+
+def _symmetric(x: np.ndarray, out: np.ndarray, half: int) -> np.ndarray:
+    """q4_0 and q5_0: the value of largest magnitude becomes -half exactly. Returns q in 0 .. 2 half - 1."""
+    largest = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
+    d = largest / np.float32(-half)
+    _put_half(out, 0, d)
+    return _to_bytes(np.trunc(x * _inverse(d) + np.float32(half + 0.5)), 2 * half - 1)
+
+
+def _affine(x: np.ndarray, out: np.ndarray, levels: int) -> np.ndarray:
+    """q4_1 and q5_1: the least value is 0, the largest `levels`. Returns q."""
+    least = x.min(axis=1, keepdims=True)
+    d = (x.max(axis=1, keepdims=True) - least) / np.float32(levels)
+    _put_half(out, 0, d)
+    _put_half(out, 2, least)
+    return _to_bytes(np.trunc((x - least) * _inverse(d) + np.float32(0.5)), levels)
+
+
+def _put_fifth_bits(q: np.ndarray, out: np.ndarray, at: int) -> None:
+    out[:, at : at + 4] = np.packbits(q >> np.uint8(4), axis=1, bitorder="little")
+
+
+def _q4_0(x: np.ndarray, out: np.ndarray) -> None:
+    out[:, 2:] = _pack_nibbles(_symmetric(x, out, 8), 16)
+
+
+def _q4_1(x: np.ndarray, out: np.ndarray) -> None:
+    out[:, 4:] = _pack_nibbles(_affine(x, out, 15), 16)
+
+
+def _q5_0(x: np.ndarray, out: np.ndarray) -> None:
+    q = _symmetric(x, out, 16)
+    _put_fifth_bits(q, out, 2)
+    out[:, 6:] = _pack_nibbles(q, 16)
+
+
+def _q5_1(x: np.ndarray, out: np.ndarray) -> None:
+    q = _affine(x, out, 31)
+    _put_fifth_bits(q, out, 4)
+    out[:, 8:] = _pack_nibbles(q, 16)
+
+
+# ------------------------------------------------------------------------------------------------ blocks of 256 values
+
+
+def _weights(runs: np.ndarray) -> np.ndarray:
+    """How much an error at each value counts: its magnitude plus the run's own size."""
+    weights: np.ndarray = np.sqrt((runs * runs).mean(axis=-1, keepdims=True)) + np.abs(runs)
+    return weights
+
+
+def _fit_affine(runs: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
+    """[..., 32] -> scale and offset >= 0 of each run, so that x is about scale * q - offset with q in 0 .. levels."""
+    w = _weights(runs)
+    sum_w, sum_x = w.sum(-1, keepdims=True), (w * runs).sum(-1, keepdims=True)
+    low = np.minimum(runs.min(-1, keepdims=True), np.float32(0))  # the format has no negative offset
+    spread = np.maximum(runs.max(-1, keepdims=True) - low, np.float32(0))
+    best_scale, best_low = spread / np.float32(levels), low
+    best = np.full_like(low, np.inf)
+    for shift in (0.0, -0.9, -0.7, -0.5, -0.3, -0.1, 0.1, 0.3, 0.5, 0.7, 0.9):
+        q = np.clip(np.rint((runs - low) * _inverse(spread / np.float32(levels + shift))), 0, levels)
+        wq = w * q
+        sum_q, sum_qq, sum_xq = wq.sum(-1, keepdims=True), (wq * q).sum(-1, keepdims=True), (wq * runs).sum(-1, keepdims=True)
+        det = sum_w * sum_qq - sum_q * sum_q
+        scale = np.where(det > 0, (sum_w * sum_xq - sum_x * sum_q) / det, best_scale)
+        offset = np.where(det > 0, (sum_qq * sum_x - sum_q * sum_xq) / det, best_low)
+        positive = offset > 0  # then the best line through the origin
+        offset = np.where(positive, np.float32(0), offset)
+        scale = np.where(positive & (sum_qq > 0), sum_xq / sum_qq, scale)
+        error = (w * np.square(scale * q + offset - runs)).sum(-1, keepdims=True)
+        better = (error < best) & (scale > 0)
+        best = np.where(better, error, best)
+        best_scale, best_low = np.where(better, scale, best_scale), np.where(better, offset, best_low)
+    return best_scale[..., 0], -best_low[..., 0]
+
+
+def _pack_k_scales(scale: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """Eight 6-bit scales and minima [n, 8] -> twelve bytes; quant._k_scales reads them."""
+    high_scale, high_least = (scale[:, 4:] >> np.uint8(4)) << np.uint8(6), (least[:, 4:] >> np.uint8(4)) << np.uint8(6)
+    low = (scale[:, 4:] & np.uint8(15)) | ((least[:, 4:] & np.uint8(15)) << np.uint8(4))
+    return np.concatenate([scale[:, :4] | high_scale, least[:, :4] | high_least, low], axis=1)
+
+
+def _k_affine(x: np.ndarray, out: np.ndarray, levels: int) -> np.ndarray:
+    """q4_k and q5_k: writes d, m and the scales, returns q [n, 256]."""
+    n = len(x)
+    runs = x.reshape(n, 8, 32)
+    scale, offset = _fit_affine(runs, levels)
+    d = _put_half(out, 0, scale.max(axis=1, keepdims=True) / np.float32(63))
+    m = _put_half(out, 2, offset.max(axis=1, keepdims=True) / np.float32(63))
+    s = _to_bytes(np.rint(scale * _inverse(d)), 63)
+    t = _to_bytes(np.where(d > 0, np.rint(offset * _inverse(m)), 0), 63)  # d of 0: values too small for f16; all become 0
+    out[:, 4:16] = _pack_k_scales(s, t)
+    # round again with the scales that a reader will see
+    q = np.rint((runs + (m * t)[..., None]) * _inverse(d * s)[..., None])
+    return _to_bytes(q, levels).reshape(n, 256)
+
+
+def _q4_k(x: np.ndarray, out: np.ndarray) -> None:
+    out[:, 16:] = _pack_nibbles(_k_affine(x, out, 15), 32)
+
+
+def _q5_k(x: np.ndarray, out: np.ndarray) -> None:
+    q = _k_affine(x, out, 31)
+    fifth = (q >> np.uint8(4)).reshape(len(x), 8, 32) << np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    out[:, 16:48] = np.bitwise_or.reduce(fifth, axis=1)
+    out[:, 48:] = _pack_nibbles(q, 32)
+
+
+def _fit_symmetric(runs: np.ndarray, half: int) -> np.ndarray:
+    """[..., 16] -> the scale of each run (of either sign), so that x is about scale * q with q in -half .. half - 1."""
+    w = _weights(runs)
+    largest = np.take_along_axis(runs, np.abs(runs).argmax(-1, keepdims=True), axis=-1)
+    best_scale = largest / np.float32(-half)
+    best = np.full_like(largest, np.inf)
+    for shift in (0.0, -0.9, -0.7, -0.5, -0.3, -0.1, 0.1, 0.3, 0.5, 0.7, 0.9):
+        q = np.clip(np.rint(runs * _inverse(largest / np.float32(-(half + shift)))), -half, half - 1)
+        wq = w * q
+        sum_qq = (wq * q).sum(-1, keepdims=True)
+        scale = np.where(sum_qq > 0, (wq * runs).sum(-1, keepdims=True) / sum_qq, best_scale)
+        error = (w * np.square(scale * q - runs)).sum(-1, keepdims=True)
+        better = error < best
+        best, best_scale = np.where(better, error, best), np.where(better, scale, best_scale)
+    result: np.ndarray = best_scale[..., 0]
+    return result
+
+
+def _q6_k(x: np.ndarray, out: np.ndarray) -> None:
+    n = len(x)
+    runs = x.reshape(n, 16, 16)
+    scale = _fit_symmetric(runs, 32)
+    largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1, keepdims=True), axis=1)
+    d = _put_half(out, 208, largest / np.float32(-128))  # the largest scale becomes -128, the one number without a twin
+    s = np.clip(np.rint(scale * _inverse(d)), -128, 127).astype(np.int8)
+    out[:, 192:208] = s.view(np.uint8)
+    q = np.clip(np.rint(runs * _inverse(d * s)[..., None]), -32, 31).astype(np.int8).reshape(n, 256)
+    q = (q + np.int8(32)).view(np.uint8)
+    out[:, :128] = _pack_nibbles(q, 64)
+    high = (q >> np.uint8(4)).reshape(n, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
+    out[:, 128:192] = np.bitwise_or.reduce(high, axis=2).reshape(n, 64)
+
+
+_PACK: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {
+    "f16": _f16,
+    "bf16": _bf16,
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q8_0": _q8_0,
+    "q4_k": _q4_k,
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
+}
+WRITABLE = ("f32", *_PACK)

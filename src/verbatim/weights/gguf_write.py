@@ -1,0 +1,174 @@
+"""Write a GGUF file: metadata and tensors in, a file out, whole or not at all.
+
+The header names every tensor's place before the first byte of data, so the list of tensors is needed first, but not their bytes:
+a LazyTensor makes its data when its turn comes, and lets go of them. A conversion thus needs the header and one tensor of memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+from verbatim.weights.gguf import ARRAY, DEFAULT_ALIGNMENT, KINDS, MAX_DIMS, MAX_NESTING, SCALARS, STRING, TYPES
+from verbatim.weights.quant import nbytes, requantise
+from verbatim.weights.tensor import BLOCKS, Tensor
+
+_KIND_NUMBERS = {name: number for number, name in KINDS.items()}
+_TYPE_NUMBERS = {name: number for number, name in TYPES.items()}
+_NUMPY_KINDS = {"uint8": "u8", "int8": "i8", "uint16": "u16", "int16": "i16", "uint32": "u32", "int32": "i32"}
+_NUMPY_KINDS |= {"uint64": "u64", "int64": "i64", "float32": "f32", "float64": "f64", "bool": "bool"}
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor whose bytes are made when they are written. `make` returns uint8, exactly as long as type and shape say."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+
+def converted(tensor: Tensor, type: str) -> LazyTensor:
+    """`tensor` in another type, converted when it is written."""
+    return LazyTensor(tensor.name, type, tensor.shape, lambda: requantise(tensor, type).data)
+
+
+def write_gguf(
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, Any],
+    tensors: Iterable[Tensor | LazyTensor] = (),
+    *,
+    types: Mapping[str, str] | None = None,
+) -> None:
+    """Write version 3, little endian. `types` gives value types by key (u32, f32, str ...; of an array, its elements' type), as
+    GGUFFile.types has them; what it does not name is inferred: int u32 (i32 in arrays) or wider if it must be, float f32."""
+    target = Path(path)
+    items = list(tensors)
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ModelError(f"general.alignment {alignment!r} is not a power of two", file=str(target))
+    try:
+        header = _header(metadata, items, types or {}, alignment)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part")
+        try:
+            with open(part, "xb") as out:
+                out.write(header)
+                for item in items:
+                    _pad(out, alignment)
+                    out.write(_data(item))
+            os.replace(part, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        raise ModelError(f"cannot be written: {error.strerror or error}", file=str(target)) from error
+
+
+def _pad(out: BinaryIO, alignment: int) -> None:
+    out.write(b"\0" * (-out.tell() % alignment))
+
+
+def _data(item: Tensor | LazyTensor) -> memoryview:
+    data = np.ascontiguousarray(item.data if isinstance(item, Tensor) else item.make()).reshape(-1).view(np.uint8)
+    if data.size != (expected := nbytes(item.type, item.shape)):
+        raise ModelError(f"tensor {item.name!r} has {data.size} bytes; {item.type} {item.shape} takes {expected}")
+    return data.data
+
+
+def _header(metadata: Mapping[str, Any], items: list[Tensor | LazyTensor], types: Mapping[str, str], alignment: int) -> bytes:
+    out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(items), len(metadata)))
+    for key, value in metadata.items():
+        _text(out, key)
+        _value(out, key, value, types.get(key))
+    offset = 0
+    seen: set[str] = set()
+    for item in items:
+        if item.name in seen:
+            raise ModelError(f"tensor {item.name!r} is given twice")
+        seen.add(item.name)
+        if item.type not in BLOCKS:
+            raise ModelError(f"tensor {item.name!r} has the unknown type {item.type!r}")
+        if not 1 <= len(item.shape) <= MAX_DIMS or min(item.shape) < 1:
+            raise ModelError(
+                f"tensor {item.name!r} has the shape {item.shape}; 1 to {MAX_DIMS} dimensions above 0 are possible"
+            )
+        _text(out, item.name)
+        out += struct.pack(f"<I{len(item.shape)}Q", len(item.shape), *item.shape[::-1])
+        out += struct.pack("<IQ", _TYPE_NUMBERS[item.type], offset)
+        offset += -(-nbytes(item.type, item.shape) // alignment) * alignment
+    return bytes(out)
+
+
+def _text(out: bytearray, text: str) -> None:
+    raw = text.encode()
+    out += struct.pack("<Q", len(raw))
+    out += raw
+
+
+def _value(out: bytearray, key: str, value: Any, kind: str | None) -> None:
+    if isinstance(value, (list, tuple, np.ndarray)):
+        out += struct.pack("<I", ARRAY)
+        _array(out, key, value, kind, 1)
+        return
+    number = _KIND_NUMBERS[kind or _infer(key, [value], array=False)]
+    out += struct.pack("<I", number)
+    _scalars(out, key, [value], number)
+
+
+def _array(out: bytearray, key: str, values: Any, kind: str | None, depth: int) -> None:
+    if isinstance(values, np.ndarray):
+        kind = kind or _NUMPY_KINDS.get(values.dtype.name)
+        values = values.tolist()
+    if any(isinstance(value, (list, tuple)) for value in values):
+        if depth >= MAX_NESTING:
+            raise ModelError(f"metadata {key!r} nests arrays deeper than {MAX_NESTING}")
+        out += struct.pack("<IQ", ARRAY, len(values))
+        for value in values:
+            if not isinstance(value, (list, tuple)):
+                raise ModelError(f"metadata {key!r} mixes arrays and values")
+            _array(out, key, value, kind, depth + 1)
+        return
+    number = _KIND_NUMBERS[kind or _infer(key, values, array=True)]
+    out += struct.pack("<IQ", number, len(values))
+    _scalars(out, key, values, number)
+
+
+def _scalars(out: bytearray, key: str, values: Iterable[Any], number: int) -> None:
+    try:
+        if number == STRING:
+            for value in values:
+                _text(out, value)
+        else:
+            out += b"".join(map(struct.Struct("<" + SCALARS[number]).pack, values))
+    except (struct.error, AttributeError, OverflowError, UnicodeEncodeError) as error:
+        raise ModelError(f"metadata {key!r} does not fit the type {KINDS[number]}: {error}") from None
+
+
+def _infer(key: str, values: Any, *, array: bool) -> str:
+    """One type for all of the values; the narrow ones that other readers expect, where they hold."""
+    kinds = {type(value) for value in values}
+    if kinds <= {bool} and kinds:
+        return "bool"
+    if kinds <= {str} and kinds:
+        return "str"
+    if kinds <= {int}:
+        low, high = min(values, default=0), max(values, default=0)
+        if low >= 0 and not array:
+            return "u32" if high < 1 << 32 else "u64"
+        if low >= -(1 << 31) and high < 1 << 31:
+            return "i32"
+        return "u64" if low >= 0 else "i64"
+    if kinds <= {int, float}:
+        return "f32"
+    raise ModelError(f"metadata {key!r} holds {sorted(kind.__name__ for kind in kinds)}; GGUF has no such value")
