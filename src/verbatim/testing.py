@@ -1,0 +1,207 @@
+"""Public fakes, for tests of ours and of users: an engine without a model.
+
+FakeBackend computes "keys and values" that are one number a position: a hash of all tokens up to it. A token's number is made from the number found in the
+cache at the position before it, so a wrong block, a lost copy or a stale table changes every later token. With `canary` the whole visible cache is verified
+at every read: each slot says which position of which text it holds.
+
+    llm = LLM.from_parts(fake_parts(), kv_blocks=64)
+    llm.generate("hello", SamplingParams(max_tokens=8, seed=1))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from verbatim.backend.protocol import BackendInfo
+from verbatim.base.config import BLOCK_SIZE
+from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
+from verbatim.engine.parts import Parts
+from verbatim.model.spec import LayerSpec, ModelSpec
+
+_MASK = (1 << 64) - 1
+
+
+def mix(a: int, b: int) -> int:
+    """A 64-bit hash of two numbers (the finaliser of splitmix64): cheap, and every bit matters."""
+    x = (a * 0x9E3779B97F4A7C15 + b + 0xD1B54A32D192ED03) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+def fake_spec(vocab: int = 260, context: int = 4096, windows: Sequence[int | None] = (None,)) -> ModelSpec:
+    """An architecture with one layer for each window, and nothing else of interest."""
+    layers = tuple(LayerSpec(window=w) for w in windows)
+    return ModelSpec("fake", vocab, hidden=8, heads=1, kv_heads=1, head_dim=8, mlp=8, context=context, layers=layers)
+
+
+class CanaryError(AssertionError):
+    """The cache does not hold what the block table says."""
+
+
+class FakeBackend:
+    """`pipeline`: draw with the real sampler from hashed logits. Otherwise the token itself is a hash: much faster, and sampling parameters
+    beyond withheld ids mean nothing. `known`: gives a sequence's tokens, for the canary's strictest check."""
+
+    def __init__(
+        self,
+        spec: ModelSpec | None = None,
+        *,
+        block_size: int = BLOCK_SIZE,
+        pipeline: bool = True,
+        canary: bool = False,
+        known: Callable[[int], Sequence[int]] | None = None,
+    ) -> None:
+        self.spec = spec or fake_spec()
+        self.block_size = block_size
+        self.pipeline = pipeline
+        self.canary = canary
+        self.known = known
+        self.slots: list[list[list[tuple[int, int, int] | None]]] = []  # group, block, slot: (position, token, number)
+        self.steps = 0
+        self.rows = 0
+        self.closed = False
+        self._salts = np.arange(self.spec.vocab, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+    @property
+    def info(self) -> BackendInfo:
+        return BackendInfo("fake", "hash", 1, "fake-1", weight_bytes=0, kv_token_bytes=16)
+
+    def block_bytes(self) -> tuple[int, ...]:
+        return tuple(16 * self.block_size * len(g.layers) for g in self.spec.groups)
+
+    def allocate(self, blocks: tuple[int, ...]) -> None:
+        self.slots = [[[None] * self.block_size for _ in range(n)] for n in blocks]
+
+    def close(self) -> None:
+        self.closed = True
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.steps += 1
+        self.rows += plan.rows
+        for group, source, target in plan.copies:
+            self.slots[group][target] = list(self.slots[group][source])
+        return StepResult(plan.step, tuple([self._sequence(step) for step in plan.sequences]))
+
+    def _sequence(self, step: SeqStep) -> SeqResult:
+        if self.canary:
+            self._verify(step)
+        number = self._read(step, 0, step.start - 1)[2] if step.start else 1
+        numbers = []
+        for position, token in enumerate(step.tokens, step.start):
+            number = mix(number, token)
+            numbers.append(number)
+            for table, slots in zip(step.blocks, self.slots, strict=True):
+                slots[table[position // self.block_size]][position % self.block_size] = (position, token, number)
+        scored = tuple(self._score(n, t, step.target_top) for n, t in zip(numbers, step.targets, strict=False))
+        hidden = np.array([self._hidden(n) for n in numbers], np.float32) if step.hidden else None
+        drawn = self._draw(step, numbers[len(numbers) - step.draws :]) if step.draws else ()
+        return SeqResult(step.seq_id, drawn, scored, hidden)
+
+    # ------------------------------------------------------------------------------------------------------ the cache
+
+    def _read(self, step: SeqStep, group: int, position: int) -> tuple[int, int, int]:
+        block = step.blocks[group][position // self.block_size]
+        slot = None if block < 0 else self.slots[group][block][position % self.block_size]
+        if slot is None or slot[0] != position:
+            raise CanaryError(f"sequence {step.seq_id}: position {position} of group {group} reads {slot} from block {block}")
+        return slot
+
+    def _verify(self, step: SeqStep) -> None:
+        known = self.known(step.seq_id) if self.known else None
+        for group, layers in enumerate(self.spec.groups):
+            first = 0 if layers.window is None else max(step.start - layers.window + 1, 0)
+            before: int | None = 1 if first == 0 else None
+            for position in range(first, step.start):
+                _, token, number = self._read(step, group, position)
+                if (known is not None and token != known[position]) or (before is not None and number != mix(before, token)):
+                    raise CanaryError(f"sequence {step.seq_id}: position {position} of group {group} holds another text")
+                before = number
+
+    # ------------------------------------------------------------------------------------------------------ the model
+
+    def logits(self, number: int) -> np.ndarray:
+        """float32 [vocab] in -8 … 8, a function of `number` alone."""
+        x = self._salts + np.uint64(number)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        unit = (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        return (unit - np.float32(0.5)) * np.float32(16)
+
+    def _hidden(self, number: int) -> list[float]:
+        return [(mix(number, i) >> 40) * 2.0**-24 for i in range(self.spec.hidden)]
+
+    def _score(self, number: int, target: int, top: int) -> TokenLogprob:
+        if not self.pipeline:
+            return TokenLogprob(target, -(mix(number, target) >> 40) * 2.0**-20)
+        from verbatim.sampling.logprobs import as_row, token_logprobs
+
+        return token_logprobs(as_row(self.logits(number)), target, top)
+
+    def _draw(self, step: SeqStep, numbers: Sequence[int]) -> tuple[Drawn, ...]:
+        if self.pipeline:
+            from verbatim.sampling.pipeline import rows_of, sample_rows
+
+            return tuple(sample_rows(np.stack([self.logits(n) for n in numbers]), rows_of(step)))
+        spec = step.draw
+        assert spec is not None
+        first = step.end - step.draws + 1
+        return tuple([self._hash_draw(n, spec.key, first + i, spec.withheld, spec.beam) for i, n in enumerate(numbers)])
+
+    def _hash_draw(self, number: int, key: int, position: int, withheld: Iterable[int], beam: int) -> Drawn:
+        seed = mix(mix(number, key), position)
+        token = seed % self.spec.vocab
+        while token in withheld:
+            token = (token + 1) % self.spec.vocab
+        logprob = -(mix(number, token) >> 40) * 2.0**-20
+        found = (
+            sorted(((-(mix(number, t) >> 40) * 2.0**-20, -t) for t in range(self.spec.vocab)), reverse=True)[:beam]
+            if beam
+            else []
+        )
+        return Drawn(token, logprob, candidates=tuple((-t, lp) for lp, t in found))
+
+
+class ByteTokenizer:
+    """One token a byte, and four control tokens. Small enough to reason about: "hi" is [104, 105]."""
+
+    BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
+    NAMES = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+
+    vocab_size = 260
+    bos_id: int | None = BOS
+    eos_ids: tuple[int, ...] = (EOS,)
+
+    def __init__(self) -> None:
+        self.control_tokens = {name: 256 + i for i, name in enumerate(self.NAMES)}
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        if not special:
+            return list(text.encode())
+        out: list[int] = []
+        while text:
+            name = next((n for n in self.NAMES if text.startswith(n)), None)
+            out += [self.control_tokens[name]] if name else text[0].encode()
+            text = text[len(name) if name else 1 :]
+        return out
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return [self.BOS, *self.encode(text)]
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if token < 256 else self.NAMES[token - 256].encode()
+
+    def is_control(self, token: int) -> bool:
+        return token >= 256
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        return b"".join(self.token_bytes(t) for t in ids if not (skip_special and self.is_control(t))).decode(errors="replace")
+
+
+def fake_parts(backend: Any = None, **options: Any) -> Parts:
+    """What LLM.from_parts and AsyncEngine.from_parts take, with no model behind it. Options go to FakeBackend."""
+    backend = backend or FakeBackend(**options)
+    return Parts(backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake")
