@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 
 from verbatim.base.errors import RequestError
+from verbatim.text.control import ControlFinder
 from verbatim.text.decode import decode_all
 
 # Ends of a turn that a model file may know only as a vocabulary entry. They end an answer wherever they are control tokens.
@@ -92,16 +94,11 @@ class Tokenizer:
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
         """Cut a text at the literal control tokens in it, by the same rules as `encode(special=True)`."""
-        parts: list[tuple[str, int | None]] = []
-        at = 0
-        for match in self._control_pattern.finditer(text):
-            if match.start() > at:
-                parts.append((text[at : match.start()], None))
-            parts.append((match.group(), self.control_tokens[match.group(match.lastgroup or 0)]))
-            at = match.end()
-        if at < len(text):
-            parts.append((text[at:], None))
-        return parts
+        return self.finder.split(text)
+
+    @cached_property
+    def finder(self) -> ControlFinder:
+        return ControlFinder(self.control_tokens, self._vocab.added)
 
     def _plain(self, text: str, encoder: Any) -> list[int]:
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
@@ -163,29 +160,6 @@ class Tokenizer:
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id, "pad_token": self.pad_id}
         texts = {name: self._vocab.tokens[i] for name, i in named.items() if i is not None}
         return {**self._vocab.extra, **texts}
-
-    @property
-    def _control_pattern(self) -> re.Pattern[str]:
-        pattern: re.Pattern[str] | None = self.__dict__.get("_pattern")
-        if pattern is None:
-            pattern = self.__dict__["_pattern"] = _control_pattern(self.control_tokens, self._vocab.added)
-        return pattern
-
-
-def _control_pattern(control: Mapping[str, int], added: Mapping[int, AddedToken]) -> re.Pattern[str]:
-    """One pattern for all control tokens, longest first; the group that matched is the token without swallowed white space."""
-    branches = []
-    for at, text in enumerate(sorted(control, key=len, reverse=True)):
-        rule = added.get(control[text])
-        body = f"(?P<t{at}>{re.escape(text)})"
-        if rule is not None and rule.single_word:
-            body = rf"(?<!\w){body}(?!\w)"
-        if rule is not None and rule.lstrip:
-            body = rf"\s*{body}"
-        if rule is not None and rule.rstrip:
-            body = rf"{body}\s*"
-        branches.append(body)
-    return re.compile("|".join(branches) if branches else r"(?!)")
 
 
 def _halves(text: str, pattern: re.Pattern[str]) -> Iterable[str]:

@@ -1,0 +1,122 @@
+"""What a chat template may spend. In: the sizes of what it makes. Out: nothing, or a BudgetError.
+
+Time is this thread's processor time, looked at every few loops, calls and filters. Space is counted where values are made:
+a string by its characters, a list by its elements and everything in them, so that neither repetition nor nesting grows unseen.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+MAX_OUTPUT = 16 * 2**20  # characters of rendered text
+MAX_WORK = 64 * 2**20  # characters of strings made on the way, and elements of lists
+MAX_VALUE = 16 * 2**20  # weight of one value: its characters and elements, counted through shared parts
+MAX_ELEMENTS = 200_000  # elements of one value
+MAX_SECONDS = 0.6  # of this thread's processor time, so that a busy machine does not fail an honest template
+MAX_BITS = 4096  # of an integer
+
+
+class BudgetError(TemplateError):
+    """The template asked for more time or space than a chat can need."""
+
+
+class Budget:
+    """What one rendering may still spend."""
+
+    def __init__(self, data: Iterable[Any] = (), seconds: float = MAX_SECONDS) -> None:
+        self._until = time.thread_time() + seconds
+        self._ticks = 0
+        self._work = MAX_WORK
+        self._known: dict[int, tuple[int, int]] = {}  # id of an input's list or dict -> (weight, elements)
+        for value in data:
+            self._learn(value)
+
+    def tick(self, count: int = 1) -> None:
+        self._ticks += count
+        if self._ticks >= 64:
+            self._ticks = 0
+            if time.thread_time() > self._until:
+                raise BudgetError(f"the chat template ran longer than {MAX_SECONDS} s")
+
+    def spend(self, size: int) -> None:
+        self._work -= size
+        if size > MAX_VALUE or self._work < 0:
+            raise BudgetError("the chat template makes more text than a chat can need")
+
+    def weigh(self, value: Any) -> Any:
+        """Check a value that the template made, and count it as work. Returns the value."""
+        if isinstance(value, str):
+            self.spend(len(value))
+        elif isinstance(value, int):
+            if value.bit_length() > MAX_BITS:
+                raise BudgetError("the chat template computes with an absurdly large number")
+        elif isinstance(value, (list, tuple, dict)) and id(value) not in self._known:
+            weight, elements = self._measure(value)
+            self.spend(weight + elements)
+        return value
+
+    def _measure(self, value: Any) -> tuple[int, int]:
+        """Weight and elements of a value as a tree: a part that is used twice counts twice, as it will when printed."""
+        weight = elements = 0
+        stack = [value]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, str):
+                weight += len(item)
+                continue
+            if not isinstance(item, (list, tuple, dict)):
+                continue
+            known = self._known.get(id(item))
+            if known is not None:
+                weight, elements = weight + known[0], elements + known[1]
+            else:
+                elements += len(item)
+                if isinstance(item, dict):
+                    stack.extend(item.keys())
+                    stack.extend(item.values())
+                else:
+                    stack.extend(item)
+            if elements > MAX_ELEMENTS + len(self._known) or weight > MAX_VALUE:
+                raise BudgetError("the chat template makes a list that is larger than a chat can need")
+        self.tick(1 + elements // 16)
+        return weight, elements
+
+    def _learn(self, value: Any) -> tuple[int, int]:
+        """Inputs are trees of plain data: remember each part's size, so that it need not be walked again."""
+        if isinstance(value, str):
+            return len(value), 0
+        if not isinstance(value, (list, tuple, dict)):
+            return 0, 0
+        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        sizes = [self._learn(part) for part in parts]
+        found = sum(w for w, _ in sizes), len(parts) + sum(e for _, e in sizes)
+        self._known[id(value)] = found
+        return found
+
+
+class _Current(threading.local):
+    budget: Budget | None = None
+
+
+_current = _Current()
+
+
+def current() -> Budget:
+    if _current.budget is None:  # Jinja evaluates constant expressions while compiling: those have a budget too
+        _current.budget = Budget()
+    return _current.budget
+
+
+@contextmanager
+def spending(budget: Budget) -> Iterator[Budget]:
+    before, _current.budget = _current.budget, budget
+    try:
+        yield budget
+    finally:
+        _current.budget = before

@@ -1,0 +1,370 @@
+"""Where chat templates run. In: a template's source and plain data. Out: text, or an error, within a budget of time and size.
+
+A chat template is a program that came with a model file, so it is treated as hostile. Jinja's immutable sandbox keeps it from
+Python's internals; the rest is here. Only the methods and filters that templates need exist. Everything that can make
+something large out of something small (repetition, joining, padding, formatting) first asks the budget; every loop, call
+and filter counts against the clock. So the work is bounded, whatever the template does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from functools import update_wrapper
+from typing import Any
+
+from jinja2 import Template, nodes, pass_eval_context
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Cycler, Joiner, Namespace
+from jinja2.visitor import NodeTransformer
+
+from verbatim.text.budget import MAX_BITS, MAX_OUTPUT, Budget, BudgetError, current, spending
+
+MAX_SOURCE = 256 * 1024  # characters of template source
+MAX_PAD = 1000  # width of a padding, indentation or format field
+
+_STR = (
+    "capitalize casefold center count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit "
+    "isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix "
+    "removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
+)
+METHODS: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = (
+    (str, frozenset(_STR.split())),
+    (dict, frozenset(("copy", "get", "items", "keys", "values"))),
+    ((list, tuple), frozenset(("copy", "count", "index", "grouper", "list"))),  # the last two: groupby's pairs
+)
+OWN_TYPES = (Undefined, LoopContext, Macro, Namespace, Cycler, Joiner)
+FILTERS = (
+    "abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape format groupby "
+    "indent int items join last length list lower map max min pprint reject rejectattr replace reverse round safe select "
+    "selectattr slice sort string striptags sum title trim truncate unique upper urlencode wordcount"
+)
+_WIDE = re.compile(r"\*|\d{4,}|\{[^{}]*\{")  # a format field wider than 999, or a width taken from a value
+_STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
+
+
+# ------------------------------------------------------------------------------------------------ checks before something grows
+
+
+def _padding(width: Any) -> None:
+    if isinstance(width, int) and width > MAX_PAD:
+        raise BudgetError(f"the chat template pads to {width} characters; at most {MAX_PAD} are allowed")
+
+
+def _formatting(pattern: Any) -> None:
+    if isinstance(pattern, str) and _WIDE.search(pattern):
+        raise BudgetError("the chat template formats with a width that no chat needs")
+
+
+def _joining(separator: Any, items: Any) -> list[Any]:
+    parts = current().weigh(list(items))
+    current().spend(len(parts) * len(str(separator)))
+    return list(parts)
+
+
+def _replacing(text: str, old: str, new: str, count: Any = None) -> None:
+    times = text.count(old)
+    if isinstance(count, int) and count >= 0:
+        times = min(times, count)
+    current().spend(len(text) + times * len(new))
+
+
+def _check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a string method, checked before it builds anything."""
+    if name in ("ljust", "rjust", "center", "zfill"):
+        for width in args[:1]:
+            _padding(width)
+    elif name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+        _replacing(owner, args[0], args[1], args[2] if len(args) > 2 else None)
+    elif name == "join" and len(args) == 1:
+        return (_joining(owner, args[0]),)
+    return args
+
+
+def _check_filter(name: str, value: Any, rest: list[Any]) -> Any:
+    """The same for filters: the filtered value, and the other arguments in order."""
+    if name in ("indent", "batch", "slice", "round", "truncate", "center"):
+        for width in rest:
+            _padding(width)
+        if name == "indent":
+            width = max([4, *(w if isinstance(w, int) else len(w) for w in rest if isinstance(w, (int, str)))])
+            current().spend((str(value).count("\n") + 1) * width)
+    elif name == "format":
+        _formatting(value)
+    elif name == "replace" and len(rest) >= 2:
+        _replacing(str(value), str(rest[0]), str(rest[1]), rest[2] if len(rest) > 2 else None)
+    elif name == "join":
+        return _joining(rest[0] if rest else "", value)
+    elif name == "sum" and any(isinstance(r, (list, tuple)) for r in rest):
+        raise BudgetError("the chat template sums lists; join them with + instead")
+    return value
+
+
+def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter that asks the budget before and is weighed after. Copying the attributes keeps Jinja's calling convention."""
+    passed = 1 if hasattr(function, "jinja_pass_arg") else 0
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        budget = current()
+        budget.tick()
+        ahead, values = args[:passed], args[passed:]
+        if values:
+            values = (_check_filter(name, values[0], [*values[1:], *kwargs.values()]), *values[1:])
+        return budget.weigh(function(*ahead, *values, **kwargs))
+
+    return update_wrapper(run, function)
+
+
+def _guarded_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        current().tick()
+        return function(*args, **kwargs)
+
+    return update_wrapper(run, function)
+
+
+# -------------------------------------------------------------------------------------------------- what templates can name
+
+
+def _raise_exception(message: Any) -> Any:
+    raise RaisedByTemplate(str(message))
+
+
+class RaisedByTemplate(TemplateError):
+    """The template's own `raise_exception(...)`: the conversation is not one that this model takes."""
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """As Hugging Face's templates expect it: no HTML escaping, Unicode as it is."""
+    current().tick()
+    _padding(len(indent) if isinstance(indent, str) else indent)
+    current().weigh(value)
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    current().spend(len(text))
+    return text
+
+
+def _strftime_now(pattern: Any) -> str:
+    if not isinstance(pattern, str) or len(pattern) > 256 or not _STRFTIME.fullmatch(pattern):
+        raise SecurityError("strftime_now takes a short format of plain % fields")
+    return datetime.now().strftime(pattern)
+
+
+class _TemplateNamespace(Namespace):
+    """`namespace(...)`, without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, attributes = args[0], dict(*args[1:], **kwargs)
+        for name in attributes:
+            _plain_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _plain_name(name)
+        super().__setitem__(name, value)
+
+
+def _plain_name(name: Any) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold {str(name)[:40]!r}: names with a leading underscore are refused")
+
+
+class _GenerationTag(Extension):
+    """{% generation %} … {% endgeneration %} marks what the assistant wrote, for training. Here it only passes its text on."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
+
+    @pass_eval_context
+    def _pass_on(self, context: Any, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+# -------------------------------------------------------------------------------------------------------- the environment
+
+
+class _Harden(NodeTransformer):
+    """Rewrites a parsed template so that what Jinja would compile to bare Python passes the budget: loop bodies, `~`, slices,
+    and lists made of variables."""
+
+    @staticmethod
+    def _call(name: str, *args: nodes.Expr) -> nodes.Call:
+        return nodes.Call(nodes.EnvironmentAttribute(name), list(args), [], None, None)
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(self._call("guard_tick")))
+        if node.test is not None:
+            node.test = nodes.And(self._call("guard_tick"), node.test)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._call("guard_concat", *node.nodes)
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.arg, nodes.Slice) and node.ctx == "load":
+            parts = [p if p is not None else nodes.Const(None) for p in (node.arg.start, node.arg.stop, node.arg.step)]
+            return self._call("guard_slice", node.node, *parts)
+        return node
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        self.generic_visit(node)
+        return node if _constant(node.items) else self._call("guard_weigh", node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return node if node.ctx != "load" or _constant(node.items) else self._call("guard_weigh", node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return node if _constant([pair.value for pair in node.items]) else self._call("guard_weigh", node)
+
+    def _refused(self, node: nodes.Node) -> nodes.Node:
+        raise SecurityError("a chat template cannot load other templates")
+
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = _refused
+
+
+def _constant(items: list[Any]) -> bool:
+    return all(isinstance(item, nodes.Const) for item in items)
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja as chat templates know it (trim_blocks, lstrip_blocks, loop controls), with every door guarded."""
+
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        self.finalize = self.guard_output
+        self.filters = {name: _guarded_filter(name, self.filters[name]) for name in FILTERS.split()}
+        self.filters["tojson"] = _tojson
+        self.tests = {name: _guarded_test(test) for name, test in dict[str, Any](self.tests).items()}
+        self.globals = {
+            "range": self.globals["range"],
+            "namespace": _TemplateNamespace,
+            "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+            "cycler": Cycler,
+            "joiner": Joiner,
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+        }
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if not super().is_safe_attribute(obj, attr, value):
+            return False
+        for kind, allowed in METHODS:
+            if isinstance(obj, kind):
+                return attr in allowed
+        return isinstance(obj, OWN_TYPES)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = current()
+        budget.tick()
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, str):
+            args = _check_method(owner, getattr(__obj, "__name__", ""), args)
+        return budget.weigh(super().call(__context, __obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            _formatting(value.__self__)
+        return wrapped
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        budget = current()
+        budget.tick()
+        if operator == "*":
+            _check_product(left, right)
+        elif operator == "**":
+            _check_power(left, right)
+        elif operator == "%":
+            _formatting(left)
+        elif isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
+            budget.spend(len(left) + len(right))
+        return budget.weigh(super().call_binop(context, operator, left, right))
+
+    # Called by rewritten templates (see _Harden), and by Jinja for every value that is written out.
+
+    def guard_tick(self) -> bool:
+        current().tick()
+        return True
+
+    def guard_weigh(self, value: Any) -> Any:
+        return current().weigh(value)
+
+    def guard_concat(self, *parts: Any) -> str:
+        return "".join([str(self.guard_output(part)) for part in parts])
+
+    def guard_slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+        return current().weigh(value[start:stop:step])
+
+    def guard_output(self, value: Any) -> Any:
+        """Only plain data becomes text. Python's own spelling of other objects has addresses in it, or no end."""
+        if isinstance(value, (str, int, float, list, tuple, dict, Undefined, type(None))):
+            current().tick()
+            return current().weigh(value)
+        raise SecurityError(f"a {type(value).__name__} cannot be written as text")
+
+    def concat(self, parts: Any) -> str:
+        pieces = list(parts)
+        current().spend(sum(map(len, pieces)))
+        return "".join(pieces)
+
+
+def _check_product(left: Any, right: Any) -> None:
+    if isinstance(left, int) and not isinstance(right, int):
+        left, right = right, left
+    if isinstance(right, int):
+        if isinstance(left, (str, list, tuple)):
+            current().spend(len(left) * max(right, 0))
+        elif isinstance(left, int) and left.bit_length() + right.bit_length() > MAX_BITS:
+            raise BudgetError("the chat template computes with an absurdly large number")
+
+
+def _check_power(left: Any, right: Any) -> None:
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 1) > MAX_BITS:
+        raise BudgetError("the chat template computes with an absurdly large number")
+
+
+_environment: list[ChatEnvironment] = []
+
+
+def compile_template(source: str) -> Template:
+    """Parse, rewrite and compile. Raises whatever Jinja raises, and BudgetError."""
+    if len(source) > MAX_SOURCE:
+        raise BudgetError(f"the chat template is {len(source)} characters long; at most {MAX_SOURCE} are read")
+    if not _environment:
+        _environment.append(ChatEnvironment())
+    environment = _environment[0]
+    with spending(Budget()):
+        tree = _Harden().visit(environment.parse(source))
+        code = environment.compile(tree)
+        return Template.from_code(environment, code, environment.make_globals(None))
+
+
+def render_template(template: Template, variables: Mapping[str, Any]) -> str:
+    """The rendered text. The output is counted while it is made."""
+    with spending(Budget(variables.values())) as budget:
+        pieces: list[str] = []
+        size = 0
+        for piece in template.generate(**variables):
+            budget.tick()
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_OUTPUT:
+                raise BudgetError(f"the chat template writes more than {MAX_OUTPUT} characters")
+        return "".join(pieces)
