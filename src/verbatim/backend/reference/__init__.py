@@ -1,0 +1,8 @@
+"""The reference backend: NumPy, slow, obvious. It is the specification; the kernels of the others are tested against it."""
+
+from __future__ import annotations
+
+from verbatim.backend.reference.backend import NUMERICS_VERSION, ReferenceBackend
+from verbatim.backend.reference.canary import CacheFault
+
+__all__ = ["NUMERICS_VERSION", "CacheFault", "ReferenceBackend"]

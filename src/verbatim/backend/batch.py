@@ -1,0 +1,101 @@
+"""Batch: a StepPlan laid flat for kernels, and the way back from logits to a StepResult. Shared by all backends.
+
+In: a plan (sequences, each with its tokens of this step). Out: one row for each token: its token id, its position, its sequence; and which
+rows' final states and logits are needed. A prompt's inner rows need neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
+from verbatim.sampling.logprobs import score_targets
+from verbatim.sampling.pipeline import Row, rows_of, sample_rows
+
+Sampler = Callable[[np.ndarray, Sequence[Row]], list[Drawn]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """All arrays are int32. Rows of one sequence are adjacent and in order of position.
+
+    Two sequences, one computing positions 4, 5, 6 and drawing after 6, the other scoring its positions 0 and 1:
+
+        tokens    [17, 3, 9, 40, 41]      outputs [2, 3, 4]   rows whose final state is needed
+        positions [ 4, 5, 6,  0,  1]      logits  [0, 1, 2]   entries of `outputs` whose logits are needed
+        first     [0, 3, 5]               rows of sequence s: first[s] .. first[s + 1]
+    """
+
+    tokens: np.ndarray  # [rows]
+    positions: np.ndarray  # [rows]
+    first: np.ndarray  # [sequences + 1]
+    tables: tuple[np.ndarray, ...]  # per cache group [sequences, most blocks]: block ids, -1 where none
+    outputs: np.ndarray  # [outputs]
+    logits: np.ndarray  # [logits]
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+
+def make_batch(plan: StepPlan, groups: int) -> Batch:
+    lengths = [len(s.tokens) for s in plan.sequences]
+    first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    outputs: list[int] = []
+    logits: list[int] = []
+    for s, start in zip(plan.sequences, first[:-1].tolist(), strict=True):
+        wants = needed_logits(s)
+        for i in range(len(s.tokens)) if s.hidden else wants:
+            if i in wants:
+                logits.append(len(outputs))
+            outputs.append(start + i)
+    return Batch(
+        tokens=np.array([t for s in plan.sequences for t in s.tokens], np.int32),
+        positions=np.concatenate(
+            [np.arange(s.start, s.end, dtype=np.int32) for s in plan.sequences] or [np.zeros(0, np.int32)]
+        ),
+        first=first,
+        tables=tuple(_table(plan, g) for g in range(groups)),
+        outputs=np.array(outputs, np.int32),
+        logits=np.array(logits, np.int32),
+    )
+
+
+def needed_logits(step: SeqStep) -> list[int]:
+    """Which of a sequence's rows need logits: those of its targets (from the first on) and its draws (the last ones)."""
+    count, scored = len(step.tokens), len(step.targets)
+    drawn = count - step.draws
+    if scored >= drawn:
+        return list(range(count)) if step.draws else list(range(scored))
+    return [*range(scored), *range(drawn, count)]
+
+
+def _table(plan: StepPlan, group: int) -> np.ndarray:
+    width = max((len(s.blocks[group]) for s in plan.sequences), default=0)
+    table = np.full((len(plan.sequences), width), -1, np.int32)
+    for row, s in zip(table, plan.sequences, strict=True):
+        row[: len(s.blocks[group])] = s.blocks[group]
+    return table
+
+
+def collect(plan: StepPlan, hidden: np.ndarray, logits: np.ndarray, sampler: Sampler = sample_rows) -> StepResult:
+    """Draw, score and cut: `hidden` [outputs, H] and `logits` [logits, V] of make_batch's rows -> the step's result."""
+    results: list[SeqResult] = []
+    h = r = 0
+    for s in plan.sequences:
+        wants = needed_logits(s)
+        outputs = len(s.tokens) if s.hidden else len(wants)
+        mine = logits[r : r + len(wants)]
+        drawn: tuple[Drawn, ...] = ()
+        scored: tuple[TokenLogprob, ...] = ()
+        if s.draws:
+            drawn = tuple(sampler(mine[len(wants) - s.draws :], rows_of(s)))
+        if s.targets:
+            scored = score_targets(mine[: len(s.targets)], s.targets, s.target_top)
+        state = hidden[h : h + outputs].copy() if s.hidden else None
+        results.append(SeqResult(s.seq_id, drawn, scored, state))
+        h, r = h + outputs, r + len(wants)
+    return StepResult(plan.step, tuple(results))

@@ -1,0 +1,249 @@
+"""The operations of model/decoder.py in NumPy. A handle is a float32 array with one row for each token of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from verbatim.backend.batch import Batch
+from verbatim.model.rope import tables
+from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.weights.tensor import Tensor
+
+F32 = np.float32
+Array: TypeAlias = Any  # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
+_GELU = F32(math.sqrt(2.0 / math.pi))
+_ERF = np.frompyfunc(math.erf, 1, 1)
+
+
+class Floats:
+    """Weights as float32 arrays, made when first used and kept. Each starts on a 64-byte boundary, so that no
+    path of the linear algebra library can depend on where the allocator put it."""
+
+    def __init__(self, source: Mapping[str, Tensor]) -> None:
+        self.source = source
+        self._arrays: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        found = self._arrays.get(name)
+        if found is None:
+            found = self._arrays[name] = aligned(self.source[name].to_f32())
+        return found
+
+    def clear(self) -> None:
+        self._arrays.clear()
+
+
+def aligned(array: Array) -> Array:
+    """A C-contiguous float32 copy (or the array itself) whose first byte is at a multiple of 64."""
+    array = np.ascontiguousarray(array, F32)
+    if array.ctypes.data % 64 == 0:
+        return array
+    room = np.empty(array.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copy = room[start : start + array.nbytes].view(F32).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cache:
+    """Keys and values of one cache group: [layers, blocks, kv_heads, block_size, head_dim]."""
+
+    keys: Array
+    values: Array
+
+    @staticmethod
+    def empty(layers: int, blocks: int, shape: tuple[int, int, int]) -> Cache:
+        return Cache(np.zeros((layers, blocks, *shape), F32), np.zeros((layers, blocks, *shape), F32))
+
+    def copy(self, source: int, target: int) -> None:
+        self.keys[:, target] = self.keys[:, source]
+        self.values[:, target] = self.values[:, source]
+
+
+class ReferenceOps:
+    """One step's operations (the protocol is model.decoder.Ops, which also says what each means)."""
+
+    def __init__(self, spec: ModelSpec, weights: Floats, caches: tuple[Cache, ...], batch: Batch) -> None:
+        self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
+        self._place = {layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
+        self._angles: dict[RopeSpec, tuple[Array, Array]] = {}
+
+    # ---------------------------------------------------------------------------------------------------- row by row
+
+    def embed(self) -> Array:
+        rows = self.weights["embed"][self.batch.tokens]
+        return rows if self.spec.embed_scale == 1.0 else rows * F32(self.spec.embed_scale)
+
+    def positions(self) -> Array:
+        return self.weights["positions"][self.batch.positions]
+
+    def norm(self, x: Array, name: str) -> Array:
+        if self.spec.norm == "rms":
+            return self._rms(x, name)
+        centred = x - x.mean(axis=-1, keepdims=True, dtype=F32)
+        variance = (centred * centred).mean(axis=-1, keepdims=True, dtype=F32)
+        scaled = centred / np.sqrt(variance + F32(self.spec.norm_eps))
+        return scaled * self.weights[name] + self.weights[f"{name}.bias"]
+
+    def head_norm(self, x: Array, name: str) -> Array:
+        heads = x.reshape(len(x), -1, self.spec.head_dim)
+        return self._rms(heads, name).reshape(x.shape)
+
+    def _rms(self, x: Array, name: str) -> Array:
+        square = (x * x).mean(axis=-1, keepdims=True, dtype=F32)
+        scaled = x / np.sqrt(square + F32(self.spec.norm_eps))
+        weight = self.weights[name]
+        return scaled * (weight + F32(self.spec.norm_offset) if self.spec.norm_offset else weight)
+
+    def linear(self, x: Array, name: str, bias: bool) -> Array:
+        y = rows_times(x, self.weights[name])
+        return y + self.weights[f"{name}.bias"] if bias else y
+
+    def qkv(self, h: Array, layer: int) -> tuple[Array, Array, Array]:
+        q, k, v = (self.linear(h, f"layers.{layer}.attn.{part}", self.spec.qkv_bias) for part in ("q", "k", "v"))
+        return q, k, v
+
+    def rope(self, x: Array, layer: int) -> Array:
+        rope = self.spec.layers[layer].rope
+        assert rope is not None, "the decoder rotates only where the layer has a rope"
+        if rope not in self._angles:
+            self._angles[rope] = tables(rope, self.batch.positions)
+        cos, sin = (t[:, None, :] for t in self._angles[rope])  # [rows, 1, dim / 2]: the same for every head
+        heads = x.reshape(len(x), -1, self.spec.head_dim)
+        half = rope.dim // 2
+        a, b = heads[..., :half], heads[..., half : rope.dim]
+        result = heads.copy()
+        result[..., :half] = a * cos - b * sin
+        result[..., half : rope.dim] = b * cos + a * sin
+        return result.reshape(x.shape)
+
+    def add(self, x: Array, y: Array) -> Array:
+        return x + y
+
+    def take(self, x: Array, which: Literal["outputs", "logits"]) -> Array:
+        rows = self.batch.outputs if which == "outputs" else self.batch.logits
+        return x if len(rows) == len(x) else x[rows]
+
+    def head(self, h: Array) -> Array:
+        logits = rows_times(h, self.weights["embed" if self.spec.tied else "head"])
+        return soft_cap(logits, self.spec.logit_softcap)
+
+    # ---------------------------------------------------------------------------------------------------- attention
+
+    def attend(self, q: Array, k: Array, v: Array, layer: int) -> Array:
+        spec, batch = self.spec, self.batch
+        group, index = self._place[layer]
+        keys, values = self.caches[group].keys[index], self.caches[group].values[index]
+        size = keys.shape[2]
+        heads = (len(q), spec.kv_heads, -1, spec.head_dim)  # query heads that share a key head lie together
+        queries, out = q.reshape(heads), np.empty_like(q).reshape(heads)
+        new_keys, new_values = k.reshape(len(k), spec.kv_heads, -1), v.reshape(len(v), spec.kv_heads, -1)
+        for s, table in enumerate(batch.tables[group]):
+            rows = slice(batch.first[s], batch.first[s + 1])
+            positions = batch.positions[rows]
+            blocks, slots = table[positions // size], positions % size
+            assert blocks.min() >= 0, "a token's own block is in the table"
+            keys[blocks, :, slots], values[blocks, :, slots] = new_keys[rows], new_values[rows]
+        for s, table in enumerate(batch.tables[group]):
+            self._attend_sequence(queries, out, keys, values, s, table, spec.layers[layer].window)
+        return out.reshape(q.shape)
+
+    def _attend_sequence(
+        self,
+        queries: Array,
+        out: Array,
+        keys: Array,
+        values: Array,
+        s: int,
+        table: Array,
+        window: int | None,
+    ) -> None:
+        """All rows of one sequence: gather what the first row's window begins with, then one row at a time."""
+        first, last = self.batch.first[s], self.batch.first[s + 1]
+        start, end = int(self.batch.positions[first]), int(self.batch.positions[last - 1]) + 1
+        size = keys.shape[2]
+        begin = first_visible(start, window) // size
+        used = table[begin : -(-end // size)]
+        assert used.min() >= 0, "a visible block is in the table"
+        own_keys, own_values = _gather(keys, used), _gather(values, used)  # [kv_heads, positions, head_dim]
+        for row in range(first, last):
+            position = start + row - int(first)
+            seen = slice(first_visible(position, window) - begin * size, position + 1 - begin * size)
+            out[row] = attend_row(
+                queries[row], own_keys[:, seen], own_values[:, seen], self.spec.scale, self.spec.attention_softcap
+            )
+
+    # ---------------------------------------------------------------------------------------------------------- mixers
+
+    def mlp(self, h: Array, layer: int) -> Array:
+        spec, prefix = self.spec, f"layers.{layer}.mlp"
+        up = self.linear(h, f"{prefix}.up", spec.mlp_bias)
+        if spec.gated:
+            inner = activate(self.linear(h, f"{prefix}.gate", spec.mlp_bias), spec.activation) * up
+        else:
+            inner = activate(up, spec.activation)
+        return self.linear(inner, f"{prefix}.down", spec.mlp_bias)
+
+    def moe(self, h: Array, layer: int) -> Array:
+        spec, prefix = self.spec, f"layers.{layer}.moe"
+        gate, up, down = (self.weights[f"{prefix}.{part}"] for part in ("gate", "up", "down"))
+        scores = softmax(rows_times(h, self.weights[f"{prefix}.router"]))
+        out = np.zeros_like(h)
+        for row, x, y in zip(scores, h, out, strict=True):
+            chosen = np.argsort(-row, kind="stable")[: spec.experts_used]  # stable: ties to the lower index
+            shares = row[chosen] / row[chosen].sum(dtype=F32) if spec.experts_renormalised else row[chosen]
+            for expert, share in zip(chosen, shares, strict=True):
+                inner = activate(gate[expert] @ x, spec.activation) * (up[expert] @ x)
+                y += share * (down[expert] @ inner)
+        return out
+
+
+# ------------------------------------------------------------------------------------------------------------- functions
+
+
+def rows_times(x: Array, weight: Array) -> Array:
+    """x · weightᵀ as one matrix-vector product for each row, always of the same shape: bits do not depend on the batch.
+
+    NumPy runs a stack of products with a vector as that many calls of BLAS's gemv."""
+    x = np.ascontiguousarray(x)
+    return np.matmul(weight, x[:, :, None])[:, :, 0]
+
+
+def first_visible(position: int, window: int | None) -> int:
+    return 0 if window is None else max(0, position - window + 1)
+
+
+def _gather(cache: Array, blocks: Array) -> Array:
+    """[blocks, kv_heads, size, dim] and a run of block ids -> [kv_heads, len(blocks) * size, dim]."""
+    found = cache[blocks].transpose(1, 0, 2, 3)
+    return np.ascontiguousarray(found).reshape(found.shape[0], -1, found.shape[3])
+
+
+def attend_row(q: Array, keys: Array, values: Array, scale: float, cap: float) -> Array:
+    """q [kv_heads, sharing, dim], keys and values [kv_heads, visible, dim] -> [kv_heads, sharing, dim]."""
+    scores = soft_cap(np.matmul(q, keys.transpose(0, 2, 1)) * F32(scale), cap)
+    return np.matmul(softmax(scores), values)
+
+
+def softmax(x: Array) -> Array:
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True, dtype=F32)
+
+
+def soft_cap(x: Array, cap: float) -> Array:
+    return F32(cap) * np.tanh(x / F32(cap)) if cap else x
+
+
+def activate(x: Array, kind: str) -> Array:
+    if kind == "silu":
+        return x / (F32(1) + np.exp(-x))
+    if kind == "gelu_tanh":
+        return F32(0.5) * x * (F32(1) + np.tanh(_GELU * (x + F32(0.044715) * x * x * x)))
+    assert kind == "gelu", kind
+    return F32(0.5) * x * (F32(1) + _ERF(x * F32(math.sqrt(0.5))).astype(F32))
