@@ -65,10 +65,10 @@ class Progress:
             sys.stderr.write("\r\x1b[2K" + paint(shown, DIM))
             sys.stderr.flush()
             self._width = len(shown)
-        elif _stem(line) != _stem(self._last):  # a log gets one line a phase, not one a percent
+        elif _phase(line) != self._last:  # a log gets one line a phase, not one a percent
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
-        self._last = line
+        self._last = _phase(line)
 
     def _bar(self, share: float) -> str:
         full = round(20 * min(share, 1.0))
@@ -81,9 +81,9 @@ class Progress:
             self._width = 0
 
 
-def _stem(line: str) -> str:
-    """The line without its numbers: "fetching x: 12 of 98 MB" and "fetching x: 40 of 98 MB" are the same phase."""
-    return "".join(c for c in line if not c.isdigit() and c not in ".%")
+def _phase(line: str) -> str:
+    """The first word: "fetching", "loading", "writing"."""
+    return line.split(" ", 1)[0]
 
 
 def _columns() -> int:

@@ -1,0 +1,197 @@
+"""`verbatim convert SRC DST.gguf --quant TYPE`: a model in, a (quantised) GGUF file out, whole or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.options import Command, Option
+from verbatim.cli.screen import Progress, note, write
+
+if TYPE_CHECKING:
+    from verbatim.weights.gguf_write import LazyTensor
+    from verbatim.weights.tensor import Tensor
+
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
+FILE_TYPES = {
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q8_0": 7,
+    "q5_0": 8,
+    "q5_1": 9,
+    "q4_k": 14,
+    "q5_k": 16,
+    "q6_k": 18,
+    "bf16": 32,
+}
+NARROW = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}  # for rows that blocks of 256 do not divide
+WINDOW = 512  # tokens scored at once for the perplexity
+
+
+@click.command(cls=Command)
+@click.argument("source")
+@click.argument("target", type=click.Path(dir_okay=False))
+@click.option("--quant", cls=Option, type=click.Choice(TYPES), help="type of the matrices; missing: as they are")
+@click.option(
+    "--head", "head", cls=Option, type=click.Choice(TYPES), help="type of embedding and head [q8_0 where --quant is smaller]"
+)
+@click.option("--perplexity", cls=Option, metavar="FILE", help="score this text with the model before and after")
+@click.option("--force", cls=Option, is_flag=True, help="overwrite TARGET")
+@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+def command(
+    source: str, target: str, quant: str | None, head: str | None, perplexity: str | None, force: bool, offline: bool
+) -> int:
+    """Write the model SOURCE (a .gguf file, a safetensors directory, a catalog name, org/name) as the GGUF file TARGET.
+
+    Metadata, tokenizer and chat template come along. Norms and biases stay float. What GGUF cannot say is refused by name.
+    """
+    from verbatim.weights.catalog import resolve
+    from verbatim.weights.gguf_write import write_gguf
+
+    out = Path(target)
+    if out.suffix != ".gguf":
+        raise ParameterError("target", f"{target!r} does not end in .gguf")
+    if out.exists() and not force:
+        raise ParameterError("target", f"{target!r} exists; --force overwrites it")
+    text = _read(perplexity) if perplexity else None
+    progress = Progress()
+    path = resolve(source, offline=offline, progress=progress)
+    if out.exists() and out.samefile(path):
+        raise ParameterError("target", "is the source itself; choose another name")
+    metadata, kinds, tensors = _read_model(path)
+    chosen = {name: _type_for(name, tensor.type, tensor.shape, quant, head) for name, tensor in tensors.items()}
+    _explain_types(tensors, chosen, quant)
+    if quant:
+        metadata = {**metadata, "general.file_type": FILE_TYPES[quant], "general.quantization_version": 2}
+        kinds = {**kinds, "general.file_type": "u32", "general.quantization_version": "u32"}
+    try:
+        write_gguf(out, metadata, _converted(tensors, chosen, progress), types=kinds)
+    finally:
+        progress.clear()
+    before, after = _bytes(tensors.values()), out.stat().st_size
+    note(f"{source} ({before / 1e6:.1f} MB) -> {target} ({after / 1e6:.1f} MB)")
+    if text is not None:
+        _compare(path, out, text)
+    return 0
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(
+            "perplexity", f"cannot read {file!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+        ) from None
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(int(t.data.nbytes) for t in tensors)
+
+
+def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor]]:
+    """Metadata, the types of its values, and tensors under GGUF's names."""
+    if path.is_file():
+        from verbatim.weights.gguf import read_gguf
+
+        file = read_gguf(path)
+        return dict(file.metadata), dict(file.types), dict(file.tensors)
+    from verbatim.cli.export_model import ARCHITECTURE, check_round_trip, model_metadata, model_tensors
+    from verbatim.cli.export_words import tokenizer_metadata
+    from verbatim.model.load import load_model
+    from verbatim.text.chat import template_from_directory
+    from verbatim.text.tokenizer import from_directory
+
+    model = load_model(path)
+    arch = ARCHITECTURE.get(model.spec.family, model.spec.family)
+    metadata, extra = model_metadata(model, path.name)
+    metadata |= tokenizer_metadata(path, from_directory(path), model.spec.vocab, arch)
+    template = template_from_directory(path)
+    if template is not None:
+        metadata["tokenizer.chat_template"] = template.source
+    tensors = {tensor.name: tensor for tensor in (*extra, *model_tensors(model))}
+    check_round_trip(model, metadata, tensors)
+    return metadata, {}, tensors
+
+
+# ----------------------------------------------------------------------------------------------------------- the types
+
+
+def _type_for(name: str, type: str, shape: tuple[int, ...], quant: str | None, head: str | None) -> str:
+    """Matrices become `quant`; norms, biases, routers, positions and rope tables stay as they are (1-D ones as f32)."""
+    from verbatim.weights.tensor import BLOCKS
+
+    if len(shape) < 2:
+        return "f32" if type in ("f16", "bf16") else type
+    stem = name.removesuffix(".weight")
+    if stem == "position_embd" or stem.endswith("ffn_gate_inp") or quant is None:
+        return head or type if stem in ("token_embd", "output") else type
+    chosen = quant
+    if stem in ("token_embd", "output"):
+        chosen = head or (quant if BLOCKS[quant][1] / BLOCKS[quant][0] >= 34 / 32 else "q8_0")
+    if shape[-1] % BLOCKS[chosen][0]:
+        chosen = NARROW.get(chosen, type)
+    return chosen if shape[-1] % BLOCKS[chosen][0] == 0 else type
+
+
+def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: str | None) -> None:
+    """What differs from the word that was typed is said, not hidden."""
+    if quant is None:
+        return
+    counts: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if len(tensor.shape) > 1 and chosen[name] != quant:
+            counts[chosen[name]] = counts.get(chosen[name], 0) + 1
+    for type, number in sorted(counts.items()):
+        note(
+            f"{number} {'matrix is' if number == 1 else 'matrices are'} written as {type}: embedding and head, or rows that {quant} does not divide"
+        )
+
+
+def _converted(tensors: dict[str, Tensor], chosen: dict[str, str], progress: Progress) -> Iterator[Tensor | LazyTensor]:
+    from verbatim.weights.gguf_write import LazyTensor, converted
+
+    total = len(tensors)
+    for number, tensor in enumerate(tensors.values(), 1):
+        lazy = converted(tensor, chosen[tensor.name])
+
+        def make(lazy: LazyTensor = lazy, number: int = number) -> Any:
+            progress(f"writing {number} of {total}: {lazy.name} as {lazy.type}")
+            return lazy.make()
+
+        yield LazyTensor(lazy.name, lazy.type, lazy.shape, make)
+
+
+# ---------------------------------------------------------------------------------------------------------- perplexity
+
+
+def _compare(before: Path, after: Path, text: str) -> None:
+    from verbatim.engine.llm import LLM
+
+    results = []
+    for path in (before, after):
+        with LLM(str(path)) as llm:
+            results.append(window_perplexity(llm.tokenizer.encode_prompt(text), llm.score, min(WINDOW, llm.context)))
+    old, new = results
+    write(f"perplexity\t{old:.4f}\t{new:.4f}\t{(new / old - 1) * 100:+.2f} %\n")
+
+
+def window_perplexity(ids: list[int], score: Callable[[list[int]], Any], window: int) -> float:
+    """exp(-mean log-probability) over windows that do not overlap; the first token of each has nothing before it."""
+    total, count = 0.0, 0
+    for start in range(0, len(ids), window):
+        piece = ids[start : start + window]
+        if len(piece) < 2:
+            break
+        result = score(piece)
+        total += result.total
+        count += len(piece) - 1
+    if not count:
+        raise ParameterError("perplexity", "the text has fewer than two tokens")
+    return math.exp(-total / count)

@@ -1,0 +1,199 @@
+"""A loaded model as GGUF: its ModelSpec as metadata keys, its weights under GGUF's names and in GGUF's layout.
+
+In: a Model read from a safetensors directory. Out: metadata and tensors for write_gguf. What was written is read back as a ModelSpec
+and compared with the one we had: a model that GGUF's keys cannot say is refused, with the field named, rather than changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+from verbatim.model.gguf_families import spec_from_gguf
+from verbatim.model.layout import layout
+from verbatim.model.load import Model
+from verbatim.model.rope import plain_frequencies
+from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.weights.names import gguf_source
+from verbatim.weights.tensor import Tensor
+
+ARCHITECTURE = {"mixtral": "llama"}  # family -> GGUF's name for it, where they differ
+# what GGUF keeps elsewhere or in another form: the offset is added to the norms, a learned position table is a tensor
+NOT_COMPARED = {"family", "norm_offset", "layers"}
+
+
+def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
+    """Keys of the architecture, and the small tensors that some rope scalings need."""
+    spec, config = model.spec, _text_config(getattr(model.source, "config", {}))
+    arch = ARCHITECTURE.get(spec.family, spec.family)
+    meta: dict[str, Any] = {"general.architecture": arch, "general.name": name}
+    keys: dict[str, Any] = {
+        "context_length": spec.trained_positions or spec.context,
+        "embedding_length": spec.hidden,
+        "block_count": len(spec.layers),
+        "feed_forward_length": spec.mlp or spec.expert_mlp,
+        "attention.head_count": spec.heads,
+        "attention.head_count_kv": spec.kv_heads,
+        "attention.layer_norm_epsilon" if spec.norm == "layer" else "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        "vocab_size": spec.vocab,
+    }
+    if not spec.learned_positions:
+        keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
+    keys |= _experts(spec) | _windows(spec) | _softcaps(spec)
+    extra: list[Tensor] = []
+    ropes = [layer.rope for layer in spec.layers if layer.rope is not None]
+    if ropes:
+        more, extra = _rope(spec, config, str(model.path))
+        keys |= more
+    return meta | {f"{arch}.{key}": value for key, value in keys.items()}, extra
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def _experts(spec: ModelSpec) -> dict[str, Any]:
+    count = max(layer.experts for layer in spec.layers)
+    if not count:
+        return {}
+    return {"expert_count": count, "expert_used_count": spec.experts_used, "expert_feed_forward_length": spec.expert_mlp}
+
+
+def _windows(spec: ModelSpec) -> dict[str, Any]:
+    windows = {layer.window for layer in spec.layers} - {None}
+    if not windows:
+        return {}
+    keys: dict[str, Any] = {"attention.sliding_window": max(w for w in windows if w)}
+    if spec.family == "gemma3":
+        keys["attention.sliding_window_pattern"] = [layer.window is not None for layer in spec.layers]
+    return keys
+
+
+def _softcaps(spec: ModelSpec) -> dict[str, Any]:
+    if not spec.family.startswith("gemma"):
+        return {}
+    caps = {"attn_logit_softcapping": spec.attention_softcap, "final_logit_softcapping": spec.logit_softcap}
+    return {key: float(cap) for key, cap in caps.items() if cap or spec.family == "gemma2"}
+
+
+def _rope(spec: ModelSpec, config: Mapping[str, Any], file: str) -> tuple[dict[str, Any], list[Tensor]]:
+    record = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    whole = record.get("full_attention", record) if isinstance(record, Mapping) else {}
+    local = record.get("sliding_attention", {}) if isinstance(record, Mapping) else {}
+    rope = next(layer.rope for layer in reversed(spec.layers) if layer.rope and (layer.window is None or not local))
+    theta = float(whole.get("rope_theta", config.get("rope_theta", 1e6 if spec.family == "gemma3" else 10000.0)))
+    keys: dict[str, Any] = {"rope.dimension_count": rope.dim, "rope.freq_base": theta}
+    if spec.family == "gemma3":
+        keys["rope.freq_base_swa"] = float(local.get("rope_theta", config.get("rope_local_base_freq", 10000.0)))
+    kind = whole.get("rope_type", whole.get("type", "default")) or "default"
+    extra: list[Tensor] = []
+    match kind:
+        case "default":
+            pass
+        case "linear":
+            keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(whole["factor"])}
+        case "llama3":
+            extra.append(_vector("rope_freqs.weight", _divisors(rope, theta)))
+        case "yarn":
+            keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(whole["factor"])}
+            keys |= _original(whole, config)
+            names = {"attention_factor": "attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+            keys |= {f"rope.scaling.{key}": float(whole[ours]) for ours, key in names.items() if whole.get(ours) is not None}
+        case "longrope" | "su":
+            keys |= _original(whole, config)
+            keys["rope.scaling.attn_factor"] = rope.attention_factor
+            extra += [_vector(f"rope_factors_{n}.weight", np.array(whole[f"{n}_factor"])) for n in ("long", "short")]
+        case _:
+            raise ModelError(f"rope scaling {kind!r} has no GGUF keys, so this model cannot be written as GGUF", file=file)
+    return keys, extra
+
+
+def _original(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    name = "original_max_position_embeddings"
+    value = record.get(name) or config.get(name)
+    return {"rope.scaling.original_context_length": int(value)} if value else {}
+
+
+def _divisors(rope: RopeSpec, theta: float) -> np.ndarray:
+    plain = plain_frequencies(theta, rope.dim)
+    return np.array([float(p) / f for p, f in zip(plain, rope.inv_freq, strict=True)])
+
+
+def _vector(name: str, values: np.ndarray) -> Tensor:
+    data = np.ascontiguousarray(values, np.float32)
+    return Tensor(name, "f32", data.shape, data.view(np.uint8).reshape(-1))
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+
+def model_tensors(model: Model) -> Iterator[Tensor]:
+    """Every weight under its GGUF name, one at a time: fused where GGUF fuses, llama's rotated rows interleaved, norms as sums."""
+    spec = model.spec
+    arch = ARCHITECTURE.get(spec.family, spec.family)
+    fused: dict[str, list[Tensor]] = {}
+    counts: dict[str, int] = {}
+    for name in layout(spec):
+        key = gguf_source(arch, name).names[0]
+        counts[key] = counts.get(key, 0) + 1
+    for name in layout(spec):
+        source = gguf_source(arch, name)
+        key = source.names[0]
+        tensor = model.weights[name]
+        if name.endswith("norm") and spec.norm_offset:
+            tensor = _vector(key, tensor.to_f32() + np.float32(spec.norm_offset))
+        if source.permuted:
+            tensor = _interleaved(tensor, spec.head_dim // 2)
+        fused.setdefault(key, []).append(tensor)
+        if len(fused[key]) == counts[key]:
+            yield _joined(key, fused.pop(key))
+
+
+def _interleaved(tensor: Tensor, half: int) -> Tensor:
+    """Rows j and j + d/2 of each head side by side: the inverse of what the loader does for GGUF's llama."""
+    pairs = tensor.data.reshape(tensor.shape[0] // (2 * half), 2, half, -1)
+    return Tensor(tensor.name, tensor.type, tensor.shape, np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(-1))
+
+
+def _joined(name: str, parts: list[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return Tensor(name, parts[0].type, parts[0].shape, parts[0].data)
+    assert len({part.type for part in parts}) == 1, f"parts of {name} differ in type"
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return Tensor(name, parts[0].type, shape, np.concatenate([part.data for part in parts]))
+
+
+# ------------------------------------------------------------------------------------------------------- read it back
+
+
+def check_round_trip(model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """The ModelSpec that a reader of the new file will see must be ours."""
+    file = str(model.path)
+    seen = spec_from_gguf(metadata, tensors, file=file)
+    ours = model.spec
+    for field in fields(ModelSpec):
+        if field.name in NOT_COMPARED:
+            continue
+        a, b = getattr(ours, field.name), getattr(seen, field.name)
+        same = abs(a - b) <= 1e-6 * max(abs(a), abs(b)) if isinstance(a, float) else a == b
+        if field.name == "attention_scale":
+            same = abs(ours.scale - seen.scale) <= 1e-6 * ours.scale
+        if not same:
+            raise ModelError(
+                f"GGUF has no key for {field.name} = {a!r} of this {ours.family} model (it would become {b!r})", file=file
+            )
+    for i, (a, b) in enumerate(zip(ours.layers, seen.layers, strict=True)):
+        if a.window != b.window or a.experts != b.experts or not _same_rope(a.rope, b.rope):
+            raise ModelError(f"GGUF has no keys for what layer {i} of this {ours.family} model is", file=file)
+
+
+def _same_rope(a: RopeSpec | None, b: RopeSpec | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    close = np.allclose(a.inv_freq, b.inv_freq, rtol=1e-6, atol=0) if len(a.inv_freq) == len(b.inv_freq) else False
+    return a.dim == b.dim and close and abs(a.attention_factor - b.attention_factor) < 1e-6

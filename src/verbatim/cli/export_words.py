@@ -1,0 +1,105 @@
+"""A tokenizer.json as GGUF's tokenizer keys.
+
+GGUF names a pre-tokenizer instead of describing it, so the name is found by trial: each known one is built and must cut the probe texts
+as the original does. A tokenizer for which none does is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.errors import ModelError
+from verbatim.text.gguf_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from verbatim.text.pretokenize import CUTS
+from verbatim.text.tokenizer import Tokenizer, from_gguf
+from verbatim.weights.safetensors import read_json
+
+if TYPE_CHECKING:
+    from verbatim.text.tokenizer import Vocabulary
+
+K = "tokenizer.ggml."
+PROBES = (
+    "Hello, world! It's 3:45 pm; I've 12345 apples, don't you? 'Tis WE'LL they'RE",
+    "  leading spaces,   three   between \t\ttabs\n\nnewlines \r\n and trailing   ",
+    "x = foo_bar(1, 2.5e-3) # comment\n    return {'a': [1, 2]}\n\n\n\tif y != z:",
+    "Grüße, café naïve Ærøskøbing — “quotes” … € £ ¥ §",
+    "Русский текст, ελληνικά, עברית, العربية، हिन्दी",
+    "中文字符。日本語のテキスト、한국어 문장입니다",
+    "emoji 👩‍👩‍👧‍👦 🇫🇷 👍🏽 and a\u0301 combining, \u00a0 nbsp, \u3000 wide space",
+    "http://example.com/a?b=c&d=%20 user@host.org C++ $100 100% #tag @me a/b\\c <tag> |x| ~y~ `z` ^w^",
+    "1 12 123 1234 12345 123456 1234567 0.5 1,000,000 ١٢٣ ½",
+    "CamelCaseWords HTMLParser iPhone McDonald ALLCAPS lower",
+)
+
+
+def tokenizer_metadata(path: Path, words: Tokenizer, vocab: int, architecture: str) -> dict[str, Any]:
+    """Keys for a file whose embedding has `vocab` rows. Raises ModelError where GGUF cannot say the same."""
+    data = read_json(path / "tokenizer.json", 256 << 20)
+    model = data.get("model")
+    if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
+        kind = model.get("type") if isinstance(model, Mapping) else None
+        raise ModelError(f"its {kind} tokenizer has no GGUF form here; only BPE tokenizers can be written", file=str(path))
+    inner: Vocabulary = words._vocab
+    meta = _tokens(inner, vocab, byte_fallback=bool(model.get("byte_fallback")))
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
+    for key, value in (("bos", inner.bos_id), ("eos", inner.eos_id), ("unknown", inner.unk_id), ("padding", inner.pad_id)):
+        if value is not None:
+            meta[f"{K}{key}_token_id"] = value
+    further = [i for i in inner.eos_ids if i != inner.eos_id]
+    if further:
+        meta[f"{K}eot_token_id"] = further[0]
+    meta[f"{K}add_bos_token"] = inner.bos_id is not None and tuple(inner.prefix) == (inner.bos_id,)
+    meta[f"{K}add_eos_token"] = inner.eos_id is not None and tuple(inner.suffix) == (inner.eos_id,)
+    meta["general.architecture"] = architecture
+    if model.get("byte_fallback"):
+        tokens = meta[f"{K}tokens"]
+        meta |= {f"{K}model": "llama", f"{K}scores": _scores(tokens, merges), f"{K}add_space_prefix": words.space_prefix}
+        return _checked(meta, words, path)
+    meta |= {f"{K}model": "gpt2", f"{K}merges": merges}
+    for name in CUTS:
+        candidate = {**meta, f"{K}pre": name}
+        if _difference(from_gguf(candidate), words) is None:
+            return candidate
+    raise ModelError("its pre-tokenizer is none that GGUF has a name for; keep the safetensors directory", file=str(path))
+
+
+def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, Any]:
+    tokens: list[str] = []
+    types: list[int] = []
+    controls = set(inner.control.values())
+    for i in range(max(vocab, len(inner.tokens))):
+        text = inner.tokens[i] if i < len(inner.tokens) else ""
+        if not text:
+            tokens.append(f"[PAD{i}]")
+            types.append(UNUSED)
+            continue
+        tokens.append(text)
+        is_byte = byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
+        kind = UNKNOWN if i == inner.unk_id and byte_fallback else CONTROL if i in controls else NORMAL
+        types.append(BYTE if is_byte else USER_DEFINED if i in inner.added and kind == NORMAL else kind)
+    return {f"{K}tokens": tokens, f"{K}token_type": types}
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """SentencePiece merges the pair with the best score first; a merge's rank, negated, is such a score."""
+    rank: dict[str, int] = {}
+    for i, merge in enumerate(merges):
+        rank.setdefault(merge.replace(" ", ""), i)
+    return [-float(rank[text]) if text in rank else -1e6 for text in tokens]
+
+
+def _checked(meta: dict[str, Any], words: Tokenizer, path: Path) -> dict[str, Any]:
+    bad = _difference(from_gguf(meta), words)
+    if bad is not None:
+        raise ModelError(f"its tokenizer cannot be said in GGUF: {bad[:40]!r} would be cut differently", file=str(path))
+    return meta
+
+
+def _difference(candidate: Tokenizer, words: Tokenizer) -> str | None:
+    """The first probe that the two cut differently."""
+    for text in PROBES:
+        if candidate.encode(text) != words.encode(text) or candidate.encode_prompt(text) != words.encode_prompt(text):
+            return text
+    return None
