@@ -1,0 +1,81 @@
+"""Tiny random models, for tests of ours and of users: every family, made in milliseconds, without PyTorch and without a file.
+
+    model = tiny_model("gemma3")                       # in memory
+    model = tiny_model("llama", type="q8_0", hidden_size=64)
+    backend = ReferenceBackend(model)
+
+The weights are drawn so that the model is lively: attention is far from uniform and logits spread over several units, so that a wrong
+mask, rotation or block changes the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.model.families import spec_from_config
+from verbatim.model.layout import is_quantisable, layout
+from verbatim.model.load import Model
+from verbatim.weights.quantise import quantise
+from verbatim.weights.safetensors import SafetensorsDir
+from verbatim.weights.tensor import BLOCKS, Tensor, Weights
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 260,  # verbatim.testing.ByteTokenizer's ids
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 12}
+_GPT2 = {"vocab_size": 260, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 512}
+_MOE = {"num_experts_per_tok": 2}
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **_BASE},
+    "mistral": {"model_type": "mistral", **_BASE, "sliding_window": 12},
+    "qwen2": {"model_type": "qwen2", **_BASE, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", **_BASE, "head_dim": 16},
+    "gemma2": {"model_type": "gemma2", **_BASE, **_GEMMA},
+    "gemma3": {"model_type": "gemma3_text", **_BASE, **_GEMMA, "num_hidden_layers": 6, "rope_theta": 1e6},
+    "phi3": {"model_type": "phi3", **_BASE},
+    "gpt2": {"model_type": "gpt2", **_GPT2},
+    "mixtral": {"model_type": "mixtral", **_BASE, **_MOE, "num_local_experts": 4},
+    "qwen3moe": {"model_type": "qwen3_moe", **_BASE, **_MOE, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24},
+}
+FAMILIES = tuple(TINY_CONFIGS)
+
+
+def tiny_model(family: str = "llama", *, seed: int = 0, type: str = "f32", context: int | None = None, **changes: Any) -> Model:
+    """A small random model of one of FAMILIES. `type`: how its matrices are stored, where their rows divide into its blocks;
+    `changes`: keys of a Hugging Face config that replace the tiny defaults."""
+    config = TINY_CONFIGS[family] | changes
+    spec = spec_from_config(config, context=context, file=f"tiny {family}")
+    random = np.random.default_rng(seed)
+    tensors: dict[str, Tensor] = {}
+    for name, shape in layout(spec).items():
+        stored = type if is_quantisable(name) and shape[-1] % BLOCKS[type][0] == 0 else "f32"
+        values = _values(random, name, shape, spec.norm_offset)
+        tensors[name] = Tensor(name, stored, shape, quantise(stored, values))
+    digest = hashlib.sha256(repr((sorted(config.items(), key=repr), seed, type)).encode()).hexdigest()
+    source = SafetensorsDir(Path(f"tiny-{family}"), config, {}, {}, digest)
+    return Model(spec, Weights(tensors, f"tiny-{family}", digest), source, (1,), {})
+
+
+def _values(random: np.random.Generator, name: str, shape: tuple[int, ...], offset: float) -> np.ndarray:
+    values = random.standard_normal(shape, dtype=np.float32)
+    if name.endswith(".bias"):
+        return values * np.float32(0.1)
+    if "norm" in name:
+        return np.float32(1.0 - offset) + values * np.float32(0.1)
+    if name in ("embed", "positions"):
+        return values * np.float32(0.7)
+    sharp = 2.0 if name.endswith((".q", ".k", "router")) else 1.0  # attention and routing with a clear opinion
+    return values * np.float32(sharp / math.sqrt(shape[-1]))

@@ -1,0 +1,159 @@
+"""Tiny random checkpoints made with transformers: every family, every rope scaling, every shape of attention that we claim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VOCAB = 96
+PROMPT = 24
+STEPS = 32
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 9, "num_hidden_layers": 4}
+_LONG = [1.0, 1.2, 1.5, 2.0]
+_SHORT = [1.0, 1.0, 1.1, 1.2]
+
+
+@dataclass(frozen=True)
+class Case:
+    """`context`: what the engine is opened with. `gguf`: the architecture of the GGUF file, empty where GGUF cannot say it."""
+
+    name: str
+    kind: str  # prefix of transformers' classes
+    changes: dict[str, Any] = field(default_factory=dict)
+    context: int | None = None
+    gguf: str = ""
+    prompt: int = PROMPT
+    steps: int = STEPS
+
+
+def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
+
+
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=32)
+_YARN_FULL = _rope(
+    "yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.3
+)
+_LONGROPE = _rope("longrope", long_factor=_LONG, short_factor=_SHORT, original_max_position_embeddings=16)
+_PHI_LONG = {
+    **_rope("longrope", long_factor=_LONG[:3], short_factor=_SHORT[:3], partial_rotary_factor=0.75),
+    "original_max_position_embeddings": 16,
+}
+
+CASES = [
+    Case("llama-gqa", "Llama", gguf="llama"),
+    Case("llama-mha-tied", "Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, gguf="llama"),
+    Case("llama-mqa-wide-heads", "Llama", {"num_key_value_heads": 1, "head_dim": 16}, gguf="llama"),
+    Case("llama-biases", "Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    Case("llama-linear", "Llama", _rope("linear", factor=4.0), gguf="llama"),
+    Case("llama-dynamic-short", "Llama", _rope("dynamic", factor=4.0)),
+    # transformers takes the length of the text, we the engine's context: equal where the text fills the context
+    Case("llama-dynamic-long", "Llama", {"max_position_embeddings": 32, **_rope("dynamic", factor=4.0)}, 80, "", 80, 0),
+    Case("llama-llama3", "Llama", _LLAMA3, gguf="llama"),
+    Case("llama-yarn", "Llama", _YARN, gguf="llama"),
+    Case("llama-yarn-mscale", "Llama", _YARN_FULL),
+    # transformers switches at the original length: a prompt beyond it is long for both, a context within it short for both
+    Case("llama-longrope-long", "Llama", _LONGROPE),
+    Case("llama-longrope-short", "Llama", _LONGROPE, 16, "", 8, 8),
+    Case("mistral-window", "Mistral", {"sliding_window": 9}, gguf="llama"),
+    Case("mistral-no-window", "Mistral", {"sliding_window": None, "head_dim": 16}, gguf="llama"),
+    Case("qwen2-tied", "Qwen2", {"tie_word_embeddings": True}, gguf="qwen2"),
+    Case("qwen2-windows", "Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    Case("qwen3", "Qwen3", {"head_dim": 16}, gguf="qwen3"),
+    Case("qwen3-tied", "Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1}, gguf="qwen3"),
+    Case("gemma2", "Gemma2", {**_GEMMA, "query_pre_attn_scalar": 16}, gguf="gemma2"),
+    Case("gemma2-caps", "Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    Case("gemma3", "Gemma3Text", {**_GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}, gguf="gemma3"),
+    Case(
+        "gemma3-linear",
+        "Gemma3Text",
+        {
+            **_GEMMA,
+            "query_pre_attn_scalar": 16,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        },
+    ),
+    Case("phi3", "Phi3", {}, gguf="phi3"),
+    Case("phi3-window", "Phi3", {"sliding_window": 9, "num_key_value_heads": 4}, gguf="phi3"),
+    Case("phi3-longrope", "Phi3", _PHI_LONG, gguf="phi3"),
+    Case("gpt2", "GPT2", {}, gguf="gpt2"),
+    Case("mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, gguf="llama"),
+    Case("mixtral-window", "Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    Case(
+        "qwen3moe",
+        "Qwen3Moe",
+        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
+        gguf="qwen3moe",
+    ),
+    Case(
+        "qwen3moe-mixed",
+        "Qwen3Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+        },
+    ),
+]
+
+
+def config_of(case: Case) -> Any:
+    import transformers
+
+    if case.kind == "GPT2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCAB}
+        return transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **case.changes)
+    return getattr(transformers, f"{case.kind}Config")(**{**_BASE, **case.changes})
+
+
+def build(case: Case, directory: Path) -> Any:
+    """The transformers model, with lively weights, saved to `directory`. Float32, evaluation mode, plain attention."""
+    import torch
+    import transformers
+
+    torch.manual_seed(sum(case.name.encode()))
+    config = config_of(case)
+    config._attn_implementation = "eager"
+    name = "GPT2LMHeadModel" if case.kind == "GPT2" else f"{case.kind.removesuffix('Text')}ForCausalLM"
+    model = getattr(transformers, name)(config).float().eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            enliven(name, p)
+    model.save_pretrained(directory)
+    return model
+
+
+def enliven(name: str, p: Any) -> None:
+    """Library initialisers give near-uniform attention and flat logits, which forgive mistakes. Draw stronger weights."""
+    import torch
+
+    if p.ndim == 1:
+        p.add_(0.1 * torch.randn_like(p))
+    elif "embed" in name or "wte" in name or "wpe" in name:
+        p.copy_(0.7 * torch.randn_like(p))
+    else:
+        sharp = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "router", "mlp.gate.")) else 1.0
+        p.copy_(torch.randn_like(p) * sharp / p.shape[-1] ** 0.5)
