@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import CASES, VOCAB, Case, build
+from convert import to_gguf
 from drive import Driver
 
 from verbatim.model.load import load_model
@@ -63,3 +64,10 @@ def compare(driver: Driver, case: Case, tokens: list[int], logits: np.ndarray) -
 def test_safetensors_equals_transformers(case: Case, built: Any) -> None:
     directory, tokens, logits = built(case)
     compare(Driver(load_model(directory, context=case.context)), case, tokens, logits)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.gguf], ids=lambda c: c.name)
+def test_gguf_equals_transformers(case: Case, built: Any, tmp_path: Path) -> None:
+    directory, tokens, logits = built(case)
+    to_gguf(directory, tmp_path / "model.gguf", case.gguf)
+    compare(Driver(load_model(tmp_path / "model.gguf", context=case.context)), case, tokens, logits)

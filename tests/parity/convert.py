@@ -1,0 +1,168 @@
+"""A Hugging Face checkpoint -> GGUF, by the conventions of that format. Written on its own, so that it can catch our reader's mistakes:
+names, the interleaving of llama's rotated rows, gemma's norms with 1 added, gpt2's transposed matrices, stacked experts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.quantise import quantise
+from verbatim.weights.tensor import Tensor
+
+_NAMES = {
+    r"model\.embed_tokens\.(\w+)": r"token_embd.\1",
+    r"model\.norm\.(\w+)": r"output_norm.\1",
+    r"lm_head\.(\w+)": r"output.\1",
+    r"model\.layers\.(\d+)\.input_layernorm\.(\w+)": r"blk.\1.attn_norm.\2",
+    r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(\w+)": r"blk.\1.attn_\2.\3",
+    r"model\.layers\.(\d+)\.self_attn\.o_proj\.(\w+)": r"blk.\1.attn_output.\2",
+    r"model\.layers\.(\d+)\.self_attn\.qkv_proj\.(\w+)": r"blk.\1.attn_qkv.\2",
+    r"model\.layers\.(\d+)\.self_attn\.([qk])_norm\.(\w+)": r"blk.\1.attn_\2_norm.\3",
+    r"model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
+    r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(\w+)": r"blk.\1.ffn_\2.\3",
+    r"model\.layers\.(\d+)\.mlp\.gate_up_proj\.(\w+)": r"blk.\1.ffn_up.\2",
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.gate\.(\w+)": r"blk.\1.ffn_gate_inp.\2",
+    r"transformer\.wte\.weight": "token_embd.weight",
+    r"transformer\.wpe\.weight": "position_embd.weight",
+    r"transformer\.ln_f\.(\w+)": r"output_norm.\1",
+    r"transformer\.h\.(\d+)\.ln_1\.(\w+)": r"blk.\1.attn_norm.\2",
+    r"transformer\.h\.(\d+)\.ln_2\.(\w+)": r"blk.\1.ffn_norm.\2",
+    r"transformer\.h\.(\d+)\.attn\.c_attn\.(\w+)": r"blk.\1.attn_qkv.\2",
+    r"transformer\.h\.(\d+)\.attn\.c_proj\.(\w+)": r"blk.\1.attn_output.\2",
+    r"transformer\.h\.(\d+)\.mlp\.c_fc\.(\w+)": r"blk.\1.ffn_up.\2",
+    r"transformer\.h\.(\d+)\.mlp\.c_proj\.(\w+)": r"blk.\1.ffn_down.\2",
+}
+_GEMMA_NAMES = {
+    r"model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2",
+    r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
+    r"model\.layers\.(\d+)\.post_feedforward_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT_PARTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+def to_gguf(directory: Path, target: Path, architecture: str, type: str = "f32", extra: dict[str, Any] | None = None) -> None:
+    """Convert the checkpoint in `directory`. `type`: how matrices whose rows are a multiple of 32 are stored."""
+    config = json.loads((directory / "config.json").read_text())
+    arrays = _arrays(load_file(directory / "model.safetensors"), config, architecture)
+    metadata, tables = _metadata(config, architecture)
+    tensors = []
+    for name, values in (arrays | tables).items():
+        big = values.ndim >= 2 and values.shape[-1] % 32 == 0 and "gate_inp" not in name and "position" not in name
+        stored = type if big else "f32"
+        tensors.append(Tensor(name, stored, values.shape, quantise(stored, np.ascontiguousarray(values, np.float32))))
+    write_gguf(target, {"general.architecture": architecture, **metadata, **(extra or {})}, tensors)
+
+
+def _arrays(state: dict[str, np.ndarray], config: dict[str, Any], architecture: str) -> dict[str, np.ndarray]:
+    rules = {**_NAMES, **(_GEMMA_NAMES if architecture.startswith("gemma") else {})}
+    result: dict[str, np.ndarray] = {}
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in state.items():
+        if found := _EXPERT.fullmatch(name):
+            layer, expert, part = found.groups()
+            experts.setdefault(f"blk.{layer}.ffn_{_EXPERT_PARTS[part]}_exps.weight", {})[int(expert)] = values
+            continue
+        pattern = next(p for p in rules if re.fullmatch(p, name))
+        result[re.fullmatch(pattern, name).expand(rules[pattern])] = _changed(name, values, config, architecture)  # type: ignore[union-attr]
+    return result | {name: np.stack([by[e] for e in sorted(by)]) for name, by in experts.items()}
+
+
+def _changed(name: str, values: np.ndarray, config: dict[str, Any], architecture: str) -> np.ndarray:
+    if architecture == "llama" and ".q_proj." in name:
+        return _interleaved(values, config["num_attention_heads"])
+    if architecture == "llama" and ".k_proj." in name:
+        return _interleaved(values, config["num_key_value_heads"])
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return values + np.float32(1)
+    if architecture == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight$", name):
+        return values.T
+    return values
+
+
+def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows j and j + d/2 of each head become neighbours."""
+    half = values.shape[0] // heads // 2
+    return values.reshape(heads, 2, half, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+
+
+def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    if a == "gpt2":
+        return {
+            f"{a}.block_count": config["n_layer"],
+            f"{a}.context_length": config["n_positions"],
+            f"{a}.embedding_length": config["n_embd"],
+            f"{a}.feed_forward_length": 4 * config["n_embd"],
+            f"{a}.attention.head_count": config["n_head"],
+            f"{a}.attention.layer_norm_epsilon": config["layer_norm_epsilon"],
+        }, {}
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    metadata = {
+        f"{a}.block_count": config["num_hidden_layers"],
+        f"{a}.context_length": config["max_position_embeddings"],
+        f"{a}.embedding_length": config["hidden_size"],
+        f"{a}.feed_forward_length": config["intermediate_size"],
+        f"{a}.attention.head_count": heads,
+        f"{a}.attention.head_count_kv": config["num_key_value_heads"],
+        f"{a}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{a}.attention.key_length": head_dim,
+        f"{a}.attention.value_length": head_dim,
+        f"{a}.vocab_size": config["vocab_size"],
+    }
+    optional = {
+        "sliding_window": "attention.sliding_window",
+        "num_local_experts": "expert_count",
+        "num_experts": "expert_count",
+        "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    }
+    metadata |= {f"{a}.{theirs}": config[ours] for ours, theirs in optional.items() if config.get(ours) is not None}
+    rope, tables = _rope(config, a, head_dim)
+    return metadata | rope, tables
+
+
+def _rope(config: dict[str, Any], a: str, head_dim: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    r = config["rope_parameters"]
+    r = r.get("full_attention", r)
+    dim = int(head_dim * r.get("partial_rotary_factor", 1.0))
+    metadata = {f"{a}.rope.freq_base": float(r["rope_theta"]), f"{a}.rope.dimension_count": dim}
+    kind = r["rope_type"]
+    if kind in ("linear", "yarn"):
+        metadata |= {f"{a}.rope.scaling.type": kind, f"{a}.rope.scaling.factor": float(r["factor"])}
+    if kind in ("yarn", "longrope"):
+        metadata[f"{a}.rope.scaling.original_context_length"] = r["original_max_position_embeddings"]
+    if kind == "longrope":
+        ratio = config["max_position_embeddings"] / r["original_max_position_embeddings"]
+        metadata[f"{a}.rope.scaling.attn_factor"] = math.sqrt(
+            1 + math.log(ratio) / math.log(r["original_max_position_embeddings"])
+        )
+        return metadata, {
+            "rope_factors_long.weight": np.array(r["long_factor"], np.float32),
+            "rope_factors_short.weight": np.array(r["short_factor"], np.float32),
+        }
+    return metadata, {"rope_freqs.weight": _llama3_divisors(r, dim)} if kind == "llama3" else {}
+
+
+def _llama3_divisors(r: dict[str, Any], dim: int) -> np.ndarray:
+    low, high, factor, old = r["low_freq_factor"], r["high_freq_factor"], r["factor"], r["original_max_position_embeddings"]
+    divisors = []
+    for j in range(0, dim, 2):
+        wavelength = 2 * math.pi * r["rope_theta"] ** (j / dim)
+        if wavelength < old / high:
+            divisors.append(1.0)
+        elif wavelength > old / low:
+            divisors.append(factor)
+        else:
+            smooth = (old / wavelength - low) / (high - low)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(divisors, np.float32)
