@@ -6,7 +6,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PROMPT ?= What is the capital of France?
 CPU     = src/verbatim/backend/cpu
-NATIVE  = pyproject.toml CMakeLists.txt $(wildcard $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*/*.cpp $(CPU)/*/*.h)
+NATIVE  = pyproject.toml CMakeLists.txt $(wildcard $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
 CHECKED = src tests bench examples
 
 .PHONY: run chat test lint format soak bench clean

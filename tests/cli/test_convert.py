@@ -1,0 +1,249 @@
+"""convert: what is written is read back as the same model, the same weights and the same tokenizer, or it is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verbatim.base.errors import ModelError
+from verbatim.cli import convert
+from verbatim.cli.export_model import check_round_trip, model_metadata, model_tensors
+from verbatim.cli.export_words import tokenizer_metadata
+from verbatim.model.load import Model, load_model
+from verbatim.testing_models import FAMILIES, tiny_model
+from verbatim.text.tokenizer import from_directory, from_gguf
+from verbatim.weights.gguf import read_gguf
+from verbatim.weights.gguf_write import write_gguf
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3["original_max_position_embeddings"] = 64
+SCALINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+    },
+}
+
+
+def export(model: Model, path: Path) -> Model:
+    metadata, extra = model_metadata(model, "tiny")
+    tensors = {t.name: t for t in (*extra, *model_tensors(model))}
+    check_round_trip(model, metadata, tensors)
+    write_gguf(path, metadata, tensors.values())
+    return load_model(path)
+
+
+def same_weights(a: Model, b: Model) -> None:
+    assert set(a.weights) == set(b.weights)
+    for name, tensor in a.weights.items():
+        x, y = tensor.to_f32(), b.weights[name].to_f32()
+        offset = a.spec.norm_offset - b.spec.norm_offset if "norm" in name else 0.0
+        np.testing.assert_array_equal(x + np.float32(offset), y, err_msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_survives_the_round_trip(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, **({"norm_topk_prob": True} if family == "qwen3moe" else {}))
+    same_weights(model, export(model, tmp_path / "x.gguf"))
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_scalings_survive(name: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", **SCALINGS[name])
+    again = export(model, tmp_path / "x.gguf")
+    for a, b in zip(model.spec.layers, again.spec.layers, strict=True):
+        assert a.rope is not None
+        assert b.rope is not None
+        np.testing.assert_allclose(a.rope.inv_freq, b.rope.inv_freq, rtol=1e-6)
+        assert a.rope.attention_factor == pytest.approx(b.rope.attention_factor, rel=1e-6)
+
+
+def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:
+    dynamic = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(ModelError, match="dynamic"):
+        export(dynamic, tmp_path / "x.gguf")
+    scale = tiny_model("gemma2", query_pre_attn_scalar=100)
+    with pytest.raises(ModelError, match="attention_scale"):
+        export(scale, tmp_path / "x.gguf")
+    routing = tiny_model("qwen3moe", norm_topk_prob=False)
+    with pytest.raises(ModelError, match="experts_renormalised"):
+        export(routing, tmp_path / "x.gguf")
+    assert not list(tmp_path.iterdir())
+
+
+# ----------------------------------------------------------------------------------------------------------- tokenizers
+
+
+def byte_level(directory: Path, pattern: str | None = None, vocab: int = 300) -> None:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    words = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    if pattern is None:
+        words.pre_tokenizer = level
+    else:
+        words.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), level])
+    words.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    words.train_from_iterator(["the cat sat on the mat, the dog didn't. 12345 it's the 1999s"] * 4, trainer)
+    words.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "bos_token": None}))
+
+
+def test_a_byte_level_tokenizer_finds_its_name(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    original = from_directory(tmp_path)
+    meta = tokenizer_metadata(tmp_path, original, 310, "llama")
+    assert meta["tokenizer.ggml.pre"] in ("gpt-2", "gpt2")
+    again = from_gguf(meta)
+    assert again.vocab_size == 310  # padded to the rows of the embedding
+    for text in ("the dog's 77 cats\n\n didn't", "<|end|> typed", "naïve 日本"):
+        assert again.encode(text) == original.encode(text)
+        assert again.encode(text, special=True) == original.encode(text, special=True)
+    for i in range(original.vocab_size):
+        assert again.token_bytes(i) == original.token_bytes(i)
+
+
+def sentencepiece(directory: Path) -> None:
+    """A BPE with byte fallback and the space as a letter, as Llama 2's and Mistral's tokenizer.json are."""
+    from tokenizers import Tokenizer, models, normalizers, trainers
+
+    words = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    words.train_from_iterator(["the cat sat on the mat", "a dog sat there with the cat"] * 3, trainer)
+    data = json.loads(words.to_str())
+    vocab = data["model"]["vocab"]
+    for b in range(256):
+        vocab[f"<0x{b:02X}>"] = len(vocab)
+    data["model"]["byte_fallback"] = True
+    data["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
+    (directory / "tokenizer.json").write_text(json.dumps(data))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path) -> None:
+    sentencepiece(tmp_path)
+    original = from_directory(tmp_path)
+    meta = tokenizer_metadata(tmp_path, original, original.vocab_size, "llama")
+    assert meta["tokenizer.ggml.model"] == "llama"
+    again = from_gguf(meta)
+    for text in ("the cat sat", "there  is é and 日本", "<s> typed"):
+        assert again.encode(text) == original.encode(text), text
+        assert again.encode_prompt(text) == original.encode_prompt(text), text
+
+
+def test_a_unigram_tokenizer_is_refused(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)).save(str(tmp_path / "tokenizer.json"))
+    other = tmp_path / "other"
+    other.mkdir()
+    byte_level(other)
+    with pytest.raises(ModelError, match="Unigram"):
+        tokenizer_metadata(tmp_path, from_directory(other), 300, "llama")
+
+
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
+    byte_level(tmp_path, pattern="[aeiou]")
+    with pytest.raises(ModelError, match="pre-tokenizer"):
+        tokenizer_metadata(tmp_path, from_directory(tmp_path), 300, "llama")
+
+
+# ---------------------------------------------------------------------------------------------------- the whole command
+
+
+def call(*words: str) -> int:
+    from verbatim.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", *words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def save_directory(model: Model, directory: Path) -> None:
+    """A llama-family model as a safetensors directory with a tokenizer."""
+    from safetensors.numpy import save_file
+
+    from verbatim.weights.names import hf_source
+
+    directory.mkdir(exist_ok=True)
+    byte_level(directory, vocab=260)
+    arrays = {hf_source("llama", "model.", name, 0).names[0]: np.array(t.to_f32()) for name, t in model.weights.items()}
+    save_file(arrays, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(getattr(model.source, "config", {})))
+
+
+def test_a_directory_becomes_a_quantised_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model("llama", vocab_size=264, hidden_size=64, intermediate_size=256)
+    save_directory(model, tmp_path / "dir")
+    target = tmp_path / "out.gguf"
+    assert call(str(tmp_path / "dir"), str(target), "--quant", "q4_0") == 0
+    file = read_gguf(target)
+    types = {name: t.type for name, t in file.tensors.items()}
+    assert types["token_embd.weight"] == types["output.weight"] == "q8_0"
+    assert types["blk.0.attn_q.weight"] == types["blk.2.ffn_down.weight"] == "q4_0"
+    assert types["blk.0.attn_norm.weight"] == "f32"
+    assert file.metadata["general.file_type"] == 2
+    assert from_gguf(file.metadata).encode("the cat") == from_directory(tmp_path / "dir").encode("the cat")
+    loaded = load_model(target)
+    for name in ("layers.0.attn.q", "layers.1.mlp.up", "embed"):
+        x, y = model.weights[name].to_f32(), loaded.weights[name].to_f32()
+        assert float(np.abs(x - y).max()) < 0.15 * float(np.abs(x).max()), name
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "q8_0" in said.err
+
+    assert call(str(tmp_path / "dir"), str(target), "--quant", "q8_0") == 2  # exists
+    assert call(str(target), str(target), "--force") == 2  # itself
+    again = tmp_path / "again.gguf"
+    assert call(str(target), str(again)) == 0  # as it is: the same bytes in every tensor
+    for name, tensor in read_gguf(again).tensors.items():
+        assert tensor.type == types[name]
+        np.testing.assert_array_equal(tensor.data, file.tensors[name].data)
+    assert {k: v for k, v in read_gguf(again).metadata.items() if not hasattr(v, "shape")} == {
+        k: v for k, v in file.metadata.items() if not hasattr(v, "shape")
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "quant", "head", "wanted"),
+    [
+        ("blk.0.ffn_up.weight", (8, 256), "q4_k", None, "q4_k"),
+        ("blk.0.ffn_up.weight", (8, 576), "q4_k", None, "q5_0"),
+        ("blk.0.ffn_up.weight", (8, 100), "q4_k", None, "f16"),
+        ("blk.0.ffn_up.weight", (8, 100), "q8_0", None, "f16"),
+        ("token_embd.weight", (8, 64), "q4_0", None, "q8_0"),
+        ("token_embd.weight", (8, 64), "q4_0", "q4_0", "q4_0"),
+        ("token_embd.weight", (8, 64), "f32", None, "f32"),
+        ("token_embd.weight", (8, 64), None, None, "f16"),
+        ("blk.0.ffn_gate_inp.weight", (8, 64), "q4_0", None, "f16"),
+        ("position_embd.weight", (8, 64), "q4_0", None, "f16"),
+        ("blk.0.attn_norm.weight", (64,), "q4_0", None, "f32"),
+    ],
+)
+def test_types(name: str, shape: tuple[int, ...], quant: str | None, head: str | None, wanted: str) -> None:
+    assert convert._type_for(name, "f16", shape, quant, head) == wanted
+
+
+def test_perplexity_over_windows() -> None:
+    from types import SimpleNamespace
+
+    seen: list[int] = []
+
+    def score(ids: list[int]) -> Any:
+        seen.append(len(ids))
+        return SimpleNamespace(total=-2.0 * (len(ids) - 1))
+
+    assert convert.window_perplexity(list(range(21)), score, 10) == pytest.approx(np.exp(2.0))
+    assert seen == [10, 10]  # a last window of one token scores nothing

@@ -1,0 +1,123 @@
+"""Exit codes and errors: one line, the right number, no traceback unless asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+
+import click
+import pytest
+
+from verbatim.base.errors import BackendError, ContextError, ModelError, OverloadedError, ParameterError, VerbatimError
+from verbatim.cli import main as module
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        module.main(list(words))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """A command that raises what the test wants."""
+
+    def install(error: BaseException) -> None:
+        @click.command()
+        def command() -> None:
+            raise error
+
+        monkeypatch.setattr(import_module("verbatim.cli.version"), "command", command)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (VerbatimError("ours"), 1),
+        (BackendError("no kernels"), 1),
+        (OverloadedError("full"), 1),
+        (ParameterError("top_p", "2 is above 1"), 2),
+        (ContextError("too long"), 2),
+        (ModelError("broken", file="x.gguf"), 3),
+        (RuntimeError("bug"), 1),
+        (MemoryError(), 1),
+        (KeyboardInterrupt(), 130),
+        (BrokenPipeError(), 141),
+    ],
+)
+def test_exit_codes(failing, capsys: pytest.CaptureFixture[str], error: BaseException, code: int) -> None:  # type: ignore[no-untyped-def]
+    failing(error)
+    assert run("version") == code
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.strip().count("\n") == 0  # click puts a newline behind ^C
+    assert "Traceback" not in said.err
+
+
+def test_an_error_is_one_line_whatever_it_holds(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    failing(ModelError("two\nlines\r\nand a tab\t.", file="evil\nname.gguf"))
+    assert run("version") == 3
+    assert capsys.readouterr().err == "verbatim: evil name.gguf: two lines and a tab .\n"
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    failing(RuntimeError("bug"))
+    for words in (["--debug", "version"], ["version", "--debug"]):
+        assert run(*words) == 1
+        assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["rum"], "did you mean run?"),
+        (["xyzzy"], "verbatim --help"),
+        (["run", "--top-q", "1", "x"], "'--top-q'"),
+        (["run", "--top-k", "many", "x"], "--top-k"),
+        (["run", "--on-loop", "explode", "x"], "--on-loop"),
+        (["score", "--top", "-1", "x"], "--top"),
+        (["run", "--top-p", "7", "x"], "top_p: 7.0 is above 1"),
+        (["run", "--raw", "--system", "x", "y"], "system"),
+        (["run", "--logprobs", "2", "x"], "add --json"),
+        (["chat", "--n", "2"], "n: "),
+        (["convert", "a", "b.bin"], ".gguf"),
+        (["bench", "--plot", "x.pdf"], "plot"),
+        (["bench", "--contexts", "a,b"], "contexts"),
+    ],
+)
+def test_wrong_words_are_code_2_and_say_what(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    said = capsys.readouterr().err
+    assert hint in said
+    assert said.startswith("verbatim: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["/no/such.gguf", "no-such-name", "../x", ""])
+def test_a_missing_model_is_code_3(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("run", "--offline", "--model", model, "hi") == 3
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_every_command_has_help() -> None:
+    for name in module.COMMANDS:
+        command = module.cli.get_command(click.Context(module.cli), name)
+        assert command is not None, name
+        assert command.help, name
+
+
+def test_help_imports_no_command() -> None:
+    """`verbatim --help` and a typo are instant: NumPy and the commands are not loaded."""
+    code = "import sys; from verbatim.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code += "print([m for m in ('numpy', 'rich', 'tokenizers', 'verbatim.cli.run') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("[]")
+
+
+def test_python_dash_m() -> None:
+    done = subprocess.run([sys.executable, "-m", "verbatim", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("verbatim ")
