@@ -71,8 +71,10 @@ def read_receipt(data: Any) -> dict[str, Any]:
         data = data["receipt"]
     if not isinstance(data, Mapping) or data.get("receipt") != VERSION:
         raise ParameterError("receipt", f'is not a receipt of version {VERSION}: expected an object with "receipt": {VERSION}')
-    for name, kind in (("prompt_ids", list), ("params", dict), ("choices", list), *((m, (str, int)) for m in MAKERS)):
-        if not isinstance(data.get(name), kind):
+    shapes: dict[str, type | tuple[type, ...]] = {"prompt_ids": list, "params": dict, "choices": list}
+    shapes.update((maker, (str, int)) for maker in MAKERS)
+    for name, shape in shapes.items():
+        if not isinstance(data.get(name), shape):
             raise ParameterError("receipt", f"has no usable {name!r}")
     if not _ids(data["prompt_ids"]) or not all(isinstance(c, dict) and _ids(c.get("token_ids")) for c in data["choices"]):
         raise ParameterError("receipt", "holds token ids that are not whole numbers")

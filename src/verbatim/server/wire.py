@@ -9,6 +9,7 @@ from the engine   loading, ready, failed, accepted, deltas, done, error, beat
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from typing import Any
 
@@ -57,7 +58,5 @@ class Outbox:
     async def drain(self) -> None:
         if self._pending:
             self._flush()
-        try:
+        with contextlib.suppress(ConnectionError, OSError):
             await self._writer.drain()
-        except (ConnectionError, OSError):
-            pass

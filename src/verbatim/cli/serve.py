@@ -1,0 +1,122 @@
+"""`verbatim serve`: flags in, a running server out. Ends with 0 after SIGTERM or Ctrl-C, when every answer had its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from verbatim.base.errors import BackendError, ParameterError
+from verbatim.cli.options import Command, Option, engine_of, engine_options, model_options
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def limit_options(command: F) -> F:
+    """One flag for each limit; values arrive as `l_<name>`, None means: not typed."""
+    from verbatim.server.settings import Limits
+
+    for field in reversed(fields(Limits)):
+        kind = float if isinstance(field.default, float) else int
+        text = f"{field.metadata['help']} [{field.default:g}]"
+        flag, dest = "--" + field.name.replace("_", "-"), "l_" + field.name
+        command = click.option(flag, dest, type=kind, default=None, cls=Option, section="Limits", help=text, metavar="N")(
+            command
+        )
+    return command
+
+
+@click.command(cls=Command)
+@click.option(
+    "--host", cls=Option, default="127.0.0.1", help="address to listen on; beyond loopback a key is needed [127.0.0.1]"
+)
+@click.option("--port", cls=Option, default=8000, type=int, help="port to listen on; 0: any [8000]")
+@click.option(
+    "--served-model-name", "names", cls=Option, multiple=True, metavar="NAME", help="name clients may use (may be repeated)"
+)
+@click.option("--api-key-file", cls=Option, metavar="FILE", help="one key a line; VERBATIM_API_KEY holds one too")
+@click.option("--allow-host", cls=Option, multiple=True, metavar="NAME", help="further name accepted in the Host header")
+@click.option(
+    "--cors-origin", cls=Option, multiple=True, metavar="ORIGIN", help="origin that browsers may call from; off unless named"
+)
+@click.option("--tls-cert", cls=Option, metavar="FILE", help="certificate chain (PEM)")
+@click.option("--tls-key", cls=Option, metavar="FILE", help="its private key (PEM)")
+@click.option("--drain-seconds", cls=Option, default=30.0, type=float, help="time for running answers after SIGTERM [30]")
+@click.option(
+    "--keepalive-seconds", cls=Option, default=15.0, type=float, help="a comment on a silent stream after this long [15]"
+)
+@click.option(
+    "--engine-silence-seconds", cls=Option, default=60.0, type=float, help="a silent engine is killed after this long [60]"
+)
+@click.option(
+    "--backoff-seconds", cls=Option, default=0.5, type=float, help="wait before a dead engine is started again; doubles [0.5]"
+)
+@click.option(
+    "--store-items", cls=Option, default=1000, type=int, help="answers kept in memory for store: true; 0 refuses it [1000]"
+)
+@click.option(
+    "--log-format", cls=Option, type=click.Choice(["text", "json"]), default="text", help="form of the log on stderr [text]"
+)
+@click.option(
+    "--log-prompts", cls=Option, is_flag=True, help="write request bodies to the log; without it no prompt text is ever logged"
+)
+@click.option(
+    "--test-engine", cls=Option, default="", hidden=True, help="tests: an engine of verbatim.testing instead of a model"
+)
+@limit_options
+@model_options
+@engine_options
+def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> int:
+    """Serve OpenAI's API (and Anthropic's messages, and Ollama's chat) over HTTP, until SIGTERM or Ctrl-C.
+
+    HTTP and the engine are two processes: an engine that dies is started again, and HTTP stays up meanwhile.
+    """
+    try:
+        from verbatim.server.serve import run
+        from verbatim.server.settings import Limits, Settings
+    except ImportError as error:
+        raise BackendError(f"the server needs {error.name}; pip install 'verbatim-llm[server]'") from None
+    limits = {f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None}
+    settings = Settings(
+        model=flags["model"],
+        served_names=names,
+        engine=engine_of(flags),
+        revision=flags.get("revision"),
+        offline=bool(flags.get("offline")),
+        host=flags["host"],
+        port=flags["port"],
+        keys=read_keys(api_key_file),
+        allowed_hosts=flags["allow_host"],
+        cors_origins=flags["cors_origin"],
+        tls_cert=flags["tls_cert"],
+        tls_key=flags["tls_key"],
+        drain_seconds=flags["drain_seconds"],
+        keepalive_seconds=flags["keepalive_seconds"],
+        engine_silence_seconds=flags["engine_silence_seconds"],
+        backoff_seconds=flags["backoff_seconds"],
+        store_items=flags["store_items"],
+        log_format=flags["log_format"],
+        log_prompts=flags["log_prompts"],
+        test_engine=flags["test_engine"],
+        limits=Limits(**limits),
+    )
+    return run(settings)
+
+
+def read_keys(path: str | None) -> tuple[str, ...]:
+    """Keys from the file and the environment. A file that is there and holds none is a mistake: it would leave the door open."""
+    keys = [key for key in os.environ.get("VERBATIM_API_KEY", "").split() if key]
+    if path is not None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError):
+            raise ParameterError("api_key_file", f"{path} cannot be read as text") from None
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise ParameterError("api_key_file", f"{path} holds no key; put one on a line")
+        keys += found
+    return tuple(dict.fromkeys(keys))

@@ -1,0 +1,225 @@
+"""POST /v1/messages in Anthropic's shapes, streamed or not. Its fields become chat fields; its blocks become messages and back.
+
+Not offered: a last message of the assistant's to be continued (prefill), images, documents, thinking, server tools; each is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.call import Call, EventStream, Json, new_id, sse
+from verbatim.server.chat import Ask
+from verbatim.server.fields import MESSAGES
+from verbatim.server.generate import extras, finish_reason, observe, pieces, usage_of
+from verbatim.server.problems import Problem
+from verbatim.server.tools import plain_text, template_messages
+
+NAMES = {"stop": "stop_sequences", "json_schema": "output_config", "response_format": "output_config"}
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(problem: Problem) -> dict[str, Any]:
+    kind = TYPES.get(problem.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": problem.message, "param": problem.param, "code": problem.code}}
+
+
+def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    if "system" in body:
+        out.append({"role": "system", "content": plain_text(body["system"])})
+    for message in body["messages"]:
+        content = message["content"]
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        text = "".join(b["text"] for b in blocks if b["type"] == "text")
+        calls = [b for b in blocks if b["type"] == "tool_use"]
+        results = [b for b in blocks if b["type"] == "tool_result"]
+        out += [{"role": "tool", "content": plain_text(b.get("content")), "tool_call_id": b["tool_use_id"]} for b in results]
+        if calls:
+            spelled = [
+                {
+                    "id": b["id"],
+                    "type": "function",
+                    "function": {"name": b["name"], "arguments": json.dumps(b["input"], ensure_ascii=False)},
+                }
+                for b in calls
+            ]
+            out.append({"role": message["role"], "content": text, "tool_calls": spelled})
+        elif text or not results:
+            out.append({"role": message["role"], "content": text})
+    return out
+
+
+def as_chat(body: dict[str, Any]) -> dict[str, Any]:
+    if body["messages"][-1]["role"] == "assistant":
+        raise Problem(
+            "unsupported_parameter",
+            "messages: the last one must be the user's; continuing an answer is not offered",
+            "messages",
+        )
+    chat: dict[str, Any] = {name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens") if name in body}
+    chat["messages"] = chat_messages(body)
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    if "tools" in body:
+        chat["tools"] = [
+            {
+                "type": "function",
+                "function": {"name": t["name"], "description": t.get("description", ""), "parameters": t["input_schema"]},
+            }
+            for t in body["tools"]
+        ]
+    choice = body.get("tool_choice", {"type": "auto"})
+    if choice["type"] == "tool":
+        if "name" not in choice:
+            raise Problem("missing_parameter", "tool_choice.name: is required", "tool_choice.name")
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    else:
+        chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
+    if choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
+    form = (body.get("output_config") or {}).get("format") or body.get("output_format")
+    if form:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
+    return chat
+
+
+class Answer:
+    def __init__(self, ask: Ask, body: dict[str, Any], model: str) -> None:
+        self.ask = ask
+        self.call = ask.call
+        self.stops = set(body.get("stop_sequences", []))
+        self.base: dict[str, Any] = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
+
+    def stop(self, finish: Any, called: bool) -> dict[str, Any]:
+        reason = finish_reason(finish)
+        if called and reason == "stop":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if reason == "stop" and finish[1] in self.stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish[1]}
+        return {"stop_reason": "max_tokens" if reason == "length" else "end_turn", "stop_sequence": None}
+
+    def usage(self) -> dict[str, Any]:
+        usage = usage_of(self.call.runs)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,  # Anthropic counts what was not in the cache
+            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+    def own(self) -> dict[str, Any]:
+        facts = self.call.state.facts
+        return {"seed": self.ask.params.get("seed"), "system_fingerprint": facts["fingerprint"], **extras(self.call.runs)}
+
+    async def whole(self) -> Response:
+        (done,) = await self.call.results()
+        choice = done["choices"][0]
+        text, calls = self.ask.read(choice["text"])
+        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() or not calls else []
+        content += [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in calls]
+        observe(self.call)
+        made = {**self.base, "content": content, **self.stop(choice["finish"], bool(calls)), "usage": self.usage()}
+        return Json({**made, **self.own()})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        blank = {"input_tokens": 0, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+        start = {**self.base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": blank}
+        yield sse({"type": "message_start", "message": start}, "message_start")
+        parser, finish, blocks = self.ask.parser(), None, Blocks()
+        try:
+            async for piece in pieces(self.call):
+                if piece is None:
+                    yield sse({"type": "ping"}, "ping")
+                    continue
+                finish = piece.finish or finish
+                found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+                if parser is not None and piece.finish is not None:
+                    found += parser.finish()
+                for kind, value in found:
+                    for made in blocks.text(value) if kind == "text" else blocks.call(value):
+                        yield made
+            if not all(run.done is not None for run in self.call.runs):
+                return
+            for made in blocks.close():
+                yield made
+            observe(self.call)
+            called = parser is not None and parser.calls > 0
+            last = {"type": "message_delta", "delta": self.stop(finish, called), "usage": self.usage(), **self.own()}
+            yield sse(last, "message_delta")
+            yield sse({"type": "message_stop"}, "message_stop")
+        except Problem as problem:
+            yield sse(error_body(problem), "error")
+
+
+class Blocks:
+    """Content blocks open and close one after another, numbered."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.in_text = False
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        return sse({"type": kind, "index": self.number, **data}, kind)
+
+    def text(self, text: str) -> list[bytes]:
+        if not text:
+            return []
+        out = [] if self.in_text else [self._event("content_block_start", content_block={"type": "text", "text": ""})]
+        self.in_text = True
+        return [*out, self._event("content_block_delta", delta={"type": "text_delta", "text": text})]
+
+    def call(self, call: Any) -> list[bytes]:
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        out = [
+            *self.close(),
+            self._event("content_block_start", content_block=block),
+            self._event("content_block_delta", delta={"type": "input_json_delta", "partial_json": call.arguments}),
+            self._event("content_block_stop"),
+        ]
+        self.number += 1
+        return out
+
+    def close(self) -> list[bytes]:
+        if not self.in_text:
+            return []
+        out = [self._event("content_block_stop")]
+        self.in_text = False
+        self.number += 1
+        return out
+
+
+async def create(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    ask = Ask(call, as_chat(body), MESSAGES, NAMES)
+    answer = Answer(ask, body, model)
+    stream = bool(body.get("stream"))
+    ask.submit(stream)
+    await ask.accepted()
+    return EventStream(call, answer.events()) if stream else await answer.whole()
+
+
+async def count(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body["model"])
+    chat, facts = as_chat(body), call.state.facts
+    tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
+    messages = template_messages(chat["messages"], tools, facts["template_tools"])
+    call.submit("tokenize", messages=messages, template={"tools": tools} if tools and facts["template_tools"] else {})
+    (done,) = await call.results()
+    return Json({"input_tokens": len(done["ids"])})

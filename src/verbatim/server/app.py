@@ -1,0 +1,233 @@
+"""The HTTP application: routes, and what stands before them (request id, Host, key, CORS, errors, the log line).
+
+In: an ASGI scope. Out: an answer in the protocol's shape, always with x-request-id; never a traceback, a path or an address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from verbatim.server import anthropic, info, ollama, responses, simple
+from verbatim.server.call import Call, ClientGone, EventStream, Handler, Json, answer_of, new_id
+from verbatim.server.chat import chat
+from verbatim.server.completions import completions
+from verbatim.server.problems import Problem
+from verbatim.server.state import State
+
+log = logging.getLogger("verbatim.server")
+access = logging.getLogger("verbatim.access")
+OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
+
+# path -> method -> (handler, takes room in the queue)
+ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
+    "/v1/completions": {"POST": (completions, True)},
+    "/v1/chat/completions": {"POST": (chat, True), "GET": (info.list_chats, False)},
+    "/v1/chat/completions/{id}": {
+        "GET": (info.get_chat, False),
+        "POST": (info.update_chat, False),
+        "DELETE": (info.delete_chat, False),
+    },
+    "/v1/chat/completions/{id}/messages": {"GET": (info.chat_messages, False)},
+    "/v1/responses": {"POST": (responses.create, True)},
+    "/v1/responses/input_tokens": {"POST": (responses.count, True)},
+    "/v1/responses/{id}": {"GET": (responses.retrieve, False), "DELETE": (responses.delete, False)},
+    "/v1/responses/{id}/input_items": {"GET": (responses.input_items, False)},
+    "/v1/models": {"GET": (info.models, False)},
+    "/v1/models/{id:path}": {"GET": (info.model, False)},
+    "/v1/embeddings": {"POST": (simple.embeddings, True)},
+    "/v1/score": {"POST": (simple.score, True)},
+    "/tokenize": {"POST": (simple.tokenize, True)},
+    "/detokenize": {"POST": (simple.detokenize, True)},
+    "/v1/messages": {"POST": (anthropic.create, True)},
+    "/v1/messages/count_tokens": {"POST": (anthropic.count, True)},
+    "/api/chat": {"POST": (ollama.chat, True)},
+    "/api/generate": {"POST": (ollama.generate, True)},
+    "/api/show": {"POST": (ollama.show, False)},
+    "/api/tags": {"GET": (ollama.tags, False)},
+    "/api/version": {"GET": (ollama.version, False)},
+    "/health": {"GET": (info.health, False)},
+    "/health/live": {"GET": (info.live, False)},
+    "/health/ready": {"GET": (info.health, False)},
+    "/metrics": {"GET": (info.metrics, False)},
+    "/openapi.json": {"GET": (info.openapi, False)},
+}
+
+
+def make_app(state: State) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+    routes = [
+        Route(path, _endpoint(state, path, methods), methods=list(methods))
+        for path, methods in ROUTES.items()
+    ]  # fmt: skip
+    inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
+    inner.router.redirect_slashes = False
+    return Door(inner, state)
+
+
+def _endpoint(state: State, path: str, methods: dict[str, tuple[Handler, bool]]) -> Callable[[Request], Awaitable[Response]]:
+    async def run(request: Request) -> Response:
+        call = Call(request, state, path)
+        handler, needs_room = methods["GET" if request.method == "HEAD" else request.method]
+        response: Response | None = None
+        try:
+            if needs_room:
+                call.room.enter_context(state.admit(call.tenant))
+            response = await handler(call)
+        except (ClientGone, ClientDisconnect):
+            response = Response(status_code=499)
+        except Exception as error:
+            response = spell_problem(path, answer_of(error, call.id))
+        finally:
+            if not isinstance(response, EventStream):  # a stream closes its call after its last byte
+                call.close()
+        return response
+
+    return run
+
+
+def spell_problem(path: str, problem: Problem) -> Response:
+    """In the protocol's own shape: clients look for the words where they expect them."""
+    body = problem.body()
+    if path.startswith("/v1/messages"):
+        body = anthropic.error_body(problem)
+    elif path.startswith("/api/"):
+        body = {"error": problem.message}
+    return Json(body, problem.status, headers=problem.headers())
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = "method_not_allowed" if error.status_code == 405 else "not_found"
+    message = "no such method on this route" if error.status_code == 405 else "no such route; /openapi.json lists them"
+    response = spell_problem(request.url.path, Problem(code, message))
+    response.headers.update(error.headers or {})
+    return response
+
+
+class Door:
+    """Everything that must hold for every route alike, even those that do not exist."""
+
+    def __init__(self, inner: Starlette, state: State) -> None:
+        self._inner = inner
+        self._state = state
+        settings = state.settings
+        self._keys = [(hashlib.sha256(k.encode()).digest(), hashlib.sha256(k.encode()).hexdigest()[:16]) for k in settings.keys]
+        self._hosts = {"localhost", settings.host.lower(), *(h.lower() for h in settings.allowed_hosts)}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        headers = {
+            k: v
+            for k, v in scope["headers"]
+            if k in (b"host", b"authorization", b"x-api-key", b"origin", b"access-control-request-method")
+        }
+        scope["verbatim.id"] = request_id = new_id("req_")
+        scope["verbatim.arrived"] = arrived = time.monotonic()
+        scope["verbatim.tenant"] = ""
+        extra: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode()), *self._cors(headers)]
+        status = 0
+
+        async def out(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        refusal = self._refuse(scope, headers)
+        if refusal is not None:
+            await spell_problem(scope["path"], refusal)(scope, receive, out)
+        elif scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+            await Response(status_code=204)(scope, receive, out)
+        else:
+            await self._inner(scope, receive, out)
+        route = getattr(scope.get("route"), "path", "other")
+        self._state.metrics.answers[(route, status)] += 1
+        self._log(scope, route, status, time.monotonic() - arrived)
+
+    # ------------------------------------------------------------------------------------------------------ who may
+
+    def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> Problem | None:
+        if not self._host_allowed(headers.get(b"host", b"")):
+            return Problem(
+                "host_not_allowed", "the Host header names neither this machine nor an allowed host (--allow-host)", "host"
+            )
+        if (
+            not self._keys
+            or scope["path"] in OPEN_ROUTES
+            or (scope["method"] == "OPTIONS" and self._state.settings.cors_origins)
+        ):
+            return None
+        tenant = self._tenant(headers)
+        if tenant is None:
+            return Problem(
+                "invalid_api_key", "this server needs a key: Authorization: Bearer KEY, or x-api-key: KEY", "authorization"
+            )
+        scope["verbatim.tenant"] = tenant
+        return None
+
+    def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
+        """Every key is compared, in the same time whether and where they differ."""
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        candidate = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        digest = hashlib.sha256(candidate).digest()
+        found: str | None = None
+        for known, name in self._keys:
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found
+
+    def _host_allowed(self, host: bytes) -> bool:
+        """Against DNS rebinding: a browser that was led here by another name sends that name. Addresses cannot be rebound."""
+        name = host.decode("latin-1").lower()
+        if name.startswith("["):
+            name = name[1:].partition("]")[0]
+        elif name.count(":") == 1:
+            name = name.partition(":")[0]
+        if name in self._hosts:
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+    def _cors(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        origins, origin = self._state.settings.cors_origins, headers.get(b"origin")
+        if not origins or origin is None or (origin.decode("latin-1") not in origins and "*" not in origins):
+            return []
+        return [
+            (b"access-control-allow-origin", b"*" if "*" in origins else origin),
+            (b"access-control-allow-methods", b"GET, POST, DELETE"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
+            (b"vary", b"origin"),
+        ]
+
+    def _log(self, scope: Scope, route: str, status: int, seconds: float) -> None:
+        """Never the text of a prompt, never a key; the tenant is a digest."""
+        if not access.isEnabledFor(logging.INFO):
+            return
+        line: dict[str, Any] = {"id": scope["verbatim.id"], "method": scope["method"], "route": route, "status": status,
+                                "seconds": round(seconds, 4), "tenant": scope["verbatim.tenant"]}  # fmt: skip
+        if self._state.settings.log_format == "json":
+            access.info(json.dumps(line))
+        else:
+            access.info(" ".join(f"{k}={v}" for k, v in line.items() if v != ""))
+
+
+def route_list() -> Sequence[tuple[str, str]]:
+    return [(path, method) for path, methods in ROUTES.items() for method in methods]

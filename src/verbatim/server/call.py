@@ -1,0 +1,209 @@
+"""One HTTP call: its body checked, its room taken, its client watched. Every generating handler is written against this.
+
+In: a Starlette Request. Out: Running requests, whole answers, or an event stream; a client that leaves frees the engine within a step,
+streamed or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from verbatim.server.check import check, parse_json
+from verbatim.server.problems import Problem, problem_of
+from verbatim.server.running import Running, Signal
+from verbatim.server.state import State
+
+log = logging.getLogger("verbatim.server")
+WRITE_GRACE = 10.0  # seconds a reader has to take the last bytes before its connection is cut
+
+
+class ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+def dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content)
+
+
+class Call:
+    def __init__(self, request: Request, state: State, route: str) -> None:
+        self.request = request
+        self.state = state
+        self.route = route
+        self.id: str = request.scope["verbatim.id"]
+        self.tenant: str = request.scope["verbatim.tenant"]
+        self.arrived: float = request.scope["verbatim.arrived"]
+        self.signal = Signal()
+        self.runs: list[Running] = []
+        self.deadline: asyncio.Timeout | None = None  # of an open event stream
+        self.room = contextlib.ExitStack()  # what admission gave; a stream keeps it until its last byte
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ----------------------------------------------------------------------------------------------------------- body
+
+    async def body(self, route: str | None = None) -> dict[str, Any]:
+        raw = await self.read_raw()
+        data = parse_json(raw, self.state.limits.max_json_depth)
+        if self.state.settings.log_prompts:
+            log.info("request %s body %s", self.id, raw.decode(errors="replace"))
+        return check(route or self.route, data)
+
+    async def read_raw(self) -> bytes:
+        limit = self.state.limits.max_body_bytes
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise Problem("unsupported_media_type", "send the body as application/json", "content-type")
+        length = self.request.headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > limit:
+            raise Problem("body_too_large", f"the body is larger than {limit} bytes")
+        raw = bytearray()
+        try:
+            async with asyncio.timeout(self.state.limits.body_seconds):
+                async for piece in self.request.stream():
+                    raw += piece
+                    if len(raw) > limit:
+                        raise Problem("body_too_large", f"the body is larger than {limit} bytes")
+        except TimeoutError:
+            raise Problem("timeout", "the body did not arrive in time") from None
+        return bytes(raw)
+
+    # ---------------------------------------------------------------------------------------------------------- engine
+
+    def submit(self, kind: str, **message: Any) -> Running:
+        name = self.id if not self.runs else f"{self.id}-{len(self.runs)}"
+        if self._timer is None:
+            wait = self.arrived + self.state.limits.request_seconds - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
+        running = self.state.supervisor.submit(name, self.tenant, {"kind": kind, **message}, self.signal)
+        running.on_fail = self._failed
+        self.runs.append(running)
+        return running
+
+    def _expire(self) -> None:
+        for running in self.runs:
+            if not running.ended:
+                running.fail(Problem("timeout", f"the request took longer than {self.state.limits.request_seconds:g} seconds"))
+                self.state.supervisor.abort(running)
+
+    def _failed(self) -> None:
+        """The request is over and only its last words are left to write: a reader that takes nothing is not waited for."""
+        loop = asyncio.get_running_loop()
+        if self.deadline is not None and not self.deadline.expired():
+            self.deadline.reschedule(min(self.deadline.when() or loop.time() + WRITE_GRACE, loop.time() + WRITE_GRACE))
+
+    def close(self) -> None:
+        """Ends what still runs and gives the room back. Twice is fine."""
+        for running in self.runs:
+            running.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self.room.close()
+
+    async def accepted(self) -> None:
+        """All parts of the request are with the engine, or a Problem is raised while an HTTP status can still be sent."""
+        await self._while_here(self._all(Running.wait_accepted))
+
+    async def results(self) -> list[dict[str, Any]]:
+        """The whole answers, in order."""
+        return await self._while_here(self._all(Running.result))
+
+    async def _all(self, wait: Callable[[Running], Awaitable[Any]]) -> list[Any]:
+        return [await wait(running) for running in self.runs]
+
+    async def _while_here(self, work: Awaitable[list[Any]]) -> list[Any]:
+        """`work`, unless the client leaves first."""
+        task = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(wait_for_disconnect(self.request.receive))
+        try:
+            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone
+            return task.result()
+        finally:
+            gone.cancel()
+            task.cancel()
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def new_id(prefix: str) -> str:
+    return prefix + secrets.token_hex(12)
+
+
+class EventStream(Response):
+    """Sends what `events` yields, each piece whole, while watching for the client to leave. `events` ends by itself when the call's
+    runs are closed; the call is closed however this ends."""
+
+    def __init__(self, call: Call, events: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
+        super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
+        del self.headers["content-length"]
+        self._call = call
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(self._watch(receive))
+        limits = self._call.state.limits
+        left = self._call.arrived + limits.request_seconds + WRITE_GRACE - time.monotonic()
+        try:
+            async with asyncio.timeout(max(left, WRITE_GRACE)) as self._call.deadline:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for piece in self._events:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (TimeoutError, ClientGone):  # a reader that takes nothing: there is no polite way left
+            if "verbatim.abort" in scope:
+                scope["verbatim.abort"]()
+        finally:
+            watch.cancel()
+            self._call.close()
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+    async def _watch(self, receive: Receive) -> None:
+        await wait_for_disconnect(receive)
+        for running in self._call.runs:
+            running.close()
+
+
+def sse(data: Any, event: str | None = None) -> bytes:
+    head = f"event: {event}\n".encode() if event else b""
+    return head + b"data: " + dumps(data) + b"\n\n"
+
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def error_event(problem: Problem) -> bytes:
+    return sse(problem.body())
+
+
+Handler = Callable[[Call], Awaitable[Response]]
+
+
+def answer_of(error: BaseException, call_id: str) -> Problem:
+    problem = problem_of(error)
+    if problem.code == "internal_error" and not isinstance(error, Problem):
+        log.error("request %s failed", call_id, exc_info=error)
+    return problem

@@ -1,0 +1,307 @@
+"""POST /v1/chat/completions: a conversation in, a message out, with tools, structure and log-probabilities as OpenAI spells them.
+
+Asking (`Ask`: messages, tools, format -> one message to the engine) is shared with the Responses, Anthropic and Ollama routes, which translate
+their fields into OpenAI's chat fields first; spelling the answer is each protocol's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server import asks
+from verbatim.server.call import DONE, KEEP_ALIVE, Call, EventStream, Json, error_event, new_id, sse
+from verbatim.server.completions import closing, loop_of, stream_options
+from verbatim.server.fields import CHAT, Rule
+from verbatim.server.generate import (
+    Piece,
+    chat_logprobs,
+    extras,
+    finish_reason,
+    obfuscation,
+    observe,
+    pieces,
+    usage_of,
+)
+from verbatim.server.problems import Problem
+from verbatim.server.tools import Call as ToolCall
+from verbatim.server.tools import ToolParser, forced_schema, template_messages
+
+STRUCTURES = ("json_schema", "regex", "grammar", "choice")
+
+
+class Ask:
+    """A chat request, understood: what goes to the engine, and how its text is to be read.
+
+    names: the engine's word for a parameter -> the client's, for errors."""
+
+    def __init__(
+        self, call: Call, body: Mapping[str, Any], table: Mapping[str, Rule] = CHAT, names: Mapping[str, str] | None = None
+    ) -> None:
+        self.call = call
+        self.body = body
+        self.names = {"messages": "messages", **(names or {})}
+        self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
+        self.choice = body.get("tool_choice", "auto")
+        self.forced = False
+        self.values = asks.sampling_values(body, table)
+        self._length()
+        self._logprobs()
+        self._structure()
+        self._tools()
+        self._lengths_of_text()
+        state = call.state
+        self.params = asks.finish_params(
+            self.values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=self.names
+        )
+
+    def _own(self, name: str) -> str:
+        return self.names.get(name, name)
+
+    def _length(self) -> None:
+        old, new = self.body.get("max_tokens"), self.body.get("max_completion_tokens")
+        if old is not None and new is not None and old != new:
+            raise Problem("invalid_parameter", "max_tokens: differs from max_completion_tokens; send one of them", "max_tokens")
+        if new is not None:
+            self.names = {"max_tokens": "max_completion_tokens", **self.names}
+        if old is not None or new is not None:
+            self.values["max_tokens"] = new if new is not None else old
+
+    def _logprobs(self) -> None:
+        top = self.body.get("top_logprobs")
+        if top and not self.body.get("logprobs"):
+            raise Problem("invalid_parameter", f"{self._own('top_logprobs')}: needs logprobs: true", self._own("top_logprobs"))
+        if self.body.get("logprobs"):
+            self.values["logprobs"] = top or 0
+            self.names = {"logprobs": "top_logprobs", **self.names}
+
+    def _structure(self) -> None:
+        form = self.body.get("response_format") or {"type": "text"}
+        if form["type"] == "text":
+            return
+        self._only_structure("response_format")
+        schema: Any = {"type": "object"}
+        if form["type"] == "json_schema":
+            schema = form["json_schema"].get("schema", True)
+        self.values["json_schema"] = schema
+        self.names = {"json_schema": "response_format", **self.names}
+
+    def _only_structure(self, name: str) -> None:
+        own = self._own(name)
+        for other in STRUCTURES:
+            if other in self.values:
+                raise Problem(
+                    "invalid_parameter", f"{own}: only one structure at a time, and {self._own(other)} is set too", own
+                )
+
+    def _tools(self) -> None:
+        limit, own = self.call.state.limits.max_tools, self._own("tools")
+        if len(self.tools) > limit:
+            raise Problem("invalid_parameter", f"{own}: {len(self.tools)} tools are above this server's limit of {limit}", own)
+        names = [tool["function"]["name"] for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise Problem("invalid_parameter", f"{own}: two tools have the same name", own)
+        wanted = self.choice["function"]["name"] if isinstance(self.choice, dict) else None
+        own = self._own("tool_choice")
+        if self.choice == "none":
+            self.tools = []
+        elif self.choice != "auto":
+            if not self.tools or (wanted is not None and wanted not in names):
+                raise Problem("invalid_parameter", f"{own}: names a tool that is not in tools", own)
+            self._only_structure("tool_choice")
+            self.values["json_schema"] = forced_schema(self.tools, wanted)
+            self.names = {"json_schema": "tools", **self.names}
+            self.forced = True
+
+    def _lengths_of_text(self) -> None:
+        messages = self.body["messages"]
+        limit, own = self.call.state.limits.max_messages, self._own("messages")
+        if len(messages) > limit:
+            raise Problem("invalid_parameter", f"{own}: {len(messages)} messages are above this server's limit of {limit}", own)
+        facts = self.call.state.facts
+        if not facts["has_template"]:
+            raise Problem("unsupported_parameter", f"{own}: this model has no chat template; use /v1/completions", own)
+        self.messages = template_messages(messages, self.tools, facts["template_tools"])
+        for message in self.messages:
+            asks.check_text_length(own, message["content"], facts)
+
+    def submit(self, stream: bool) -> None:
+        facts = self.call.state.facts
+        template = dict(self.body.get("chat_template_kwargs") or {})
+        for name in ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "tokenize", "template"):
+            if name in template:
+                raise Problem(
+                    "invalid_parameter", f"chat_template_kwargs.{name}: is the server's to set", "chat_template_kwargs"
+                )
+        if self.tools and facts["template_tools"]:
+            template["tools"] = self.tools
+        self.call.submit("generate", messages=self.messages, template=template, params=self.params, stream=stream)
+
+    async def accepted(self) -> None:
+        try:
+            await self.call.accepted()
+        except Problem as problem:
+            raise asks.renamed(problem, self.names) from None
+
+    def parser(self) -> ToolParser | None:
+        """For one choice. None: the text is the answer."""
+        if not self.tools:
+            return None
+        names = {tool["function"]["name"] for tool in self.tools}
+        single = self.body.get("parallel_tool_calls") is False
+        return ToolParser(self.call.state.facts["tool_format"], names, forced=self.forced, single=single)
+
+    def read(self, text: str) -> tuple[str, list[ToolCall]]:
+        """A whole answer's text and calls."""
+        parser = self.parser()
+        if parser is None:
+            return text, []
+        found = [*parser.push(text), *parser.finish()]
+        return "".join(v for kind, v in found if kind == "text"), [v for kind, v in found if kind == "call"]
+
+
+def spelled_call(call: ToolCall, index: int | None = None) -> dict[str, Any]:
+    out = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return out if index is None else {"index": index, **out}
+
+
+class Chat:
+    def __init__(self, ask: Ask, model: str) -> None:
+        self.ask = ask
+        self.call = ask.call
+        self.top = ask.body.get("top_logprobs") or 0
+        self.with_logprobs = bool(ask.body.get("logprobs"))
+        self.head: dict[str, Any] = {
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self.call.state.facts["fingerprint"],
+            "seed": ask.params.get("seed"),
+            "service_tier": "default",
+        }
+
+    # ---------------------------------------------------------------------------------------------------------- whole
+
+    async def whole(self) -> Response:
+        (done,) = await self.call.results()
+        choices = [self._choice(choice) for choice in done["choices"]]
+        observe(self.call)
+        answer = {**self.head, "choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)}
+        self.keep(answer)
+        return Json(answer)
+
+    def keep(self, answer: dict[str, Any]) -> None:
+        if self.ask.body.get("store"):
+            kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
+            item = {"kind": "chat", "object": kept, "messages": self.ask.body["messages"]}
+            self.call.state.store.put(self.call.tenant, answer["id"], item)
+
+    def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
+        text, calls = self.ask.read(choice["text"])
+        message: dict[str, Any] = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = [spelled_call(c) for c in calls]
+        out = {
+            "index": choice["index"],
+            "message": message,
+            "logprobs": chat_logprobs(choice["logprobs"], self.top) if self.with_logprobs else None,
+            "finish_reason": reason_with_calls(choice["finish"], bool(calls)),
+        }
+        return out | {name: choice[name] for name in ("score", "explain") if choice[name]} | loop_of(choice)
+
+    # --------------------------------------------------------------------------------------------------------- stream
+
+    async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
+        head = {**self.head, "object": "chat.completion.chunk"}
+        blank = {"usage": None} if with_usage else {}
+        parsers: dict[int, ToolParser | None] = {}
+        try:
+            async for piece in pieces(self.call):
+                if piece is None:
+                    yield KEEP_ALIVE
+                    continue
+                for choice in self._deltas(piece, parsers):
+                    chunk = {**head, "choices": [choice], **blank}
+                    if pad:
+                        chunk["obfuscation"] = obfuscation(choice["delta"].get("content") or "")
+                    yield sse(chunk)
+        except Problem as problem:
+            yield error_event(asks.renamed(problem, self.ask.names))
+        else:
+            if all(run.done is not None for run in self.call.runs):
+                observe(self.call)
+                self._keep_stream()
+                for last in closing(self.call, head, with_usage):
+                    yield last
+        yield DONE
+
+    def _keep_stream(self) -> None:
+        if self.ask.body.get("store"):
+            done = self.call.runs[0].done
+            assert done is not None
+            self.keep({**self.head, "choices": [self._choice(c) for c in done["choices"]], "usage": usage_of(self.call.runs)})
+
+    def _deltas(self, piece: Piece, parsers: dict[int, ToolParser | None]) -> list[dict[str, Any]]:
+        """The chunks of one piece: text and calls as they become certain; the role first, the finish last and alone."""
+        deltas: list[dict[str, Any]] = []
+        if piece.index not in parsers:
+            parsers[piece.index] = self.ask.parser()
+            deltas.append({"role": "assistant", "content": "", "refusal": None})
+        parser = parsers[piece.index]
+        if parser is None:
+            deltas += [{"content": piece.text}] if piece.text or piece.logprobs else []
+        else:
+            before = parser.calls
+            found = parser.push(piece.text)
+            if piece.finish is not None:
+                found += parser.finish()
+            deltas += spelled_deltas(found, before)
+            if not found and piece.logprobs:
+                deltas.append({"content": ""})
+        out: list[dict[str, Any]] = [
+            {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
+        ]
+        if self.with_logprobs and piece.logprobs:
+            out[-1]["logprobs"] = chat_logprobs(piece.logprobs, self.top)
+        if piece.explain:
+            out[-1]["explain"] = piece.explain
+        if piece.finish is not None:
+            reason = reason_with_calls(piece.finish, parser is not None and parser.calls > 0)
+            out.append({"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": reason})
+        return out
+
+
+def spelled_deltas(found: list[tuple[str, Any]], number: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for kind, value in found:
+        if kind == "text":
+            out.append({"content": value})
+        else:
+            out.append({"tool_calls": [spelled_call(value, number)]})
+            number += 1
+    return out
+
+
+def reason_with_calls(finish: Any, called: bool) -> str | None:
+    reason = finish_reason(finish)
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+async def chat(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    call.state.store.check_offered(bool(body.get("store")))
+    with_usage, pad = stream_options(body)
+    stream = bool(body.get("stream"))
+    if stream and (body.get("best_of") or 1) > body.get("n", 1):
+        raise Problem("invalid_parameter", "best_of: cannot be streamed, because the best is known only at the end", "best_of")
+    made = Chat(ask := Ask(call, body), model)
+    ask.submit(stream)
+    await ask.accepted()
+    if stream:
+        return EventStream(call, made.events(with_usage, pad))
+    return await made.whole()

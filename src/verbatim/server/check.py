@@ -1,0 +1,182 @@
+"""A request body in, a checked plain dict out, or a Problem that names the field.
+
+Order: bytes -> JSON (sound UTF-8, no NaN, no duplicate key, bounded depth) -> the protocol's table (unknown and refused fields by name) ->
+the request model made from that table (types and ranges). null means "not given", as OpenAI's clients send it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+from verbatim.server.fields import PROTOCOLS, Rule
+from verbatim.server.problems import Problem
+
+
+def parse_json(raw: bytes, max_depth: int) -> Any:
+    try:
+        data = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object)
+    except Problem:
+        raise
+    except RecursionError:
+        raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}") from None
+    except ValueError as error:  # bad UTF-8, bad JSON, NaN, a number of thousands of digits
+        raise Problem("invalid_json", f"the body is not JSON: {_plain(error)}") from None
+    if _depth(data, max_depth) > max_depth:
+        raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}")
+    if b"\\u" in raw or b"\\U" in raw:  # only an escape can make half a surrogate pair
+        try:
+            json.dumps(data, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise Problem("invalid_json", "a string holds half a surrogate pair, which is not text") from None
+    return data
+
+
+def _plain(error: ValueError) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at character {error.pos}"
+    return "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else "a number that cannot be read"
+
+
+def _no_constant(name: str) -> Any:
+    raise Problem("invalid_json", f"{name} is not JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise Problem("invalid_json", f"the key {twice[:40]!r} appears twice in one object", param=twice[:64])
+    return out
+
+
+def _depth(data: Any, limit: int) -> int:
+    """Level by level, without recursion, and no further than the limit."""
+    level, depth = [data], 0
+    while level and depth <= limit:
+        level = [
+            v for item in level if isinstance(item, (dict, list)) for v in (item.values() if isinstance(item, dict) else item)
+        ]
+        depth += 1
+    return depth
+
+
+# -------------------------------------------------------------------------------------------------------------- models
+
+
+@functools.cache
+def request_model(route: str) -> type[BaseModel]:
+    title, table = PROTOCOLS[route]
+    members: dict[str, Any] = {}
+    for name, rule in table.items():
+        kind = allowed_type(rule)
+        if kind is None:
+            continue
+        members[_safe(name)] = (kind, ...) if rule.required else (kind | None, None)
+    config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), alias_generator=_unsafe, title=title)
+    return create_model(title, __config__=config, **members)
+
+
+def _safe(name: str) -> str:
+    """pydantic keeps leading underscores for itself."""
+    return f"private{name}" if name.startswith("_") else name
+
+
+def _unsafe(name: str) -> str:
+    return name.removeprefix("private") if name.startswith("private_") else name
+
+
+def allowed_type(rule: Rule) -> Any:
+    """What may be sent: None for a field that is refused whatever its value."""
+    if rule.kind != "refused":
+        return rule.type
+    if not rule.only:
+        return None
+    plain = tuple(v for v in rule.only if isinstance(v, (str, bool, int)))
+    return Literal[plain] if len(plain) == len(rule.only) else Any
+
+
+def check(route: str, data: Any) -> dict[str, Any]:
+    """The body without its nulls, every field known, offered and in range."""
+    table = PROTOCOLS[route][1]
+    if not isinstance(data, dict):
+        raise Problem("invalid_request", "the body must be a JSON object")
+    given: dict[str, Any] = {}
+    for name, value in data.items():
+        rule = table.get(name)
+        if rule is None:
+            raise Problem("unknown_parameter", f"{name[:64]}: no such field of {route}{_near(name, table)}", param=name[:64])
+        if value is None:
+            continue
+        if rule.kind == "refused" and not _asks_nothing(rule, value):
+            raise Problem("unsupported_parameter", f"{name}: not offered; {rule.help}", param=name)
+        given[name] = _without_nulls(value) if name in ("messages", "input", "tools") else value
+    for name, rule in table.items():
+        if rule.required and name not in given:
+            raise Problem("missing_parameter", f"{name}: is required", param=name)
+    try:
+        request_model(route).model_validate(given)
+    except ValidationError as error:
+        raise _problem(error, given) from None
+    except RecursionError:
+        raise Problem("json_too_deep", "the body is nested too deeply") from None
+    return given
+
+
+def _asks_nothing(rule: Rule, value: Any) -> bool:
+    return any(type(value) is type(harmless) and value == harmless for harmless in rule.only)
+
+
+def _near(name: str, table: Mapping[str, Rule]) -> str:
+    from difflib import get_close_matches
+
+    near = get_close_matches(name[:64], table, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _without_nulls(value: Any, depth: int = 3) -> Any:
+    """Clients send back what they got, nulls and all ("refusal": null): in messages a null is a field not given."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v, depth - 1) if depth else v for k, v in value.items() if v is not None}
+    if isinstance(value, list) and depth:
+        return [_without_nulls(v, depth - 1) for v in value]
+    return value
+
+
+def _problem(error: ValidationError, data: Any) -> Problem:
+    """Of a union's many complaints, the one that got deepest into the data is the one the client can use."""
+    paths = [(_path(e, data), e) for e in error.errors(include_url=False, include_context=False)]
+    path, chosen = max(paths, key=lambda item: len(item[0]))
+    param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")[:256]
+    if chosen["type"] == "missing":
+        return Problem("missing_parameter", f"{param}: is required", param=param)
+    if chosen["type"] == "extra_forbidden":
+        return Problem("unknown_parameter", f"{param}: no such field", param=param)
+    return Problem("invalid_parameter", f"{param}: {_words(chosen)}", param=param)
+
+
+def _path(error: ErrorDetails, data: Any) -> list[str | int]:
+    """pydantic's location without the names of union branches: only what can be followed in the data."""
+    out: list[str | int] = []
+    here = data
+    location = error["loc"]
+    for i, step in enumerate(location):
+        if (isinstance(here, dict) and step in here) or (isinstance(here, list) and isinstance(step, int) and step < len(here)):
+            here = here[step]  # type: ignore[index]
+            out.append(step)
+        elif error["type"] == "missing" and i == len(location) - 1:
+            out.append(step)
+    return out
+
+
+def _words(error: ErrorDetails) -> str:
+    value = repr(error["input"])
+    shown = value if len(value) <= 40 else value[:37] + "..."
+    message = error["msg"]
+    return f"{message[0].lower()}{message[1:]} (got {shown})"

@@ -1,0 +1,184 @@
+"""POST /v1/completions: text in, text out, as OpenAI's older endpoint does it.
+
+A list of prompts becomes as many requests of the engine, in one step together; choices are numbered prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server import asks
+from verbatim.server.call import DONE, KEEP_ALIVE, Call, EventStream, Json, error_event, new_id, sse
+from verbatim.server.fields import COMPLETIONS
+from verbatim.server.generate import (
+    Piece,
+    completion_logprobs,
+    extras,
+    finish_reason,
+    obfuscation,
+    observe,
+    pieces,
+    usage_of,
+)
+from verbatim.server.problems import Problem
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def prompts_of(value: Any, name: str, call: Call) -> list[str | list[int]]:
+    """The four spellings of `prompt` as a list; hopeless and senseless ones are refused here, before the engine sees them."""
+    many = isinstance(value, list) and not isinstance(value[0], int)
+    prompts: list[str | list[int]] = list(value) if many else [value]
+    limit = call.state.limits.max_prompts
+    if len(prompts) > limit:
+        raise Problem("invalid_parameter", f"{name}: {len(prompts)} prompts are above this server's limit of {limit}", name)
+    for i, prompt in enumerate(prompts):
+        where = f"{name}[{i}]" if many else name
+        if not prompt:
+            raise Problem("invalid_parameter", f"{where}: is empty; give at least one character or token", where)
+        if isinstance(prompt, str):
+            asks.check_text_length(where, prompt, call.state.facts)
+        else:
+            asks.check_vocabulary(where, prompt, call.state.facts)
+    return prompts
+
+
+def stream_options(body: dict[str, Any]) -> tuple[bool, bool]:
+    """(include_usage, include_obfuscation)"""
+    options = body.get("stream_options")
+    if options is not None and not body.get("stream"):
+        raise Problem("invalid_parameter", "stream_options: only with stream: true", "stream_options")
+    options = options or {}
+    return bool(options.get("include_usage")), bool(options.get("include_obfuscation"))
+
+
+class Completions:
+    """One request's answer. Its name, time and model are the same in every chunk."""
+
+    def __init__(self, call: Call, body: dict[str, Any], model: str) -> None:
+        self.call = call
+        self.body = body
+        self.head = {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": call.state.facts["fingerprint"],
+        }
+        self.echo = bool(body.get("echo"))
+        self.top = body.get("logprobs")
+        self.params: dict[str, Any] = {}
+        self.n = body.get("num_return_sequences") or (1 if body.get("num_beams", 1) > 1 else body.get("n", 1))
+        self.offsets: dict[tuple[int, int], int] = {}
+
+    def ask(self, prompts: int) -> None:
+        values = asks.sampling_values(self.body, COMPLETIONS)
+        values["max_tokens"] = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
+        if self.top is not None:
+            values["logprobs"] = self.top
+            if self.echo:
+                values["prompt_logprobs"] = self.top
+        if self.echo and self.top is not None and self.body.get("stream"):
+            raise Problem("unsupported_parameter", "echo: with logprobs it is not offered in a stream; leave one out", "echo")
+        if self.body.get("stream") and (self.body.get("best_of") or 1) > self.body.get("n", 1):
+            raise Problem(
+                "invalid_parameter", "best_of: cannot be streamed, because the best is known only at the end", "best_of"
+            )
+        state = self.call.state
+        self.params = asks.finish_params(
+            values, limits=state.limits, facts=state.facts, tenant=self.call.tenant, prompts=prompts
+        )
+        self.head["seed"] = self.params.get("seed")
+
+    def choice(self, run: int, choice: dict[str, Any], done: dict[str, Any], echo: str) -> dict[str, Any]:
+        logprobs = None
+        if self.top is not None:
+            items = [*(done["prompt_logprobs"] if self.echo else []), *choice["logprobs"]]
+            logprobs, _ = completion_logprobs(items, self.top, 0)
+        out = {
+            "text": echo + choice["text"],
+            "index": run * self.n + choice["index"],
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(choice["finish"]),
+        }
+        return out | {name: choice[name] for name in ("score", "explain") if choice[name]} | loop_of(choice)
+
+    async def whole(self) -> Response:
+        results = await self.call.results()
+        choices = [
+            self.choice(number, choice, done, self.call.runs[number].text)
+            for number, done in enumerate(results)
+            for choice in done["choices"]
+        ]
+        observe(self.call)
+        return Json({**self.head, "choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)})
+
+    async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
+        started: set[tuple[int, int]] = set()
+        blank = {"usage": None} if with_usage else {}
+        try:
+            async for piece in pieces(self.call):
+                if piece is None:
+                    yield KEEP_ALIVE
+                    continue
+                key = (piece.run, piece.index)
+                if self.echo and key not in started:
+                    started.add(key)
+                    piece.text = self.call.runs[piece.run].text + piece.text
+                chunk = {**self.head, "choices": [self.delta(piece)], **blank}
+                if pad:
+                    chunk["obfuscation"] = obfuscation(piece.text)
+                yield sse(chunk)
+        except Problem as problem:
+            yield error_event(problem)
+        else:
+            observe(self.call)
+            for last in closing(self.call, self.head, with_usage):
+                yield last
+        yield DONE
+
+    def delta(self, piece: Piece) -> dict[str, Any]:
+        logprobs = None
+        if self.top is not None:
+            key = (piece.run, piece.index)
+            logprobs, self.offsets[key] = completion_logprobs(piece.logprobs, self.top, self.offsets.get(key, 0))
+        out = {
+            "text": piece.text,
+            "index": piece.run * self.n + piece.index,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(piece.finish),
+        }
+        return out | ({"explain": piece.explain} if piece.explain else {})
+
+
+def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
+    """After the last choice: a chunk without choices where usage or a receipt was asked for; warnings otherwise as a comment."""
+    more = extras(call.runs)
+    if with_usage or "receipt" in more:
+        usage = {"usage": usage_of(call.runs)} if with_usage else {}
+        return [sse({**head, "choices": [], **usage, **more})]
+    return [f": warning: {warning}\n\n".encode() for warning in more.get("warnings", [])]
+
+
+def loop_of(choice: dict[str, Any]) -> dict[str, Any]:
+    return {"loop": choice["loop"]} if choice["loop"] else {}
+
+
+async def completions(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    with_usage, pad = stream_options(body)
+    prompts = prompts_of(body["prompt"], "prompt", call)
+    made = Completions(call, body, model)
+    made.ask(len(prompts))
+    stream = bool(body.get("stream"))
+    for prompt in prompts:
+        call.submit("generate", prompt=prompt, params=made.params, stream=stream, echo=made.echo)
+    await call.accepted()
+    if stream:
+        return EventStream(call, made.events(with_usage, pad))
+    return await made.whole()

@@ -1,0 +1,125 @@
+"""The engine process: `python -m verbatim.server.engine_process FD`. Jobs come in over one socket, deltas and answers go out.
+
+It knows nothing of HTTP, keys or addresses. It ends when the socket closes, so no child outlives a killed parent.
+Text is its business (templates, tokens, bytes), because here a hostile prompt can hurt no more than the engine, which is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+from verbatim.server import wire
+from verbatim.server.jobs import Jobs
+from verbatim.server.problems import problem_of
+
+if TYPE_CHECKING:
+    from verbatim.engine.aio import AsyncEngine
+
+BEAT_SECONDS = 0.25
+log = logging.getLogger("verbatim.engine")
+
+
+def open_engine(start: dict[str, Any]) -> AsyncEngine:
+    """Blocking: reads the model. `test_engine` is a hidden flag of the tests and reaches nothing but verbatim.testing."""
+    from verbatim.engine.aio import AsyncEngine
+
+    if start["test_engine"]:
+        from verbatim import testing
+
+        return AsyncEngine.from_parts(testing.server_parts(start["test_engine"]), **start["engine"])
+    return AsyncEngine(start["model"], revision=start["revision"], offline=start["offline"], **start["engine"])
+
+
+async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:
+    """Tells the parent that this loop turns and what the engine has done; the parent decides what silence means."""
+    count = 0
+    while True:
+        message: wire.Message = {"t": "beat", "stats": engine.stats(), "alive": engine.alive}
+        if count % metrics_every == 0:
+            message["metrics"] = engine.metrics()
+        outbox.put(message)
+        count += 1
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+async def serve(fd: int) -> int:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C goes to the whole group; the parent decides
+    loop.add_signal_handler(signal.SIGTERM, lambda: None)
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
+    outbox = wire.Outbox(writer)
+    start = await wire.read(reader)
+    if start is None:
+        return 0
+    outbox.put({"t": "loading"})
+    opening = asyncio.ensure_future(asyncio.to_thread(open_engine, start))
+    try:
+        engine = await opening
+    except Exception as error:
+        log.error("the engine could not start: %s", error)
+        outbox.put({"t": "failed", "message": str(error)})
+        await outbox.drain()
+        return 3
+    jobs = Jobs(engine, outbox, start)
+    outbox.put({"t": "ready", **jobs.facts()})
+    beating = asyncio.create_task(beat(engine, outbox))
+    try:
+        await dispatch(reader, outbox, engine, jobs)
+    finally:
+        beating.cancel()
+        jobs.cancel()
+        await asyncio.to_thread(engine.close)
+        with contextlib.suppress(Exception):
+            await outbox.drain()
+            writer.close()
+    return 0
+
+
+async def dispatch(reader: asyncio.StreamReader, outbox: wire.Outbox, engine: AsyncEngine, jobs: Jobs) -> None:
+    """Until the parent says close, or is gone."""
+    while (message := await wire.read(reader)) is not None:
+        match message["t"]:
+            case "submit":
+                jobs.submit(message)
+            case "abort":
+                jobs.abort(message["id"])
+            case "close":
+                return
+            case other:
+                raise AssertionError(f"no such message: {other!r}")
+        if engine.error is not None:
+            outbox.put({"t": "failed", "message": problem_of(engine.error).message})
+            return
+
+
+def die_with_parent() -> None:
+    """Linux: the kernel kills this process when its parent dies, even while a step holds the interpreter."""
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+
+
+def main(argv: list[str]) -> int:
+    die_with_parent()
+    logging.basicConfig(
+        level=os.environ.get("VERBATIM_LOG", "INFO"), format="%(levelname)s engine: %(message)s", stream=sys.stderr
+    )
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(int(argv[1])))
+    result: int = uvloop.run(serve(int(argv[1])))
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,333 @@
+"""The table: every field of every protocol, and what becomes of it.
+
+    honoured   it shapes the answer, as its protocol says
+    label      kept with the request (log, stored object, echoed where the protocol echoes it); no meaning for the tokens
+    refused    a known field that is not offered: 400, naming it; `only` lists the values that ask for nothing and pass
+
+A field in none of these rows is unknown: 400, naming it. The request models, /openapi.json and docs/api-fields.md are all made from this
+table, so a field cannot exist in one and be forgotten in another. When a capability comes, its row is switched on here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field as P
+
+from verbatim.base.params import FIELDS, Field
+from verbatim.server import parts
+
+Kind = Literal["honoured", "label", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    kind: Kind
+    help: str
+    type: Any = Any
+    required: bool = False
+    param: str = ""  # the SamplingParams field that takes the value as it is
+    only: tuple[Any, ...] = ()
+
+
+def annotation(rule: Field) -> Any:
+    """A parameter's row in base.params as a pydantic type: the same range, checked where the field's name is known."""
+    bounds: dict[str, Any] = {"strict": True, "ge": rule.low, "le": rule.high, "gt": rule.above}
+    bounds = {k: v for k, v in bounds.items() if v is not None}
+    match rule.kind:
+        case "int":
+            whole: dict[str, Any] = {k: int(v) for k, v in bounds.items() if k != "strict"}
+            return Annotated[int, P(strict=True, **whole)]
+        case "float":
+            return Annotated[float, P(allow_inf_nan=False, **bounds)]
+        case "bool":
+            return Annotated[bool, P(strict=True)]
+        case "str":
+            return parts.Text
+        case "ids":
+            return list[parts.TokenId]
+        case "strings":
+            return parts.Text | list[parts.Text]
+        case "bias":
+            return dict[
+                Annotated[str, P(pattern=r"^[0-9]{1,9}$")],
+                Annotated[float, P(strict=True, ge=-100, le=100, allow_inf_nan=False)],
+            ]
+        case "choice":
+            return Literal[rule.choices]
+        case "schema":
+            return dict[str, Any] | bool
+
+
+def sampling(name: str, own: str | None = None) -> Rule:
+    return Rule("honoured", FIELDS[name].help, annotation(FIELDS[name]), param=own or name)
+
+
+def extensions(*taken: str) -> dict[str, Rule]:
+    """Verbatim's own parameters as plain extra fields of OpenAI's routes; those the protocol spells itself are left to it."""
+    return {name: sampling(name) for name in FIELDS if name not in taken}
+
+
+INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
+TRUE_FALSE = Annotated[bool, P(strict=True)]
+LENGTH = Annotated[int, P(strict=True, ge=1)]
+MODEL = Rule("honoured", "a name from the start-up table (see /v1/models)", parts.Label, required=True)
+SEED = Rule("honoured", "makes the draw repeatable; a negative one is taken modulo 2**63; the answer says the seed used", INT64)
+STREAM = Rule("honoured", "send the answer as events while it is written", TRUE_FALSE)
+USER = Rule("label", "written to the log", parts.Label)
+STOP = Rule("honoured", FIELDS["stop"].help, parts.Text | list[parts.Text])
+TIER = Rule("refused", "one tier: every request is treated alike", parts.Text, only=("auto", "default"))
+CACHE_KEY = Rule("label", "the prefix cache finds equal beginnings by content and needs no hint", parts.Label)
+RETENTION = Rule(
+    "refused", "cached prefixes live in memory until they are displaced", parts.Text, only=("in_memory", "in-memory")
+)
+SAFETY = Rule("label", "written to the log", parts.Label)
+METADATA = Rule("label", "kept with the stored object; echoed where the protocol echoes it", parts.Metadata)
+NO_MODERATION = Rule("refused", "no moderation model runs here")
+KWARGS = Rule("honoured", "further variables for the chat template", dict[str, Any])
+BIAS = Rule("honoured", FIELDS["logit_bias"].help, annotation(FIELDS["logit_bias"]), param="logit_bias")
+SALT = sampling("cache_salt")
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+COMPLETIONS: dict[str, Rule] = {
+    "model": MODEL,
+    "prompt": Rule(
+        "honoured", "a string, a list of strings, token ids, or a list of lists of them", parts.Prompt, required=True
+    ),
+    "echo": Rule(
+        "honoured", "put the prompt before the answer; with logprobs, its log-probabilities too (not in a stream)", TRUE_FALSE
+    ),
+    "logprobs": Rule("honoured", "report each token and this many alternatives", Annotated[int, P(strict=True, ge=0, le=1024)]),
+    "max_tokens": Rule("honoured", "most tokens to write; missing: 16, as OpenAI's", Annotated[int, P(strict=True, ge=0)]),
+    "seed": SEED,
+    "stop": STOP,
+    "stream": STREAM,
+    "stream_options": Rule("honoured", "include_usage, include_obfuscation", parts.StreamOptions),
+    "suffix": Rule("refused", "text after the answer needs a model trained to fill in"),
+    "user": USER,
+    **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
+}
+
+CHAT: dict[str, Rule] = {
+    "model": MODEL,
+    "messages": Rule(
+        "honoured",
+        "roles system, developer, user, assistant, tool; text parts",
+        Annotated[list[parts.Message], P(min_length=1)],
+        required=True,
+    ),
+    "audio": Rule("refused", "this server writes text"),
+    "chat_template_kwargs": KWARGS,
+    "function_call": Rule("refused", "deprecated by OpenAI; use tool_choice", only=("none", "auto")),
+    "functions": Rule("refused", "deprecated by OpenAI; use tools", only=([],)),
+    "logprobs": Rule("honoured", "report each token's log-probability", TRUE_FALSE),
+    "max_completion_tokens": Rule("honoured", "most tokens to write; missing: up to the context's end", LENGTH),
+    "max_tokens": Rule("honoured", "the older name of max_completion_tokens; not both, unless equal", LENGTH),
+    "metadata": METADATA,
+    "modalities": Rule("refused", "this server writes text", only=(["text"],)),
+    "moderation": NO_MODERATION,
+    "parallel_tool_calls": Rule("honoured", "false: at most one call in an answer", TRUE_FALSE),
+    "prediction": Rule("refused", "speculation is on by itself and never changes the text"),
+    "prompt_cache_key": CACHE_KEY,
+    "prompt_cache_options": Rule("refused", "the prefix cache has no options for one request"),
+    "prompt_cache_retention": RETENTION,
+    "reasoning_effort": Rule(
+        "refused", "the model decides; chat_template_kwargs reaches templates that can switch", parts.Text, only=("none",)
+    ),
+    "response_format": Rule("honoured", "text, json_object, json_schema (enforced while drawing)", parts.ResponseFormat),
+    "safety_identifier": SAFETY,
+    "seed": SEED,
+    "service_tier": TIER,
+    "stop": STOP,
+    "store": Rule("honoured", "true: keep the answer in memory for /v1/chat/completions/{id}", TRUE_FALSE),
+    "stream": STREAM,
+    "stream_options": Rule("honoured", "include_usage, include_obfuscation", parts.StreamOptions),
+    "tool_choice": Rule(
+        "honoured", "none, auto, required, or one function (the last two enforced while drawing)", parts.ToolChoice
+    ),
+    "tools": Rule("honoured", "functions the model may call", list[parts.Tool]),
+    "top_logprobs": Rule(
+        "honoured", "alternatives for each token; needs logprobs", Annotated[int, P(strict=True, ge=0, le=1024)]
+    ),
+    "user": USER,
+    "verbosity": Rule("refused", "say it in the prompt", parts.Text, only=("medium",)),
+    "web_search_options": Rule("refused", "nothing is ever fetched for a request"),
+    **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
+}
+
+RESPONSES: dict[str, Rule] = {
+    "model": Rule("honoured", "a name from the start-up table; missing: the served model", parts.Label),
+    "input": Rule(
+        "honoured",
+        "a string, or messages, function calls and their outputs; missing: an empty user message",
+        parts.ResponseInput,
+    ),
+    "access_programs": Rule("refused", "no such programs here"),
+    "background": Rule("refused", "answers are made while the client waits", only=(False,)),
+    "chat_template_kwargs": KWARGS,
+    "context_management": Rule("refused", "nothing is compacted or cut"),
+    "conversation": Rule("refused", "use previous_response_id, or send the whole input"),
+    "image": Rule("refused", "this server reads text"),
+    "include": Rule(
+        "honoured", "message.output_text.logprobs", Annotated[list[Literal["message.output_text.logprobs"]], P(max_length=8)]
+    ),
+    "instructions": Rule("honoured", "a system message before the input", parts.Text),
+    "max_output_tokens": Rule("honoured", "most tokens to write", LENGTH),
+    "max_tool_calls": Rule("refused", "there are no built-in tools to count"),
+    "metadata": METADATA,
+    "moderation": NO_MODERATION,
+    "parallel_tool_calls": Rule("honoured", "false: at most one call in an answer", TRUE_FALSE),
+    "previous_response_id": Rule("honoured", "continue a stored answer", parts.Label),
+    "prompt": Rule("refused", "no prompt templates are stored here"),
+    "prompt_cache_key": CACHE_KEY,
+    "prompt_cache_options": Rule("refused", "the prefix cache has no options for one request"),
+    "prompt_cache_retention": RETENTION,
+    "reasoning": Rule("refused", "the model decides", only=({"effort": "none"}, {})),
+    "safety_identifier": SAFETY,
+    "service_tier": TIER,
+    "store": Rule("honoured", "true: keep the answer in memory for GET and previous_response_id; missing: false", TRUE_FALSE),
+    "stream": STREAM,
+    "stream_options": Rule("honoured", "include_obfuscation", parts.ResponseStreamOptions),
+    "text": Rule("honoured", "format: text, json_object, json_schema (enforced while drawing)", parts.ResponseText),
+    "tool_choice": Rule(
+        "honoured", "none, auto, required, or one function", Literal["none", "auto", "required"] | parts.ResponseNamedTool
+    ),
+    "tools": Rule("honoured", "functions the model may call; built-in tools are refused", list[parts.ResponseTool]),
+    "top_logprobs": Rule("honoured", "alternatives for each token", Annotated[int, P(strict=True, ge=0, le=1024)]),
+    "truncation": Rule("refused", "nothing is ever cut to fit", parts.Text, only=("disabled",)),
+    "user": USER,
+    "seed": SEED,
+    "stop": STOP,
+    **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs", "n", "best_of", "num_return_sequences"),
+}
+
+EMBEDDINGS: dict[str, Rule] = {
+    "model": MODEL,
+    "input": Rule(
+        "honoured", "a string, a list of strings, token ids, or a list of lists of them", parts.Prompt, required=True
+    ),
+    "dimensions": Rule("honoured", "keep the first so many numbers and scale to length 1", LENGTH),
+    "encoding_format": Rule("honoured", "float, or base64 of little-endian float32", Literal["float", "base64"]),
+    "user": USER,
+}
+
+TOKENIZE: dict[str, Rule] = {
+    "model": Rule("honoured", "missing: the served model", parts.Label),
+    "prompt": Rule("honoured", "a text", parts.Text),
+    "messages": Rule(
+        "honoured",
+        "instead of prompt: a conversation through the chat template",
+        Annotated[list[parts.Message], P(min_length=1)],
+    ),
+    "add_special_tokens": Rule("honoured", "begin as a prompt would (default true)", TRUE_FALSE),
+    "return_token_strs": Rule("honoured", "also each token's text", TRUE_FALSE),
+}
+DETOKENIZE: dict[str, Rule] = {
+    "model": Rule("honoured", "missing: the served model", parts.Label),
+    "tokens": Rule("honoured", "token ids", list[parts.TokenId], required=True),
+}
+SCORE: dict[str, Rule] = {
+    "model": MODEL,
+    "prompt": Rule(
+        "honoured", "a string, a list of strings, token ids, or a list of lists of them", parts.Prompt, required=True
+    ),
+    "top_logprobs": Rule("honoured", "alternatives for each token", Annotated[int, P(strict=True, ge=0, le=1024)]),
+    "user": USER,
+}
+
+MESSAGES: dict[str, Rule] = {
+    "model": MODEL,
+    "messages": Rule(
+        "honoured",
+        "text, tool_use and tool_result blocks",
+        Annotated[list[parts.AnthropicMessage], P(min_length=1)],
+        required=True,
+    ),
+    "max_tokens": Rule("honoured", "most tokens to write", LENGTH, required=True),
+    "cache_control": Rule("refused", "prefixes are cached by content", only=({"type": "ephemeral"},)),
+    "container": Rule("refused", "no code runs here"),
+    "context_management": Rule("refused", "nothing is compacted or cut"),
+    "inference_geo": Rule("refused", "the model runs where this server runs"),
+    "mcp_servers": Rule("refused", "no address from a request is ever contacted", only=([],)),
+    "metadata": Rule("label", "user_id is written to the log", parts.AnthropicMetadata),
+    "output_config": Rule("honoured", "format: json_schema (enforced while drawing)", parts.AnthropicOutputConfig),
+    "output_format": Rule("honoured", "json_schema (the earlier name of output_config.format)", parts.AnthropicFormat),
+    "service_tier": Rule("refused", "one tier", parts.Text, only=("auto", "standard_only")),
+    "stop_sequences": Rule("honoured", FIELDS["stop"].help, list[parts.Text]),
+    "stream": STREAM,
+    "system": Rule("honoured", "a string or text blocks", parts.Text | list[parts.AnthropicText]),
+    "temperature": sampling("temperature"),
+    "thinking": Rule("refused", "the model decides", only=({"type": "disabled"},)),
+    "tool_choice": Rule("honoured", "auto, any, tool, none", parts.AnthropicChoice),
+    "tools": Rule("honoured", "functions the model may call; server tools are refused", list[parts.AnthropicTool]),
+    "top_k": sampling("top_k"),
+    "top_p": sampling("top_p"),
+}
+
+_OLLAMA: dict[str, Rule] = {
+    "model": MODEL,
+    "stream": Rule("honoured", "lines of JSON while it is written (default true)", TRUE_FALSE),
+    "format": Rule("honoured", '"json" or a JSON schema (enforced while drawing)', Literal["json", ""] | dict[str, Any]),
+    "options": Rule("honoured", "sampling options by Ollama's names; those for the machine are refused", parts.OllamaOptions),
+    "keep_alive": Rule("refused", "the model stays loaded", only=(-1, "-1", "-1m")),
+    "think": Rule("refused", "the model decides", only=(False,)),
+    "logprobs": Rule("refused", "use /v1/chat/completions", only=(False,)),
+    "top_logprobs": Rule("refused", "use /v1/chat/completions", only=(0,)),
+    "truncate": Rule("refused", "nothing is ever cut to fit", only=(False,)),
+    "shift": Rule("refused", "nothing is ever cut to fit", only=(False,)),
+    "_debug_render_only": Rule("refused", "use /tokenize", only=(False,)),
+}
+OLLAMA_CHAT: dict[str, Rule] = {
+    **_OLLAMA,
+    "messages": Rule("honoured", "roles system, user, assistant, tool", list[parts.OllamaMessage], required=True),
+    "tools": Rule("honoured", "functions the model may call", list[parts.Tool]),
+}
+OLLAMA_GENERATE: dict[str, Rule] = {
+    **_OLLAMA,
+    "prompt": Rule("honoured", "the user's text; empty: an empty answer with done_reason load", parts.Text),
+    "system": Rule("honoured", "a system message", parts.Text),
+    "raw": Rule("honoured", "true: the prompt as it is, without the chat template", TRUE_FALSE),
+    "suffix": Rule("refused", "text after the answer needs a model trained to fill in", only=("",)),
+    "template": Rule("refused", "no template is taken from a request", only=("",)),
+    "images": Rule("refused", "this server reads text", only=([],)),
+    "context": Rule("refused", "deprecated by Ollama; send the conversation to /api/chat", only=([],)),
+    "width": Rule("refused", "this server writes text"),
+    "height": Rule("refused", "this server writes text"),
+    "steps": Rule("refused", "this server writes text"),
+}
+OLLAMA_SHOW: dict[str, Rule] = {
+    "model": Rule("honoured", "a name from the start-up table", parts.Label, required=True),
+    "verbose": Rule("refused", "the answer is the same", only=(False,)),
+}
+
+INPUT_TOKENS: dict[str, Rule] = {
+    name: rule
+    for name, rule in RESPONSES.items()
+    if name
+    in ("conversation", "input", "instructions", "model", "parallel_tool_calls", "previous_response_id", "reasoning", "text", "tool_choice",
+        "tools", "truncation", "chat_template_kwargs")
+}  # fmt: skip
+COUNT_TOKENS: dict[str, Rule] = {
+    name: rule
+    for name, rule in MESSAGES.items()
+    if name in ("model", "messages", "system", "tools", "tool_choice", "thinking", "cache_control", "output_config", "mcp_servers", "context_management")
+}  # fmt: skip
+
+# route -> (title, table): the order of the documentation
+PROTOCOLS: dict[str, tuple[str, dict[str, Rule]]] = {
+    "/v1/completions": ("Completions", COMPLETIONS),
+    "/v1/chat/completions": ("ChatCompletions", CHAT),
+    "/v1/responses": ("Responses", RESPONSES),
+    "/v1/responses/input_tokens": ("ResponsesInputTokens", INPUT_TOKENS),
+    "/v1/embeddings": ("Embeddings", EMBEDDINGS),
+    "/v1/score": ("Score", SCORE),
+    "/tokenize": ("Tokenize", TOKENIZE),
+    "/detokenize": ("Detokenize", DETOKENIZE),
+    "/v1/messages": ("AnthropicMessages", MESSAGES),
+    "/v1/messages/count_tokens": ("AnthropicCountTokens", COUNT_TOKENS),
+    "/api/chat": ("OllamaChat", OLLAMA_CHAT),
+    "/api/generate": ("OllamaGenerate", OLLAMA_GENERATE),
+    "/api/show": ("OllamaShow", OLLAMA_SHOW),
+}

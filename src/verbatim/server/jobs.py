@@ -1,0 +1,212 @@
+"""The engine process's side of each request: a submit message in; accepted, deltas, and exactly one done or error out.
+
+generate    {id, prompt: str | ids} or {id, messages, template}, params, tenant, stream, echo
+embed       {id, prompt}
+tokenize    {id, text | messages, special};    detokenize {id, ids}
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Choice, Completion, Delta, TokenLogprob
+from verbatim.server import wire
+from verbatim.server.problems import problem_of
+from verbatim.server.toolformat import detect_format
+
+if TYPE_CHECKING:
+    from verbatim.engine.aio import AsyncEngine, AsyncStream
+
+log = logging.getLogger("verbatim.engine")
+
+
+class Job:
+    """One request here. `aborted` may come before its stream exists: a client can leave while its prompt is tokenised."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.stream: AsyncStream | None = None
+        self.aborted = False
+
+
+class Jobs:
+    def __init__(self, engine: AsyncEngine, outbox: wire.Outbox, start: dict[str, Any]) -> None:
+        self._engine = engine
+        self._outbox = outbox
+        self._start = start
+        self._jobs: dict[str, Job] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """What the HTTP side must know of the model, in plain data."""
+        engine, tokenizer = self._engine, self._engine.tokenizer
+        source = str(getattr(engine.parts.template, "source", "") or "")
+        return {
+            "name": engine.parts.name,
+            "digest": engine.parts.digest,
+            "fingerprint": engine.fingerprint,
+            "context": engine.context,
+            "vocab": tokenizer.vocab_size,
+            "has_template": engine.has_template,
+            "template_tools": "tools" in source,
+            "tool_format": detect_format(source),
+            "embeddings": hasattr(engine, "embed"),
+            "longest_token": max((len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)), default=1) or 1,
+        }
+
+    def submit(self, message: wire.Message) -> None:
+        job = self._jobs[message["id"]] = Job()
+        work: Callable[[Job, wire.Message], Awaitable[None]] = getattr(self, "_" + message["kind"])
+        job.task = asyncio.create_task(self._guard(work, job, message))
+
+    def abort(self, request_id: str) -> None:
+        """Twice, too late and unknown are all fine."""
+        job = self._jobs.get(request_id)
+        if job is not None and not job.aborted:
+            job.aborted = True
+            if job.stream is not None:
+                self._engine.abort(request_id)
+
+    def cancel(self) -> None:
+        for job in self._jobs.values():
+            if job.task is not None:
+                job.task.cancel()
+
+    async def _guard(self, work: Callable[[Job, wire.Message], Awaitable[None]], job: Job, message: wire.Message) -> None:
+        """Whatever happens, the parent hears exactly one end."""
+        try:
+            await work(job, message)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            problem = problem_of(error)
+            if problem.code == "internal_error":
+                log.exception("request %s failed", message["id"])
+            self._outbox.put({"t": "error", "id": message["id"], "problem": problem.to_wire()})
+        finally:
+            del self._jobs[message["id"]]
+
+    # ------------------------------------------------------------------------------------------------------- generate
+
+    async def _generate(self, job: Job, message: wire.Message) -> None:
+        params = SamplingParams.from_mapping(message["params"])
+        request_id, tenant = message["id"], message["tenant"]
+        if message.get("messages") is not None:
+            template = message.get("template") or {}
+            job.stream = await self._engine.chat(
+                message["messages"], params, request_id=request_id, tenant=tenant, template=template
+            )
+        else:
+            job.stream = await self._engine.submit(message["prompt"], params, request_id=request_id, tenant=tenant)
+        if job.aborted:
+            self._engine.abort(request_id)
+        accepted: wire.Message = {"t": "accepted", "id": request_id}
+        if message.get("echo"):
+            accepted["text"] = self._echo(message["prompt"])
+        self._outbox.put(accepted)
+        if message["stream"]:
+            await self._follow(job, message)
+        else:
+            self._done(await job.stream.result())
+
+    async def _follow(self, job: Job, message: wire.Message) -> None:
+        assert job.stream is not None
+        async for item in job.stream:
+            if isinstance(item, Delta):
+                self._outbox.put({"t": "delta", "id": message["id"], "d": self._delta(item, message)})
+            else:
+                self._done(item)
+
+    def _echo(self, prompt: str | Sequence[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self._engine.tokenizer.decode(list(prompt), skip_special=False)
+        return text
+
+    def _delta(self, delta: Delta, message: wire.Message) -> list[Any]:
+        finish = None if delta.finish is None else [delta.finish.reason, delta.finish.detail]
+        return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
+
+    def _done(self, completion: Completion) -> None:
+        usage, times = completion.usage, completion.timings
+        self._outbox.put(
+            {
+                "t": "done",
+                "id": completion.request_id,
+                "choices": [self._choice(c) for c in completion.choices],
+                "usage": [
+                    usage.prompt_tokens,
+                    usage.output_tokens,
+                    usage.cached_tokens,
+                    usage.drafted_tokens,
+                    usage.accepted_tokens,
+                ],
+                "timings": [times.queued, times.first_token, times.total, times.preemptions],
+                "seed": completion.seed,
+                "fingerprint": completion.fingerprint,
+                "warnings": list(completion.warnings),
+                "prompt_logprobs": self._logprobs(completion.prompt_logprobs),
+                "prompt_ids": list(completion.prompt_ids) if completion.prompt_logprobs else [],
+                "receipt": completion.receipt,
+            }
+        )
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": choice.text,
+            "ids": list(choice.token_ids),
+            "finish": [choice.finish.reason, choice.finish.detail],
+            "logprobs": self._logprobs(choice.logprobs),
+            "explain": list(choice.explain),
+            "score": choice.score,
+            "loop": choice.loop,
+        }
+
+    def _logprobs(self, items: Sequence[TokenLogprob | None]) -> list[Any]:
+        """With each token's bytes, because OpenAI's answers show them and the HTTP side has no tokenizer."""
+        spell = self._engine.tokenizer.token_bytes
+        return [
+            item and [item.token, item.logprob, spell(item.token), [[t, lp, spell(t)] for t, lp in item.top]] for item in items
+        ]
+
+    # --------------------------------------------------------------------------------------------------------- others
+
+    async def _embed(self, job: Job, message: wire.Message) -> None:
+        embed = getattr(self._engine, "embed", None)
+        if embed is None:
+            raise UnsupportedError("input", "this engine gives no embeddings")
+        vector, tokens = await embed(message["prompt"], request_id=message["id"], tenant=message["tenant"])
+        self._outbox.put({"t": "done", "id": message["id"], "vector": [float(x) for x in vector], "tokens": int(tokens)})
+
+    async def _tokenize(self, job: Job, message: wire.Message) -> None:
+        ids = await asyncio.to_thread(self._encode, message)
+        spell = self._engine.tokenizer.token_bytes
+        self._outbox.put({"t": "done", "id": message["id"], "ids": ids, "bytes": [spell(t) for t in ids]})
+
+    def _encode(self, message: wire.Message) -> list[int]:
+        tokenizer = self._engine.tokenizer
+        if message.get("messages") is not None:
+            if not self._engine.has_template:
+                raise UnsupportedError("messages", "this model has no chat template")
+            from verbatim.text.chat import encode_chat
+
+            template = message.get("template") or {}
+            chat_ids: list[int] = list(encode_chat(tokenizer, self._engine.parts.template, message["messages"], **template))
+            return chat_ids
+        text_ids: list[int] = (
+            tokenizer.encode_prompt(message["text"]) if message["special"] else tokenizer.encode(message["text"])
+        )
+        return text_ids
+
+    async def _detokenize(self, job: Job, message: wire.Message) -> None:
+        tokenizer = self._engine.tokenizer
+        for token in message["ids"]:
+            if not 0 <= token < tokenizer.vocab_size:
+                raise ParameterError("tokens", f"{token} is not a token id of this model (0 to {tokenizer.vocab_size - 1})")
+        text = await asyncio.to_thread(tokenizer.decode, message["ids"], skip_special=False)
+        self._outbox.put({"t": "done", "id": message["id"], "text": text})

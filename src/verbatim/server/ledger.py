@@ -1,0 +1,42 @@
+"""The ledger: every accepted request ends in exactly one state, and what it used is added once.
+
+In: open(id) when a request is sent to the engine, close(id, state, usage) when its end is known.
+Out: counts that must add up: opened = open now + sum of the states. `/metrics` shows them, the tests hold them against the engine's own counters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+STATES = ("stop", "length", "loop", "cancel", "error", "refused", "engine_died", "timeout", "slow_reader", "done")
+USAGE = ("prompt", "output", "cached", "drafted", "accepted")
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self.opened = 0
+        self.states: Counter[str] = Counter()
+        self.usage: Counter[str] = Counter()
+        self._open: set[str] = set()
+
+    def open(self, request_id: str) -> None:
+        assert request_id not in self._open, f"{request_id} opened twice"
+        self._open.add(request_id)
+        self.opened += 1
+
+    def close(self, request_id: str, state: str, usage: Sequence[int] | None = None) -> None:
+        assert state in STATES, state
+        assert request_id in self._open, f"{request_id} ended twice, or never began"
+        self._open.remove(request_id)
+        self.states[state] += 1
+        if usage is not None:
+            for name, count in zip(USAGE, usage, strict=True):
+                self.usage[name] += count
+
+    @property
+    def running(self) -> int:
+        return len(self._open)
+
+    def balanced(self) -> bool:
+        return self.opened == len(self._open) + sum(self.states.values())

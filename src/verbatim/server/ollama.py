@@ -1,0 +1,233 @@
+"""Ollama's /api/chat, /api/generate, /api/tags, /api/show, /api/version: lines of JSON in Ollama's shapes.
+
+Sampling defaults are this server's (temperature 1, no penalty), not Ollama's; options for the machine (num_ctx, num_gpu, ...) are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim import __version__
+from verbatim.server import asks
+from verbatim.server.call import Call, EventStream, Json, dumps, new_id
+from verbatim.server.chat import Ask
+from verbatim.server.fields import OLLAMA_CHAT
+from verbatim.server.generate import extras, finish_reason, observe, pieces
+from verbatim.server.problems import Problem
+
+# Ollama's option -> ours
+OPTIONS = {
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
+    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "stop": "stop",
+}  # fmt: skip
+NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
+    "max_tokens": "options.num_predict",
+    "seed": "options.seed",
+    "json_schema": "format",
+    "response_format": "format",
+}
+
+
+def sampling(options: dict[str, Any]) -> dict[str, Any]:
+    values = {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
+    if options.get("seed") is not None:
+        values["seed"] = asks.positive_seed(options["seed"])
+    length = options.get("num_predict")
+    if length is not None and length > 0:  # -1 and -2: until the context's end, which is what missing means
+        values["max_tokens"] = length
+    elif length == 0:
+        raise Problem("invalid_parameter", "options.num_predict: 0 leaves nothing to write", "options.num_predict")
+    return values
+
+
+def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    out = []
+    for row in rows:
+        made: dict[str, Any] = {"role": row["role"], "content": row.get("content", "")}
+        if row.get("tool_calls"):
+            made["tool_calls"] = [
+                {
+                    "id": c.get("id") or new_id("call_"),
+                    "type": "function",
+                    "function": {
+                        "name": c["function"]["name"],
+                        "arguments": json.dumps(c["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for c in row["tool_calls"]
+            ]
+        if row["role"] == "tool":
+            made["tool_call_id"] = row.get("tool_call_id", "")
+            if "tool_name" in row:
+                made["name"] = row["tool_name"]
+        out.append(made)
+    return out
+
+
+class Answer:
+    """`key`: where the text goes: message.content (chat) or response (generate)."""
+
+    def __init__(self, call: Call, model: str, ask: Ask | None) -> None:
+        self.call = call
+        self.model = model
+        self.ask = ask
+
+    def line(self, text: str, calls: list[Any], done: bool) -> dict[str, Any]:
+        head = {"model": self.model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        if self.ask is None or "prompt" in self.ask.body:
+            return {**head, "response": text, "done": done}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {"id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls
+            ]
+        return {**head, "message": message, "done": done}
+
+    def closing(self, finish: Any) -> dict[str, Any]:
+        done = self.call.runs[0].done
+        assert done is not None
+        prompt, output, *_ = done["usage"]
+        queued, first, total, _ = done["timings"]
+        observe(self.call)
+        return {
+            "done_reason": finish_reason(finish) or "stop",
+            "total_duration": int(total * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": prompt,
+            "prompt_eval_duration": int(max(first - queued, 0) * 1e9),
+            "eval_count": output,
+            "eval_duration": int(max(total - first, 0) * 1e9),
+            "seed": done["seed"],
+            "system_fingerprint": done["fingerprint"],
+            **extras(self.call.runs),
+        }
+
+    async def whole(self) -> Response:
+        (done,) = await self.call.results()
+        choice = done["choices"][0]
+        text, calls = self.ask.read(choice["text"]) if self.ask is not None else (choice["text"], [])
+        return Json({**self.line(text, calls, True), **self.closing(choice["finish"])})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        parser = self.ask.parser() if self.ask is not None else None
+        finish: Any = None
+        try:
+            async for piece in pieces(self.call):
+                if piece is None:
+                    continue  # lines of JSON have no comment to keep a connection alive with
+                finish = piece.finish or finish
+                found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+                if parser is not None and piece.finish is not None:
+                    found += parser.finish()
+                for kind, value in found:
+                    if value:
+                        yield (
+                            dumps(self.line(value if kind == "text" else "", [value] if kind == "call" else [], False)) + b"\n"
+                        )
+            if all(run.done is not None for run in self.call.runs):
+                yield dumps({**self.line("", [], True), **self.closing(finish)}) + b"\n"
+        except Problem as problem:
+            yield dumps({"error": problem.message}) + b"\n"
+
+
+def structure(body: dict[str, Any]) -> dict[str, Any]:
+    form = body.get("format")
+    if not form:
+        return {}
+    if form == "json":
+        return {"response_format": {"type": "json_object"}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "format", "schema": form}}}
+
+
+async def chat(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    if not body["messages"]:
+        return Json({**_head(model), "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
+    fields = {**sampling(body.get("options") or {}), **structure(body), "messages": messages_of(body["messages"])}
+    if body.get("tools"):
+        fields["tools"] = body["tools"]
+    ask = Ask(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
+    return await _answer(call, body, Answer(call, model, ask))
+
+
+async def generate(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    prompt = body.get("prompt", "")
+    if not prompt:
+        return Json({**_head(model), "response": "", "done": True, "done_reason": "load"})
+    values = sampling(body.get("options") or {})
+    if body.get("raw"):
+        return await _raw(call, body, model, prompt, values)
+    system = [{"role": "system", "content": body["system"]}] if "system" in body else []
+    fields = {**values, **structure(body), "messages": [*system, {"role": "user", "content": prompt}], "prompt": prompt}
+    ask = Ask(call, fields, _params(), {**NAMES, "messages": "prompt"})
+    return await _answer(call, body, Answer(call, model, ask))
+
+
+async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]) -> Response:
+    if "system" in body:
+        raise Problem("invalid_parameter", "system: has no place in a raw prompt", "system")
+    form = structure(body).get("response_format")
+    if form:
+        values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
+    asks.check_text_length("prompt", prompt, call.state.facts)
+    state = call.state
+    params = asks.finish_params(values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=NAMES)
+    call.submit("generate", prompt=prompt, params=params, stream=body.get("stream", True))
+    await call.accepted()
+    return await _answer(call, body, Answer(call, model, None))
+
+
+async def _answer(call: Call, body: dict[str, Any], answer: Answer) -> Response:
+    stream = body.get("stream", True)
+    if answer.ask is not None:
+        answer.ask.submit(stream)
+        await answer.ask.accepted()
+    return EventStream(call, answer.events(), media_type="application/x-ndjson") if stream else await answer.whole()
+
+
+def _params() -> dict[str, Any]:
+    from verbatim.server.fields import CHAT
+
+    return {name: CHAT[name] for name in OPTIONS.values() if name in CHAT}
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _details(call: Call) -> dict[str, Any]:
+    return {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+
+
+async def tags(call: Call) -> Response:
+    when = datetime.fromtimestamp(call.state.started, UTC).isoformat().replace("+00:00", "Z")
+    digest = call.state.supervisor.facts.get("digest", "")
+    rows = [
+        {"name": n, "model": n, "modified_at": when, "size": 0, "digest": digest, "details": _details(call)} for n in call.state.names()
+    ]  # fmt: skip
+    return Json({"models": rows})
+
+
+async def show(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body["model"])
+    facts = call.state.facts
+    capabilities = [
+        "completion",
+        *(["tools"] if facts["has_template"] else []),
+        *(["embedding"] if facts["embeddings"] else []),
+    ]
+    info = {"general.fingerprint": facts["fingerprint"], "general.context_length": facts["context"]}
+    return Json({"details": _details(call), "model_info": info, "capabilities": capabilities, "template": "", "parameters": ""})
+
+
+async def version(call: Call) -> Response:
+    return Json({"version": __version__})

@@ -1,0 +1,104 @@
+"""/openapi.json, made from the tables and models that check the requests: what it promises is what the code does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from verbatim import __version__
+from verbatim.server.check import request_model
+from verbatim.server.fields import PROTOCOLS
+from verbatim.server.problems import CODES
+
+ERROR_STATUS = {
+    "400": "a mistake in the request; `param` names the field",
+    "401": "no key, or a wrong one",
+    "403": "the Host header is not allowed",
+    "404": "no such model or object",
+    "408": "too slow",
+    "413": "body too large",
+    "415": "not application/json",
+    "429": "too many requests; see Retry-After",
+    "500": "a fault of ours",
+    "503": "starting, restarting or draining; see Retry-After",
+}
+
+
+@functools.cache
+def document() -> dict[str, Any]:
+    from verbatim.server.app import route_list
+
+    _, schemas = models_json_schema(
+        [(request_model(route), "validation") for route in PROTOCOLS], ref_template="#/components/schemas/{model}"
+    )
+    components = dict(schemas.get("$defs", {}))
+    components["Error"] = _error_schema()
+    paths: dict[str, Any] = {}
+    for path, method in route_list():
+        plain = path.replace(":path", "")
+        paths.setdefault(plain, {})[method.lower()] = _operation(path, plain, method)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Verbatim", "version": __version__, "description": "The same tokens, always. Unknown and refused fields are 400s that name them."},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }  # fmt: skip
+
+
+def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}{plain.replace('/', '_').replace('{', '').replace('}', '')}",
+        "responses": {"200": {"description": "the answer; text/event-stream (Ollama: application/x-ndjson) when streamed"}},
+    }
+    for status, text in ERROR_STATUS.items():
+        operation["responses"][status] = {
+            "description": text,
+            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+        }
+    if "{id}" in plain:
+        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    if path in PROTOCOLS and method == "POST":
+        schema = {"$ref": f"#/components/schemas/{PROTOCOLS[path][0]}"}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        refused = [f"`{name}` ({rule.help})" for name, rule in PROTOCOLS[path][1].items() if rule.kind == "refused"]
+        if refused:
+            operation["description"] = "Refused by name: " + "; ".join(refused)
+    elif method == "POST":
+        metadata = {
+            "type": "object",
+            "properties": {"metadata": {"type": "object", "additionalProperties": {"type": "string"}}},
+            "required": ["metadata"],
+        }
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": metadata}}}
+    return operation
+
+
+def _error_schema() -> dict[str, Any]:
+    text = {"type": ["string", "null"]}
+    return {
+        "type": "object",
+        "properties": {
+            "error": {
+                "anyOf": [
+                    {
+                        "type": "object",
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": text,
+                            "code": {"type": "string", "enum": sorted(CODES)},
+                        },
+                        "required": ["message", "type", "param", "code"],
+                    },
+                    {"type": "string", "description": "on /api/ routes, as Ollama spells it"},
+                ]
+            }
+        },
+        "required": ["error"],
+    }

@@ -1,0 +1,310 @@
+"""The nested shapes of the protocols, as pydantic models: messages, content parts, tools, response formats.
+
+They check; the handlers go on with the plain JSON that was checked (strict mode changes no value), so there is one copy of a request.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(strict=True)]
+Name = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+Label = Annotated[str, Field(strict=True, max_length=512)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+JsonObject = dict[str, Any]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), regex_engine="rust-regex")
+
+
+# ------------------------------------------------------------------------------------------------------ chat completions
+
+
+class TextPart(Strict):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+    annotations: list[Any] | None = Field(None, max_length=0)
+    logprobs: list[Any] | None = None
+    prompt_cache_breakpoint: None = None
+
+
+class RefusalPart(Strict):
+    type: Literal["refusal"]
+    refusal: Text
+
+
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(max_length=4096)]
+
+
+class CalledFunction(Strict):
+    name: Text
+    arguments: Text
+
+
+class ToolCall(Strict):
+    id: Text
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class SystemMessage(Strict):
+    role: Literal["system", "developer", "user"]
+    content: Text | Parts
+    name: Label | None = None
+
+
+class AssistantMessage(Strict):
+    role: Literal["assistant"]
+    content: Text | Parts | None = None
+    name: Label | None = None
+    refusal: Text | None = None
+    reasoning_content: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    annotations: list[Any] | None = Field(None, max_length=0)
+
+
+class ToolMessage(Strict):
+    role: Literal["tool"]
+    content: Text | Parts
+    tool_call_id: Text
+    name: Label | None = None
+
+
+Message = Annotated[SystemMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+class Function(Strict):
+    name: Name
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: Text
+
+
+class NamedTool(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class SchemaFormat(Strict):
+    name: Name
+    description: Text | None = None
+    schema_: JsonObject | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonFormat(Strict):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: SchemaFormat
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+PromptIds = Annotated[list[TokenId], Field(min_length=1)]
+Prompt = Text | PromptIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[PromptIds], Field(min_length=1)]
+
+# ---------------------------------------------------------------------------------------------------------- responses
+
+
+class InputMessage(Strict):
+    """`id` and `status` come back to us when a client sends an earlier answer as input; they name nothing here."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | Parts
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: None = None
+
+
+class InputCall(Strict):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputCallOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | Parts
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+ResponseInput = Text | Annotated[list[InputMessage | InputCall | InputCallOutput], Field(max_length=4096)]
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ResponseNamedTool(Strict):
+    type: Literal["function"]
+    name: Text
+
+
+class ResponseSchema(Strict):
+    type: Literal["json_schema"]
+    name: Name
+    schema_: JsonObject = Field(alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class ResponseText(Strict):
+    format: Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------- anthropic
+
+
+class CacheControl(Strict):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class AnthropicText(Strict):
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class AnthropicToolUse(Strict):
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: JsonObject
+    cache_control: CacheControl | None = None
+    caller: None = None
+
+
+class AnthropicToolResult(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Text | list[AnthropicText] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+AnthropicBlock = Annotated[AnthropicText | AnthropicToolUse | AnthropicToolResult, Field(discriminator="type")]
+
+
+class AnthropicMessage(Strict):
+    role: Literal["user", "assistant"]
+    content: Text | Annotated[list[AnthropicBlock], Field(min_length=1, max_length=4096)]
+
+
+class AnthropicTool(Strict):
+    name: Name
+    description: Text | None = None
+    input_schema: JsonObject
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class AnthropicChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicMetadata(Strict):
+    user_id: Label | None = None
+
+
+class AnthropicFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class AnthropicOutputConfig(Strict):
+    format: AnthropicFormat | None = None
+
+
+class ThinkingOff(Strict):
+    type: Literal["disabled"]
+
+
+# ------------------------------------------------------------------------------------------------------------- ollama
+
+
+class OllamaFunction(Strict):
+    name: Text
+    arguments: JsonObject
+    index: int | None = None
+
+
+class OllamaCall(Strict):
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    function: OllamaFunction
+
+
+class OllamaMessage(Strict):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: Text | None = None
+    thinking: Text | None = None
+    images: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: list[OllamaCall] | None = None
+    tool_name: Text | None = None
+    tool_call_id: Text | None = None
+
+
+class OllamaOptions(Strict):
+    """Ollama's options under its own names. Those that would change the machine, not the answer, are refused."""
+
+    num_predict: Annotated[int, Field(ge=-2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None

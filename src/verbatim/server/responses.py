@@ -1,0 +1,362 @@
+"""POST /v1/responses and what belongs to it: items in, items out, and a stream of typed events.
+
+In: OpenAI's Responses fields, translated into chat fields for `Ask`. Out: a response object; kept in memory when store is true.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.call import KEEP_ALIVE, Call, EventStream, Json, new_id, sse
+from verbatim.server.chat import Ask
+from verbatim.server.fields import RESPONSES
+from verbatim.server.generate import Piece, extras, finish_reason, floor, obfuscation, observe, pieces, spelled, usage_of
+from verbatim.server.info import _page
+from verbatim.server.problems import Problem
+from verbatim.server.tools import plain_text, template_messages
+
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text", "response_format": "text"}
+
+
+def chat_messages(items: Any) -> list[dict[str, Any]]:
+    """Input items as chat messages. Calls that follow one another belong to one assistant message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    out: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message":
+            out.append({"role": item["role"], "content": plain_text(item["content"])})
+        elif kind == "function_call":
+            call = {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            if out and out[-1]["role"] == "assistant" and "tool_calls" in out[-1]:
+                out[-1]["tool_calls"].append(call)
+            else:
+                out.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        else:
+            out.append({"role": "tool", "content": plain_text(item["output"]), "tool_call_id": item["call_id"]})
+    return out
+
+
+def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    """The same request in chat fields, the earlier answers and the instructions before its own input."""
+    items = body.get("input", "")
+    messages = chat_messages(items) or [{"role": "user", "content": ""}]
+    if "previous_response_id" in body:
+        messages = [*call.state.store.get(call.tenant, body["previous_response_id"])["messages"], *messages]
+    if "instructions" in body:
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    chat: dict[str, Any] = {
+        name: body[name] for name in body if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs")
+    }
+    chat |= {"messages": messages, "logprobs": bool(body.get("include") or body.get("top_logprobs"))}
+    for ours, theirs in (
+        ("max_tokens", "max_output_tokens"),
+        ("top_logprobs", "top_logprobs"),
+        ("parallel_tool_calls", "parallel_tool_calls"),
+    ):
+        if theirs in body:
+            chat[ours] = body[theirs]
+    if "tools" in body:
+        chat["tools"] = [
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in body["tools"]
+        ]
+    choice = body.get("tool_choice", "auto")
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if isinstance(choice, dict) else choice
+    form = (body.get("text") or {}).get("format") or {"type": "text"}
+    if form["type"] == "json_schema":
+        form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    chat["response_format"] = form
+    return chat
+
+
+class Answer:
+    """The response object as it grows: output items in the order in which the text showed them."""
+
+    def __init__(self, ask: Ask, body: dict[str, Any], model: str) -> None:
+        self.ask = ask
+        self.call = ask.call
+        self.body = body
+        self.id = new_id("resp_")
+        self.output: list[dict[str, Any]] = []
+        self.base: dict[str, Any] = {
+            "id": self.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
+            "incomplete_details": None, "instructions": body.get("instructions"), "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata", {}), "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "previous_response_id": body.get("previous_response_id"), "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default", "store": bool(body.get("store")), "temperature": body.get("temperature", 1.0),
+            "text": body.get("text") or {"format": {"type": "text"}}, "tool_choice": body.get("tool_choice", "auto"),
+            "tools": body.get("tools", []), "top_logprobs": body.get("top_logprobs", 0), "top_p": body.get("top_p", 1.0),
+            "truncation": "disabled", "user": body.get("user"), "background": False,
+            "seed": ask.params.get("seed"), "system_fingerprint": self.call.state.facts["fingerprint"],
+        }  # fmt: skip
+        self.base["text"].setdefault("format", {"type": "text"})
+
+    def object(self, status: str, **more: Any) -> dict[str, Any]:
+        return {**self.base, "status": status, "output": self.output, "usage": None, **more}
+
+    def message(self, text: str, logprobs: list[Any], status: str = "completed") -> dict[str, Any]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(logprobs)}
+        return {"id": new_id("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+    def logprobs(self, items: list[Any]) -> list[dict[str, Any]]:
+        top = self.body.get("top_logprobs", 0)
+
+        def one(raw: bytes, value: float) -> dict[str, Any]:
+            return {"token": spelled(raw), "bytes": list(raw), "logprob": floor(value)}
+
+        return [{**one(raw, lp), "top_logprobs": [one(r, p) for _, p, r in best[:top]]} for _, lp, raw, best in items]
+
+    def finished(self, finish: Any) -> dict[str, Any]:
+        """The last word on the response: completed, or incomplete because it was cut by a limit."""
+        usage = usage_of(self.call.runs)
+        spelled_usage = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
+            "total_tokens": usage["total_tokens"],
+        }
+        cut = finish_reason(finish) == "length"
+        made = self.object("incomplete" if cut else "completed", usage=spelled_usage, **extras(self.call.runs))
+        if cut:
+            made["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            made["completed_at"] = int(time.time())
+        self._keep(made)
+        return made
+
+    def _keep(self, made: dict[str, Any]) -> None:
+        if self.body.get("store"):
+            asked = [
+                m
+                for m in self.ask.body["messages"]
+                if not (m["role"] == "system" and m["content"] == self.body.get("instructions"))
+            ]
+            item = {
+                "kind": "response",
+                "object": made,
+                "messages": [*asked, *chat_messages(self.output)],
+                "input": input_rows(self.body),
+            }
+            self.call.state.store.put(self.call.tenant, self.id, item)
+
+    # ---------------------------------------------------------------------------------------------------------- whole
+
+    async def whole(self) -> Response:
+        (done,) = await self.call.results()
+        choice = done["choices"][0]
+        text, calls = self.ask.read(choice["text"])
+        status = "incomplete" if choice["finish"][0] == "length" else "completed"
+        if text.strip() or not calls:
+            self.output.append(self.message(text, choice["logprobs"], status))
+        self.output += [spelled_item(c, status) for c in calls]
+        observe(self.call)
+        return Json(self.finished(choice["finish"]))
+
+
+def spelled_item(call: Any, status: str) -> dict[str, Any]:
+    return {
+        "id": new_id("fc_"),
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": status,
+    }
+
+
+def input_rows(body: dict[str, Any]) -> list[dict[str, Any]]:
+    items = body.get("input", "")
+    rows = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    out = []
+    for row in rows:
+        made = {"id": new_id("msg_"), "type": "message", **row}
+        if made["type"] == "message":
+            kind = "output_text" if made["role"] == "assistant" else "input_text"
+            made["content"] = [
+                {"type": kind, "text": plain_text(made["content"]), **({"annotations": []} if kind == "output_text" else {})}
+            ]
+            made.setdefault("status", "completed")
+        out.append(made)
+    return out
+
+
+class Events:
+    """The typed events of one stream, numbered."""
+
+    def __init__(self, answer: Answer, pad: bool) -> None:
+        self.answer = answer
+        self.pad = pad
+        self.number = 0
+        self.open: dict[str, Any] | None = None  # the message that is being written
+        self.text = ""
+        self.logprobs: list[Any] = []
+
+    def event(self, kind: str, **data: Any) -> bytes:
+        made = sse({"type": kind, "sequence_number": self.number, **data}, kind)
+        self.number += 1
+        return made
+
+    async def events(self) -> AsyncIterator[bytes]:
+        answer = self.answer
+        yield self.event("response.created", response=answer.object("in_progress"))
+        yield self.event("response.in_progress", response=answer.object("in_progress"))
+        parser = answer.ask.parser()
+        finish: Any = None
+        try:
+            async for piece in pieces(answer.call):
+                if piece is None:
+                    yield KEEP_ALIVE
+                    continue
+                finish = piece.finish or finish
+                found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+                if parser is not None and piece.finish is not None:
+                    found += parser.finish()
+                for made in self._spell(found, piece):
+                    yield made
+            if not all(run.done is not None for run in answer.call.runs):
+                return
+            for made in self._end(finish):
+                yield made
+        except Problem as problem:
+            failed = answer.object("failed", error={"code": "server_error", "message": problem.message})
+            yield self.event(
+                "error", code=problem.code, message=problem.message, param=problem.param, error=problem.body()["error"]
+            )
+            yield self.event("response.failed", response=failed)
+
+    def _spell(self, found: list[tuple[str, Any]], piece: Piece) -> list[bytes]:
+        out: list[bytes] = []
+        for kind, value in found:
+            if kind == "text":
+                out += self._text(value, piece)
+            else:
+                out += self._close("completed")
+                out += self._call(value)
+        return out
+
+    def _text(self, text: str, piece: Piece) -> list[bytes]:
+        out: list[bytes] = []
+        if not text and not piece.logprobs:
+            return out
+        if self.open is None:
+            self.open = self.answer.message("", [], "in_progress")
+            blank = {**self.open, "content": []}
+            out.append(self.event("response.output_item.added", output_index=len(self.answer.output), item=blank))
+            out.append(self.event("response.content_part.added", **self._where(), part=self.open["content"][0]))
+        self.text += text
+        self.logprobs += piece.logprobs
+        padding = {"obfuscation": obfuscation(text)} if self.pad else {}
+        spelled_logprobs = self.answer.logprobs(piece.logprobs)
+        out.append(self.event("response.output_text.delta", **self._where(), delta=text, logprobs=spelled_logprobs, **padding))
+        return out
+
+    def _where(self) -> dict[str, Any]:
+        assert self.open is not None
+        return {"item_id": self.open["id"], "output_index": len(self.answer.output), "content_index": 0}
+
+    def _close(self, status: str) -> list[bytes]:
+        if self.open is None:
+            return []
+        item = {**self.answer.message(self.text, self.logprobs, status), "id": self.open["id"]}
+        part = item["content"][0]
+        out = [
+            self.event("response.output_text.done", **self._where(), text=self.text, logprobs=part["logprobs"]),
+            self.event("response.content_part.done", **self._where(), part=part),
+            self.event("response.output_item.done", output_index=len(self.answer.output), item=item),
+        ]
+        self.answer.output.append(item)
+        self.open, self.text, self.logprobs = None, "", []
+        return out
+
+    def _call(self, call: Any) -> list[bytes]:
+        item = spelled_item(call, "completed")
+        at = {"item_id": item["id"], "output_index": len(self.answer.output)}
+        out = [
+            self.event(
+                "response.output_item.added",
+                output_index=at["output_index"],
+                item={**item, "arguments": "", "status": "in_progress"},
+            ),
+            self.event("response.function_call_arguments.delta", **at, delta=call.arguments),
+            self.event("response.function_call_arguments.done", **at, name=call.name, arguments=call.arguments),
+            self.event("response.output_item.done", output_index=at["output_index"], item=item),
+        ]
+        self.answer.output.append(item)
+        return out
+
+    def _end(self, finish: Any) -> list[bytes]:
+        status = "incomplete" if finish_reason(finish) == "length" else "completed"
+        out: list[bytes] = []
+        if self.open is None and not self.answer.output:  # an empty answer is a message too
+            out += self._text("", Piece(0, 0, logprobs=[]))
+            if self.open is None:
+                self.open = self.answer.message("", [], "in_progress")
+                out.append(self.event("response.output_item.added", output_index=0, item={**self.open, "content": []}))
+                out.append(self.event("response.content_part.added", **self._where(), part=self.open["content"][0]))
+        out += self._close(status)
+        observe(self.answer.call)
+        out.append(self.event(f"response.{status}", response=self.answer.finished(finish)))
+        return out
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+async def create(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body.get("model"))
+    call.state.store.check_offered(bool(body.get("store")))
+    if "stream_options" in body and not body.get("stream"):
+        raise Problem("invalid_parameter", "stream_options: only with stream: true", "stream_options")
+    ask = Ask(call, as_chat(call, body), RESPONSES, NAMES)
+    answer = Answer(ask, body, model)
+    stream = bool(body.get("stream"))
+    ask.submit(stream)
+    await ask.accepted()
+    if stream:
+        pad = bool((body.get("stream_options") or {}).get("include_obfuscation"))
+        return EventStream(call, Events(answer, pad).events())
+    return await answer.whole()
+
+
+async def count(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    chat = as_chat(call, body)
+    facts = call.state.facts
+    tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
+    messages = template_messages(chat["messages"], tools, facts["template_tools"])
+    template = {**(body.get("chat_template_kwargs") or {}), **({"tools": tools} if tools and facts["template_tools"] else {})}
+    call.submit("tokenize", messages=messages, template=template)
+    (done,) = await call.results()
+    return Json({"object": "response.input_tokens", "input_tokens": len(done["ids"])})
+
+
+def _stored(call: Call) -> dict[str, Any]:
+    return call.state.store.get(call.tenant, call.request.path_params["id"])
+
+
+async def retrieve(call: Call) -> Response:
+    if call.request.query_params.get("stream") == "true":
+        raise Problem("unsupported_parameter", "stream: a stored answer is sent whole", "stream")
+    return Json(_stored(call)["object"])
+
+
+async def delete(call: Call) -> Response:
+    name = call.request.path_params["id"]
+    call.state.store.pop(call.tenant, name)
+    return Json({"id": name, "object": "response", "deleted": True})
+
+
+async def input_items(call: Call) -> Response:
+    return _page(_stored(call)["input"], call)

@@ -1,0 +1,150 @@
+"""`verbatim serve`: the HTTP process. In: Settings. Out: an exit code, after a drain that gave every stream its end.
+
+SIGTERM, SIGINT   new requests get 503; running ones have drain_seconds to end, then an error event; then exit 0, no child left
+a second one      the drain is cut short
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from verbatim.base.errors import ModelError
+from verbatim.server.app import make_app
+from verbatim.server.http import HttpProtocol
+from verbatim.server.problems import Problem
+from verbatim.server.settings import Settings
+from verbatim.server.state import State
+from verbatim.server.supervisor import Supervisor
+
+log = logging.getLogger("verbatim.server")
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        if text.startswith("{"):
+            return text
+        return json.dumps({"level": record.levelname.lower(), "logger": record.name, "message": text})
+
+
+def set_up_logs(settings: Settings) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        JsonLines() if settings.log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    )
+    for name in ("verbatim", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+        logger.setLevel(logging.INFO if name == "verbatim" else logging.CRITICAL)  # what uvicorn says, we say or must not
+
+
+def bind(settings: Settings) -> socket.socket:
+    """Before the model is loaded, so that a taken port is known at once."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((settings.host, settings.port))
+    except OSError as error:
+        sock.close()
+        raise ModelError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port") from None
+    sock.set_inheritable(False)
+    return sock
+
+
+async def serve(settings: Settings) -> int:
+    sock = bind(settings)
+    supervisor = Supervisor(settings)
+    state = State(settings, supervisor)
+    config = uvicorn.Config(
+        make_app(state), http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        backlog=4096, timeout_keep_alive=30, limit_concurrency=settings.limits.max_connections or None,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    HttpProtocol.limits = settings.limits
+    server = Server(config)
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())
+    supervisor.start()
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if settings.tls_cert else "http"
+    log.info(
+        "listening on %s://%s:%d (model names: %s)",
+        scheme,
+        f"[{host}]" if ":" in host else host,
+        port,
+        ", ".join(state.names()),
+    )
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    ticking = asyncio.create_task(tick(state))
+    try:
+        await asyncio.wait((asyncio.ensure_future(stop.wait()), supervisor.fatal, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not supervisor.fatal.done():
+            await drain(state, hurry)
+    finally:
+        ticking.cancel()
+        server.should_exit = True
+        await serving
+        await supervisor.close()
+    if supervisor.fatal.done():
+        raise ModelError(supervisor.fatal.result())
+    assert supervisor.ledger.balanced()
+    log.info(
+        "ended: %s",
+        json.dumps({"opened": supervisor.ledger.opened, **supervisor.ledger.states, "usage": supervisor.ledger.usage}),
+    )
+    return 0
+
+
+async def drain(state: State, hurry: asyncio.Event) -> None:
+    """Until the last request has its answer, the time is over, or somebody insists; then what is left is told so."""
+    state.draining = True
+    log.info("draining %d requests", state.open)
+    deadline = asyncio.get_running_loop().time() + state.settings.drain_seconds
+    while state.open and not hurry.is_set() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+    if state.open:
+        log.warning("cutting %d requests", state.open)
+        state.supervisor.cut_all(Problem("unavailable", "the server is shutting down", retry_after=30))
+        for _ in range(60):
+            if not state.open:
+                break
+            await asyncio.sleep(0.05)
+
+
+async def tick(state: State) -> None:
+    """Keep-alives: a silent stream wakes now and then and looks at the clock."""
+    while True:
+        await asyncio.sleep(max(state.settings.keepalive_seconds / 3, 0.05))
+        state.supervisor.nudge()
+
+
+def run(settings: Settings) -> int:
+    set_up_logs(settings)
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(settings))
+    result: int = uvloop.run(serve(settings))
+    return result

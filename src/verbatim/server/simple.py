@@ -1,0 +1,122 @@
+"""The short routes: /v1/embeddings, /v1/score, /tokenize, /detokenize. Text or token ids in, numbers out."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server import asks
+from verbatim.server.call import Call, Json
+from verbatim.server.completions import prompts_of
+from verbatim.server.generate import floor, observe, spelled, usage_of
+from verbatim.server.problems import Problem
+from verbatim.server.tools import template_messages
+
+
+async def embeddings(call: Call) -> Response:
+    """The mean of the final hidden states over all tokens, scaled to length 1 as OpenAI's are."""
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    if not call.state.facts["embeddings"]:
+        raise Problem("unsupported_parameter", "model: this engine gives no embeddings", "model")
+    prompts = prompts_of(body["input"], "input", call)
+    hidden = call.state.facts.get("hidden")
+    if hidden and body.get("dimensions", 1) > hidden:
+        raise Problem("invalid_parameter", f"dimensions: {body['dimensions']} is above the model's {hidden}", "dimensions")
+    for prompt in prompts:
+        call.submit("embed", prompt=prompt)
+    results = await call.results()
+    data = [
+        {"object": "embedding", "index": i, "embedding": _spell_vector(_unit(r["vector"], body.get("dimensions")), body)}
+        for i, r in enumerate(results)
+    ]
+    total = sum(r["tokens"] for r in results)
+    return Json({"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": total, "total_tokens": total}})
+
+
+def _unit(vector: list[float], dimensions: int | None) -> list[float]:
+    kept = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in kept))
+    return [x / length for x in kept] if length else kept
+
+
+def _spell_vector(vector: list[float], body: dict[str, Any]) -> Any:
+    if body.get("encoding_format") == "base64":
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return vector
+
+
+async def score(call: Call) -> Response:
+    """Teacher-forced log-probability of every token of each prompt, and the perplexity, in one pass and without writing anything."""
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    top = body.get("top_logprobs", 0)
+    prompts = prompts_of(body["prompt"], "prompt", call)
+    values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
+    names = {"prompt_logprobs": "top_logprobs"}
+    state = call.state
+    params = asks.finish_params(
+        values, limits=state.limits, facts=state.facts, tenant=call.tenant, prompts=len(prompts), names=names
+    )
+    for prompt in prompts:
+        call.submit("generate", prompt=prompt, params=params, stream=False)
+    results = await call.results()
+    observe(call)
+    return Json(
+        {
+            "object": "list",
+            "model": model,
+            "system_fingerprint": call.state.facts["fingerprint"],
+            "data": [_scored(i, r) for i, r in enumerate(results)],
+            "usage": usage_of(call.runs),
+        }
+    )
+
+
+def _scored(index: int, done: dict[str, Any]) -> dict[str, Any]:
+    items = done["prompt_logprobs"]
+    tokens = []
+    for token, item in zip(done["prompt_ids"], items, strict=True):
+        if item is None:
+            tokens.append({"id": token, "token": None, "logprob": None})
+        else:
+            tokens.append({"id": token, "token": spelled(item[2]), "logprob": floor(item[1])})
+            if item[3]:
+                tokens[-1]["top_logprobs"] = [{"id": t, "token": spelled(raw), "logprob": floor(lp)} for t, lp, raw in item[3]]
+    known = [t["logprob"] for t in tokens if t["logprob"] is not None]
+    total = math.fsum(known)
+    perplexity = math.exp(min(-total / len(known), 700)) if known else None
+    return {"object": "score", "index": index, "tokens": tokens, "total": total, "perplexity": perplexity}
+
+
+async def tokenize(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    if ("prompt" in body) == ("messages" in body):
+        raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
+    if "prompt" in body:
+        asks.check_text_length("prompt", body["prompt"], call.state.facts)
+        call.submit("tokenize", text=body["prompt"], special=body.get("add_special_tokens", True))
+    else:
+        messages = template_messages(body["messages"], [], call.state.facts["template_tools"])
+        call.submit("tokenize", messages=messages)
+    (done,) = await call.results()
+    answer = {"tokens": done["ids"], "count": len(done["ids"]), "max_model_len": call.state.facts["context"]}
+    if body.get("return_token_strs"):
+        answer["token_strs"] = [spelled(raw) for raw in done["bytes"]]
+    return Json(answer)
+
+
+async def detokenize(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    if len(body["tokens"]) > 8 * call.state.facts["context"]:
+        raise Problem("invalid_parameter", "tokens: far more than the context holds", "tokens")
+    asks.check_vocabulary("tokens", body["tokens"], call.state.facts)
+    call.submit("detokenize", ids=body["tokens"])
+    (done,) = await call.results()
+    return Json({"prompt": done["text"]})

@@ -1,0 +1,74 @@
+"""What all handlers share: settings, the supervisor, the model names, who may come in, how many are in, what is stored.
+
+In: a request id and its tenant. Out: an admission (a context manager) or a 429 or 503, decided at once and without asking the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from verbatim.server.metrics import Metrics
+from verbatim.server.problems import Problem
+from verbatim.server.settings import Settings
+from verbatim.server.store import Store
+from verbatim.server.supervisor import Supervisor
+
+
+class State:
+    def __init__(self, settings: Settings, supervisor: Supervisor) -> None:
+        self.settings = settings
+        self.limits = settings.limits
+        self.supervisor = supervisor
+        self.metrics = Metrics()
+        self.store = Store(settings.store_items)
+        self.started = int(time.time())
+        self.draining = False
+        self.open = 0
+        self._per_tenant: Counter[str] = Counter()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the model. Empty until the engine was ready once; then handlers may rely on it even while it restarts."""
+        if not self.supervisor.facts:
+            raise Problem("unavailable", "the model is still being loaded; try again shortly", retry_after=2)
+        return self.supervisor.facts
+
+    def names(self) -> tuple[str, ...]:
+        return self.settings.served_names or (self.settings.model,)
+
+    def check_model(self, name: str | None) -> str:
+        """Names are keys of a start-up table, never paths or addresses. None: the first of them."""
+        names = self.names()
+        if name is None:
+            return names[0]
+        plain = name.removesuffix(":latest")  # Ollama's clients add it
+        if name in names:
+            return name
+        if plain in names:
+            return plain
+        raise Problem("model_not_found", f"model: no such model here; /v1/models lists them ({', '.join(names[:3])})", "model")
+
+    @contextlib.contextmanager
+    def admit(self, tenant: str) -> Iterator[None]:
+        """Room for one more request, for as long as it lasts."""
+        if self.draining:
+            raise Problem("unavailable", "the server is shutting down", retry_after=30)
+        if self.open >= self.limits.max_queue:
+            raise Problem("overloaded", f"{self.open} requests are open, which is this server's limit", retry_after=1)
+        if self.limits.max_per_key and self._per_tenant[tenant] >= self.limits.max_per_key:
+            raise Problem(
+                "key_overloaded", f"this key has {self._per_tenant[tenant]} requests open, which is its limit", retry_after=1
+            )
+        self.open += 1
+        self._per_tenant[tenant] += 1
+        try:
+            yield
+        finally:
+            self.open -= 1
+            self._per_tenant[tenant] -= 1
+            if not self._per_tenant[tenant]:
+                del self._per_tenant[tenant]

@@ -1,0 +1,213 @@
+"""The HTTP process's hand on the engine process: start it, feed it, hear its heartbeat, bury it, start it again.
+
+In: submit(message) from the handlers. Out: Running requests whose deltas and ends come from the engine's messages.
+A dead or silent engine costs its running requests an error within a heartbeat; HTTP stays up and answers 503 until the next one is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+from verbatim.server import wire
+from verbatim.server.ledger import Ledger
+from verbatim.server.problems import Problem
+from verbatim.server.running import Running, Signal
+from verbatim.server.settings import Settings
+
+log = logging.getLogger("verbatim.server")
+STABLE_SECONDS = 60.0  # an engine that lived this long starts its next life without waiting
+
+
+class Supervisor:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.ledger = Ledger()
+        self.facts: dict[str, Any] = {}
+        self.stats: dict[str, Any] = {}
+        self.metrics = ""
+        self.pid: int | None = None
+        self.restarts = 0
+        self.ready = asyncio.Event()
+        self.fatal: asyncio.Future[str] = (
+            asyncio.get_running_loop().create_future()
+        )  # the first start failed: there is nothing to serve
+        self._running: dict[str, Running] = {}
+        self._outbox: wire.Outbox | None = None
+        self._closing = False
+        self._last_beat = 0.0
+        self._last_progress = (0.0, -1)
+        self._task: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._running)
+
+    def submit(self, request_id: str, tenant: str, message: dict[str, Any], signal: Signal | None = None) -> Running:
+        if not self.ready.is_set() or self._outbox is None:
+            raise Problem("unavailable", "the engine is starting; try again shortly", retry_after=2)
+        running = Running(request_id, tenant, self.abort, self.settings.limits.max_stream_bytes, signal or Signal())
+        self._running[request_id] = running
+        self.ledger.open(request_id)
+        self._outbox.put({"t": "submit", "id": request_id, "tenant": tenant, **message})
+        return running
+
+    def abort(self, running: Running) -> None:
+        if running.id in self._running and self._outbox is not None:
+            self._outbox.put({"t": "abort", "id": running.id})
+
+    def cut_all(self, problem: Problem) -> None:
+        """The drain's time is over: each open request gets this end, and the engine is told to stop it."""
+        for running in list(self._running.values()):
+            running.fail(problem)
+            self.abort(running)
+
+    def nudge(self) -> None:
+        """Lets every silent stream send a keep-alive."""
+        for running in self._running.values():
+            running.wake()
+
+    # ---------------------------------------------------------------------------------------------------------- lives
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise())
+
+    async def close(self) -> None:
+        self._closing = True
+        self.ready.clear()
+        if self._outbox is not None:
+            self._outbox.put({"t": "close"})
+            await self._outbox.drain()
+        if self._task is not None:
+            await self._task
+
+    async def _supervise(self) -> None:
+        wait = self.settings.backoff_seconds
+        while not self._closing:
+            born = time.monotonic()
+            try:
+                await self._one_life()
+            except Exception:
+                log.exception("the supervisor failed; the engine is started again")
+            self._bury()
+            if self._closing or self.fatal.done():
+                return
+            wait = self.settings.backoff_seconds if time.monotonic() - born > STABLE_SECONDS else wait
+            log.warning("the engine ended; starting it again in %.1f s", wait)
+            self.restarts += 1
+            await asyncio.sleep(wait)
+            wait = min(wait * 2, self.settings.backoff_limit)
+
+    async def _one_life(self) -> None:
+        ours, theirs = socket.socketpair()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "verbatim.server.engine_process", str(theirs.fileno()),
+            pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        theirs.close()
+        self.pid = process.pid
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self._outbox = wire.Outbox(writer)
+        self._outbox.put({"t": "start", **self.settings.for_engine()})
+        self._last_beat = time.monotonic()
+        watchdog = asyncio.create_task(self._watch(process))
+        try:
+            while (message := await wire.read(reader)) is not None:
+                self._hear(message)
+        finally:
+            watchdog.cancel()
+            self.ready.clear()
+            self._outbox = None
+            writer.close()
+            await self._reap(process)
+
+    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        """The socket is closed. A sound engine ends by itself; the others are not waited for."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), 5.0 if self._closing else 1.0)
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        self.pid = None
+        log.log(logging.INFO if self._closing else logging.ERROR, "the engine process ended with code %s", process.returncode)
+
+    def _bury(self) -> None:
+        """Every request that was running gets its error now, and its line in the ledger."""
+        for running in self._running.values():
+            running.fail(
+                Problem("engine_died", "the engine ended while this request ran; it is being restarted", retry_after=2)
+            )
+            self.ledger.close(running.id, "engine_died")
+        self._running.clear()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kills an engine that neither beats nor, having work, steps. Loading a model may take as long as it takes."""
+        limit = self.settings.engine_silence_seconds
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            if not self.ready.is_set():
+                continue
+            now = time.monotonic()
+            steps = int(self.stats.get("steps", 0))
+            busy = bool(self.stats.get("running") or self.stats.get("waiting"))
+            if steps != self._last_progress[1] or not busy:
+                self._last_progress = (now, steps)
+            if now - self._last_beat > limit or now - self._last_progress[0] > limit:
+                log.error("the engine is silent for %.0f s; killing it", limit)
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                return
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _hear(self, message: wire.Message) -> None:
+        kind = message["t"]
+        if kind == "delta":
+            running = self._running.get(message["id"])
+            if running is not None:
+                running.push(message["d"])
+        elif kind == "beat":
+            self._last_beat = time.monotonic()
+            self.stats = message["stats"]
+            self.metrics = message.get("metrics", self.metrics)
+        elif kind == "accepted":
+            if message["id"] in self._running:
+                self._running[message["id"]].accept(message.get("text", ""))
+        elif kind == "done":
+            self._finished(message)
+        elif kind == "error":
+            running = self._running.pop(message["id"])
+            running.fail(Problem.from_wire(message["problem"]))
+            self.ledger.close(
+                running.id, "refused" if running.problem is not None and running.problem.status < 500 else "error"
+            )
+        elif kind == "ready":
+            self.facts = message
+            self._last_progress = (time.monotonic(), -1)
+            self.ready.set()
+            log.info("ready: %s, context %d, fingerprint %s", message["name"], message["context"], message["fingerprint"])
+        elif kind == "failed" and not self.facts and not self.fatal.done():
+            self.fatal.set_result(message["message"])
+
+    def _finished(self, message: wire.Message) -> None:
+        running = self._running.pop(message["id"])
+        if "choices" not in message:  # tokenize, embed: no generation to account for
+            self.ledger.close(running.id, "done")
+        else:
+            reasons = [c["finish"][0] for c in message["choices"]]
+            cut = (
+                running.problem.code
+                if running.problem is not None and running.problem.code in ("timeout", "slow_reader")
+                else ""
+            )
+            self.ledger.close(running.id, cut or (reasons[0] if reasons else "cancel"), message["usage"])
+        running.finish(message)

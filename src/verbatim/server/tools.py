@@ -1,0 +1,205 @@
+"""Tools: how a model is told of them, and how its calls are read back out of its text.
+
+In: the request's tools and messages, the model's format (server/toolformat.py), then the answer's text piece by piece.
+Out: messages for the chat template, and text and calls as they become certain. A call that cannot be read stays text: nothing is lost.
+
+    hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>
+    mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+    llama3   {"name": ..., "parameters": {...}}          any format: an answer that is nothing but such an object, or a list of them
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
+PREAMBLE = (
+    "You can call these functions:\n{tools}\n"
+    'To call one, answer with a JSON object between tags:\n<tool_call>\n{{"name": NAME, "arguments": {{...}}}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    name: str
+    arguments: str  # JSON text, as OpenAI's API carries it
+    id: str = field(default_factory=lambda: "call_" + secrets.token_hex(12))
+
+
+# ---------------------------------------------------------------------------------------------------- to the template
+
+
+def plain_text(content: Any) -> str:
+    """Text parts are joined without anything between them, as OpenAI's are."""
+    if isinstance(content, list):
+        return "".join(part.get("text", part.get("refusal", "")) for part in content)
+    return content or ""
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], in_template: bool
+) -> list[dict[str, Any]]:
+    """OpenAI's messages as chat templates expect them. Where the template knows no tools, they are told in a system message and
+    earlier calls are spelled out as text, so that nothing the client sent is dropped."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message["role"] == "developer" else message["role"]
+        made: dict[str, Any] = {"role": role, "content": plain_text(message.get("content", message.get("refusal")))}
+        if "name" in message:
+            made["name"] = message["name"]
+        calls = message.get("tool_calls") or []
+        if calls and in_template:
+            made["tool_calls"] = [
+                {
+                    "id": c["id"],
+                    "type": "function",
+                    "function": {"name": c["function"]["name"], "arguments": _object(c["function"]["arguments"])},
+                }
+                for c in calls
+            ]
+        elif calls:
+            made["content"] += "".join(f"{OPEN}\n{_spell(c['function'])}\n{CLOSE}" for c in calls)
+        if "tool_call_id" in message and in_template:
+            made["tool_call_id"] = message["tool_call_id"]
+        out.append(made)
+    if tools and not in_template:
+        _tell(out, tools)
+    return out
+
+
+def _tell(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    text = PREAMBLE.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+    if messages and messages[0]["role"] == "system":
+        messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _object(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _spell(function: Mapping[str, Any]) -> str:
+    return json.dumps({"name": function["name"], "arguments": _object(function["arguments"])}, ensure_ascii=False)
+
+
+def forced_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+    """The schema whose every answer is a valid call: of the named tool, or of any."""
+    shapes = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+        if name is None or tool["function"]["name"] == name
+    ]
+    return _lifted(shapes[0] if len(shapes) == 1 else {"anyOf": shapes}, shapes)
+
+
+def _lifted(schema: dict[str, Any], shapes: list[dict[str, Any]]) -> dict[str, Any]:
+    """`#/$defs/X` inside a tool's parameters means their own root; one level down that is ours, so definitions move up."""
+    definitions: dict[str, Any] = {}
+    for shape in shapes:
+        parameters = shape["properties"]["arguments"]
+        if isinstance(parameters, dict) and "$defs" in parameters:
+            definitions.update(parameters["$defs"])
+            shape["properties"]["arguments"] = {k: v for k, v in parameters.items() if k != "$defs"}
+    return {**schema, "$defs": definitions} if definitions else schema
+
+
+# ------------------------------------------------------------------------------------------------------- from the text
+
+
+def read_calls(text: str, names: set[str]) -> list[Call]:
+    """Calls in a piece of JSON: an object or a list of objects with a known name and an object of arguments. [] if it is anything else."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        return []
+    calls = []
+    for item in data if isinstance(data, list) else [data]:
+        if not isinstance(item, dict) or item.get("name") not in names:
+            return []
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _object(arguments)
+        if not isinstance(arguments, dict):
+            return []
+        calls.append(Call(item["name"], json.dumps(arguments, ensure_ascii=False)))
+    return calls
+
+
+class ToolParser:
+    """push(text) and finish() give ("text", str) and ("call", Call) in order; their texts and the calls' spellings make up the answer."""
+
+    def __init__(self, form: str, names: set[str], *, forced: bool = False, single: bool = False) -> None:
+        self._open, self._close = (MISTRAL, "") if form == "mistral" else (OPEN, CLOSE)
+        self._names = names
+        self._single = single
+        self._held = ""
+        self._inside = False
+        self._whole = forced  # hold everything: only the end can tell
+        self._begun = forced
+        self.calls = 0
+
+    def push(self, text: str) -> list[tuple[str, Any]]:
+        self._held += text
+        if not self._begun and self._held.strip():
+            self._begun = True
+            self._whole = self._held.lstrip()[0] in "{[" and not MISTRAL.startswith(self._held.lstrip()[: len(MISTRAL)])
+        return [] if self._whole or not self._begun else self._scan()
+
+    def finish(self) -> list[tuple[str, Any]]:
+        """The answer ended: what is held is a whole call, or text after all."""
+        if not self._held:
+            return []
+        body = self._held.removeprefix(self._open) if self._inside else self._held
+        calls = self._admit(read_calls(body.strip(), self._names)) if self._whole or self._inside else []
+        held, self._held = self._held, ""
+        return [("call", call) for call in calls] if calls else [("text", held)]
+
+    def _scan(self) -> list[tuple[str, Any]]:
+        out: list[tuple[str, Any]] = []
+        while self._held:
+            if not self._inside:
+                at = self._held.find(self._open)
+                safe = at if at >= 0 else len(self._held) - _overlap(self._held, self._open)
+                if safe:
+                    out.append(("text", self._held[:safe]))
+                    self._held = self._held[safe:]
+                if at < 0:
+                    break
+                self._inside = True
+            end = self._held.find(self._close) if self._close else -1
+            if end < 0:
+                break
+            piece, self._held = self._held[: end + len(self._close)], self._held[end + len(self._close) :]
+            calls = self._admit(read_calls(piece[len(self._open) : -len(self._close)].strip(), self._names))
+            out += [("call", call) for call in calls] or [("text", piece)]
+            self._inside = False
+            if calls:
+                self._held = self._held.lstrip("\n")
+        return out
+
+    def _admit(self, calls: list[Call]) -> list[Call]:
+        """parallel_tool_calls: false means one call an answer; a second one stays text."""
+        kept = [] if self._single and self.calls else calls[:1] if self._single else calls
+        self.calls += len(kept)
+        return kept
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of text that a tag could begin with."""
+    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
