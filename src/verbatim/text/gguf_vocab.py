@@ -6,6 +6,7 @@ tokenizer.ggml.tokens, .token_type, .merges, .scores, .pre, .add_bos_token, .add
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ MAX_TOKENS = 4_000_000
 MAX_TOKEN_LENGTH = 4096
 SPACE = "\u2581"
 K = "tokenizer.ggml."
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> Vocabulary:
@@ -73,7 +75,7 @@ class _Reader:
         except ModelError as error:
             raise self.wrong(error.message) from None
         model = models.BPE(vocab=self.ids, merges=merges, ignore_merges=cut.whole_words)
-        return self._finish(model, normalizer_of(cut), pre_tokenizer_of(cut), add_bos=False, space_prefix=False)
+        return self._finish(model, normalizer_of(cut), pre_tokenizer_of(cut), add_bos=cut.bos, space_prefix=False)
 
     def _sentencepiece(self) -> Vocabulary:
         from verbatim.text.spm import merges_from_scores, piece_bytes
@@ -83,7 +85,7 @@ class _Reader:
             raise self.wrong(f"tokenizer.ggml.scores has {len(scores)} entries for {len(self.tokens)} tokens")
         if any(s != s for s in scores):
             raise self.wrong("tokenizer.ggml.scores has a value that is not a number")
-        pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)]
+        pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind == NORMAL]
         merges = merges_from_scores(pieces, self.ids, scores)
         unknown = self.types.index(UNKNOWN) if UNKNOWN in self.types else None
         fallback = all(f"<0x{b:02X}>" in self.ids for b in range(256))
@@ -134,6 +136,7 @@ class _Reader:
             eos_ids=self._eos_ids(eos, control),
             prefix=(bos,) if bos is not None and self.flag("add_bos_token", add_bos) else (),
             suffix=(eos,) if eos is not None and self.flag("add_eos_token", False) else (),
+            byte_level=to_bytes is None,
             space_prefix=space_prefix,
         )
 
@@ -142,7 +145,8 @@ class _Reader:
         swallow = (
             special and self.meta.get("general.architecture") == "phi3" and text.startswith("<|") and text != "<|endoftext|>"
         )
-        return AddedToken(text, special=special, normalized=False, rstrip=swallow)
+        # A user-defined piece of SentencePiece that spells spaces as U+2581 is looked for after spaces are spelled so.
+        return AddedToken(text, special=special, normalized=not special and SPACE in text, rstrip=swallow)
 
     def _eos_ids(self, eos: int | None, control: Mapping[str, int]) -> tuple[int, ...]:
         """What ends an answer: the declared end of sequence, the declared ends of a turn or message, and the well-known ends of
@@ -165,13 +169,14 @@ class _Reader:
     def _types(self) -> list[int]:
         types = self.array("token_type", int)
         if not types:
-            return [NORMAL] * len(self.tokens)
+            types = [BYTE if _BYTE.fullmatch(t) else NORMAL for t in self.tokens]
         if len(types) != len(self.tokens):
             raise self.wrong(f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} tokens")
         bad = next((t for t in set(types) if not 0 <= t <= BYTE), None)
         if bad is not None:
             raise self.wrong(f"tokenizer.ggml.token_type has the value {bad}; known are 1 to 6")
-        return types
+        # Files made from careless sources mark these as ordinary; then a user could type the end of a turn.
+        return [CONTROL if t in END_OF_TURN else kind for t, kind in zip(self.tokens, types, strict=True)]
 
     def _merge(self, merge: str) -> tuple[str, str]:
         left, space, right = merge.partition(" ")

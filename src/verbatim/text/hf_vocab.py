@@ -92,6 +92,7 @@ def _vocabulary(folder: Path, spec: dict[str, Any], special: Any, config: Mappin
         eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         prefix=prefix,
         suffix=suffix,
+        byte_level=byte_level,
         space_prefix=not byte_level and _puts_space(spec),
         continued=_continued(plain, spec),
         extra=texts,

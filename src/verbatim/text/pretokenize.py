@@ -1,8 +1,8 @@
 """How byte-level BPE cuts text into words before merging. In: the name in `tokenizer.ggml.pre`. Out: a normalizer and a pre-tokenizer.
 
 A GGUF file carries vocabulary and merges, but of the cutting rules only a name. The rules here are those of the
-`tokenizer.json` files that the names stand for: each entry is a list of patterns applied one after the other; the
-matches of a pattern, and what lies between them, become separate pieces.
+`tokenizer.json` files that the names stand for: each entry is a list of steps applied one after the other; the
+matches of a step, and what lies between them, become separate pieces.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 # The cased letters as DeepSeek's tokenizer lists them: first and last code point of each run.
 _CASED = (
@@ -36,15 +40,25 @@ _CASED = (
     "10cc0-10cf2 118a0-118df 1e900-1e943"
 )
 _DEEPSEEK_PUNCTUATION = "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK3_WORDS = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+# Steps that are compiled code in the library rather than patterns. BYTES_GPT2 cuts by the GPT-2 pattern and writes bytes in
+# the byte-level alphabet at once, so patterns after it see that alphabet; without it, writing bytes is the last step.
+DIGIT, DIGITS, PUNCTUATION, BYTES_GPT2 = "DIGIT", "DIGITS", "PUNCTUATION", "BYTES_GPT2"
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """`patterns` in order; `nfc` composes the text first; `whole_words` takes a word that is in the vocabulary without merging."""
+    """`steps` in order; `nfc` composes the text first; `whole_words` takes a word that is in the vocabulary without merging;
+    `bos`: prompts begin with the beginning-of-sequence token where the file does not say."""
 
-    patterns: tuple[str, ...]
+    steps: tuple[str, ...]
     nfc: bool = False
     whole_words: bool = False
+    bos: bool = False
 
 
 def _cased_letters() -> str:
@@ -52,34 +66,39 @@ def _cased_letters() -> str:
     return "[" + "".join("-".join(chr(int(end, 16)) for end in run) for run in runs) + "]"
 
 
-_DIGITS_GPT2 = Cut((r"\p{N}", GPT2))
-_PLAIN_GPT2 = Cut((GPT2,))
-_NEOX = Cut((GPT2,), nfc=True)
-_LLAMA3 = Cut((LLAMA3,), whole_words=True)
+_GPT2 = Cut((BYTES_GPT2,))
+_NEOX = Cut((BYTES_GPT2,), nfc=True)
+_STARCODER = Cut((DIGIT, BYTES_GPT2))
+_LLAMA3 = Cut((LLAMA3,), whole_words=True, bos=True)
+_QWEN2 = Cut((QWEN2,), nfc=True)
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{_cased_letters()}+", _DEEPSEEK_PUNCTUATION, r"\s+$", _CJK, DIGIT)
 
 CUTS: dict[str, Cut] = {
     "default": Cut((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _PLAIN_GPT2,
-    "gpt2": _PLAIN_GPT2,
-    "phi-2": _PLAIN_GPT2,
+    "gpt-2": _GPT2,
+    "gpt2": _GPT2,
+    "phi-2": _GPT2,
     "mpt": _NEOX,
     "olmo": _NEOX,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "dbrx": Cut((LLAMA3,)),
-    "qwen2": Cut((QWEN2,), nfc=True),
+    "smaug-bpe": Cut((LLAMA3,)),
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
     "stablelm2": Cut((QWEN2,)),
-    "smollm": _DIGITS_GPT2,
-    "starcoder": _DIGITS_GPT2,
-    "refact": _DIGITS_GPT2,
-    "command-r": Cut((r"\p{N}", GPT2), nfc=True),
-    "falcon": Cut((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]")),
-    "deepseek-llm": Cut(
-        (r"[\r\n]", rf"\s?{_cased_letters()}+", _DEEPSEEK_PUNCTUATION, r"\s+$", _CJK, r"\p{N}+"),
-    ),
-    "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-    "tekken": Cut((TEKKEN,), whole_words=True),
+    "smollm": _STARCODER,
+    "starcoder": _STARCODER,
+    "refact": _STARCODER,
+    "codeshell": _STARCODER,
+    "command-r": Cut((DIGIT, BYTES_GPT2), nfc=True),
+    "falcon": Cut((PUNCTUATION, BYTES_GPT2, DIGITS, "[0-9][0-9][0-9]")),
+    "deepseek-llm": Cut(_DEEPSEEK_LLM),
+    "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, DIGIT)),
+    "deepseek-v3": Cut((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)),
+    "tekken": Cut((TEKKEN,), whole_words=True, bos=True),
+    "gpt-4o": Cut((GPT4O,)),
 }
 
 
@@ -88,7 +107,7 @@ def cut_named(name: str) -> Cut:
         return CUTS[name]
     except KeyError:
         known = ", ".join(sorted(CUTS))
-        raise ModelError(f"tokenizer.ggml.pre is {name!r}, which is not known here; known names: {known}") from None
+        raise ModelError(f"tokenizer.ggml.pre is {name[:60]!r}, which is not known here; known names: {known}") from None
 
 
 def normalizer_of(cut: Cut) -> Any:
@@ -96,15 +115,17 @@ def normalizer_of(cut: Cut) -> Any:
 
 
 def pre_tokenizer_of(cut: Cut) -> Any:
-    """The library's own GPT-2 rule is compiled code and several times faster than the same pattern, so it is used for that."""
-    steps: list[Any] = []
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    for at, pattern in enumerate(cut.patterns):
-        if pattern == r"\p{N}":
-            steps.append(pre_tokenizers.Digits(individual_digits=True))
-        elif pattern == GPT2 and at == len(cut.patterns) - 1:
-            byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        else:
-            steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
-    steps.append(byte_level)
+    steps = [_step(step) for step in cut.steps]
+    if BYTES_GPT2 not in cut.steps:
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+
+
+def _step(step: str) -> Any:
+    if step == BYTES_GPT2:
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if step in (DIGIT, DIGITS):
+        return pre_tokenizers.Digits(individual_digits=step == DIGIT)
+    if step == PUNCTUATION:
+        return pre_tokenizers.Punctuation(behavior="contiguous")
+    return pre_tokenizers.Split(Regex(step), behavior="isolated")

@@ -14,18 +14,17 @@ SPACE = "\u2581"
 def merges_from_scores(pieces: Iterable[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every split of every piece into two pieces, best score first.
 
-    Splits of the same piece follow the ids of their parts, as in the merge lists that are published for such models.
+    SentencePiece breaks ties by position, leftmost first, which a merge list cannot say. Where one piece has several splits, the
+    one with the longer left part comes first: it begins further left. The merge lists published for such models do the same.
     Control, unknown and byte tokens are not in `pieces`, so no merge can produce one from typed text.
     """
     known = {piece: ids[piece] for piece in pieces}
     found: list[tuple[float, int, int, int, str, str]] = []
     for piece, at in known.items():
         for cut in range(1, len(piece)):
-            left = known.get(piece[:cut])
-            if left is not None:
-                right = known.get(piece[cut:])
-                if right is not None:
-                    found.append((-scores[at], at, left, right, piece[:cut], piece[cut:]))
+            left = piece[:cut]
+            if left in known and piece[cut:] in known:
+                found.append((-scores[at], -cut, cut - len(piece), at, left, piece[cut:]))
     found.sort()
     return [(left, right) for *_, left, right in found]
 

@@ -41,6 +41,7 @@ class Vocabulary:
     eos_ids: tuple[int, ...] = ()
     prefix: tuple[int, ...] = ()  # put before every prompt
     suffix: tuple[int, ...] = ()  # put after it
+    byte_level: bool = True  # user-defined tokens are literal text; in SentencePiece they spell spaces like all others
     space_prefix: bool = False  # a space is put before the first word, and taken away again when decoding
     continued: Any = None  # `plain` for text that does not begin the prompt, where that makes a difference
     extra: Mapping[str, str] = field(default_factory=dict)  # further named special tokens, for chat templates
@@ -62,7 +63,11 @@ class Tokenizer:
     # ------------------------------------------------------------------------------------------------------- to ids
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of the text, and nothing but the text. With `special`, literal control tokens become control ids."""
+        """Ids of the text, and nothing but the text. With `special`, literal control tokens become control ids.
+
+        A vocabulary may have no token for some rare bytes (the default model's has none for U+0006, for instance). As in the
+        published tokenizers, such bytes are then left out, or become the unknown token where there is one.
+        """
         _check_text(text)
         if special:
             return list(self._vocab.special.encode(text, add_special_tokens=False).ids)
@@ -117,7 +122,9 @@ class Tokenizer:
         pattern = re.compile("|".join(re.escape(t) for t in sorted(bad, key=len, reverse=True)))
         out: list[int] = []
         for piece in _halves(text, pattern):
-            out += [i for i in encoder.encode(piece, add_special_tokens=False).ids if i not in self._control_ids]
+            out += encoder.encode(piece, add_special_tokens=False).ids
+        if not self._control_ids.isdisjoint(set(out) - {self.unk_id}):
+            raise RequestError(f"the vocabulary cannot write this text without the control token {min(bad)!r}", param="prompt")
         return out
 
     # ------------------------------------------------------------------------------------------------------ to bytes
@@ -129,7 +136,7 @@ class Tokenizer:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})")
             text = self._vocab.tokens[token]
-            literal = token in self._control_ids or token in self._vocab.added
+            literal = token in self._control_ids or (self._vocab.byte_level and token in self._vocab.added)
             found = self._bytes[token] = text.encode("utf-8") if literal else self._vocab.to_bytes(text)
         return found
 
