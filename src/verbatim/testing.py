@@ -10,6 +10,7 @@ at every read: each slot says which position of which text it holds.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -205,3 +206,53 @@ def fake_parts(backend: Any = None, **options: Any) -> Parts:
     """What LLM.from_parts and AsyncEngine.from_parts take, with no model behind it. Options go to FakeBackend."""
     backend = backend or FakeBackend(**options)
     return Parts(backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake")
+
+
+# ------------------------------------------------------------------------------------------- for tests of the server
+
+CHAT_SOURCE = (
+    "{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|assistant|>' }}{{ m.role }}: {{ m.content }}{% endfor %}"
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}<|assistant|>"
+)
+
+
+class PacedBackend(FakeBackend):
+    """A FakeBackend whose steps take `pause` seconds, so that there is time to cut, kill and drain."""
+
+    def __init__(self, *args: Any, pause: float = 0.0, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pause = pause
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.pause:
+            time.sleep(self.pause)
+        return super().execute(plan)
+
+
+class ChatByteTokenizer(ByteTokenizer):
+    """A ByteTokenizer that a ChatTemplate can be used with."""
+
+    def __init__(self) -> None:
+        from verbatim.text.control import ControlFinder
+
+        super().__init__()
+        self.finder = ControlFinder(self.control_tokens)
+
+    def split_control(self, text: str) -> list[tuple[str, int | None]]:
+        return self.finder.split(text)
+
+    def encode_parts(self, parts: Iterable[tuple[str, int | None]]) -> list[int]:
+        return [t for text, control in parts for t in ([control] if control is not None else self.encode(text))]
+
+
+def server_parts(options: str) -> Parts:
+    """What `verbatim serve --test-engine OPTIONS` serves: "pipeline" (the real sampler) or "hash", then pause=SECONDS, context=TOKENS."""
+    from verbatim.text.chat import ChatTemplate
+
+    kind, *pairs = options.split(",")
+    values = dict(pair.split("=", 1) for pair in pairs)
+    spec = fake_spec(context=int(values.get("context", 4096)))
+    backend = PacedBackend(spec, pipeline=kind == "pipeline", pause=float(values.get("pause", 0)))
+    template = ChatTemplate(CHAT_SOURCE, "<s>", "</s>")
+    tokenizer = ChatByteTokenizer()
+    return Parts(backend, tokenizer, eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake", template=template)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.server import wire
 from verbatim.server.jobs import Jobs
-from verbatim.server.problems import problem_of
 
 if TYPE_CHECKING:
     from verbatim.engine.aio import AsyncEngine
@@ -38,15 +37,16 @@ def open_engine(start: dict[str, Any]) -> AsyncEngine:
 
 
 async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:
-    """Tells the parent that this loop turns and what the engine has done; the parent decides what silence means."""
+    """Tells the parent that this loop turns and what the engine has done; the parent decides what silence means. Ends when the engine failed."""
     count = 0
-    while True:
+    while engine.error is None:
         message: wire.Message = {"t": "beat", "stats": engine.stats(), "alive": engine.alive}
         if count % metrics_every == 0:
             message["metrics"] = engine.metrics()
         outbox.put(message)
         count += 1
         await asyncio.sleep(BEAT_SECONDS)
+    log.error("the engine failed: %r", engine.error, exc_info=engine.error)
 
 
 async def serve(fd: int) -> int:
@@ -69,20 +69,21 @@ async def serve(fd: int) -> int:
         return 3
     jobs = Jobs(engine, outbox, start)
     outbox.put({"t": "ready", **jobs.facts()})
-    beating = asyncio.create_task(beat(engine, outbox))
+    tasks = [asyncio.create_task(beat(engine, outbox)), asyncio.create_task(dispatch(reader, jobs))]
     try:
-        await dispatch(reader, outbox, engine, jobs)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        beating.cancel()
+        for task in tasks:
+            task.cancel()
         jobs.cancel()
         await asyncio.to_thread(engine.close)
         with contextlib.suppress(Exception):
             await outbox.drain()
             writer.close()
-    return 0
+    return 0 if engine.error is None else 4
 
 
-async def dispatch(reader: asyncio.StreamReader, outbox: wire.Outbox, engine: AsyncEngine, jobs: Jobs) -> None:
+async def dispatch(reader: asyncio.StreamReader, jobs: Jobs) -> None:
     """Until the parent says close, or is gone."""
     while (message := await wire.read(reader)) is not None:
         match message["t"]:
@@ -94,9 +95,6 @@ async def dispatch(reader: asyncio.StreamReader, outbox: wire.Outbox, engine: As
                 return
             case other:
                 raise AssertionError(f"no such message: {other!r}")
-        if engine.error is not None:
-            outbox.put({"t": "failed", "message": problem_of(engine.error).message})
-            return
 
 
 def die_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.responses import Response
@@ -45,7 +46,7 @@ async def metrics(call: Call) -> Response:
 async def openapi(call: Call) -> Response:
     from verbatim.server.openapi import document
 
-    return Json(document())
+    return Json(await asyncio.to_thread(document))
 
 
 # ------------------------------------------------------------------------------------------- stored chat completions

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, TokenLogprob
 from verbatim.server import wire
-from verbatim.server.problems import problem_of
+from verbatim.server.problems import Problem, problem_of
 from verbatim.server.toolformat import detect_format
 
 if TYPE_CHECKING:
@@ -44,13 +44,14 @@ class Jobs:
     def facts(self) -> dict[str, Any]:
         """What the HTTP side must know of the model, in plain data."""
         engine, tokenizer = self._engine, self._engine.tokenizer
-        source = str(getattr(engine.parts.template, "source", "") or "")
+        source = "\n".join(getattr(engine.parts.template, "sources", {}).values())
         return {
             "name": engine.parts.name,
             "digest": engine.parts.digest,
             "fingerprint": engine.fingerprint,
             "context": engine.context,
             "vocab": tokenizer.vocab_size,
+            "hidden": engine.parts.backend.spec.hidden,
             "has_template": engine.has_template,
             "template_tools": "tools" in source,
             "tool_format": detect_format(source),
@@ -84,6 +85,10 @@ class Jobs:
             raise
         except Exception as error:
             problem = problem_of(error)
+            if isinstance(error, BackendError):
+                problem = Problem(
+                    "engine_died", "the engine failed while this request ran; it is being restarted", retry_after=2
+                )
             if problem.code == "internal_error":
                 log.exception("request %s failed", message["id"])
             self._outbox.put({"t": "error", "id": message["id"], "problem": problem.to_wire()})
@@ -193,11 +198,9 @@ class Jobs:
         if message.get("messages") is not None:
             if not self._engine.has_template:
                 raise UnsupportedError("messages", "this model has no chat template")
-            from verbatim.text.chat import encode_chat
+            from verbatim.engine.llm import encode_chat
 
-            template = message.get("template") or {}
-            chat_ids: list[int] = list(encode_chat(tokenizer, self._engine.parts.template, message["messages"], **template))
-            return chat_ids
+            return encode_chat(self._engine.parts, message["messages"], message.get("template") or {})
         text_ids: list[int] = (
             tokenizer.encode_prompt(message["text"]) if message["special"] else tokenizer.encode(message["text"])
         )
