@@ -60,7 +60,7 @@ def completion_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "backend": {"name": llm.parts.backend.info.name, "detail": llm.parts.backend.info.detail},
         "fingerprint": completion.fingerprint,
         "warnings": list(completion.warnings),
-        "prompt_tokens": list(completion.prompt_ids),
+        "prompt_token_ids": list(completion.prompt_ids),
     }
     for key in ("logprobs", "explain"):
         if first.get(key):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import Choice, Completion, Finish, Timings, Usage
+from verbatim.base.records import Completion
 from verbatim.cli.options import Command, Option, engine_options, model_options, sampling_of, sampling_options
 from verbatim.cli.screen import note, warn, write
 
@@ -71,31 +72,28 @@ def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str
 
 
 def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
-    """Reads a stream to its end, showing it or not. Ctrl-C ends the answer: what was written until then is kept and counted."""
-    import time
+    """Reads a stream to its end, showing it or not; the exit code and the whole. Ctrl-C ends the answer: what was written until then counts.
 
-    began, first = time.perf_counter(), 0.0
-    texts: dict[int, list[str]] = {}
-    ids: dict[int, list[int]] = {}
+    The first Ctrl-C lets the running step end, so that the engine stays whole; a second one does not wait."""
     code = 0
-    with stream:
-        try:
+
+    def stop(signum: int, frame: Any) -> None:
+        nonlocal code
+        if code:
+            raise KeyboardInterrupt
+        code = 130
+        stream.cancel()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with stream:
             for delta in stream:
-                first = first or time.perf_counter() - began
-                texts.setdefault(delta.index, []).append(delta.text)
-                ids.setdefault(delta.index, []).extend(delta.token_ids)
                 if show and delta.index == 0 and delta.text:
                     write(delta.text)
-        except KeyboardInterrupt:
-            code = 130
-    if stream.completion is not None:
-        return code, stream.completion
-    choices = tuple(
-        Choice(index, "".join(texts[index]), tuple(ids[index]), Finish("cancel", "interrupted")) for index in sorted(texts)
-    ) or (Choice(0, "", (), Finish("cancel", "interrupted")),)
-    usage = Usage(output_tokens=sum(len(choice.token_ids) for choice in choices))
-    timings = Timings(first_token=first, total=time.perf_counter() - began)
-    return code, Completion(stream.request_id, (), choices, usage, timings, 0, "")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stream.completion is not None, "a stream ends with its completion"
+    return code, stream.completion
 
 
 def _finish(

@@ -1,0 +1,90 @@
+"""A whole model in a file, small enough to open in milliseconds: a random llama, a trained byte-level tokenizer, a chat template."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_said import Call, Said
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def train_tokenizer(directory: Path, vocab: int = 320) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    words.train_from_iterator(["the cat sat on the mat, and the dog didn't mind at all"] * 4, trainer)
+    words.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "<|end|>", "bos_token": None, "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The path of tiny.gguf."""
+    from verbatim.cli.export_model import model_metadata, model_tensors
+    from verbatim.cli.export_words import tokenizer_metadata
+    from verbatim.testing_models import tiny_model
+    from verbatim.text.tokenizer import from_directory
+    from verbatim.weights.gguf_write import write_gguf
+
+    directory = tmp_path_factory.mktemp("tiny")
+    train_tokenizer(directory)
+    words = from_directory(directory)
+    model = tiny_model("llama", vocab_size=words.vocab_size, hidden_size=64, intermediate_size=96)
+    metadata, extra = model_metadata(model, "tiny")
+    metadata |= tokenizer_metadata(directory, words, model.spec.vocab, "llama")
+    metadata["tokenizer.chat_template"] = TEMPLATE
+    write_gguf(directory / "tiny.gguf", metadata, [*extra, *model_tensors(model)])
+    return directory / "tiny.gguf"
+
+
+@pytest.fixture
+def verbatim(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+    """Calls the command line in this process, with the tiny model and an empty cache."""
+    from verbatim.cli.main import main
+
+    monkeypatch.setenv("VERBATIM_MODEL", str(tiny))
+    monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "cache"))
+
+    def call(*words: str, stdin: str | bytes | None = None) -> Said:
+        if stdin is not None:
+            import io
+
+            raw = stdin.encode() if isinstance(stdin, str) else stdin
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        captured = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Said(ended.value.code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture
+def spawn(tiny: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
+    """Starts the command line (or other code) as a process of its own."""
+
+    def start(*words: str, code: str = "", **options: Any) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "VERBATIM_MODEL": str(tiny), "VERBATIM_CACHE": str(tmp_path / "cache")}
+        environment.pop("NO_COLOR", None)
+        what = ["-c", code] if code else ["-m", "verbatim"]
+        return subprocess.Popen([sys.executable, *what, *words], env=environment, **options)
+
+    return start

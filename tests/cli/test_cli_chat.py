@@ -1,0 +1,167 @@
+"""`verbatim chat`, through a pipe and through a terminal (a pty, driven by hand)."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cli_said import Call
+
+from verbatim import LLM, SamplingParams
+
+Spawn = Callable[..., "subprocess.Popen[bytes]"]
+SHORT = ("--max-tokens", "6")
+
+
+def answers(tiny: Path, *asked: str) -> list[str]:
+    """What the library says to the same conversation."""
+    said, messages = [], []
+    with LLM(tiny) as llm:
+        for text in asked:
+            messages.append({"role": "user", "content": text})
+            said.append(llm.chat(messages, SamplingParams(temperature=0, max_tokens=6)).text)
+            messages.append({"role": "assistant", "content": said[-1]})
+    return said
+
+
+def test_piped_lines_are_turns_with_history(verbatim: Call, tiny: Path) -> None:
+    first = "the cat sat on the mat, and the dog did not mind"  # longer than a cache block
+    said = verbatim("chat", *SHORT, stdin=f"{first}\nand the dog\n")
+    assert said.code == 0
+    assert said.out == "".join(answer + "\n" for answer in answers(tiny, first, "and the dog"))
+    closing = said.err.strip().splitlines()
+    assert len(closing) == 2
+    assert "from the prefix cache" in closing[1], "the second turn reuses the first one's keys and values"
+
+
+def test_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    lines = [
+        "/help",
+        "the cat",
+        "/reset",
+        "the cat",
+        f"/save {file}",
+        "/params temperature=0.5 seed=3",
+        "/params",
+        "/nope",
+        "/quit",
+        "never read",
+    ]
+    said = verbatim("chat", "-q", *SHORT, stdin="\n".join(lines) + "\n")
+    assert said.code == 0
+    [answer] = answers(tiny, "the cat")
+    assert said.out == answer + "\n" + answer + "\n", "after /reset the same question has the same answer"
+    record = json.loads(file.read_text())
+    assert [m["role"] for m in record["messages"]] == ["user", "assistant"]
+    assert record["messages"][1]["content"] == answer
+    assert "temperature=0.5" in said.err
+    assert "no command /nope" in said.err
+    assert "never read" not in said.out + said.err
+
+
+def test_system_message(verbatim: Call, tiny: Path) -> None:
+    said = verbatim("chat", "-q", *SHORT, "--system", "purr", stdin="/system\nthe cat\n/system bark\nthe cat\n")
+    with LLM(tiny) as llm:
+        wanted = [
+            llm.chat(
+                [{"role": "system", "content": s}, {"role": "user", "content": "the cat"}],
+                SamplingParams(temperature=0, max_tokens=6),
+            )
+            for s in ("purr", "bark")
+        ]
+    assert said.out == "".join(done.text + "\n" for done in wanted)
+    assert "purr" in said.err
+
+
+def test_a_refused_turn_does_not_end_the_conversation(verbatim: Call, tiny: Path) -> None:
+    said = verbatim("chat", "-q", *SHORT, "--context", "64", stdin="x" * 400 + "\n/params top_p=7\n/params top_q=1\nthe cat\n")
+    assert said.code == 0
+    assert said.out == answers(tiny, "the cat")[0] + "\n"
+    errors = [line for line in said.err.splitlines() if line.startswith("verbatim: ")]
+    assert len(errors) == 3
+    assert "top_p: 7.0 is above 1" in errors[1]
+    assert "did you mean" in errors[2]
+
+
+def test_continuation_lines_and_empty_lines(verbatim: Call, tiny: Path) -> None:
+    said = verbatim("chat", "-q", *SHORT, stdin="\n   \nthe cat\\\nand the dog\n")
+    assert said.out == answers(tiny, "the cat\nand the dog")[0] + "\n"
+
+
+class Terminal:
+    """A person at a terminal: reads until it sees something, types."""
+
+    def __init__(self, spawn: Spawn, *words: str) -> None:
+        self.master, slave = pty.openpty()
+        self.process = spawn(*words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self.seen = b""
+
+    def wait_for(self, what: bytes, seconds: float = 60) -> None:
+        end = time.monotonic() + seconds
+        while what not in self.seen:
+            assert time.monotonic() < end, f"never saw {what!r} in {self.seen!r}"
+            if select.select([self.master], [], [], 0.2)[0]:
+                try:
+                    self.seen += os.read(self.master, 4096)
+                except OSError:  # the other end is closed
+                    break
+        assert what in self.seen, self.seen
+        self.seen = self.seen.split(what, 1)[1]
+
+    def type(self, line: str) -> None:
+        os.write(self.master, line.encode() + b"\n")
+
+    def leave(self) -> int:
+        code = self.process.wait(60)
+        os.close(self.master)
+        return code
+
+
+def test_ctrl_c_stops_the_answer_not_the_program(spawn: Spawn) -> None:
+    terminal = Terminal(spawn, "chat", "--ignore-eos")
+    try:
+        terminal.wait_for(b">>> ")
+        terminal.type("the cat")
+        terminal.wait_for(b"the cat")  # the echo
+        terminal.wait_for(b"\n")
+        end = time.monotonic() + 60
+        while len(terminal.seen) < 20:  # the answer runs
+            assert time.monotonic() < end
+            if select.select([terminal.master], [], [], 0.2)[0]:
+                terminal.seen += os.read(terminal.master, 4096)
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for(b"cancel")
+        terminal.wait_for(b">>> ")
+        terminal.process.send_signal(signal.SIGINT)  # at the prompt it only clears the line
+        terminal.wait_for(b">>> ")
+        terminal.type("/params max_tokens=3")
+        terminal.wait_for(b"max_tokens=3")
+        terminal.wait_for(b">>> ")
+        terminal.type("the dog")
+        terminal.wait_for(b"+ 3 output tokens")
+        terminal.wait_for(b">>> ")
+        terminal.type("/quit")
+        assert terminal.leave() == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+
+
+def test_ctrl_d_leaves(spawn: Spawn) -> None:
+    terminal = Terminal(spawn, "chat", *SHORT)
+    try:
+        terminal.wait_for(b">>> ")
+        os.write(terminal.master, b"\x04")
+        assert terminal.leave() == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
