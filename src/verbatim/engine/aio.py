@@ -5,47 +5,156 @@
     async for item in stream:                  # Delta, Delta, ..., and last the Completion
         ...
 
-A reader that does not keep up costs no memory beyond its own answer: what is not yet read is merged into one pending Delta a choice.
+Three rules keep it calm. Only the engine's thread touches the core; others leave a note in an inbox. A reader that does not keep up costs no memory beyond its own
+answer: what is not yet read is merged into one pending Delta a choice. A failure of the loop ends every request with an error, and is kept in `error`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
+import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, Self
 
+import numpy as np
+
 from verbatim.base.config import EngineConfig
+from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError, VerbatimError
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import Completion, Delta
-from verbatim.engine.parts import Parts, load_parts
+from verbatim.base.records import Completion, Delta, Finish
+from verbatim.engine.core import EngineCore
+from verbatim.engine.job import Output
+from verbatim.engine.llm import encode_chat
+from verbatim.engine.parts import Parts, Progress, load_parts
+from verbatim.engine.request import Request
 
 
 class AsyncStream:
     """One running request: an async iterator of Deltas that ends with the Completion.
 
-    If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs."""
+    If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs. One reader only."""
 
-    request_id: str
-    completion: Completion | None
+    def __init__(self, engine: AsyncEngine, request_id: str) -> None:
+        self.request_id = request_id
+        self.completion: Completion | None = None
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._pending: dict[int, Delta] = {}  # by choice: what the reader has not taken yet
+        self._error: VerbatimError | None = None
+        self._over = False  # the Completion has been handed out
+        self._hidden: dict[int, Any] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._woken = False
+
+    # ------------------------------------------------------------------------------------------------- the engine's side
+
+    def _put(self, outputs: Sequence[Output]) -> None:
+        with self._lock:
+            for output in outputs:
+                if isinstance(output, Completion):
+                    self.completion = output
+                else:
+                    before = self._pending.get(output.index)
+                    self._pending[output.index] = output if before is None else join(before, output)
+        self._wake()
+
+    def _fail(self, error: VerbatimError) -> None:
+        with self._lock:
+            if self.completion is None:
+                self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        """From the engine's thread: at most one call is on its way to the event loop, however many deltas came."""
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._rouse)
+            except RuntimeError:  # the reader's event loop is closed: nobody will read this
+                self._engine._note("abort", self.request_id)
+
+    def _rouse(self) -> None:
+        self._woken = False
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ------------------------------------------------------------------------------------------------- the reader's side
 
     def __aiter__(self) -> AsyncIterator[Delta | Completion]:
         return self
 
     async def __anext__(self) -> Delta | Completion:
-        raise NotImplementedError
+        while True:
+            with self._lock:
+                if self._pending:
+                    return self._pending.pop(next(iter(self._pending)))
+                if self._over:
+                    raise StopAsyncIteration
+                if self._error is not None:
+                    self._over = True
+                    raise self._error
+                if self.completion is not None:
+                    self._over = True
+                    return self.completion
+            await self._wait()
 
     async def result(self) -> Completion:
         """Wait for the end, skipping the deltas."""
-        raise NotImplementedError
+        async for item in self:
+            if isinstance(item, Completion):
+                return item
+        if self.completion is None:
+            raise UnavailableError("this stream was closed before its end")
+        return self.completion
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            with self._lock:
+                ready = bool(self._pending) or self.completion is not None or self._error is not None
+            if not ready:
+                await self._waiter
+        except asyncio.CancelledError:
+            await self.aclose()  # the task that read this was cancelled: nobody wants the rest
+            raise
+        finally:
+            self._waiter = None
 
     async def aclose(self) -> None:
-        raise NotImplementedError
+        with self._lock:
+            self._over = True
+            self._pending.clear()
+            running = self.completion is None and self._error is None
+        if running:
+            self._engine.abort(self.request_id)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._over and self.completion is None and self._error is None:
+            self._engine.abort(self.request_id)
+
+
+def join(first: Delta, second: Delta) -> Delta:
+    """Two successive Deltas of one choice as one."""
+    return Delta(
+        first.request_id,
+        first.index,
+        first.text + second.text,
+        first.token_ids + second.token_ids,
+        first.logprobs + second.logprobs,
+        first.explain + second.explain,
+        second.finish,
+    )
 
 
 class AsyncEngine:
@@ -57,7 +166,7 @@ class AsyncEngine:
         *,
         revision: str | None = None,
         offline: bool = False,
-        progress: Callable[[str], None] | None = None,
+        progress: Progress | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig(**options)
@@ -72,6 +181,22 @@ class AsyncEngine:
     def _open(self, parts: Parts, config: EngineConfig) -> None:
         self.parts = parts
         self.config = config
+        self.core = EngineCore(parts, config)
+        self._streams: dict[str, weakref.ref[AsyncStream]] = {}  # weak: a stream that nobody holds any more is aborted
+        self._inbox: list[tuple[str, Any]] = []
+        self._lock = (
+            threading.RLock()
+        )  # guards the inbox, the streams and the flags; a stream collected under it aborts its request
+        self._awake = threading.Event()
+        self._arriving = 0  # accepted by submit() and not yet seen by the loop
+        self._draining = self._closing = False
+        self._error: BaseException | None = None
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name="verbatim-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------------------- facts
 
     @property
     def tokenizer(self) -> Any:
@@ -79,15 +204,27 @@ class AsyncEngine:
 
     @property
     def context(self) -> int:
-        raise NotImplementedError
+        return self.core.context
 
     @property
     def fingerprint(self) -> str:
-        raise NotImplementedError
+        return self.core.fingerprint
 
     @property
     def has_template(self) -> bool:
         return self.parts.template is not None
+
+    @property
+    def alive(self) -> bool:
+        """The loop runs and accepts requests (not draining, not failed, not closed)."""
+        return not self._draining and not self._closing and self._error is None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the loop, if it failed."""
+        return self._error
+
+    # ------------------------------------------------------------------------------------------------------- for clients
 
     async def submit(
         self,
@@ -99,7 +236,7 @@ class AsyncEngine:
     ) -> AsyncStream:
         """Accept a request or refuse it now: RequestError (400), OverloadedError (429, the queue is full), UnavailableError (503, draining
         or closed), BackendError (the engine died). Tokenising and grammar compilation run off the event loop and off the engine's thread."""
-        raise NotImplementedError
+        return await self._submit(lambda: prompt, params, request_id, tenant)
 
     async def chat(
         self,
@@ -111,40 +248,193 @@ class AsyncEngine:
         template: Mapping[str, Any] | None = None,
     ) -> AsyncStream:
         """submit() of a conversation through the chat template; `template` holds its options (tools, ...)."""
-        raise NotImplementedError
+        return await self._submit(lambda: encode_chat(self.parts, messages, template or {}), params, request_id, tenant)
+
+    async def embed(
+        self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""
+    ) -> tuple[np.ndarray, int]:
+        """Mean of the final hidden states over all tokens (float32 [hidden]), and how many tokens there were."""
+        params = SamplingParams(max_tokens=0)
+        stream = await self._submit(lambda: prompt, params, request_id, tenant, hidden=True)
+        completion = await stream.result()
+        states = stream._hidden
+        rows = np.stack([states[position] for position in range(len(completion.prompt_ids))])
+        return rows.mean(axis=0, dtype=np.float64).astype(np.float32), len(completion.prompt_ids)
+
+    async def _submit(
+        self,
+        prompt: Callable[[], str | Sequence[int]],
+        params: SamplingParams | None,
+        request_id: str | None,
+        tenant: str,
+        hidden: bool = False,
+    ) -> AsyncStream:
+        self._check_open()
+        request_id = request_id or f"req-{secrets.token_hex(8)}"
+
+        def make() -> Request:
+            request = self.core.request(prompt(), params, request_id=request_id, tenant=tenant, hidden=hidden)
+            self.core.check_fits(request)
+            return request
+
+        request = await asyncio.to_thread(make)
+        stream = AsyncStream(self, request.id)
+        with self._lock:
+            self._check_open()
+            if request.id in self._streams:
+                stream._over = True
+                raise ParameterError("request_id", f"{request.id!r} is already running")
+            waiting = len(self.core.scheduler.waiting) + self._arriving
+            if waiting >= self.config.max_waiting:
+                stream._over = True
+                self.core.metrics.refused.add()
+                raise OverloadedError(f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}")
+            self._streams[request.id] = weakref.ref(stream)
+            self._arriving += 1
+            self._idle.clear()
+        self._note("add", request)
+        return stream
+
+    def _check_open(self) -> None:
+        if self._error is not None:
+            raise BackendError(f"the engine has failed: {self._error}")
+        if not self.alive:
+            raise UnavailableError("the engine is shutting down")
 
     def abort(self, request_id: str) -> bool:
         """End a request now, from any thread; its stream ends with a Completion whose finish reason is "cancel". False: no such request."""
-        raise NotImplementedError
-
-    @property
-    def alive(self) -> bool:
-        """The loop runs and accepts requests (not draining, not failed, not closed)."""
-        raise NotImplementedError
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended the loop, if it failed."""
-        raise NotImplementedError
+        with self._lock:
+            known = request_id in self._streams
+        if known:
+            self._note("abort", request_id)
+        return known
 
     def stats(self) -> dict[str, Any]:
         """running, waiting, blocks, tokens in and out, ...: plain numbers."""
-        raise NotImplementedError
+        return self.core.stats()
 
     def metrics(self) -> str:
         """The same and the histograms, in the Prometheus text format."""
-        raise NotImplementedError
+        self.core.stats()
+        return self.core.metrics.registry.render()
+
+    async def call(self, work: Callable[[EngineCore], Any]) -> Any:
+        """Run a function of the core on the engine's thread, between two steps."""
+        future: Future[Any] = Future()
+        self._check_open()
+        self._note("call", (work, future))
+        return await asyncio.wrap_future(future)
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Refuse new requests (UnavailableError) and wait for the running ones. False: some were cancelled at the timeout."""
-        raise NotImplementedError
+        self._draining = True
+        calm = await asyncio.to_thread(self._idle.wait, timeout)
+        if not calm:
+            self._note("cancel", Finish("cancel", "shutdown"))
+            await asyncio.to_thread(self._idle.wait, 5.0)
+        return calm
 
     def close(self) -> None:
         """Cancel what runs, end the thread, release the backend. Idempotent; from any thread but the engine's."""
-        raise NotImplementedError
+        with self._lock:
+            first, self._closing = not self._closing, True
+        if first:
+            self._note("cancel", Finish("cancel", "shutdown"))
+            self._thread.join()
+            self.core.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.close()
+        await asyncio.to_thread(self.close)
+
+    # ------------------------------------------------------------------------------------------------ the engine's thread
+
+    def _note(self, what: str, value: Any) -> None:
+        with self._lock:
+            self._inbox.append((what, value))
+        self._awake.set()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                self._read_inbox()
+                if self.core.busy:
+                    self._send(self.core.step())
+                elif self._closing and not self._inbox:
+                    break
+                else:
+                    self._rest()
+        except BaseException as error:
+            self._die(error)
+        self._idle.set()
+
+    def _rest(self) -> None:
+        """Nothing runs: prove the accounting, then sleep until somebody comes."""
+        self.core.check()
+        with self._lock:
+            if not self._inbox and not self._arriving:
+                self._idle.set()
+        self._awake.wait()
+        self._awake.clear()
+
+    def _read_inbox(self) -> None:
+        self._awake.clear()
+        with self._lock:
+            inbox, self._inbox = self._inbox, []
+        for what, value in inbox:
+            if what == "add":
+                self._add(value)
+            elif what == "abort":
+                self.core.abort(value)
+            elif what == "call":
+                self._call(*value)
+            else:
+                for request_id in list(self.core.jobs):
+                    self.core.abort(request_id, value)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.core.add(request)
+            stream = self._streams[request.id]()
+            if stream is not None:
+                stream._hidden = self.core.jobs[request.id].hidden
+        except VerbatimError as error:
+            with self._lock:
+                stream = self._streams.pop(request.id)()
+            if stream is not None:
+                stream._fail(error)
+        finally:
+            with self._lock:
+                self._arriving -= 1
+
+    def _call(self, work: Callable[[EngineCore], Any], future: Future[Any]) -> None:
+        try:
+            future.set_result(work(self.core))
+        except Exception as error:
+            future.set_exception(error)
+
+    def _send(self, outputs: Sequence[Output]) -> None:
+        by_request: dict[str, list[Output]] = {}
+        for output in outputs:
+            by_request.setdefault(output.request_id, []).append(output)
+        for request_id, items in by_request.items():
+            with self._lock:
+                held = self._streams.pop(request_id) if isinstance(items[-1], Completion) else self._streams.get(request_id)
+            stream = held() if held is not None else None
+            if stream is not None:
+                stream._put(items)
+
+    def _die(self, error: BaseException) -> None:
+        """The loop has failed: whoever waits is told, nobody hangs."""
+        with self._lock:
+            self._error = error
+            streams, self._streams = [held() for held in self._streams.values()], {}
+            inbox, self._inbox = self._inbox, []
+        for what, value in inbox:
+            if what == "call":
+                value[1].set_exception(BackendError(f"the engine has failed: {error}"))
+        for stream in streams:
+            if stream is not None:
+                stream._fail(BackendError(f"the engine has failed: {error}"))

@@ -10,16 +10,24 @@ An LLM belongs to one thread at a time; servers use AsyncEngine.
 
 from __future__ import annotations
 
+import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, overload
 
+import numpy as np
+
 from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError, UnavailableError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, TokenLogprob
-from verbatim.engine.parts import Parts, load_parts
+from verbatim.engine.core import EngineCore
+from verbatim.engine.job import Output
+from verbatim.engine.parts import Parts, Progress, load_parts
+from verbatim.engine.request import Request
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -50,20 +58,45 @@ class Stream:
     Closing it early (or leaving its `with` block, or dropping it) aborts the request. Deltas of several choices interleave; `delta.index`
     says whose they are. Deltas of one choice concatenate to exactly its text."""
 
-    request_id: str
-    completion: Completion | None
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self.request_id = request.id
+        self.completion: Completion | None = None
+        self._llm = llm
+        self._pending: list[Delta] = []
+        self._cancelled = False
+        llm._add(request, self)
 
     def __iter__(self) -> Iterator[Delta]:
-        raise NotImplementedError
+        return self
+
+    def __next__(self) -> Delta:
+        while not self._pending:
+            if self._cancelled:
+                self.close()
+            if self.completion is not None or self.request_id not in self._llm.core.jobs:
+                raise StopIteration
+            self._llm._step()
+        return self._pending.pop(0)
+
+    def cancel(self) -> None:
+        """Ask for its end before the next step. It only sets a flag, so that a signal handler may call it in the middle of one."""
+        self._cancelled = True
 
     def close(self) -> None:
-        raise NotImplementedError
+        """Abort it, if it still runs. What was written so far is in `completion`, with finish reason "cancel"."""
+        if self.completion is None and not self._llm.closed and self._llm.core.abort(self.request_id):
+            self._llm._step()
+        self._pending.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "completion", True) is None and not self._llm.closed:
+            self._llm.core.abort(self.request_id)
 
 
 class LLM:
@@ -77,7 +110,7 @@ class LLM:
         *,
         revision: str | None = None,
         offline: bool = False,
-        progress: Callable[[str], None] | None = None,
+        progress: Progress | None = None,
         **options: Any,
     ) -> None:
         config = EngineConfig(**options)
@@ -93,6 +126,11 @@ class LLM:
     def _open(self, parts: Parts, config: EngineConfig) -> None:
         self.parts = parts
         self.config = config
+        self.core = EngineCore(parts, config)
+        self.closed = False
+        self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
+        self._done: dict[str, Completion] = {}  # of generate(), by request id
+        self._wanted: set[str] = set()
 
     # facts about the model: tokenizer, context, name, fingerprint
     @property
@@ -102,7 +140,7 @@ class LLM:
     @property
     def context(self) -> int:
         """Most tokens of prompt and answer together."""
-        raise NotImplementedError
+        return self.core.context
 
     @property
     def has_template(self) -> bool:
@@ -111,24 +149,24 @@ class LLM:
     @property
     def fingerprint(self) -> str:
         """Digest of model, backend and numerics: equal fingerprints promise equal tokens."""
-        raise NotImplementedError
+        return self.core.fingerprint
 
     @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Completion: ...
-    @overload
-    def generate(self, prompts: Sequence[int], params: SamplingParams | None = None) -> Completion: ...
+    def generate(self, prompts: str | list[int] | tuple[int, ...], params: SamplingParams | None = None) -> Completion: ...
     @overload
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: list[str] | list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]: ...
     def generate(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> Any:
         """Write on. One prompt (a string, or a list of token ids) gives one Completion; a list of prompts gives a list, in order,
         computed together. `params` is one for all, or one for each prompt. Any prompt that is refused raises before anything runs."""
-        raise NotImplementedError
+        if _is_one(prompts):
+            return self._run([prompts], [_one(params)])[0]
+        return self._run(list(prompts), _each(params, len(prompts)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """The same as generate, piece by piece, for one prompt."""
-        raise NotImplementedError
+        """The same as generate, piece by piece, for one prompt. It advances while it is read; several may be read in turns."""
+        return Stream(self, self.core.request(prompt, params))
 
     @overload
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion: ...
@@ -142,18 +180,24 @@ class LLM:
     def chat(self, messages: Any, params: Any = None, **template: Any) -> Any:
         """Answer a conversation (or a list of them) through the model's chat template. `template` options (tools=..., enable_thinking=...)
         go to the template. A model without a template is an UnsupportedError."""
-        raise NotImplementedError
+        if all(isinstance(message, Mapping) for message in messages):
+            return self._run([self.encode_chat(messages, **template)], [_one(params)])[0]
+        return self._run([self.encode_chat(m, **template) for m in messages], _each(params, len(messages)))
 
     def chat_stream(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Stream:
-        raise NotImplementedError
+        return self.stream(self.encode_chat(messages, **template), params)
 
     def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
         """The token ids that `chat` would send as the prompt."""
-        raise NotImplementedError
+        return encode_chat(self.parts, messages, template)
 
     def score(self, text: Prompt, *, top: int = 0) -> Score:
         """Teacher-forced log-probability of every token and the perplexity, in one pass. `top`: alternatives to report."""
-        raise NotImplementedError
+        done = self._run([text], [SamplingParams(max_tokens=0, prompt_logprobs=top)])[0]
+        scored = [entry.logprob for entry in done.prompt_logprobs if entry is not None]
+        total = math.fsum(scored)
+        perplexity = math.exp(-total / len(scored)) if scored else math.nan
+        return Score(done.prompt_ids, done.prompt_logprobs, total, perplexity)
 
     def vote(
         self,
@@ -164,30 +208,127 @@ class LLM:
         params: SamplingParams | None = None,
     ) -> Vote:
         """Self-consistency: write n continuations, take from each its answer, return the majority's."""
-        raise NotImplementedError
+        done = self._run([prompt], [(params or SamplingParams()).with_(n=n)])[0]
+        counts: dict[str, int] = {}
+        for choice in done.choices:
+            answer = extract(choice.text)
+            if answer is not None:
+                counts[answer] = counts.get(answer, 0) + 1
+        ranked = tuple(sorted(counts.items(), key=lambda item: -item[1]))  # stable: ties to the one that came first
+        return Vote(ranked[0][0] if ranked else "", ranked, done)
 
-    def embed(self, text: Prompt) -> Any:
+    def embed(self, text: Prompt) -> np.ndarray:
         """Mean of the final hidden states over all tokens: a float32 array [hidden]."""
-        raise NotImplementedError
+        request = self.core.request(text, SamplingParams(max_tokens=0), hidden=True)
+        self._wanted.add(request.id)
+        self._add(request)
+        job = self.core.jobs[request.id]
+        self._finish([request.id])
+        rows = np.stack([job.hidden[position] for position in range(len(request.prompt_ids))])
+        mean: np.ndarray = rows.mean(axis=0, dtype=np.float64).astype(np.float32)
+        return mean
+
+    # --------------------------------------------------------------------------------------------------------- the engine
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Completion]:
+        """All requests are checked before the first is added; the queue takes them as it has room."""
+        requests = [self.core.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+        for request in requests:
+            self.core.check_fits(request)
+        self._wanted.update(request.id for request in requests)
+        try:
+            for request in requests:
+                self._add(request)
+            return self._finish([request.id for request in requests])
+        except BaseException:  # Ctrl-C too: leave nothing running
+            for request in requests:
+                self.core.abort(request.id)
+                self._wanted.discard(request.id)
+                self._done.pop(request.id, None)
+            raise
+
+    def _add(self, request: Request, stream: Stream | None = None) -> None:
+        if self.closed:
+            raise UnavailableError("this LLM is closed")
+        while self.core.full:
+            self._step()
+        if stream is not None:
+            self._streams[request.id] = stream
+        self.core.add(request)
+
+    def _finish(self, ids: Sequence[str]) -> list[Completion]:
+        while any(request_id not in self._done for request_id in ids):
+            self._step()
+        self._wanted.difference_update(ids)
+        return [self._done.pop(request_id) for request_id in ids]
+
+    def _step(self) -> None:
+        for output in self.core.step():
+            self._sort(output)
+
+    def _sort(self, output: Output) -> None:
+        stream = self._streams.get(output.request_id)
+        if isinstance(output, Delta):
+            if stream is not None:
+                stream._pending.append(output)
+        elif stream is not None:
+            stream.completion = output
+        elif output.request_id in self._wanted:
+            self._done[output.request_id] = output
 
     def cache_plan(self) -> dict[str, Any]:
         """How the cache was sized: bytes, blocks, the rule that decided. Plain data, for printing."""
-        raise NotImplementedError
+        return {**self.core.cache_plan.as_dict(), "text": str(self.core.cache_plan)}
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine, as plain numbers."""
-        raise NotImplementedError
+        return self.core.stats()
 
     def check(self) -> None:
         """Prove the block accounting; an AssertionError says what is wrong."""
-        raise NotImplementedError
+        self.core.check()
 
     def close(self) -> None:
         """Release the backend. Idempotent."""
-        raise NotImplementedError
+        if not self.closed:
+            self.closed = True
+            self.core.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def encode_chat(parts: Parts, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
+    """Messages through the model's chat template; a control token typed by a user stays text."""
+    if parts.template is None:
+        raise UnsupportedError("messages", f"{parts.name} has no chat template; use generate() with plain text")
+    from verbatim.text import chat
+
+    tokenizer: Any = parts.tokenizer
+    return list(chat.encode_chat(tokenizer, parts.template, messages, **template))
+
+
+def _is_one(prompts: Any) -> bool:
+    """A string or a list of ids is one prompt; a list of strings or of lists is many. An empty list is an empty batch."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise ParameterError("prompts", f"{type(prompts).__name__} is neither a prompt nor a list of prompts")
+    return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
+
+
+def _one(params: Any) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
+    return params or SamplingParams()
+
+
+def _each(params: Any, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [_one(params)] * count
+    if len(params) != count:
+        raise ParameterError("params", f"{len(params)} for {count} prompts; give one for all, or one for each")
+    return [_one(p) for p in params]

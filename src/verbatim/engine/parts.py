@@ -14,12 +14,17 @@ from typing import Any, Protocol
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 
+Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of how much); 0 where it is not known
+
 
 class Tokenizer(Protocol):
     """What the engine needs of text/tokenizer.py (and of verbatim.testing.ByteTokenizer)."""
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
 
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
@@ -52,7 +57,7 @@ def load_parts(
     *,
     revision: str | None = None,
     offline: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Parts:
     """Find the model (a path, a catalog name, org/name on the hub), read it, and open a backend for it."""
     from verbatim.backend import open_backend

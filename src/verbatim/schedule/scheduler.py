@@ -43,6 +43,7 @@ from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
 
 PRIORITY_PLACES = 64
+NOTHING_LEFT = "no token is left to draw: bans, the grammar and min_tokens together exclude every id"
 _rank = attrgetter("rank")
 
 
@@ -152,10 +153,9 @@ class Scheduler:
         copies: Copies = []
         for seq in self.running[:]:
             behind -= 1
-            want = len(seq.tokens) - seq.computed
-            if want == 0 or seq.state != RUNNING:  # held, or preempted by one before it
+            if seq.held or seq.state != RUNNING:  # waits for its fellow beams, or was preempted by one before it
                 continue
-            step = self._plan_running(seq, want, budget - behind, copies)
+            step = self._plan_running(seq, len(seq.tokens) - seq.computed, budget - behind, copies)
             if step is not None:
                 steps.append(step)
                 budget -= len(step.tokens)
@@ -313,8 +313,7 @@ class Scheduler:
             if step.draws == 0:
                 self._advance(seq, step, events)
             elif seq.beam:
-                seq.computed, seq.held = step.start + len(step.tokens), True
-                self.cache.publish(seq)
+                self._hold(seq, step)
                 events.append(TokenEvent(seq.id, done.drawn[0]))
             else:
                 self._accept(seq, step, done.drawn, events)
@@ -330,12 +329,23 @@ class Scheduler:
             self._end(seq)
             events.append(TokenEvent(seq.id, None, Finish("length", seq.limit_name)))
 
+    def _hold(self, seq: Sequence, step: SeqStep) -> None:
+        """A beam has its candidates; extend() will say how it goes on."""
+        seq.computed, seq.held = step.start + len(step.tokens), True
+        self.cache.publish(seq)
+        if not self.use_cache:
+            self.cache.release_all(seq)
+
     def _accept(self, seq: Sequence, step: SeqStep, drawn: tuple[Drawn, ...], events: list[TokenEvent]) -> None:
         """Keep the target's own tokens as long as the drafts before them were the same; the rest of the step never happened."""
         drafts = step.tokens[len(step.tokens) - step.draws + 1 :]
         tokens = seq.tokens
         finish: Finish | None = None
         for i, draw in enumerate(drawn):
+            if draw.token < 0:
+                events.append(TokenEvent(seq.id, None, Finish("error", NOTHING_LEFT)))
+                self._end(seq)
+                return
             tokens.append(draw.token)
             if draw.token in seq.ends and len(tokens) > seq.min_len:
                 finish = Finish("stop", seq.ends[draw.token])

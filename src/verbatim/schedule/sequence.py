@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
@@ -58,7 +59,6 @@ class Sequence:
         "spec_withheld",
         "state",
         "tokens",
-        "withheld",
     )
 
     def __init__(
@@ -75,6 +75,7 @@ class Sequence:
         hidden: bool = False,
         reuse: bool = True,
         beam: int = 0,
+        breakers: tuple[tuple[int, ...], ...] = (),
         siblings: Seq[Sequence] = (),
     ) -> None:
         self.id = id
@@ -113,9 +114,8 @@ class Sequence:
 
         # Everything the sampler may know, made once: it changes only with the history, the drafts' masks and min_tokens.
         self.history = params.needs_history
-        self.spec = DrawSpec(params, key, self.prompt_len, beam=beam)
-        self.withheld = tuple(sorted(self.ends))
-        self.spec_withheld = DrawSpec(params, key, self.prompt_len, withheld=self.withheld, beam=beam)
+        self.spec = DrawSpec(params, key, self.prompt_len, beam=beam, breakers=breakers)
+        self.spec_withheld = replace(self.spec, withheld=tuple(sorted(self.ends)))
 
     @property
     def known(self) -> int:
@@ -131,8 +131,5 @@ class Sequence:
         return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
     def draw_spec(self) -> DrawSpec:
-        early = len(self.tokens) < self.min_len
-        if self.history:
-            withheld = self.withheld if early else ()
-            return DrawSpec(self.params, self.key, self.prompt_len, tuple(self.tokens), withheld, beam=self.beam)
-        return self.spec_withheld if early else self.spec
+        spec = self.spec_withheld if len(self.tokens) < self.min_len else self.spec
+        return replace(spec, history=tuple(self.tokens)) if self.history else spec

@@ -1,0 +1,275 @@
+"""EngineCore: requests come in, Deltas and Completions go out. The whole program is step(): plan, execute, commit.
+
+Not for several threads at once: LLM calls it from the caller's, AsyncEngine from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import OverloadedError, ParameterError, VerbatimError
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion, Finish, SeqStep, StepPlan, StepResult, TokenEvent
+from verbatim.engine.beams import kind_of
+from verbatim.engine.drafting import Drafting
+from verbatim.engine.job import Job, Output
+from verbatim.engine.parts import Parts
+from verbatim.engine.request import Request, make_request
+from verbatim.observe.metrics import EngineMetrics
+from verbatim.schedule.scheduler import Scheduler
+from verbatim.schedule.sizing import CachePlan, plan_cache
+
+
+class EngineCore:
+    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+        self.parts = parts
+        self.config = config
+        backend = self.backend = parts.backend
+        self.cache_plan: CachePlan = plan_cache(
+            backend.spec.groups,
+            backend.block_bytes(),
+            block_size=backend.block_size,
+            context=parts.context or backend.spec.context,
+            fixed=config.context is not None,
+            config=config,
+            available=_available(backend),
+        )
+        self.context = self.cache_plan.context
+        backend.allocate(self.cache_plan.blocks)
+        self.scheduler = Scheduler(
+            backend.spec.groups,
+            self.cache_plan.blocks,
+            block_size=backend.block_size,
+            step_tokens=config.step_tokens,
+            max_running=config.max_running,
+            prefix_cache=config.prefix_cache,
+            use_cache=config.use_cache,
+        )
+        info = backend.info
+        made_of = "\0".join((parts.digest, info.name, info.numerics))
+        self.fingerprint = f"vb-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"
+        self.metrics = EngineMetrics()
+        self.drafting = Drafting(parts, config, self.scheduler)
+        self.jobs: dict[str, Job] = {}
+        self._by_seq: dict[int, Job] = {}
+        self._ids = count()
+        self._ready: list[Output] = []  # made between steps, by aborts
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------------------- in and out
+
+    def request(
+        self,
+        prompt: str | Seq[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+        hidden: bool = False,
+    ) -> Request:
+        """Check a request and make it ready to run. Safe to call from any thread."""
+        return make_request(self.parts, self.context, prompt, params, request_id=request_id, tenant=tenant, hidden=hidden)
+
+    def add(self, request: Request) -> None:
+        """Take it into the queue, or refuse it: CapacityError, OverloadedError."""
+        if request.id in self.jobs:
+            raise ParameterError("request_id", f"{request.id!r} is already running")
+        if self.full:
+            self.metrics.refused.add()
+            raise OverloadedError(
+                f"{len(self.scheduler.waiting)} requests are waiting, and the queue holds {self.config.max_waiting}"
+            )
+        self.check_fits(request)
+        job = self._job(request)
+        self.scheduler.add(job.open(self._new_id))
+        self.jobs[request.id] = job
+        for seq in job.sequences:
+            self._by_seq[seq.id] = job
+        self.metrics.accepted(request.params)
+
+    @property
+    def full(self) -> bool:
+        return len(self.scheduler.waiting) >= self.config.max_waiting
+
+    def check_fits(self, request: Request) -> None:
+        """Refuse what this engine could never run, before anything is begun."""
+        self.drafting.check(request.params)
+        self.scheduler.check_capacity(self._job(request).sequence(-1, 0))
+
+    def _job(self, request: Request) -> Job:
+        ends = {token: str(token) for token in request.params.stop_token_ids}
+        if not request.params.ignore_eos:
+            ends |= dict.fromkeys(self.parts.eos_ids, "eos")
+        return kind_of(request.params)(request, self.parts.tokenizer, self.scheduler, ends, self.context)
+
+    def _new_id(self) -> int:
+        return next(self._ids)
+
+    def abort(self, request_id: str, finish: Finish | None = None) -> bool:
+        """End a request now. Its blocks are free at once; its Completion comes out of the next step()."""
+        job = self.jobs.get(request_id)
+        if job is None:
+            return False
+        job.end(finish or Finish("cancel"))
+        self._ready += self._leave(job)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.jobs or self._ready)
+
+    # -------------------------------------------------------------------------------------------------------- the program
+
+    def step(self) -> list[Output]:
+        """One step of everything that runs. Empty and not busy: there is nothing to do."""
+        began = time.perf_counter()
+        self.drafting.propose(self._by_seq)
+        plan = self.scheduler.plan()
+        if plan is None:
+            assert not self.jobs, "requests are left and none of them can advance"
+            return self._take_ready()
+        plan = self._masked(plan)
+        planned = time.perf_counter()
+        result = self.backend.execute(plan)
+        executed = time.perf_counter()
+        events = self.scheduler.commit(plan, result)
+        self._collect(plan, result, planned)
+        touched = self._deliver(events, executed)
+        if self.config.check:
+            self.check()
+        self.drafting.learn(plan, executed - planned)
+        self.metrics.step(plan, began, planned, executed)
+        return self._take_ready() + [out for job in touched for out in self._leave(job)]
+
+    def _masked(self, plan: StepPlan) -> StepPlan:
+        """Structured sequences get the masks of their draws. One whose structure fails ends; the step goes on without it."""
+        if not any(job.matchers for job in self.jobs.values()):
+            return plan
+        steps: list[SeqStep] = []
+        for step in plan.sequences:
+            job = self._by_seq[step.seq_id]
+            matcher = job.matchers.get(step.seq_id)
+            if matcher is None or not step.draws or step.draw is None:
+                steps.append(step)
+                continue
+            drafts = step.tokens[len(step.tokens) - step.draws + 1 :]
+            try:
+                masks = tuple(matcher.masks_along(drafts))
+            except VerbatimError as error:
+                job.error = error
+                job.end(Finish("error", error.message))
+                self._ready += self._leave(job)
+                continue
+            steps.append(replace(step, draw=replace(step.draw, masks=masks)))
+        return replace(plan, sequences=tuple(steps))
+
+    def _collect(self, plan: StepPlan, result: StepResult, planned: float) -> None:
+        """What is not a token: when a request began, log-probabilities and hidden states of its prompt."""
+        for step, done in zip(plan.sequences, result.sequences, strict=True):
+            job = self._by_seq[step.seq_id]
+            if job.began is None:
+                job.began = planned
+            for position, scored in enumerate(done.scored, step.start + 1):
+                job.scored[position] = scored
+            if done.hidden is not None:
+                job.hidden.update(enumerate(done.hidden, step.start))
+
+    def _deliver(self, events: list[TokenEvent], now: float) -> list[Job]:
+        """Hand each event to its request; return the requests that have something new."""
+        touched: dict[str, Job] = {}
+        for event in events:
+            job = self._by_seq[event.seq_id]
+            touched[job.request.id] = job
+            if job.first is None and event.drawn is not None:
+                job.first = now
+            job.push(event)
+            for seq in job.sequences[-job.request.params.num_beams :] if job.request.params.num_beams > 1 else ():
+                self._by_seq[seq.id] = job  # beams fork as they go
+        return list(touched.values())
+
+    def _leave(self, job: Job) -> list[Output]:
+        """What a request sends now: its Deltas, and when all is done its Completion."""
+        outputs: list[Output] = list(job.deltas())
+        if job.done and job.request.id in self.jobs:
+            completion = self._complete(job)
+            outputs.append(completion)
+        return outputs
+
+    def _complete(self, job: Job) -> Completion:
+        completion = job.completion(self.fingerprint)
+        if job.request.params.receipt:
+            completion = replace(completion, receipt=self._receipt(job.request, completion))
+        del self.jobs[job.request.id]
+        for seq in job.sequences:
+            self._by_seq.pop(seq.id, None)
+            self.drafting.finish(seq, job.request.tenant)
+        self.metrics.completed(completion)
+        return completion
+
+    def _receipt(self, request: Request, completion: Completion) -> dict[str, Any]:
+        from verbatim.observe.receipt import make_receipt
+
+        return make_receipt(
+            model=self.parts.name,
+            digest=self.parts.digest,
+            backend=self.backend.info.name,
+            detail=self.backend.info.detail,
+            numerics=self.backend.info.numerics,
+            fingerprint=self.fingerprint,
+            context=self.context,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            seed=request.seed,
+            choices=completion.choices,
+        )
+
+    def _take_ready(self) -> list[Output]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    # -------------------------------------------------------------------------------------------------------------- state
+
+    def check(self) -> None:
+        """Prove the accounting, and that every request the engine knows is one the scheduler knows, and the other way round."""
+        self.scheduler.check()
+        known = {seq_id for seq_id, job in self._by_seq.items() if job.request.id in self.jobs}
+        assert known == set(self._by_seq), "a request that is over still has sequences"
+        lost = set(self.scheduler.sequences) - set(self._by_seq)
+        assert not lost, f"sequences {lost} belong to no request"
+        if not self.jobs:
+            assert not self.scheduler.sequences, "nothing runs and the scheduler still holds sequences"
+            assert all(pool.used == 0 for pool in self.scheduler.cache.pools), "nothing runs and blocks are still used"
+
+    def stats(self) -> dict[str, Any]:
+        scheduler, pools = self.scheduler, self.scheduler.cache.pools
+        self.metrics.gauges(
+            requests=len(self.jobs),
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            blocks_total=sum(p.total for p in pools),
+            blocks_used=sum(p.used for p in pools),
+            blocks_cached=sum(len(p.cached) for p in pools),
+            preemptions=scheduler.preemptions,
+            evictions=sum(p.evictions for p in pools),
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+        )
+        return self.metrics.registry.values()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.drafting.close()
+            self.backend.close()
+
+
+def _available(backend: Any) -> int | None:
+    """Device memory where the backend knows better than the operating system."""
+    ask = getattr(backend, "available_memory", None)
+    return int(ask()) if ask is not None else None

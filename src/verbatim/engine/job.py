@@ -1,0 +1,164 @@
+"""A running request: its sequences, its choices, its clock. Token events come in, Deltas and at last one Completion go out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from verbatim.base.errors import VerbatimError
+from verbatim.base.records import Choice, Completion, Delta, Drawn, Finish, Timings, TokenEvent, TokenLogprob, Usage
+from verbatim.engine.parts import Tokenizer
+from verbatim.engine.request import Request
+from verbatim.engine.stream import ChoiceStream
+from verbatim.sampling.draw import noise_key
+from verbatim.schedule.scheduler import Scheduler
+from verbatim.schedule.sequence import Sequence
+
+Output = Delta | Completion
+
+
+class Job:
+    """One request with one sequence for each choice. Beam search is another kind of job (engine/beams.py)."""
+
+    def __init__(
+        self, request: Request, tokenizer: Tokenizer, scheduler: Scheduler, ends: dict[int, str], context: int
+    ) -> None:
+        self.request = request
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.ends = ends
+        params = request.params
+        asked = context if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
+        self.limit, self.limit_name = min(asked, context), "context" if params.max_tokens is None else "max_tokens"
+        self.matchers: dict[int, Any] = {}  # by sequence id, where the answer has a structure
+        self.scored: dict[int, TokenLogprob] = {}  # by prompt position
+        self.hidden: dict[int, Any] = {}  # by prompt position
+        self.began: float | None = None
+        self.first: float | None = None
+        self.error: VerbatimError | None = None
+        self.sequences: list[Sequence] = []
+        self.streams: dict[int, ChoiceStream] = {}  # by sequence id
+        self._drawn = 0
+
+    def open(self, new_id: Callable[[], int]) -> Sequence:
+        """Make the sequences; the first one leads, the others fork off it at the prompt's end."""
+        params = self.request.params
+        for index in range(params.best_of or params.n):
+            seq = self.sequence(new_id(), noise_key(self.request.seed, index))
+            self.sequences.append(seq)
+            self.streams[seq.id] = ChoiceStream(self.request.id, index, params, self.tokenizer)
+            if self.request.structure is not None:
+                self.matchers[seq.id] = self.request.structure.start()
+        self.sequences[0].siblings = self.sequences[1:]
+        return self.sequences[0]
+
+    def sequence(self, seq_id: int, key: int, beam: int = 0) -> Sequence:
+        request = self.request
+        return Sequence(
+            seq_id,
+            request.prompt_ids,
+            request.params,
+            limit=self.limit,
+            limit_name=self.limit_name,
+            key=key,
+            ends=self.ends,
+            salt=f"{request.tenant}\0{request.params.cache_salt}",
+            hidden=request.hidden,
+            breakers=request.breakers,
+            beam=beam,
+        )
+
+    # ---------------------------------------------------------------------------------------------------- token by token
+
+    def push(self, event: TokenEvent) -> None:
+        """One event of one of its sequences."""
+        stream = self.streams[event.seq_id]
+        if stream.finish is not None:  # a stop string ended it earlier in this same step
+            return
+        if event.drawn is None:
+            assert event.finish is not None
+            stream.end(event.finish)
+            return
+        self._drawn += 1
+        finish = self._follow(event, event.drawn)
+        if stream.push(event.drawn, finish) is not None and event.finish is None:
+            self.scheduler.abort(event.seq_id)
+
+    def _follow(self, event: TokenEvent, drawn: Drawn) -> Finish | None:
+        """Move the structure on; it ends the text where nothing but an end could follow."""
+        matcher = self.matchers.get(event.seq_id)
+        if matcher is None:
+            return event.finish
+        try:
+            matcher.advance(drawn.token)
+        except VerbatimError as error:
+            self.error = error
+            return Finish("error", error.message)
+        if event.finish is None and matcher.finished:
+            return Finish("stop", self.request.structure.field)
+        return event.finish
+
+    def end(self, finish: Finish) -> None:
+        """End what still runs: an abort, or an error."""
+        for seq in self.sequences:
+            self.scheduler.abort(seq.id)
+            self.streams[seq.id].end(finish)
+
+    @property
+    def done(self) -> bool:
+        return all(stream.finish is not None for stream in self.streams.values())
+
+    # ------------------------------------------------------------------------------------------------------- what leaves
+
+    @property
+    def streams_as_it_goes(self) -> bool:
+        """With best_of above n it is known only at the end which choices are returned."""
+        params = self.request.params
+        return (params.best_of or params.n) == params.n
+
+    def deltas(self) -> list[Delta]:
+        if not self.streams_as_it_goes:
+            return []
+        return [delta for stream in self.streams.values() if (delta := stream.take()) is not None]
+
+    def choices(self) -> list[Choice]:
+        streams = list(self.streams.values())
+        if not self.streams_as_it_goes:
+            for stream in streams:
+                stream.score = stream.mean_logprob
+            streams.sort(key=lambda s: (-s.mean_logprob, s.index))
+            streams = streams[: self.request.params.n]
+        return [stream.choice(i) for i, stream in enumerate(streams)]
+
+    @property
+    def output_tokens(self) -> int:
+        return self._drawn
+
+    def completion(self, fingerprint: str) -> Completion:
+        request, now = self.request, time.perf_counter()
+        prompt: tuple[TokenLogprob | None, ...] = ()
+        if request.params.prompt_logprobs is not None:
+            prompt = tuple(self.scored.get(position) for position in range(len(request.prompt_ids)))
+        return Completion(
+            request.id,
+            request.prompt_ids,
+            tuple(self.choices()),
+            Usage(
+                len(request.prompt_ids),
+                self.output_tokens,
+                self.sequences[0].cached_tokens,
+                sum(s.drafted for s in self.sequences),
+                sum(s.accepted for s in self.sequences),
+            ),
+            Timings(
+                (self.began or now) - request.arrival,
+                (self.first or now) - request.arrival,
+                now - request.arrival,
+                sum(s.preemptions for s in self.sequences),
+            ),
+            request.seed,
+            fingerprint,
+            request.warnings,
+            prompt,
+        )

@@ -1,0 +1,144 @@
+"""A request: what was asked, checked against the model. Raw prompts and parameters come in; a Request that can run goes out, or an error naming the field."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
+from verbatim.base.params import SamplingParams
+from verbatim.engine.parts import Parts, Tokenizer
+
+SPECULATE = ("off", "ngram", "suffix", "draft", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to go on from it. `seed` is the request's own, or the one it was given."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    tenant: str = ""
+    arrival: float = field(default_factory=time.perf_counter)
+    structure: Any = None  # sampling.grammar.Structure: the compiled grammar
+    breakers: tuple[tuple[int, ...], ...] = ()
+    warnings: tuple[str, ...] = ()
+    hidden: bool = False  # also collect the final hidden state of every prompt token
+
+
+def make_request(
+    parts: Parts,
+    context: int,
+    prompt: str | Sequence[int],
+    params: SamplingParams | None = None,
+    *,
+    request_id: str | None = None,
+    tenant: str = "",
+    hidden: bool = False,
+) -> Request:
+    """Tokenise and check. May take a while (a long text, a grammar to compile): never called on the engine's thread."""
+    arrival = time.perf_counter()
+    params = params or SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
+    vocab = parts.backend.spec.vocab
+    ids = tuple(parts.tokenizer.encode_prompt(prompt)) if isinstance(prompt, str) else _prompt_ids(prompt, vocab)
+    _check_ids(params, vocab)
+    _check_length(len(ids), params, context)
+    if params.speculate is not None and params.speculate not in SPECULATE:
+        raise ParameterError("speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}")
+    return Request(
+        id=request_id or f"req-{secrets.token_hex(8)}",
+        prompt_ids=ids,
+        params=params,
+        seed=secrets.randbits(32) if params.seed is None else params.seed,
+        tenant=tenant,
+        arrival=arrival,
+        structure=_structure(params, parts.tokenizer),
+        breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
+        warnings=_warnings(params),
+        hidden=hidden,
+    )
+
+
+def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
+    try:
+        ids = tuple(prompt)
+    except TypeError:
+        raise ParameterError("prompt", f"{type(prompt).__name__} is neither a string nor a list of token ids") from None
+    for token in ids:
+        if isinstance(token, bool) or not hasattr(token, "__index__"):
+            raise ParameterError("prompt", f"{token!r:.40} is not a token id")
+        if not 0 <= token < vocab:
+            raise ParameterError("prompt", f"{token} is not a token id of this model (0 to {vocab - 1})")
+    return tuple(int(token) for token in ids)
+
+
+def _check_ids(params: SamplingParams, vocab: int) -> None:
+    """Every id a request names must exist: one outside would write into a neighbour's logits."""
+    named: dict[str, Any] = {
+        "logit_bias": dict(params.logit_bias),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "banned_token_ids": params.banned_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if token >= vocab:
+                raise ParameterError(name, f"{token} is not a token id of this model (0 to {vocab - 1})")
+
+
+def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
+    if prompt == 0:
+        raise ParameterError("prompt", "is empty; give at least one token")
+    asked = params.max_tokens
+    least = max(1 if asked is None else asked, params.min_tokens)
+    if prompt + least > context:
+        more = "at least 1 token" if asked is None and not params.min_tokens else f"{least} tokens"
+        raise ContextError(
+            f"the prompt has {prompt} tokens, and with {more} of answer it needs {prompt + least} of a context of {context}; "
+            f"shorten the prompt or ask for at most {max(context - prompt, 0)}",
+            param="max_tokens" if prompt < context else "prompt",
+        )
+
+
+def _structure(params: SamplingParams, tokenizer: Tokenizer) -> Any:
+    if not params.structured:
+        return None
+    try:
+        from verbatim.sampling.grammar import compile_structure
+    except ImportError:  # the extra is not installed
+        named = next(f for f in ("json_schema", "regex", "grammar", "choice") if getattr(params, f) is not None)
+        raise UnsupportedError(
+            named, "structured output needs the extra `grammar`: pip install verbatim-llm[grammar]"
+        ) from None
+    return compile_structure(params, tokenizer)
+
+
+def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Walks the vocabulary, so it is kept: most requests use the same strings."""
+    from verbatim.sampling.breakers import breakers_of
+
+    kept = _BREAKERS.setdefault(tokenizer, {})
+    if tuple(strings) not in kept:
+        if len(kept) >= 64:
+            kept.clear()
+        kept[tuple(strings)] = breakers_of(strings, tokenizer)
+    return kept[tuple(strings)]
+
+
+_BREAKERS: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = WeakKeyDictionary()
+
+
+def _warnings(params: SamplingParams) -> tuple[str, ...]:
+    try:
+        from verbatim.sampling.advice import warnings_for
+    except ImportError:
+        return ()
+    return tuple(warnings_for(params))
