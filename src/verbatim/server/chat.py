@@ -30,6 +30,19 @@ from verbatim.server.problems import Problem
 from verbatim.server.tools import Call as ToolCall
 from verbatim.server.tools import ToolParser, forced_schema, template_messages
 
+# what encode_chat takes by these names is not the client's to set through the back door
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final",
+    "template_name",
+    "bos_token",
+    "eos_token",
+    "tokenizer",
+    "template",
+)
 STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
@@ -131,7 +144,7 @@ class Ask:
     def submit(self, stream: bool) -> None:
         facts = self.call.state.facts
         template = dict(self.body.get("chat_template_kwargs") or {})
-        for name in ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "tokenize", "template"):
+        for name in RESERVED:
             if name in template:
                 raise Problem(
                     "invalid_parameter", f"chat_template_kwargs.{name}: is the server's to set", "chat_template_kwargs"

@@ -186,7 +186,9 @@ class Jobs:
         if embed is None:
             raise UnsupportedError("input", "this engine gives no embeddings")
         vector, tokens = await embed(message["prompt"], request_id=message["id"], tenant=message["tenant"])
-        self._outbox.put({"t": "done", "id": message["id"], "vector": [float(x) for x in vector], "tokens": int(tokens)})
+        self._outbox.put(
+            {"t": "done", "id": message["id"], "vector": [float(x) for x in vector], "usage": [int(tokens), 0, 0, 0, 0]}
+        )
 
     async def _tokenize(self, job: Job, message: wire.Message) -> None:
         ids = await asyncio.to_thread(self._encode, message)

@@ -34,7 +34,7 @@ async def embeddings(call: Call) -> Response:
         {"object": "embedding", "index": i, "embedding": _spell_vector(_unit(r["vector"], body.get("dimensions")), body)}
         for i, r in enumerate(results)
     ]
-    total = sum(r["tokens"] for r in results)
+    total = sum(r["usage"][0] for r in results)
     return Json({"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": total, "total_tokens": total}})
 
 

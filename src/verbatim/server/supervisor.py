@@ -22,6 +22,7 @@ from verbatim.server.running import Running, Signal
 from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.server")
+CLOSE_SECONDS = 5.0  # an engine that was told to end gets this long
 STABLE_SECONDS = 60.0  # an engine that lived this long starts its next life without waiting
 
 
@@ -44,6 +45,7 @@ class Supervisor:
         self._last_beat = 0.0
         self._last_progress = (0.0, -1)
         self._task: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -87,7 +89,16 @@ class Supervisor:
             self._outbox.put({"t": "close"})
             await self._outbox.drain()
         if self._task is not None:
+            _, late = await asyncio.wait((self._task,), timeout=CLOSE_SECONDS)
+            if late and self._process is not None:
+                log.error("the engine does not end; killing it")
+                self._kill(self._process)
             await self._task
+
+    @staticmethod
+    def _kill(process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
     async def _supervise(self) -> None:
         wait = self.settings.backoff_seconds
@@ -113,7 +124,7 @@ class Supervisor:
             pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         theirs.close()
-        self.pid = process.pid
+        self.pid, self._process = process.pid, process
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self._outbox = wire.Outbox(writer)
         self._outbox.put({"t": "start", **self.settings.for_engine()})
@@ -134,10 +145,9 @@ class Supervisor:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.wait(), 5.0 if self._closing else 1.0)
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            self._kill(process)
             await process.wait()
-        self.pid = None
+        self.pid = self._process = None
         log.log(logging.INFO if self._closing else logging.ERROR, "the engine process ended with code %s", process.returncode)
 
     def _bury(self) -> None:
@@ -157,14 +167,13 @@ class Supervisor:
             if not self.ready.is_set():
                 continue
             now = time.monotonic()
-            steps = int(self.stats.get("steps", 0))
+            steps = int(self.stats.get("steps_total", 0))
             busy = bool(self.stats.get("running") or self.stats.get("waiting"))
             if steps != self._last_progress[1] or not busy:
                 self._last_progress = (now, steps)
             if now - self._last_beat > limit or now - self._last_progress[0] > limit:
                 log.error("the engine is silent for %.0f s; killing it", limit)
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
+                self._kill(process)
                 return
 
     # ------------------------------------------------------------------------------------------------------- messages
@@ -201,7 +210,7 @@ class Supervisor:
     def _finished(self, message: wire.Message) -> None:
         running = self._running.pop(message["id"])
         if "choices" not in message:  # tokenize, embed: no generation to account for
-            self.ledger.close(running.id, "done")
+            self.ledger.close(running.id, "done", message.get("usage"))
         else:
             reasons = [c["finish"][0] for c in message["choices"]]
             cut = (

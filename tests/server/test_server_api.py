@@ -1,0 +1,256 @@
+"""The OpenAI routes over a live server with the fake engine: shapes, streams, echo, log-probabilities, stored answers, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verbatim import LLM, SamplingParams
+
+pytestmark = pytest.mark.server
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
+
+
+def test_completion_has_seed_fingerprint_and_usage(fake: Any) -> None:
+    answer = fake.complete()
+    assert answer["object"] == "text_completion"
+    assert answer["seed"] == 7
+    assert answer["system_fingerprint"]
+    usage = answer["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] == 6 + 8
+    assert {"cached_tokens"} <= usage["prompt_tokens_details"].keys()
+    assert {"accepted_prediction_tokens", "rejected_prediction_tokens"} <= usage["completion_tokens_details"].keys()
+
+
+def test_a_seed_is_given_and_repeats_the_answer(fake: Any) -> None:
+    first = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 20}).json()
+    again = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 20, "seed": first["seed"]}).json()
+    other = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 20}).json()
+    assert first["choices"] == again["choices"]
+    assert first["seed"] != other["seed"]
+
+
+def test_negative_seeds_are_distinct_and_repeatable(fake: Any) -> None:
+    texts = [fake.complete(seed=s, max_tokens=24)["choices"][0]["text"] for s in (-1, -1, -2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"n": 3}, {"temperature": 0}, {"top_k": 5, "min_p": 0.01}, {"stop": ["a", "e"]}, {"logprobs": 2}]
+)
+def test_streamed_completions_concatenate_to_the_whole(fake: Any, body: dict[str, Any]) -> None:
+    whole = fake.complete(max_tokens=40, **body)
+    events = fake.events(
+        "/v1/completions", {"prompt": "hello", "max_tokens": 40, "seed": 7, "stream_options": {"include_usage": True}, **body}
+    )
+    assert events[-1] == "[DONE]"
+    assert events[-2]["usage"] == {**whole["usage"], "prompt_tokens_details": events[-2]["usage"]["prompt_tokens_details"]}
+    for choice in whole["choices"]:
+        mine = [c for e in events[:-2] for c in e["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
+        if body.get("logprobs"):
+            assert [x for c in mine for x in c["logprobs"]["token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+
+
+@pytest.mark.parametrize("body", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 3}])
+def test_streamed_chat_concatenates_to_the_whole(fake: Any, body: dict[str, Any]) -> None:
+    whole = fake.post("/v1/chat/completions", {**CHAT, **body}).json()
+    events = fake.events("/v1/chat/completions", {**CHAT, **body})
+    assert events[-1] == "[DONE]"
+    for choice in whole["choices"]:
+        mine = [c for e in events[:-1] for c in e["choices"] if c["index"] == choice["index"]]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(c["delta"].get("content") or "" for c in mine) == choice["message"]["content"]
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
+        if body.get("logprobs"):
+            found = [x for c in mine if c["logprobs"] for x in c["logprobs"]["content"]]
+            assert found == choice["logprobs"]["content"]
+            assert all(len(x["top_logprobs"]) == 3 for x in found)
+
+
+def test_prompts_in_all_four_spellings(fake: Any) -> None:
+    text = fake.complete("hello")["choices"][0]["text"]
+    ids = fake.post("/tokenize", {"prompt": "hello"}).json()["tokens"]
+    assert fake.complete(ids)["choices"][0]["text"] == text
+    assert [c["text"] for c in fake.complete(["hello", "hello"])["choices"]] == [text, text]
+    assert [c["index"] for c in fake.complete([ids, ids], n=2)["choices"]] == [0, 1, 2, 3]
+
+
+def test_echo_puts_the_prompt_before_the_answer(fake: Any) -> None:
+    plain, echoed = fake.complete("hello"), fake.complete("hello", echo=True)
+    assert echoed["choices"][0]["text"] == "hello" + plain["choices"][0]["text"]
+    scored = fake.complete("hello", echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
+    assert scored["token_logprobs"][0] is None
+    assert len(scored["tokens"]) == len(scored["token_logprobs"]) == 6
+    streamed = fake.events("/v1/completions", {"prompt": "hello", "max_tokens": 8, "seed": 7, "echo": True})
+    assert "".join(e["choices"][0]["text"] for e in streamed[:-1]) == echoed["choices"][0]["text"]
+
+
+def test_best_of_returns_the_best_and_is_refused_in_a_stream(fake: Any) -> None:
+    answer = fake.complete(n=2, best_of=5)
+    assert len(answer["choices"]) == 2
+    refused = fake.post("/v1/completions", {"prompt": "x", "best_of": 3, "stream": True})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "best_of")
+
+
+def test_http_answers_are_the_librarys_token_for_token(fake: Any) -> None:
+    from verbatim.testing import server_parts
+
+    with LLM.from_parts(server_parts("pipeline")) as llm:
+        for values in (
+            {"seed": 11},
+            {"seed": 12, "temperature": 0.7, "top_p": 0.9},
+            {"temperature": 0.0, "seed": 1},
+            {"seed": 5, "n": 3},
+        ):
+            params = SamplingParams(max_tokens=48, **values)
+            ours = llm.generate("the same tokens", params)
+            theirs = fake.complete("the same tokens", max_tokens=48, **values)
+            assert [c.text for c in ours.choices] == [c["text"] for c in theirs["choices"]]
+            chat = fake.post("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 48, **values}).json()
+            assert [c.text for c in llm.chat(CHAT["messages"], params).choices] == [
+                c["message"]["content"] for c in chat["choices"]
+            ]
+
+
+def test_models_are_the_startup_table(fake: Any) -> None:
+    names = [m["id"] for m in fake.client.get("/v1/models").json()["data"]]
+    assert "m" in names
+    assert fake.client.get("/v1/models/m").json()["id"] == "m"
+    for name in ("nope", "../../etc/passwd", "/etc/passwd", "http://localhost/x"):
+        assert fake.client.get(f"/v1/models/{name}").status_code == 404
+        refused = fake.post("/v1/completions", {"model": name, "prompt": "x"})
+        assert (refused.status_code, refused.json()["error"]["code"], refused.json()["error"]["param"]) == (
+            404,
+            "model_not_found",
+            "model",
+        )
+
+
+def test_stored_chats_can_be_read_changed_and_deleted(fake: Any) -> None:
+    made = fake.post("/v1/chat/completions", {**CHAT, "store": True, "metadata": {"k": "v"}}).json()
+    path = f"/v1/chat/completions/{made['id']}"
+    assert fake.client.get(path).json()["choices"] == made["choices"]
+    assert fake.client.get("/v1/chat/completions", params={"metadata[k]": "v"}).json()["data"][0]["id"] == made["id"]
+    assert fake.client.post(path, json={"metadata": {"k": "w"}}).json()["metadata"] == {"k": "w"}
+    assert fake.client.get(path + "/messages").json()["data"][0]["content"] == "hi"
+    assert fake.client.delete(path).json()["deleted"] is True
+    assert fake.client.get(path).status_code == 404
+
+
+def test_responses_stream_ends_in_the_whole_response(fake: Any) -> None:
+    body = {"input": "hi", "max_output_tokens": 10, "seed": 3}
+    whole = fake.post("/v1/responses", body).json()
+    events = fake.events("/v1/responses", body)
+    assert [e["sequence_number"] for e in events] == list(range(len(events)))
+    assert events[0]["type"] == "response.created"
+    last = events[-1]["response"]
+    text = whole["output"][0]["content"][0]["text"]
+    assert last["output"][0]["content"][0]["text"] == text
+    assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == text
+    assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
+
+
+def test_responses_continue_a_stored_one(fake: Any) -> None:
+    first = fake.post("/v1/responses", {"input": "hi", "max_output_tokens": 6, "seed": 3, "store": True}).json()
+    second = fake.post(
+        "/v1/responses", {"input": "and?", "previous_response_id": first["id"], "max_output_tokens": 6, "seed": 3}
+    ).json()
+    text = first["output"][0]["content"][0]["text"]
+    same = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
+    direct = fake.post("/v1/responses", {"input": same, "max_output_tokens": 6, "seed": 3}).json()
+    assert second["output"][0]["content"] == direct["output"][0]["content"]
+    assert second["usage"]["input_tokens"] == direct["usage"]["input_tokens"]
+    counted = fake.post("/v1/responses/input_tokens", {"input": same}).json()
+    assert counted["input_tokens"] == direct["usage"]["input_tokens"]
+    assert len(fake.client.get(f"/v1/responses/{first['id']}/input_items").json()["data"]) == 1
+    assert fake.client.delete(f"/v1/responses/{first['id']}").json()["deleted"] is True
+
+
+def test_embeddings_are_unit_vectors_in_both_encodings(fake: Any) -> None:
+    import base64
+    import struct
+
+    plain = fake.post("/v1/embeddings", {"input": ["a", "b"]}).json()
+    vectors = [d["embedding"] for d in plain["data"]]
+    assert all(abs(sum(x * x for x in v) - 1) < 1e-6 for v in vectors)
+    assert vectors[0] != vectors[1]
+    coded = fake.post("/v1/embeddings", {"input": "a", "encoding_format": "base64", "dimensions": 4}).json()["data"][0][
+        "embedding"
+    ]
+    short = struct.unpack("<4f", base64.b64decode(coded))
+    norm = sum(x * x for x in vectors[0][:4]) ** 0.5
+    assert short == pytest.approx([x / norm for x in vectors[0][:4]], abs=1e-6)
+    assert fake.post("/v1/embeddings", {"input": "a", "dimensions": 10**6}).json()["error"]["param"] == "dimensions"
+
+
+def test_score_agrees_with_echoed_logprobs(fake: Any) -> None:
+    scored = fake.post("/v1/score", {"prompt": "hello", "top_logprobs": 2}).json()["data"][0]
+    echoed = fake.complete("hello", echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
+    assert [t["logprob"] for t in scored["tokens"]] == echoed
+    assert scored["total"] == pytest.approx(sum(echoed[1:]))
+
+
+def test_tokenize_and_detokenize_are_inverse(fake: Any) -> None:
+    text = "grüße \u0000 \U0001f9e1"
+    ids = fake.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert fake.post("/detokenize", {"tokens": ids}).json()["prompt"] == text
+    chat = fake.post("/tokenize", {"messages": CHAT["messages"]}).json()
+    assert chat["count"] == fake.post("/v1/chat/completions", CHAT).json()["usage"]["prompt_tokens"]
+
+
+def test_anthropic_stream_equals_the_whole(fake: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "temperature": 0.0}
+    whole = fake.post("/v1/messages", body).json()
+    events = fake.events("/v1/messages", body)
+    assert events[0]["type"] == "message_start"
+    assert events[-1]["type"] == "message_stop"
+    assert "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta") == whole["content"][0]["text"]
+    assert (
+        whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
+        == fake.post("/v1/messages/count_tokens", {"messages": body["messages"]}).json()["input_tokens"]
+    )
+    refused = fake.post("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 1024}})
+    assert refused.status_code == 400
+    assert refused.json()["type"] == "error"
+    assert "thinking" in refused.json()["error"]["message"]
+
+
+def test_ollama_lines_equal_the_whole(fake: Any) -> None:
+    import json
+
+    body = {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 9, "seed": 3}}
+    whole = fake.post("/api/chat", {**body, "stream": False}).json()
+    lines = [json.loads(line) for line in fake.post("/api/chat", body).text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"]
+    assert lines[-1]["done"] is True
+    assert lines[-1]["eval_count"] == 9
+    assert fake.post("/api/generate", {"prompt": "hi", "stream": False, "options": {"num_predict": 9, "seed": 3}}).json()[
+        "response"
+    ]
+    refused = fake.post("/api/chat", {**body, "options": {"num_ctx": 4096}})
+    assert refused.status_code == 400
+    assert "num_ctx" in refused.json()["error"]
+    assert any(m["name"] == "m" for m in fake.client.get("/api/tags").json()["models"])
+
+
+def test_openapi_names_every_route_and_resolves_every_reference(fake: Any) -> None:
+    import json
+
+    from verbatim.server.app import route_list
+
+    document = fake.client.get("/openapi.json").json()
+    for path, method in route_list():
+        assert method.lower() in document["paths"][path.replace(":path", "")]
+    names = document["components"]["schemas"]
+    for reference in set(_references(json.loads(json.dumps(document)))):
+        assert reference.removeprefix("#/components/schemas/") in names
+
+
+def _references(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return own + [r for v in value.values() for r in _references(v)]
+    return [r for v in value for r in _references(v)] if isinstance(value, list) else []
