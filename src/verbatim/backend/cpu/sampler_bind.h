@@ -1,0 +1,13 @@
+// The sampler's Python side: SampleParams made once a request, and rows drawn over the engine's team of threads.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include "sampler.h"
+#include "team.h"
+
+namespace verbatim {
+void bind_sampler(nanobind::module_& m);
+// rows: (SampleParams, key, position, prompt_len, history int32 array or None, mask bytes or None) for each row of logits.
+// Gives (token, logprob, top) for each; raises ValueError where a row is not made of finite numbers.
+nanobind::list sample_rows(Team& team, vb::SampleFn sample, const float* logits, int64_t vocab, nanobind::list rows);
+}  // namespace verbatim
