@@ -25,6 +25,7 @@ class EngineConfig:
     prefix_cache: bool = True
     use_cache: bool = True  # False: recompute everything each step (examples/cache_cost.py shows the price)
     speculate: str = "auto"  # off | ngram | suffix | draft:MODEL | auto
+    suffix_tenants: tuple[str, ...] = ()  # tenants whose recent answers the suffix proposer may reuse for them; "*": each
     quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
     check: bool = False  # prove the block accounting after every step
 

@@ -1,37 +1,121 @@
-"""Speculation's place in the engine: before each step, guesses for the sequences that are about to write; after it, what they cost."""
+"""Speculation's place in the engine: before each step, guesses for the sequences that are about to write; after it, what it cost.
+
+Guesses go to Scheduler.set_drafts as known-but-unverified tokens. Whatever happens here, the text stays the same: the target draws its
+own token at every drafted position, and commit() keeps a guess only where it is that token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import UnsupportedError
+from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan
 from verbatim.schedule.sequence import Sequence
+from verbatim.speculate.adapt import Speculator, StepCost
+from verbatim.speculate.draft import DraftProposer
+from verbatim.speculate.forced import ForcedProposer
+from verbatim.speculate.ngram import NgramProposer
+from verbatim.speculate.protocol import Proposer, SeqView
+from verbatim.speculate.suffix import SuffixProposer
 
 if TYPE_CHECKING:
     from verbatim.engine.job import Job
     from verbatim.engine.parts import Parts
     from verbatim.schedule.scheduler import Scheduler
 
+MODES = ("off", "ngram", "suffix", "draft", "auto")
+
 
 class Drafting:
+    """One Speculator for each mode in use; all of them learn from the same measured step costs.
+
+    `adaptive=False` (tests, and `verbatim bench --speculate`) submits every guess in full, whether it pays or not."""
+
     def __init__(self, parts: Parts, config: EngineConfig, scheduler: Scheduler) -> None:
+        self.default = config.speculate.partition(":")[0]
+        if self.default not in MODES:
+            raise ParameterError("speculate", f"{config.speculate!r} is not one of off, ngram, suffix, draft:MODEL, auto")
+        self.adaptive = True
+        self.longest: int | None = None
+        self.cost = StepCost()
         self._scheduler = scheduler
-        self._speculator: Any = None
+        self._draft: Proposer | None = None
+        if parts.draft is not None:
+            self._draft = DraftProposer(parts.draft, blocks=max(pool.total for pool in scheduler.cache.pools))
+        self._remember = frozenset(config.suffix_tenants)
+        self._speculators: dict[str, Speculator] = {}
 
     def check(self, params: SamplingParams) -> None:
-        if params.speculate not in (None, "off", "auto") and self._speculator is None:
+        if self._mode(params) == "draft" and self._draft is None:
             raise UnsupportedError(
-                "speculate", f"{params.speculate!r} is not available in this engine; leave it out, or use 'off'"
+                "speculate", "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)"
             )
 
-    def propose(self, jobs: Mapping[int, Job]) -> None: ...
+    def _mode(self, params: SamplingParams) -> str:
+        return params.speculate or self.default
 
-    def learn(self, plan: StepPlan, seconds: float) -> None: ...
+    def _speculator(self, mode: str) -> Speculator:
+        found = self._speculators.get(mode)
+        if found is None:
+            found = self._speculators[mode] = Speculator(self._proposers(mode), adaptive=self.adaptive)
+            found.cost = self.cost
+            found.longest = self.longest or found.longest
+        return found
 
-    def finish(self, seq: Sequence, tenant: str) -> None: ...
+    def _proposers(self, mode: str) -> list[Proposer]:
+        """Cheapest first. What a grammar leaves no choice about is a guess that costs nothing to make."""
+        if mode == "draft":
+            assert self._draft is not None, "check() refuses such a request"
+            return [ForcedProposer(), self._draft]
+        lookup = NgramProposer() if mode == "ngram" else SuffixProposer(remember=self._remember)
+        return [ForcedProposer(), lookup, *([self._draft] if mode == "auto" and self._draft else [])]
 
-    def close(self) -> None: ...
+    # ---------------------------------------------------------------------------------------------------- step by step
+
+    def propose(self, jobs: Mapping[int, Job]) -> None:
+        """Guesses for every sequence whose next step draws from its last known token."""
+        views: dict[str, list[SeqView]] = {}
+        for seq in self._scheduler.running:
+            mode = seq.params.speculate or self.default
+            if mode == "off" or seq.beam or seq.siblings or len(seq.tokens) - seq.computed != 1:
+                continue
+            views.setdefault(mode, []).append(self._view(seq, jobs[seq.id]))
+        running = sum(map(len, views.values()))
+        for mode, group in views.items():
+            for seq_id, drafts in self._speculator(mode).drafts(group, running).items():
+                matcher = jobs[seq_id].matchers.get(seq_id)
+                if matcher is not None:  # a guess that the grammar forbids cannot come true
+                    drafts = drafts[: matcher.allowed_prefix(drafts)]
+                self._scheduler.set_drafts(seq_id, drafts)
+
+    def _view(self, seq: Sequence, job: Job) -> SeqView:
+        matcher = job.matchers.get(seq.id)
+        return SeqView(
+            seq.id,
+            seq.tokens,
+            seq.prompt_len,
+            seq.params,
+            seq.key,
+            room=seq.limit - len(seq.tokens) - 1,
+            tenant=job.request.tenant,
+            forced=matcher.forced() if matcher is not None else (),
+        )
+
+    def learn(self, plan: StepPlan, seconds: float) -> None:
+        """Only steps in which every row is drawn from tell what one more draft costs: a prompt's rows skip the head."""
+        if all(step.draws == len(step.tokens) for step in plan.sequences):
+            self.cost.learn(plan.rows, seconds)
+
+    def finish(self, seq: Sequence, tenant: str) -> None:
+        speculator = self._speculators.get(self._mode(seq.params))
+        if speculator is not None:
+            speculator.finish(SeqView(seq.id, seq.tokens, seq.prompt_len, seq.params, seq.key, 0, tenant))
+
+    def close(self) -> None:
+        for speculator in self._speculators.values():
+            speculator.close()
+        if self._draft is not None:
+            self._draft.close()

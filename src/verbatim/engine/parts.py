@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError
 
 Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of how much); 0 where it is not known
 
@@ -48,6 +49,7 @@ class Parts:
     digest: str = ""  # of the weights; half of the fingerprint
     context: int | None = None  # None: the backend's spec says
     template: Any = None  # text.chat.ChatTemplate
+    draft: Backend | None = None  # a smaller model with the same vocabulary, for speculation
     generation_config: dict[str, Any] = field(default_factory=dict)  # what the model's authors suggest; never applied silently
 
 
@@ -74,6 +76,7 @@ def load_parts(
     else:
         words, template = tokenizer.from_directory(source.path), chat.template_from_directory(source.path)
     return Parts(
+        draft=_load_draft(config, loaded.spec.vocab, offline=offline, progress=progress),
         backend=open_backend(loaded, config),
         tokenizer=words,
         eos_ids=tuple(sorted({*loaded.eos_ids, *words.eos_ids})),
@@ -83,3 +86,22 @@ def load_parts(
         template=template,
         generation_config=dict(loaded.generation_config),
     )
+
+
+def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None) -> Backend | None:
+    """The model that `speculate=draft:MODEL` names. Same vocabulary, or its guesses would mean nothing."""
+    from verbatim.backend import open_backend
+    from verbatim.model.load import load_model
+    from verbatim.weights.catalog import resolve
+
+    mode, _, name = config.speculate.partition(":")
+    if mode != "draft":
+        return None
+    if not name:
+        raise ParameterError("speculate", "'draft' needs a model: draft:MODEL")
+    model = load_model(resolve(name, offline=offline, progress=progress), context=config.context, quant=config.quant)
+    if model.spec.vocab != vocab:
+        raise ParameterError(
+            "speculate", f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same"
+        )
+    return open_backend(model, config)

@@ -133,16 +133,17 @@ class Speculator:
         self._pending: dict[int, _Pending] = {}
         self._resting: dict[int, int] = {}
 
-    def drafts(self, views: Sequence[SeqView]) -> dict[int, tuple[int, ...]]:
-        """What to submit for each sequence that is about to draw. Sequences that are left out write plainly."""
+    def drafts(self, views: Sequence[SeqView], running: int | None = None) -> dict[int, tuple[int, ...]]:
+        """What to submit for each sequence that is about to draw; those left out write plainly. `running` are all that write in the step."""
+        running = running or len(views)
         self._settle(views)
         out: dict[int, tuple[int, ...]] = {}
         asking = [view for view in views if view.room > 0 and not self._rests(view.seq_id)]
         for proposer in self.proposers:
             if not asking:
                 break
-            for seq_id, draft in proposer.propose(self._afford(asking, len(views), proposer), self.longest).items():
-                count = self._length(seq_id, draft, len(views), proposer.token_cost)
+            for seq_id, draft in proposer.propose(self._afford(asking, running, proposer), self.longest).items():
+                count = self._length(seq_id, draft, running, proposer.token_cost)
                 start = next(len(v.tokens) for v in asking if v.seq_id == seq_id)
                 self._pending[seq_id] = _Pending(draft, start)
                 if count:

@@ -24,6 +24,7 @@ class SeqView:
     key: int  # the noise key: a draft model that draws with it agrees as often as it can
     room: int  # most drafts that could still be used (limits of length and cache)
     tenant: str = ""
+    forced: tuple[int, ...] = ()  # what the request's grammar leaves no choice about
 
 
 @dataclass(frozen=True, slots=True)

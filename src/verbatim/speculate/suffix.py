@@ -117,7 +117,7 @@ class SuffixProposer:
     token_cost = 0.0
 
     def __init__(self, *, remember: frozenset[str] = frozenset()) -> None:
-        """`remember` names the tenants whose recent answers may serve their own later requests."""
+        """`remember` names the tenants whose recent answers may serve their own later requests ("*": each tenant's)."""
         self._texts: dict[int, _Text] = {}
         self._remember = remember
         self._recent: dict[str, deque[tuple[int, ...]]] = {}
@@ -138,7 +138,7 @@ class SuffixProposer:
 
     def finish(self, view: SeqView) -> None:
         self._texts.pop(view.seq_id, None)
-        if view.tenant in self._remember:
+        if view.tenant in self._remember or "*" in self._remember:
             recent = self._recent.setdefault(view.tenant, deque(maxlen=REMEMBERED))
             recent.append(tuple(view.tokens[view.prompt_len :][:REMEMBERED_TOKENS]))
 

@@ -1,0 +1,305 @@
+"""Structured output: (json_schema | regex | grammar | choice, tokenizer) -> masks, one for each token drawn.
+
+    structure = compile_structure(params, tokenizer)     # off the engine's thread: up to COMPILE_SECONDS
+    matcher = structure.start()                          # one for each sequence
+    matcher.mask() -> bytes                              # bit i of byte i // 8, lowest first: may id i come next?
+    matcher.advance(token);  matcher.finished            # finished: nothing but an end token could follow
+    matcher.masks_along(drafts) -> (mask, ...)           # for the draws of a step with drafts
+    matcher.forced() -> (ids, ...)                       # what must come next: drafts that cost no guess
+
+llguidance does the parsing (extra `grammar`); it is imported when first used. End tokens are allowed exactly where the text so
+far is complete. Everything that could be hostile is bounded: the size and depth of what is given, the states and
+steps of the parser, and the time to compile. What cannot be honoured is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
+
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.sampling.guard import Guard, TooMuch
+from verbatim.sampling.schema import check_schema
+
+if TYPE_CHECKING:
+    from verbatim.base.params import SamplingParams
+
+COMPILE_SECONDS = 1.5  # a refusal comes within two seconds, this plus what surrounds it
+MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
+MAX_REGEX = 16 * 1024
+WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON's parts: free, but a model that likes blanks must come to an end
+
+# Half of llguidance's defaults or less: one step stays within milliseconds, one matcher within some 50 MB.
+LIMITS = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_lexer_states": 25_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+class GrammarTokenizer(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_ids(self) -> Sequence[int]: ...
+    def token_bytes(self, token: int) -> bytes: ...
+    def is_control(self, token: int) -> bool: ...
+    def encode(self, text: str, *, special: bool = False) -> list[int]: ...
+
+
+class Structure:
+    """One compiled structure; start() gives a matcher for each sequence that must follow it."""
+
+    def __init__(self, matcher: Any, field: str, eos_ids: Sequence[int]) -> None:
+        self._matcher, self.field = matcher, field
+        self._eos = frozenset(eos_ids)
+
+    def start(self) -> Matcher:
+        return Matcher(self._matcher.deep_copy(), self.field, self._eos)
+
+
+class Matcher:
+    """Where one sequence stands in its structure."""
+
+    def __init__(self, inner: Any, field: str, eos: frozenset[int]) -> None:
+        self._inner, self._field, self._eos = inner, field, eos
+        self._mask: bytes | None = None
+        self._ended = False
+
+    @property
+    def finished(self) -> bool:
+        """The text is complete and nothing may follow it. The engine ends the sequence here, with or without an end token."""
+        return self._ended or bool(self._inner.is_stopped())
+
+    @property
+    def accepting(self) -> bool:
+        """The text so far is a whole answer; more may still follow."""
+        return self._ended or bool(self._inner.is_accepting())
+
+    def mask(self) -> bytes:
+        """The ids that may come next."""
+        if self._mask is None:
+            self._mask = bytes(self._inner.compute_bitmask())
+            self._check()
+        return self._mask
+
+    def masks_along(self, drafts: Sequence[int]) -> tuple[bytes | None, ...]:
+        """The mask here and after each draft: 1 + len(drafts). After a draft that the structure forbids the rest are None:
+        the draw at that draft cannot be it, so what is drawn later is dropped."""
+        out: list[bytes | None] = [self.mask()]
+        scout = self.copy() if drafts else self
+        for token in drafts:
+            if out[-1] is None or not _allows(out[-1], token):
+                out.append(None)
+                continue
+            scout.advance(token)
+            out.append(None if scout.finished else scout.mask())
+        return tuple(out)
+
+    def advance(self, token: int) -> None:
+        """Take a token that the mask allows (an end token included)."""
+        assert not self.finished or token in self._eos, "a finished structure takes no more tokens"
+        self._mask = None
+        if token in self._eos and self.accepting:
+            self._ended = True
+            return
+        self._inner.consume_token(token)
+        self._check()
+
+    def allowed_prefix(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts, from the first on, the structure allows."""
+        return 0 if self.finished else int(self._inner.validate_tokens(list(drafts)))
+
+    def forced(self) -> tuple[int, ...]:
+        """Tokens that the structure leaves no choice about, as the tokenizer writes them; often empty."""
+        return () if self.finished else tuple(self._inner.compute_ff_tokens())
+
+    def copy(self) -> Matcher:
+        """For a fork of the sequence, or to look ahead."""
+        twin = Matcher(self._inner.deep_copy(), self._field, self._eos)
+        twin._mask, twin._ended = self._mask, self._ended
+        return twin
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise UnsupportedError(
+                self._field, f"became too complex to follow at this point of the text: {_first_line(self._inner.get_error())}"
+            )
+
+
+def compile_structure(params: SamplingParams, tokenizer: GrammarTokenizer) -> Structure | None:
+    """The request's structure, or None if it asks for none. Raises ParameterError (what was given is wrong) or
+    UnsupportedError (we do not offer it); both name the field. Call it off the engine's thread."""
+    for field, text in _WRITERS.items():
+        value = getattr(params, field)
+        if value is not None:
+            limit = MAX_REGEX if field == "regex" else MAX_TEXT
+            size = sum(map(len, value))
+            if size > limit:
+                raise ParameterError(field, f"{size} characters are more than {limit}")
+            lib = _llguidance(field)
+            ours = _tokenizer(lib, tokenizer)  # once for a model, so outside the request's time
+            try:
+                return _compile(field, lib, partial(text, lib, value), ours, tokenizer)
+            except RecursionError:
+                raise ParameterError(field, "is nested too deeply") from None
+    return None
+
+
+def _compile(field: str, lib: Any, text: Callable[[], str], ours: Any, tokenizer: GrammarTokenizer) -> Structure:
+    grammar = text()
+    _survives(field, grammar)
+    matcher = lib.LLMatcher(ours, grammar, log_level=0, limits=lib.LLParserLimits(**LIMITS))
+    if matcher.is_error():
+        raise _refusal(field, matcher.get_error())
+    probe = matcher.deep_copy()
+    if not any(probe.compute_bitmask()) or str(probe.stop_reason()).startswith("NoExtension"):
+        raise ParameterError(field, "no text can satisfy it")
+    structure = Structure(matcher, field, tokenizer.eos_ids)
+    structure.start().mask()  # raises where the very first step is too much
+    return structure
+
+
+@lru_cache(maxsize=256)
+def _survives(field: str, grammar: str) -> None:
+    """Compiled by a child process first (guard.py). What passed is remembered: most servers see few schemas, often."""
+    global _guard
+    with _BUILDING:
+        _guard = _guard or Guard(LIMITS)
+    try:
+        complaint = _guard.check(grammar, COMPILE_SECONDS)
+    except TooMuch as reason:
+        raise UnsupportedError(field, f"{reason}; make it simpler") from None
+    if complaint:
+        raise _refusal(field, complaint)
+
+
+_guard: Guard | None = None
+
+
+# ------------------------------------------------------------------------------------ the four kinds, as llguidance text
+
+
+def _json_text(lib: Any, schema: str) -> str:
+    value = json.loads(schema)
+    check_schema(value)
+    if value is False:
+        raise ParameterError("json_schema", "false: no text can satisfy it")
+    value = {} if value is True else value
+    options = {"lenient": False, "whitespace_pattern": WHITESPACE, "coerce_one_of": False}
+    return str(lib.LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options))
+
+
+def _regex_text(lib: Any, pattern: str) -> str:
+    return str(lib.LLMatcher.grammar_from_regex(pattern))
+
+
+def _grammar_text(lib: Any, grammar: str) -> str:
+    """Lark as llguidance reads it; a grammar with `::=` is GBNF (llama.cpp's form) and translated."""
+    if "::=" in grammar:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            grammar = gbnf_to_lark(grammar)
+        except RecursionError:
+            raise
+        except Exception as error:
+            raise ParameterError("grammar", f"is not GBNF that we can read: {error}") from None
+    if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
+        raise UnsupportedError("grammar", "the attribute `temperature` inside a grammar is not offered; set the parameter")
+    return str(lib.LLMatcher.grammar_from_lark(grammar))
+
+
+def _choice_text(lib: Any, choices: tuple[str, ...]) -> str:
+    return str(lib.LLMatcher.grammar_from_lark("start: " + "\n     | ".join(map(_quoted, choices))))
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+_WRITERS: dict[str, Callable[[Any, Any], str]] = {
+    "json_schema": _json_text,
+    "regex": _regex_text,
+    "grammar": _grammar_text,
+    "choice": _choice_text,
+}
+
+
+# -------------------------------------------------------------------------------------------------------- llguidance
+
+
+def _llguidance(field: str) -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise UnsupportedError(
+            field, "structured output needs llguidance, which is not installed; pip install 'verbatim-llm[grammar]'"
+        ) from None
+    return llguidance
+
+
+class _Wrapper:
+    """Our tokenizer as llguidance's LLTokenizer wants to see it."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: GrammarTokenizer) -> None:
+        self._encode = tokenizer.encode
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id = tokenizer.eos_ids[0]
+        self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
+        control = set(self.special_token_ids)
+        # Without the mark, a control token's literal text could be drawn as if it were text.
+        self.tokens = [(b"\xff" if i in control else b"") + tokenizer.token_bytes(i) for i in ids]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+_BUILT: WeakKeyDictionary[GrammarTokenizer, Any] = WeakKeyDictionary()
+_BUILDING = threading.Lock()
+
+
+def _tokenizer(lib: Any, tokenizer: GrammarTokenizer) -> Any:
+    """llguidance's view of a tokenizer, built once (a trie over the vocabulary)."""
+    with _BUILDING:
+        found = _BUILT.get(tokenizer)
+        if found is None:
+            if not tokenizer.eos_ids:
+                raise UnsupportedError("structure", "this model has no end-of-sequence token to end a structured answer with")
+            found = lib.LLTokenizer(_Wrapper(tokenizer), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_ids))
+            _BUILT[tokenizer] = found
+        return found
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> (token % 8) & 1)
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else "unknown reason"
+
+
+# What llguidance says of things that are right in themselves but that it does not offer.
+_NOT_OFFERED = re.compile(
+    r"unimplemented|not supported|unsupported|too complex|too large|too many|limit|fuel|unknown format|not disjoint|registry",
+    re.I,
+)
+
+
+def _refusal(field: str, message: str) -> ParameterError | UnsupportedError:
+    message = _first_line(message)
+    if "registry" in message:
+        message = f"$ref outside the schema is not supported, nothing is ever fetched ({message.split(' is not')[0]})"
+    return UnsupportedError(field, message) if _NOT_OFFERED.search(message) else ParameterError(field, message)

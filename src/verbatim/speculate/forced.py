@@ -1,0 +1,24 @@
+"""What a grammar leaves no choice about: `{"name": "` is written by the schema, not by the model. In: a view's forced tokens. Out: those.
+
+Still only a guess: the model may cut the same characters into other tokens, and what it draws is what counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verbatim.speculate.protocol import Draft, SeqView
+
+
+class ForcedProposer:
+    name = "forced"
+    token_cost = 0.0
+
+    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+        found = {view.seq_id: view.forced[: min(limit, view.room)] for view in views if view.forced}
+        return {seq_id: Draft(tokens, self.name, 0) for seq_id, tokens in found.items() if tokens}
+
+    def finish(self, view: SeqView) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
