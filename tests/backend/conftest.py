@@ -1,0 +1,35 @@
+"""The tests of this folder run on every backend that this build has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from plans import BLOCKS
+
+from verbatim.backend import open_backend
+from verbatim.backend.protocol import Backend
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import BackendError
+from verbatim.model.load import Model
+
+Open = Callable[..., Backend]
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def open_tiny(request: pytest.FixtureRequest) -> Iterator[Open]:
+    """Open a model on one of the backends, with memory for its cache."""
+    opened: list[Backend] = []
+
+    def make(model: Model, **options: object) -> Backend:
+        try:
+            backend = open_backend(model, EngineConfig(backend=request.param, **options))  # type: ignore[arg-type]
+        except BackendError as error:
+            pytest.skip(str(error))
+        backend.allocate((BLOCKS,) * len(model.spec.groups))
+        opened.append(backend)
+        return backend
+
+    yield make
+    for backend in opened:
+        backend.close()
