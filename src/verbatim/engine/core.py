@@ -166,7 +166,7 @@ class EngineCore:
                 job.end(Finish("error", error.message))
                 self._ready += self._leave(job)
                 continue
-            steps.append(replace(step, draw=replace(step.draw, masks=masks)))
+            steps.append(step._replace(draw=replace(step.draw, masks=masks)))
         return replace(plan, sequences=tuple(steps))
 
     def _collect(self, plan: StepPlan, result: StepResult, planned: float) -> None:

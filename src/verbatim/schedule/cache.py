@@ -18,6 +18,7 @@ class PagedCache:
         self, groups: tuple[CacheGroup, ...], blocks: tuple[int, ...], block_size: int, prefix: PrefixChain | None
     ) -> None:
         self.groups = groups
+        self.blocks = blocks
         self.pools = [BlockPool(n) for n in blocks]
         self.block_size = block_size
         self.prefix = prefix
