@@ -116,6 +116,8 @@ class BeamSearch:
     def agreed(self) -> tuple[int, ...]:
         """Tokens with which every answer that can still be returned begins: what may be streamed."""
         lines = [b.tokens for g in self._groups for b in ((*g.finished,) if g.done else (*g.finished, *g.live))]
+        if not lines:
+            return ()
         first, last = min(lines), max(lines)  # the common prefix of the extremes is that of all
         count = 0
         while count < min(len(first), len(last)) and first[count] == last[count]:

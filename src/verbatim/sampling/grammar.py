@@ -162,7 +162,8 @@ def _compile(field: str, lib: Any, text: Callable[[], str], ours: Any, tokenizer
     if matcher.is_error():
         raise _refusal(field, matcher.get_error())
     probe = matcher.deep_copy()
-    if not any(probe.compute_bitmask()) or str(probe.stop_reason()).startswith("NoExtension"):
+    impossible = not any(probe.compute_bitmask()) or (probe.is_error() and "NoExtension" in probe.get_error())
+    if impossible:
         raise ParameterError(field, "no text can satisfy it")
     structure = Structure(matcher, field, tokenizer.eos_ids)
     structure.start().mask()  # raises where the very first step is too much
@@ -216,15 +217,19 @@ def _grammar_text(lib: Any, grammar: str) -> str:
             raise ParameterError("grammar", f"is not GBNF that we can read: {error}") from None
     if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
         raise UnsupportedError("grammar", "the attribute `temperature` inside a grammar is not offered; set the parameter")
+    for found in re.finditer(r"%json\s*(?=[{])", grammar):  # schemas inside a grammar are held to the same rule
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except ValueError:
+            continue  # llguidance will say what is wrong with it
+        check_schema(schema, "grammar")
     return str(lib.LLMatcher.grammar_from_lark(grammar))
 
 
 def _choice_text(lib: Any, choices: tuple[str, ...]) -> str:
-    return str(lib.LLMatcher.grammar_from_lark("start: " + "\n     | ".join(map(_quoted, choices))))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    """One terminal of alternatives: the lexer follows thousands of them at once, the parser would not."""
+    quoted = (json.dumps(text, ensure_ascii=False) for text in choices)
+    return str(lib.LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted)))
 
 
 _WRITERS: dict[str, Callable[[Any, Any], str]] = {

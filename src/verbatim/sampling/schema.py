@@ -1,0 +1,72 @@
+"""JSON Schema, looked over before it is compiled: which keywords we honour, and how large it may be.
+
+llguidance skips keywords that it does not know, as the JSON Schema standard tells validators to. For a generator that would be a
+silent promise broken ("requierd" would require nothing), so every keyword must be one that is honoured or one that asserts
+nothing; any other is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.base.errors import ParameterError, UnsupportedError
+
+MAX_DEPTH = 64
+MAX_NODES = 20_000
+
+# keyword -> how its value holds further schemas: "" not at all, "one" a schema, "many" a list or mapping of schemas
+HONOURED = {
+    "type": "", "enum": "", "const": "",
+    "allOf": "many", "anyOf": "many", "oneOf": "many",
+    "$ref": "", "$defs": "many", "definitions": "many",
+    "properties": "many", "patternProperties": "many", "additionalProperties": "one", "required": "",
+    "minProperties": "", "maxProperties": "",
+    "items": "one", "prefixItems": "many", "additionalItems": "one", "minItems": "", "maxItems": "",
+    "minLength": "", "maxLength": "", "pattern": "", "format": "",
+    "minimum": "", "maximum": "", "exclusiveMinimum": "", "exclusiveMaximum": "", "multipleOf": "",
+}  # fmt: skip
+SILENT = {
+    "$schema", "$id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly",
+    "writeOnly", "discriminator", "contentEncoding", "contentMediaType",
+}  # fmt: skip
+
+
+def check_schema(schema: Any, field: str = "json_schema") -> None:
+    """Raise UnsupportedError or ParameterError, naming the field and the keyword, unless every part is one we honour."""
+    nodes = 0
+    stack: list[tuple[Any, int, str]] = [(schema, 0, "#")]
+    while stack:
+        node, depth, path = stack.pop()
+        nodes += 1
+        if nodes > MAX_NODES:
+            raise UnsupportedError(field, f"has more than {MAX_NODES} parts")
+        if depth > MAX_DEPTH:
+            raise UnsupportedError(field, f"is nested more than {MAX_DEPTH} deep")
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, Mapping):
+            raise ParameterError(field, f"at {path}: a schema is an object, true or false")
+        for keyword, value in node.items():
+            stack += [(s, depth + 1, p) for s, p in _inside(keyword, value, path, field)]
+
+
+def _inside(keyword: str, value: Any, path: str, field: str) -> list[tuple[Any, str]]:
+    """The schemas inside one keyword's value."""
+    here = f"{path}/{keyword}"
+    kind = HONOURED.get(keyword)
+    if kind is None:
+        if keyword in SILENT or (keyword.startswith("x-") and keyword != "x-guidance"):
+            return []
+        raise UnsupportedError(field, f"the keyword {keyword!r} (at {path}) is not supported")
+    if keyword == "items" and isinstance(value, list):  # drafts before 2020-12
+        kind = "many"
+    if kind == "one":
+        return [(value, here)]
+    if kind == "many":
+        if isinstance(value, list):
+            return [(s, f"{here}/{i}") for i, s in enumerate(value)]
+        if isinstance(value, Mapping):
+            return [(s, f"{here}/{name}") for name, s in value.items()]
+        raise ParameterError(field, f"at {here}: expected schemas")
+    return []
