@@ -129,6 +129,10 @@ def config_of(case: Case) -> Any:
     return getattr(transformers, f"{case.kind}Config")(**{**_BASE, **case.changes})
 
 
+def class_of(case: Case) -> str:
+    return "GPT2LMHeadModel" if case.kind == "GPT2" else f"{case.kind.removesuffix('Text')}ForCausalLM"
+
+
 def build(case: Case, directory: Path) -> Any:
     """The transformers model, with lively weights, saved to `directory`. Float32, evaluation mode, plain attention."""
     import torch
@@ -137,8 +141,7 @@ def build(case: Case, directory: Path) -> Any:
     torch.manual_seed(sum(case.name.encode()))
     config = config_of(case)
     config._attn_implementation = "eager"
-    name = "GPT2LMHeadModel" if case.kind == "GPT2" else f"{case.kind.removesuffix('Text')}ForCausalLM"
-    model = getattr(transformers, name)(config).float().eval()
+    model = getattr(transformers, class_of(case))(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             enliven(name, p)

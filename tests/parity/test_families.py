@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import CASES, VOCAB, Case, build
+from checkpoints import CASES, VOCAB, Case, build, class_of, config_of
 from convert import to_gguf
 from drive import Driver
+from safetensors.numpy import load_file, save_file
 
 from verbatim.model.load import load_model
 
@@ -71,3 +75,85 @@ def test_gguf_equals_transformers(case: Case, built: Any, tmp_path: Path) -> Non
     directory, tokens, logits = built(case)
     to_gguf(directory, tmp_path / "model.gguf", case.gguf)
     compare(Driver(load_model(tmp_path / "model.gguf", context=case.context)), case, tokens, logits)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.gguf and c.kind not in ("Mistral", "Mixtral")], ids=lambda c: c.name)
+def test_q8_0_gguf_equals_transformers_own_reading_of_it(case: Case, built: Any, tmp_path: Path) -> None:
+    """An independent reader of the same file: names, interleaved rows (here of quantised blocks), added ones, splits, stacks.
+
+    The config is given to it, because its GGUF reader drops rope scalings, windows and head sizes."""
+    pytest.importorskip("accelerate")
+    import torch
+    import transformers
+
+    directory, tokens, _ = built(case)
+    to_gguf(directory, tmp_path / "model.gguf", case.gguf, "q8_0")
+    config = config_of(case)
+    config._attn_implementation = "eager"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = getattr(transformers, class_of(case))
+        theirs = kind.from_pretrained(tmp_path, gguf_file="model.gguf", config=config, dtype=torch.float32)
+    with torch.no_grad():
+        logits = theirs(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    ours = Driver(load_model(tmp_path / "model.gguf", context=case.context)).feed(tokens)
+    assert np.abs(ours - logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("style", ["language_model.model.", "model.language_model."])
+def test_gemma3_inside_a_multimodal_checkpoint(style: str, built: Any, tmp_path: Path) -> None:
+    """config.json with a text_config, the language model under a prefix, and a vision tower beside it, which we leave alone."""
+    case = next(c for c in CASES if c.name == "gemma3")
+    directory, tokens, logits = built(case)
+    state = load_file(directory / "model.safetensors")
+    nested = {style + name.removeprefix("model."): values for name, values in state.items()}
+    tower = "vision_tower." if style.startswith("language") else "model.vision_tower."
+    nested[f"{tower}vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
+    save_file(nested, tmp_path / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config, "eos_token_id": [1, 5]}))
+    model = load_model(tmp_path)
+    assert model.eos_ids == (1, 5, 2)
+    assert np.abs(Driver(model).feed(tokens) - logits).max() < TOLERANCE
+
+
+OLD_KEYS = ["llama-gqa", "llama-linear", "llama-llama3", "llama-yarn", "gemma3", "gemma3-linear", "phi3-longrope", "qwen3moe"]
+
+
+@pytest.mark.parametrize("name", OLD_KEYS)
+def test_configs_as_older_checkpoints_write_them(name: str, built: Any, tmp_path: Path) -> None:
+    """rope_theta beside rope_scaling (with `type`), rope_local_base_freq, no layer_types: how nearly all published files look."""
+    case = next(c for c in CASES if c.name == name)
+    directory, tokens, logits = built(case)
+    config = json.loads((directory / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    if "full_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+        pattern = config.pop("layer_types").index("full_attention") + 1
+        config["sliding_window_pattern"] = pattern
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else {"type": "su" if kind == "longrope" else kind, **rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(directory / "model.safetensors", tmp_path)
+    assert np.abs(Driver(load_model(tmp_path)).feed(tokens) - logits).max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic-long", "llama-longrope-long"])
+def test_the_stated_difference_of_length_dependent_ropes(name: str, built: Any) -> None:
+    """transformers looks at the length of the text and so changes the angles of cached keys when a text grows past the limit; we look
+    at the context that the engine was opened with. On a short text the two differ, and ours is the same short or long."""
+    import torch
+
+    case = next(c for c in CASES if c.name == name)
+    directory, tokens, _ = built(case)
+    model = load_model(directory, context=case.context)
+    short = tokens[:12]
+    ours = Driver(model).feed(short)
+    assert np.array_equal(ours, Driver(model).feed(tokens)[:12])
+    theirs = build(case, directory)
+    with torch.no_grad():
+        logits = theirs(torch.tensor([short]), use_cache=False).logits[0].numpy()
+    assert np.abs(ours - logits).max() > TOLERANCE
