@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": LOWEST,
     "sampling": LOWEST,
     "model": {"weights"} | LOWEST,
-    "observe": {"model", "weights"} | LOWEST,
+    "observe": NUMBERS,
     "backend": NUMBERS,
     "speculate": {"backend"} | NUMBERS,
     "engine": BELOW_ENGINE,

@@ -1,0 +1,261 @@
+"""Why each token was chosen: records come in (Choice.explain, one dict for each token), tables or other draws go out.
+
+A record is made by sampling/record.py while the token is drawn, by the very run that draws it. Plain data, JSON-ready:
+
+    position, token      where it stands in the sequence, which id was taken
+    vocab, best          ids in the row; the model's own favourite
+    logit, logprob       of the token, in the model's own distribution (before any setting)
+    rank, margin         0 is the favourite; its logit less the best other one's (negative: it was not the favourite)
+    final_prob           its probability after all stages (null at temperature 0)
+    entropy              of the model's own distribution, in nats
+    temperature, key     as drawn; the 64-bit noise key in hexadecimal
+    score                what won: d + noise (temperature 0: the processed logit)
+    runner_up, lead      the id that came second, and by how much it lost
+    stages               in order, each {name, removed, left, removed_top}: how many ids went, and which of the top
+    top                  the N best of the model's own, each {id, logit, logprob, processed (after bias and penalties; null: banned),
+                         removed_by (a stage or null), final_prob, noise, score (null: not in the draw)}
+    row, mask, prompt_len, withheld    what a what-if needs: the raw float32 row and the grammar's mask in base64
+
+`row` is kept where the request also says receipt=True, for the first 64 tokens of an answer: four bytes for each id of the vocabulary
+is too much to send unasked. Under beam search there is no noise and no score; `score`, `lead` and `runner_up` are missing.
+
+what_if() draws the recorded steps again under other settings, without the model. Each step keeps its recorded past, so it answers
+"what would have been drawn here", not "how would the text have gone on". It never guesses: a record that is not sufficient is
+refused, and the recorded token must come out again under the recorded settings before anything is answered.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ParameterError, RequestError
+from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.records import Drawn, DrawSpec
+
+Text = Callable[[int], str]
+
+# What a what-if may change: how a token is drawn. The rest decides when an answer ends, or what is reported.
+# fmt: off
+CHANGEABLE = (
+    "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "no_repeat_ngram",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed",
+)
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One recorded step, drawn again. `record` is the new one; compare it with the old, stage by stage."""
+
+    position: int
+    before: int
+    after: int
+    record: dict[str, Any]
+
+    @property
+    def changed(self) -> bool:
+        return self.before != self.after
+
+
+def what_if(
+    records: Sequence[Mapping[str, Any]],
+    params: SamplingParams,
+    changes: Mapping[str, Any],
+    *,
+    prompt_ids: Sequence[int] | None = None,
+    breakers: tuple[tuple[int, ...], ...] | None = None,
+) -> list[WhatIf]:
+    """Draw recorded steps again under `params` with `changes`. `params` are those of the recorded request.
+
+    prompt_ids is needed where a penalty looks at the past; breakers (sampling.breakers.breakers_of) where DRY is on."""
+    for name in changes:
+        if name not in FIELDS:
+            raise ParameterError(name, "no such parameter")
+        if name not in CHANGEABLE:
+            raise ParameterError(name, "cannot be changed by a what-if: it does not decide how a token is drawn")
+    then = params.with_(**changes)
+    if params.num_beams > 1:
+        raise ParameterError("num_beams", "a what-if needs drawn tokens, and beam search draws none")
+    past = _past(records, prompt_ids, needed=params.needs_history or then.needs_history)
+    if breakers is None and (params.dry_multiplier or then.dry_multiplier):
+        raise ParameterError("dry_breakers", "a what-if with DRY needs `breakers`, the breaker strings as token ids")
+    out = []
+    for record, history in zip(records, past, strict=True):
+        again = _draw(record, params, history, breakers or (), key=int(record["key"], 16))
+        if again.token != record["token"]:
+            raise RequestError(
+                f"the record at position {record['position']} does not give its own token ({record['token']}, drawn again "
+                f"{again.token}): these are not the settings it was made under"
+            )
+        key = int(record["key"], 16) if "seed" not in changes else _key(then)
+        drawn = _draw(record, then, history, breakers or (), key=key)
+        assert drawn.explain is not None
+        out.append(WhatIf(record["position"], record["token"], drawn.token, drawn.explain))
+    return out
+
+
+def _key(params: SamplingParams) -> int:
+    from verbatim.sampling.draw import noise_key
+
+    if params.seed is None:
+        raise ParameterError("seed", "a what-if needs a number")
+    return noise_key(params.seed, 0)
+
+
+def _draw(
+    record: Mapping[str, Any],
+    params: SamplingParams,
+    history: tuple[int, ...],
+    breakers: tuple[tuple[int, ...], ...],
+    *,
+    key: int,
+) -> Drawn:
+    """One step by the sampler itself: the same code that drew it the first time."""
+    from verbatim.sampling.pipeline import NOTHING, Row, sample_rows
+
+    row, mask = _inputs(record, params)
+    if params.min_tokens and not record["withheld"]:
+        raise ParameterError("min_tokens", "the record does not hold the end tokens; record it with min_tokens set")
+    shown = params.with_(explain=max(1, len(record["top"])), receipt=True)
+    spec = DrawSpec(shown, key, record["prompt_len"], withheld=tuple(record["withheld"]), breakers=breakers)
+    drawn = sample_rows(row[None, :], [Row(spec, record["position"], history, mask)])[0]
+    if drawn.token == NOTHING:
+        raise RequestError(f"at position {record['position']} these settings leave nothing to draw")
+    return drawn
+
+
+def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarray, bytes | None]:
+    if record.get("row") is None:
+        raise RequestError(
+            f"the record at position {record['position']} does not hold its whole row of logits, so a what-if could be wrong; record "
+            "it with explain and receipt=True (the first 64 tokens of an answer keep their row)"
+        )
+    row = np.frombuffer(base64.b64decode(record["row"]), "<f4")
+    if len(row) != record["vocab"]:
+        raise RequestError(f"the record at position {record['position']} is damaged: {len(row)} logits of {record['vocab']}")
+    if params.structured and record["mask"] is None:
+        raise RequestError("the record holds no grammar mask, and these settings ask for a structure")
+    return row.astype(np.float32), base64.b64decode(record["mask"]) if params.structured else None
+
+
+def _past(records: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int] | None, *, needed: bool) -> list[tuple[int, ...]]:
+    """The tokens before each record. Only asked for where a penalty looks at them; then every record must be there."""
+    if not needed:
+        return [()] * len(records)
+    if prompt_ids is None:
+        raise RequestError("a penalty looks at the tokens so far: give prompt_ids, and the records from the first token on")
+    known = list(prompt_ids)
+    out = []
+    for record in records:
+        if record["position"] != len(known):
+            raise RequestError(
+                f"the record at position {record['position']} should be at {len(known)}: one is missing before it"
+            )
+        out.append(tuple(known))
+        known.append(record["token"])
+    return out
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+
+def headline(record: Mapping[str, Any], text: Text) -> str:
+    """One token in one line.
+
+    position 12  ' Paris' (7042)  p 81.2 %, rank 1, entropy 0.92 nats, lead 0.40 over ' the'
+    """
+    token = record["token"]
+    parts = [
+        f"p {_percent(math.exp(record['logprob']))}",
+        f"rank {record['rank'] + 1}",
+        f"entropy {record['entropy']:.2f} nats",
+    ]
+    if record.get("lead") is not None:
+        parts.append(f"lead {record['lead']:.2f} over {_shown(text, record['runner_up'])}")
+    return f"position {record['position']}  {_shown(text, token)} ({token})  " + ", ".join(parts)
+
+
+def stage_table(record: Mapping[str, Any], text: Text) -> str:
+    """What each stage removed; stages that were switched off are not listed."""
+    rows = [
+        (s["name"], str(s["removed"]), str(s["left"]), " ".join(_shown(text, i) for i in s["removed_top"]))
+        for s in record["stages"]
+    ]
+    return columns(("stage", "removed", "left", "of the top"), rows, left=(0, 3))
+
+
+def top_table(record: Mapping[str, Any], text: Text) -> str:
+    """The model's favourites: from logit to draw. The token that won is marked with *."""
+    rows = []
+    for c in record["top"]:
+        rows.append(
+            (
+                "*" if c["id"] == record["token"] else "",
+                _shown(text, c["id"]),
+                str(c["id"]),
+                f"{c['logit']:.3f}",
+                _percent(math.exp(c["logprob"])),
+                _number(c["processed"]),
+                _percent(c["final_prob"]) if c["final_prob"] is not None else "-",
+                _number(c["noise"]),
+                _number(c["score"]),
+                c["removed_by"] or "",
+            )
+        )
+    names = ("", "token", "id", "logit", "p", "processed", "final p", "noise", "score", "removed by")
+    return columns(names, rows, left=(0, 1, 9))
+
+
+def render(record: Mapping[str, Any], text: Text) -> str:
+    """Everything about one token, as plain lines."""
+    tables = [stage_table(record, text)] if record["stages"] else []
+    body = "\n".join([*tables, top_table(record, text)])
+    return headline(record, text) + "\n" + "\n".join("  " + line for line in body.splitlines())
+
+
+def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
+    """The steps, one line each; those that would have gone otherwise say so."""
+    rows = []
+    for r in results:
+        p = r.record["final_prob"]
+        rows.append(
+            (
+                str(r.position),
+                _shown(text, r.before),
+                _shown(text, r.after) if r.changed else "same",
+                _percent(p) if p is not None else "-",
+                str(r.record["stages"][-1]["left"]) if r.record["stages"] else str(r.record["vocab"]),
+            )
+        )
+    changed = sum(r.changed for r in results)
+    table = columns(("position", "recorded", "now", "final p", "ids left"), rows, left=(1, 2))
+    return f"{table}\n{changed} of {len(results)} tokens would differ"
+
+
+def columns(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
+    """Aligned columns: numbers to the right, those in `left` to the left."""
+    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
+    lines = []
+    for row in (names, *rows):
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _shown(text: Text, token: int) -> str:
+    return repr(text(token))
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _percent(p: float) -> str:
+    return f"{100 * p:.2f} %" if p >= 0.0001 else f"{100 * p:.1e} %"
