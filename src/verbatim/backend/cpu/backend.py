@@ -1,0 +1,131 @@
+"""CpuBackend: StepPlan -> StepResult on the native kernels, one native call a step.
+
+The model's forward pass is recorded when the backend is made (ops.py). A step hands the plan's sequences to C++, which checks every index,
+runs the program in its team of threads without the GIL, and leaves logits and final states where Python can look at them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.backend.batch import collect
+from verbatim.backend.cpu import _native as native
+from verbatim.backend.cpu.ops import record
+from verbatim.backend.cpu.sampler import NativeSampler
+from verbatim.backend.protocol import BackendInfo
+from verbatim.base.config import BLOCK_SIZE, EngineConfig
+from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.records import SeqResult, StepPlan, StepResult
+from verbatim.model.load import Model
+from verbatim.sampling.pipeline import rows_of
+
+NUMERICS_VERSION = "cpu-1"
+KV_TYPES = ("f16", "q8")
+
+
+def unsupported(model: Model) -> str | None:
+    """Why the native kernels cannot run this model, or None where they can."""
+    spec = model.spec
+    if spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
+        return f"{spec.heads} query heads over {spec.kv_heads} key heads"
+    if spec.head_dim > 1024 or spec.head_dim % 2:
+        return f"heads of {spec.head_dim}"
+    return None
+
+
+class CpuBackend:
+    def __init__(self, model: Model, config: EngineConfig | None = None) -> None:
+        config = config or EngineConfig()
+        if config.kv_type not in KV_TYPES:
+            raise ParameterError("kv_type", f"{config.kv_type!r} is not one of {', '.join(KV_TYPES)}")
+        if reason := unsupported(model):
+            raise BackendError(f"the cpu backend cannot run this model: {reason}; use backend='reference'")
+        self.spec = spec = model.spec
+        self.block_size = BLOCK_SIZE
+        self.config = config
+        try:
+            self._engine: Any = native.Engine(
+                isa=os.environ.get("VERBATIM_ISA", ""),
+                threads=config.threads or physical_cores(),
+                vocab=spec.vocab,
+                hidden=spec.hidden,
+                heads=spec.heads,
+                kv_heads=spec.kv_heads,
+                head_dim=spec.head_dim,
+                activation=spec.activation,
+                layer_norm=spec.norm == "layer",
+                eps=spec.norm_eps,
+                q8=config.kv_type == "q8",
+            )
+            record(model, self._engine)
+        except ValueError as error:
+            raise BackendError(str(error)) from None
+        _forget_pages(model)
+        self._sampler = NativeSampler(native, self._engine)
+        embed = 0 if spec.tied else int(model.weights["embed"].data.nbytes)
+        self._weight_bytes = int(self._engine.weight_bytes) - embed
+
+    @property
+    def info(self) -> BackendInfo:
+        kv = sum(self._engine.block_bytes()) // BLOCK_SIZE
+        numerics = NUMERICS_VERSION if self.config.kv_type == "f16" else f"{NUMERICS_VERSION}-{self.config.kv_type}"
+        return BackendInfo("cpu", self._engine.isa, self._engine.threads, numerics, self._weight_bytes, kv)
+
+    def block_bytes(self) -> tuple[int, ...]:
+        return tuple(self._engine.block_bytes())
+
+    def allocate(self, blocks: tuple[int, ...]) -> None:
+        self._engine.allocate(list(blocks))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for group, source, target in plan.copies:
+            self._engine.copy(group, source, target)
+        self._engine.step(plan.sequences)
+        if any(s.targets or s.hidden for s in plan.sequences):
+            return collect(plan, self._engine.hidden(), self._engine.logits())
+        return self._draw(plan)
+
+    def _draw(self, plan: StepPlan) -> StepResult:
+        """Every row of logits is a draw: all of them in one native call."""
+        drawn = self._sampler.draw([row for s in plan.sequences for row in rows_of(s)])
+        results: list[SeqResult] = []
+        at = 0
+        for s in plan.sequences:
+            results.append(SeqResult(s.seq_id, tuple(drawn[at : at + s.draws])))
+            at += s.draws
+        return StepResult(plan.step, tuple(results))
+
+    def close(self) -> None:
+        self._engine = None
+        self._sampler = None  # type: ignore[assignment]
+
+
+def physical_cores() -> int:
+    """Cores that this process may use, threads of one core counted once."""
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in allowed:
+        try:
+            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            return max(1, len(allowed))
+    return max(1, len(cores))
+
+
+def _forget_pages(model: Model) -> None:
+    """The file's pages were read once, to be packed; give them back to the system. The map itself stays valid."""
+    seen: set[int] = set()
+    for tensor in model.weights.values():
+        base: Any = tensor.data
+        while isinstance(base, np.ndarray) and base.base is not None:
+            base = base.base
+        if isinstance(base, memoryview):
+            base = base.obj
+        if isinstance(base, mmap.mmap) and id(base) not in seen and hasattr(mmap, "MADV_DONTNEED"):
+            seen.add(id(base))
+            base.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,72 @@
+#include "isa.h"
+
+#include <stdexcept>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#ifndef HWCAP_ASIMDDP
+#define HWCAP_ASIMDDP (1 << 20)
+#endif
+#endif
+
+namespace verbatim {
+
+#if defined(__x86_64__) && defined(VB_HAVE_AMX)
+static bool amx_usable() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!(d & (1u << 24)) || !(d & (1u << 25))) return false;  // amx-tile, amx-int8
+    // Linux gives tile registers only to a process that asked for them
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+#endif
+
+std::vector<std::string> supported_isas() {
+    std::vector<std::string> out{"scalar"};
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) out.push_back("avx2");
+    else return out;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vnni")) {
+        out.push_back("avx512");
+#if defined(VB_HAVE_AMX)
+        if (amx_usable()) out.push_back("amx");
+#endif
+    }
+#elif defined(__aarch64__)
+#if defined(__APPLE__)
+    out.push_back("neon");
+#else
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) out.push_back("neon");
+#endif
+#endif
+    return out;
+}
+
+const Kernels& select_isa(const std::string& name) {
+    auto have = supported_isas();
+    std::string want = name.empty() || name == "auto" ? have.back() : name, list;
+    bool found = false;
+    for (auto& h : have) {
+        found |= h == want;
+        list += (list.empty() ? "" : ", ") + h;
+    }
+    if (!found) throw std::invalid_argument("instruction set " + want + " is not available on this machine; it has: " + list);
+#if defined(__x86_64__)
+    if (want == "avx2") return kernels_avx2();
+    if (want == "avx512") return kernels_avx512();
+#if defined(VB_HAVE_AMX)
+    if (want == "amx") return kernels_amx();
+#endif
+#elif defined(__aarch64__)
+    if (want == "neon") return kernels_neon();
+#endif
+    return kernels_scalar();
+}
+
+}  // namespace verbatim

@@ -1,0 +1,42 @@
+// The kernels, written once on the vector layer. CMake compiles this file once for each instruction set, with VB_NS naming the
+// namespace and VB_ISA_* the layer. No standard templates here: an inline function compiled for one set must never be picked for another.
+#include "kernels.h"
+
+#include "attend.inc"
+#include "formats.h"
+#include "mathfn.h"
+#include "matmul.inc"
+#include "rowwise.inc"
+
+namespace VB_NS {
+
+using namespace verbatim;
+
+void sample_row(const float* logits, int64_t vocab, const ::vb::SampleRow& row, ::vb::SampleOut& out);  // sampler.cpp, same namespace
+
+static const Kernels TABLE = {
+    VB_NAME,
+    BYTE_BIAS,
+    quantise,
+    {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, mm_quant<F4>, mm_quant<F4M>, mm_quant<F5>, mm_quant<F5M>, mm_quant<F8>, mm_quant<F8W>,
+     mm_quant<F4K>, mm_quant<F5K>, mm_quant<F6K>, mm_quant<F3K>, mm_quant<F2K>},
+    rms,
+    layer,
+    rope,
+    gate,
+    attend,
+    combine,
+    scale_out,
+    softcap,
+    store_half,
+    store_q8,
+    exps,
+    sample_row,
+    soft_top,
+};
+
+}  // namespace VB_NS
+
+namespace verbatim {
+const Kernels& VB_GETTER() { return VB_NS::TABLE; }
+}  // namespace verbatim

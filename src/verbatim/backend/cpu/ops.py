@@ -1,0 +1,184 @@
+"""The forward pass, written down once: model/decoder.py -> a native program.
+
+In: a Model and an empty native engine. Out: the engine holds packed weights and a list of fused operations, ready to be replayed for any step.
+
+decoder.forward calls these operations once, with handles instead of numbers. What costs nothing by itself is kept in the handle until the
+operation that consumes it is known, which is how a norm ends up in the product behind it, a rotation in the projection before it,
+and an addition in the product whose result it adds:
+
+    norm -> qkv -> head_norm -> rope        one operation, which also writes the cache
+    linear | mlp | moe -> add               one operation (two for an MLP), which adds into the residual row
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from verbatim.model.decoder import forward
+from verbatim.model.load import Model
+from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.weights.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Rows that exist (`buffer`), or will exist once the operation `pending` is written down with a destination."""
+
+    buffer: int = -1
+    norm: str = ""  # to be normed with this weight first
+    pending: tuple[str, dict[str, Any]] | None = None
+    qkv: dict[str, Any] = field(default_factory=dict)
+    outputs: bool = False  # only the rows of the outputs
+
+
+class Recorder:
+    """Implements model.decoder.Ops[Handle]."""
+
+    def __init__(self, model: Model, engine: Any) -> None:
+        self.spec: ModelSpec = model.spec
+        self.weights = model.weights
+        self.engine = engine
+        self._matrices: dict[str, int] = {}
+        self._ropes: dict[RopeSpec, int] = {}
+        spec = self.spec
+        self._x = engine.buffer(spec.hidden)
+        self._y = engine.buffer(spec.hidden)  # results that are normed before they are added
+        self._h = engine.buffer(spec.hidden)
+        self._q = engine.buffer(spec.heads * spec.head_dim)
+        self._o = engine.buffer(spec.heads * spec.head_dim)
+        self._inner = engine.buffer(spec.mlp) if spec.mlp else -1
+        self._logits = engine.buffer(spec.vocab)
+
+    # ------------------------------------------------------------------------------------------------------- weights
+
+    def _matrix(self, name: str, heads: int = 0) -> int:
+        """Pack the weight of this name once. `heads`: rows of one head, which starts a panel of its own."""
+        if name not in self._matrices:
+            t = self.weights[name]
+            self._matrices[name] = self.engine.matrix(t.type, _bytes(t), t.rows, t.shape[-1], heads)
+        return self._matrices[name]
+
+    def _experts(self, name: str) -> list[int]:
+        t = self.weights[name]
+        count, rows, k = t.shape
+        parts = _bytes(t).reshape(count, -1)
+        return [self.engine.matrix(t.type, parts[e], rows, k, 0) for e in range(count)]
+
+    def _vector(self, name: str, offset: float = 0.0) -> int:
+        values = self.weights[name].to_f32().reshape(-1)
+        return int(self.engine.vector(np.ascontiguousarray(values + np.float32(offset), np.float32)))
+
+    def _bias(self, name: str, wanted: bool) -> int:
+        return self._vector(f"{name}.bias") if wanted else -1
+
+    def _normed(self, h: Handle) -> dict[str, int]:
+        """Fields of an operation that reads `h`."""
+        if not h.norm:
+            return {"src": h.buffer}
+        bias = self._vector(f"{h.norm}.bias") if self.spec.norm == "layer" else -1
+        return {"src": h.buffer, "norm": self._vector(h.norm, self.spec.norm_offset), "norm_bias": bias}
+
+    def _write(self, h: Handle, dst: int, add: bool) -> None:
+        assert h.pending is not None
+        name, fields = h.pending
+        self.engine.op(name, dst=dst, add=add, **fields)
+
+    # ---------------------------------------------------------------------------------------------------- operations
+
+    def embed(self) -> Handle:
+        self.engine.op("embed", dst=self._x, mat=[self._matrix("embed")], scale=self.spec.embed_scale)
+        return Handle(self._x)
+
+    def positions(self) -> Handle:
+        return Handle(pending=("positions", {"mat": [self._matrix("positions")]}))
+
+    def norm(self, x: Handle, name: str) -> Handle:
+        if x.outputs:
+            self.engine.op("norm", dst=self._h, outputs=True, **self._normed(Handle(x.buffer, norm=name)))
+            return Handle(self._h)
+        if x.pending:  # a norm behind a block (gemma): the block's result needs a place of its own
+            self._write(x, self._y, add=False)
+            return Handle(pending=("normadd", self._normed(Handle(self._y, norm=name))))
+        return Handle(x.buffer, norm=name)
+
+    def qkv(self, h: Handle, layer: int) -> tuple[Handle, Handle, Handle]:
+        names = [f"layers.{layer}.attn.{p}" for p in "qkv"]
+        fields = {
+            **self._normed(h),
+            "layer": layer,
+            "mat": [self._matrix(n, self.spec.head_dim) for n in names],
+            "bias": [self._bias(n, self.spec.qkv_bias) for n in names],
+        }
+        return Handle(qkv={**fields, "part": "q"}), Handle(qkv={"part": "k"}), Handle(qkv={"part": "v"})
+
+    def head_norm(self, x: Handle, name: str) -> Handle:
+        return replace(x, qkv={**x.qkv, f"{x.qkv['part']}norm": self._vector(name, self.spec.norm_offset)})
+
+    def rope(self, x: Handle, layer: int) -> Handle:
+        spec = self.spec.layers[layer].rope
+        assert spec is not None
+        if spec not in self._ropes:
+            self._ropes[spec] = self.engine.rope(np.array(spec.inv_freq, np.float64), spec.attention_factor)
+        return replace(x, qkv={**x.qkv, "rope": self._ropes[spec]})
+
+    def attend(self, q: Handle, k: Handle, v: Handle, layer: int) -> Handle:
+        assert q.qkv.get("rope") == k.qkv.get("rope"), "queries and keys turn together"
+        fields = {name: value for name, value in (k.qkv | q.qkv).items() if name != "part"}
+        self.engine.op("qkv", dst=self._q, **fields)
+        scale, cap = self.spec.scale, self.spec.attention_softcap
+        self.engine.op("attend", src=self._q, dst=self._o, layer=layer, scale=scale, softcap=cap)
+        return Handle(self._o)
+
+    def linear(self, x: Handle, name: str, bias: bool) -> Handle:
+        fields = {**self._normed(x), "mat": [self._matrix(name)], "bias": [self._bias(name, bias)]}
+        return Handle(pending=("linear", fields))
+
+    def mlp(self, h: Handle, layer: int) -> Handle:
+        name = f"layers.{layer}.mlp"
+        parts = ["gate", "up"] if self.spec.gated else ["up"]
+        mats = [self._matrix(f"{name}.{p}") for p in parts]
+        biases = [self._bias(f"{name}.{p}", self.spec.mlp_bias) for p in parts]
+        if not self.spec.gated:
+            mats, biases = [-1, *mats], [-1, *biases]
+        self.engine.op("gateup", dst=self._inner, mat=mats, bias=biases, **self._normed(h))
+        return self.linear(Handle(self._inner), f"{name}.down", self.spec.mlp_bias)
+
+    def moe(self, h: Handle, layer: int) -> Handle:
+        name = f"layers.{layer}.moe"
+        fields = {
+            **self._normed(h),
+            "mat": [self._matrix(f"{name}.router")],
+            "gates": self._experts(f"{name}.gate"),
+            "ups": self._experts(f"{name}.up"),
+            "downs": self._experts(f"{name}.down"),
+            "used": self.spec.experts_used,
+            "renormalise": self.spec.experts_renormalised,
+        }
+        return Handle(pending=("moe", fields))
+
+    def add(self, x: Handle, y: Handle) -> Handle:
+        self._write(y, x.buffer, add=True)
+        return x
+
+    def take(self, x: Handle, which: Literal["outputs", "logits"]) -> Handle:
+        return replace(x, outputs=True) if which == "outputs" else x
+
+    def head(self, h: Handle) -> Handle:
+        mat = self._matrix("embed" if self.spec.tied else "head")
+        self.engine.op("head", src=h.buffer, dst=self._logits, mat=[mat], softcap=self.spec.logit_softcap)
+        return Handle(self._logits)
+
+
+def record(model: Model, engine: Any) -> None:
+    """Pack the model's weights into `engine` and write its forward pass there."""
+    for group in model.spec.groups:
+        engine.group(group.window or 0, list(group.layers))
+    forward(model.spec, Recorder(model, engine))
+    engine.finish()
+
+
+def _bytes(t: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(t.data).reshape(-1).view(np.uint8)

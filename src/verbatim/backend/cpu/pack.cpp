@@ -1,0 +1,285 @@
+// From a GGUF file's blocks to panels of 16 rows (kernels.h), and one row back for embeddings. Portable code; runs once, at load.
+#include <cmath>
+#include <cstring>
+
+#include "kernels.h"
+
+#define VB_NS verbatim_portable
+#include "vec_scalar.h"
+
+namespace verbatim {
+
+using verbatim_portable::half_to_float;
+
+const KindInfo KIND[KINDS] = {
+    {"f32", 2048, 0, 0, false}, {"f16", 1024, 0, 0, false}, {"bf16", 1024, 0, 0, false},
+    {"q4_0", 256, 32, 0, true}, {"q4_1", 256, 64, 0, true}, {"q5_0", 320, 32, 0, true}, {"q5_1", 320, 64, 0, true},
+    {"q8_0", 512, 32, 0, true}, {"q8_k", 512, 64, 0, true},
+    {"q4_k", 256, 32, 64, true}, {"q5_k", 320, 32, 64, true},
+    {"q6_k", 384, 32, 32, true}, {"q3_k", 192, 32, 32, true}, {"q2_k", 128, 64, 64, true},
+};
+
+bool kind_of(const char* type, Kind* kind) {
+    for (int i = 0; i < KINDS; i++)
+        if (!std::strcmp(type, KIND[i].name)) { *kind = (Kind)i; return true; }
+    return false;
+}
+
+size_t panel_bytes(Kind kind, int k) {
+    const KindInfo& i = KIND[kind];
+    size_t n = i.quantised ? (size_t)(k / 32) * (i.qb + i.sb) + (size_t)(k / 256) * i.ub : (size_t)k * (i.qb / 32);
+    return (n + 63) / 64 * 64;
+}
+
+namespace {
+
+// One block of 32 values of one row, in plain form. Scales are kept as the integers and halves of the file, so nothing is rounded.
+struct Plain {
+    uint8_t q[32];            // unsigned quants; q8: the signed byte
+    uint16_t d, m;            // f16 scale and minimum of the block, or d and dmin of the super-block
+    float wide;               // q8_k
+    uint8_t sc[2], mn[2];     // integer scales and minima of the block's halves
+};
+
+inline uint16_t u16(const uint8_t* p) { uint16_t v; std::memcpy(&v, p, 2); return v; }
+
+void legacy(Kind kind, const uint8_t* p, Plain& o) {
+    bool five = kind == K_5 || kind == K_5M, min = kind == K_4M || kind == K_5M;
+    o.d = u16(p); p += 2;
+    if (min) { o.m = u16(p); p += 2; }
+    uint32_t high = 0;
+    if (five) { std::memcpy(&high, p, 4); p += 4; }
+    for (int j = 0; j < 16; j++) {
+        o.q[j] = (uint8_t)((p[j] & 15) | (((high >> j) & 1) << 4));
+        o.q[j + 16] = (uint8_t)((p[j] >> 4) | (((high >> (j + 16)) & 1) << 4));
+    }
+}
+
+// Scale and minimum number j of the 8 that q4_k and q5_k pack into 12 bytes, 6 bits each.
+void six_bits(const uint8_t* s, int j, uint8_t* sc, uint8_t* mn) {
+    if (j < 4) { *sc = s[j] & 63; *mn = s[j + 4] & 63; }
+    else {
+        *sc = (uint8_t)((s[j + 4] & 15) | ((s[j - 4] >> 6) << 4));
+        *mn = (uint8_t)((s[j + 4] >> 4) | ((s[j] >> 6) << 4));
+    }
+}
+
+void super(Kind kind, const uint8_t* p, int b, Plain& o) {  // block b = 0..7 of the super-block at p
+    switch (kind) {
+        case K_4K: case K_5K: {
+            o.d = u16(p); o.m = u16(p + 2);
+            six_bits(p + 4, b, &o.sc[0], &o.mn[0]);
+            const uint8_t* qh = p + 16;
+            const uint8_t* qs = p + (kind == K_5K ? 48 : 16) + 32 * (b / 2);
+            for (int j = 0; j < 32; j++) {
+                o.q[j] = b & 1 ? qs[j] >> 4 : qs[j] & 15;
+                if (kind == K_5K) o.q[j] |= (uint8_t)(((qh[j] >> b) & 1) << 4);
+            }
+            return;
+        }
+        case K_6K: {
+            const uint8_t *ql = p + 64 * (b / 4), *qh = p + 128 + 32 * (b / 4), *sc = p + 192;
+            int part = b % 4;  // 32 values: low nibbles of ql[0..31], ql[32..63], then the high nibbles
+            for (int j = 0; j < 32; j++) {
+                uint8_t low = ql[j + 32 * (part & 1)];
+                o.q[j] = (uint8_t)((part < 2 ? low & 15 : low >> 4) | (((qh[j] >> (2 * part)) & 3) << 4));
+            }
+            o.sc[0] = sc[2 * b]; o.sc[1] = sc[2 * b + 1];
+            o.d = u16(p + 208);
+            return;
+        }
+        case K_2K: {
+            const uint8_t *sc = p, *qs = p + 16 + 32 * (b / 4);
+            for (int j = 0; j < 32; j++) o.q[j] = (qs[j] >> (2 * (b % 4))) & 3;
+            for (int h = 0; h < 2; h++) { o.sc[h] = sc[2 * b + h] & 15; o.mn[h] = sc[2 * b + h] >> 4; }
+            o.d = u16(p + 80); o.m = u16(p + 82);
+            return;
+        }
+        case K_3K: {
+            const uint8_t *hm = p, *qs = p + 32 + 32 * (b / 4), *s = p + 96;
+            for (int j = 0; j < 32; j++) o.q[j] = (uint8_t)(((qs[j] >> (2 * (b % 4))) & 3) | (((hm[j] >> b) & 1) << 2));
+            for (int h = 0; h < 2; h++) {
+                int i = 2 * b + h;  // 16 scales of 6 bits: low 4 in 8 bytes, high 2 in the last 4
+                int low = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
+                int high = (s[8 + i % 4] >> (2 * (i / 4))) & 3;
+                o.sc[h] = (uint8_t)(int8_t)((low | (high << 4)) - 32);
+            }
+            o.d = u16(p + 108);
+            return;
+        }
+        default: return;
+    }
+}
+
+void read_block(Kind kind, const uint8_t* row, int b, Plain& o) {
+    switch (kind) {
+        case K_4: legacy(kind, row + (size_t)b * 18, o); break;
+        case K_4M: legacy(kind, row + (size_t)b * 20, o); break;
+        case K_5: legacy(kind, row + (size_t)b * 22, o); break;
+        case K_5M: legacy(kind, row + (size_t)b * 24, o); break;
+        case K_8: o.d = u16(row + (size_t)b * 34); std::memcpy(o.q, row + (size_t)b * 34 + 2, 32); break;
+        case K_8W: {
+            const uint8_t* p = row + (size_t)(b / 8) * 292;
+            std::memcpy(&o.wide, p, 4);
+            std::memcpy(o.q, p + 4 + 32 * (b % 8), 32);
+            break;
+        }
+        case K_4K: super(kind, row + (size_t)(b / 8) * 144, b % 8, o); break;
+        case K_5K: super(kind, row + (size_t)(b / 8) * 176, b % 8, o); break;
+        case K_6K: super(kind, row + (size_t)(b / 8) * 210, b % 8, o); break;
+        case K_2K: super(kind, row + (size_t)(b / 8) * 84, b % 8, o); break;
+        case K_3K: super(kind, row + (size_t)(b / 8) * 110, b % 8, o); break;
+        default: break;
+    }
+}
+
+// Quants of one row's block into lane `lane` of the panel's block. Group g, byte j is input 4g + j.
+void put_quants(Kind kind, const Plain& o, int lane, int bias, uint8_t* q) {
+    for (int i = 0; i < 32; i++) {
+        int g = i / 4, at = lane * 4 + i % 4;
+        uint8_t v = o.q[i];
+        switch (kind) {
+            case K_8: case K_8W: q[64 * g + at] = (uint8_t)(v ^ bias); break;  // ^ 128 is + 128 modulo 256
+            case K_2K: case K_3K:
+                q[64 * (g / 4) + at] |= (uint8_t)((v & 3) << (2 * (g % 4)));
+                if (kind == K_3K) q[128 + at] |= (uint8_t)(((v >> 2) & 1) << g);
+                break;
+            default:
+                q[64 * (g / 2) + at] |= (uint8_t)((v & 15) << (4 * (g & 1)));
+                if (kind == K_5 || kind == K_5M || kind == K_5K) q[256 + at] |= (uint8_t)((v >> 4) << g);
+                if (kind == K_6K) q[256 + 64 * (g / 4) + at] |= (uint8_t)((v >> 4) << (2 * (g % 4)));
+        }
+    }
+}
+
+uint8_t get_quant(Kind kind, const uint8_t* q, int lane, int i) {
+    int g = i / 4, at = lane * 4 + i % 4;
+    switch (kind) {
+        case K_8: case K_8W: return q[64 * g + at];
+        case K_2K: case K_3K: {
+            uint8_t v = (q[64 * (g / 4) + at] >> (2 * (g % 4))) & 3;
+            return kind == K_3K ? (uint8_t)(v | (((q[128 + at] >> g) & 1) << 2)) : v;
+        }
+        default: {
+            uint8_t v = (q[64 * (g / 2) + at] >> (4 * (g & 1))) & 15;
+            if (kind == K_5 || kind == K_5M || kind == K_5K) v |= (uint8_t)(((q[256 + at] >> g) & 1) << 4);
+            if (kind == K_6K) v |= (uint8_t)(((q[256 + 64 * (g / 4) + at] >> (2 * (g % 4))) & 3) << 4);
+            return v;
+        }
+    }
+}
+
+void put_scales(Kind kind, const Plain& o, int b, int lane, uint8_t* sp, uint8_t* up) {
+    uint16_t* h = (uint16_t*)sp;
+    uint16_t* u = (uint16_t*)up;
+    switch (kind) {
+        case K_4: case K_5: case K_8: h[lane] = o.d; return;
+        case K_8W: ((float*)sp)[lane] = o.wide; return;
+        case K_4M: case K_5M: h[lane] = o.d; h[16 + lane] = o.m; return;
+        case K_4K: case K_5K:
+            sp[lane] = o.sc[0]; sp[16 + lane] = o.mn[0];
+            if (b % 8 == 0) { u[lane] = o.d; u[16 + lane] = o.m; }
+            return;
+        case K_6K: case K_3K:
+            sp[lane] = o.sc[0]; sp[16 + lane] = o.sc[1];
+            if (b % 8 == 0) u[lane] = o.d;
+            return;
+        case K_2K:
+            for (int j = 0; j < 2; j++) { sp[16 * j + lane] = o.sc[j]; sp[32 + 16 * j + lane] = o.mn[j]; }
+            if (b % 8 == 0) { u[lane] = o.d; u[16 + lane] = o.m; }
+            return;
+        default: return;
+    }
+}
+
+// Scale and minimum of half j of a block, as the kernels form them.
+void get_scales(Kind kind, const uint8_t* sp, const uint8_t* up, int lane, int j, float* s, float* m) {
+    const uint16_t* h = (const uint16_t*)sp;
+    const uint16_t* u = (const uint16_t*)up;
+    *m = 0.0f;
+    switch (kind) {
+        case K_4: case K_5: case K_8: *s = half_to_float(h[lane]); return;
+        case K_8W: *s = ((const float*)sp)[lane]; return;
+        case K_4M: case K_5M: *s = half_to_float(h[lane]); *m = half_to_float(h[16 + lane]); return;
+        case K_4K: case K_5K:
+            *s = half_to_float(u[lane]) * (float)sp[lane];
+            *m = 0.0f - half_to_float(u[16 + lane]) * (float)sp[16 + lane];
+            return;
+        case K_6K: case K_3K: *s = half_to_float(u[lane]) * (float)(int8_t)sp[16 * j + lane]; return;
+        case K_2K:
+            *s = half_to_float(u[lane]) * (float)sp[16 * j + lane];
+            *m = 0.0f - half_to_float(u[16 + lane]) * (float)sp[32 + 16 * j + lane];
+            return;
+        default: *s = 0; return;
+    }
+}
+
+int offset_of(Kind kind, int bias) {
+    switch (kind) {
+        case K_4: return 8;
+        case K_5: return 16;
+        case K_6K: return 32;
+        case K_3K: return 4;
+        case K_8: case K_8W: return bias;
+        default: return 0;
+    }
+}
+
+}  // namespace
+
+void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst) {
+    Kind kind;
+    if (!kind_of(type, &kind)) return;
+    std::memset(dst, 0, panel_bytes(kind, k));
+    if (!KIND[kind].quantised) {
+        int size = KIND[kind].qb / 512;
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < k; i++) std::memcpy(dst + ((size_t)i * 16 + r) * size, src + r * row_bytes + (size_t)i * size, size);
+        return;
+    }
+    const KindInfo& info = KIND[kind];
+    int nb = k / 32;
+    uint8_t* scales = dst + (size_t)nb * info.qb;
+    uint8_t* supers = scales + (size_t)nb * info.sb;
+    Plain o{};
+    for (int r = 0; r < rows; r++)
+        for (int b = 0; b < nb; b++) {
+            read_block(kind, src + r * row_bytes, b, o);
+            put_quants(kind, o, r, byte_bias, dst + (size_t)b * info.qb);
+            put_scales(kind, o, b, r, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub);
+        }
+}
+
+void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
+    const uint8_t* p = w.data + (size_t)(row / 16) * w.panel_bytes;
+    int lane = row % 16;
+    if (w.kind == K_F32) {
+        for (int i = 0; i < w.k; i++) out[i] = ((const float*)p)[(size_t)i * 16 + lane];
+        return;
+    }
+    if (w.kind == K_F16 || w.kind == K_BF16) {
+        for (int i = 0; i < w.k; i++) {
+            uint16_t h = ((const uint16_t*)p)[(size_t)i * 16 + lane];
+            uint32_t u = (uint32_t)h << 16;
+            if (w.kind == K_F16) out[i] = half_to_float(h);
+            else std::memcpy(&out[i], &u, 4);
+        }
+        return;
+    }
+    const KindInfo& info = KIND[w.kind];
+    int nb = w.k / 32, offset = offset_of(w.kind, byte_bias);
+    const uint8_t* scales = p + (size_t)nb * info.qb;
+    const uint8_t* supers = scales + (size_t)nb * info.sb;
+    bool is_signed = (w.kind == K_8 || w.kind == K_8W) && byte_bias == 0;
+    for (int b = 0; b < nb; b++) {
+        float s[2], m[2];
+        for (int j = 0; j < 2; j++) get_scales(w.kind, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub, lane, j, &s[j], &m[j]);
+        for (int i = 0; i < 32; i++) {
+            uint8_t v = get_quant(w.kind, p + (size_t)b * info.qb, lane, i);
+            int q = is_signed ? (int)(int8_t)v : (int)v - offset;
+            out[32 * b + i] = std::fma(s[i / 16], (float)q, m[i / 16]);
+        }
+    }
+}
+
+}  // namespace verbatim

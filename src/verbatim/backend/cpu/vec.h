@@ -1,0 +1,47 @@
+// The vector layer: the few primitives that every kernel is written on, once for each instruction set.
+//
+// A native vector has VL lanes (scalar 4, NEON 4, AVX2 8, AVX-512 16); kernels treat 16 lanes as NQ = 16 / VL of them. Every primitive
+// gives the same bits on every set: IEEE single operations, explicit fused multiply-adds, round-to-nearest-even conversions, exact
+// integer dot products. Nothing here may be reassociated or contracted by the compiler (-ffp-contract=off).
+//
+//   vf  VL floats      vi  VL int32      vb  VL groups of 4 bytes (one group a lane)
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(VB_ISA_AVX512) || defined(VB_ISA_AMX)
+#include "vec_avx512.h"
+#elif defined(VB_ISA_AVX2)
+#include "vec_avx2.h"
+#elif defined(VB_ISA_NEON)
+#include "vec_neon.h"
+#else
+#include "vec_scalar.h"
+#endif
+
+// Register tiles must be unrolled to live in registers; the scalar path has none to fill and would only compile slowly.
+#if defined(VB_ISA_SCALAR)
+#define VB_UNROLL(n)
+#else
+#define VB_PRAGMA(x) _Pragma(#x)
+#define VB_UNROLL(n) VB_PRAGMA(GCC unroll n)
+#endif
+
+namespace VB_NS {
+
+constexpr int NQ = 16 / VL;
+
+// Sum of 16 lanes in the one order in use everywhere: l + (l+8), then +4, +2, +1.
+static inline float tree16(const float* p) {
+    float a[8], b[4];
+    for (int i = 0; i < 8; i++) a[i] = p[i] + p[i + 8];
+    for (int i = 0; i < 4; i++) b[i] = a[i] + a[i + 4];
+    return (b[0] + b[2]) + (b[1] + b[3]);
+}
+static inline float max16(const float* p) {
+    float m = p[0];
+    for (int i = 1; i < 16; i++) m = p[i] > m ? p[i] : m;
+    return m;
+}
+
+}  // namespace VB_NS
