@@ -46,7 +46,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     train_tokenizer(directory)
     words = from_directory(directory)
-    model = tiny_model("llama", vocab_size=words.vocab_size, hidden_size=64, intermediate_size=96)
+    model = tiny_model("llama", vocab_size=words.vocab_size, hidden_size=64, intermediate_size=96, max_position_embeddings=8192)
     metadata, extra = model_metadata(model, "tiny")
     metadata |= tokenizer_metadata(directory, words, model.spec.vocab, "llama")
     metadata["tokenizer.chat_template"] = TEMPLATE

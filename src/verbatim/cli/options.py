@@ -38,6 +38,7 @@ ENGINE_HELP = {
     "prefix_cache": "reuse the keys and values of equal beginnings",
     "use_cache": "keep keys and values; without it every step recomputes everything",
     "speculate": "off, ngram, suffix, draft:MODEL or auto; changes the time, never the text",
+    "suffix_tenants": "tenant whose recent answers the suffix proposer may reuse for it; *: each (may be repeated)",
     "quant": "quantise float weights while loading: q8_0 or q4_0",
     "check": "prove the block accounting after every step",
 }
@@ -224,11 +225,13 @@ def engine_options(command: F) -> F:
     for field in reversed(fields(EngineConfig)):
         flag, dest, kind = "--" + field.name.replace("_", "-"), "e_" + field.name, str(field.type)
         common: Values = {"cls": Option, "section": "Model and engine", "default": None, "hidden": field.name in HIDDEN}
-        common["help"] = ENGINE_HELP[field.name]
+        common["help"] = ENGINE_HELP.get(field.name, "")
         if field.name == "kv_memory":
             option = click.option(flag, dest, metavar="SIZE", **common)
         elif kind.startswith("bool"):
             option = click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
+        elif kind.startswith("tuple"):
+            option = click.option(flag, dest, multiple=True, metavar="NAME", **{**common, "default": ()})
         elif kind.startswith("int"):
             option = click.option(flag, dest, type=int, metavar="N", **common)
         else:
@@ -242,7 +245,7 @@ def engine_of(flags: Values) -> Values:
     settings: Values = {}
     for field in fields(EngineConfig):
         value = flags.get("e_" + field.name)
-        if value is not None:
+        if value is not None and value != ():
             settings[field.name] = parse_size(field.name, value) if field.name == "kv_memory" else value
     EngineConfig(**settings)
     return settings

@@ -45,7 +45,7 @@ class Rival:
         self.name = rival
         self.version = ""
         self.load = 0.0
-        script = Path(__file__).with_name(WORKERS[rival][0])
+        script = Path(__file__).parent / WORKERS[rival][0]
         self._process = subprocess.Popen(
             [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -1,0 +1,221 @@
+"""bench: the arithmetic of the limits, the turns of the rounds, the plot, and the one line of JSON at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_said import Call
+
+from verbatim.base.errors import BackendError
+from verbatim.cli import measure
+from verbatim.cli.rivals import client
+from verbatim.observe.plot import Chart, Line, svg
+from verbatim.observe.roofline import CostCard, Limits, cost_card, load_limits, measure_limits, save_limits
+
+# The figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB a token.
+LIMITS = Limits(37.9e9, threads=2, method="native", int8_ops=638e9)
+CARD = CostCard(
+    weight_bytes=98_000_000, kv_token_bytes=23_040, ops_token=270_000_000, ops_position=69_120, prompt_ops_token=212_000_000
+)
+
+
+def test_ceilings_worked_by_hand() -> None:
+    assert CARD.decode_ceiling(LIMITS, 0) == pytest.approx(37.9e9 / 98e6)  # 387 tokens/s: memory is the limit
+    assert CARD.decode_ceiling(LIMITS, 2000) == pytest.approx(37.9e9 / (98e6 + 2000 * 23_040))
+    # 64 sequences: 64 * 0.27 GOP take 27 ms, reading takes 2.6 ms: the integer units are the limit
+    assert CARD.decode_ceiling(LIMITS, 0, 64) == pytest.approx(638e9 / 270e6)
+    assert CARD.prefill_ceiling(LIMITS, 512) == pytest.approx(638e9 / (212e6 + 256 * 69_120))
+    assert CARD.bandwidth_share(LIMITS, 193.4, 0) == pytest.approx(0.5, rel=1e-3)
+    unknown = Limits(37.9e9, threads=2, method="numpy")
+    assert CARD.prefill_ceiling(unknown, 512) is None
+    assert CARD.peak_share(unknown, 100, 0) is None
+    assert CARD.decode_ceiling(unknown, 0, 64) == pytest.approx(64 * 37.9e9 / 98e6)
+
+
+def test_the_cost_card_counts_every_matrix() -> None:
+    from types import SimpleNamespace
+
+    from verbatim.model.layout import is_quantisable, layout
+    from verbatim.testing_models import tiny_model
+
+    for family in ("llama", "gpt2", "qwen2"):
+        spec = tiny_model(family).spec
+        card = cost_card(spec, SimpleNamespace(weight_bytes=1, kv_token_bytes=2))
+        sizes = {name: shape[0] * shape[1] for name, shape in layout(spec).items() if is_quantisable(name)}
+        head = spec.vocab * spec.hidden
+        body = sum(size for name, size in sizes.items() if name not in ("embed", "head"))
+        assert card.ops_token == 2 * (body + head), family
+        assert card.prompt_ops_token == 2 * body
+        assert card.ops_position == len(spec.layers) * 4 * spec.heads * spec.head_dim
+
+
+def test_a_mixture_costs_only_the_experts_it_uses() -> None:
+    from types import SimpleNamespace
+
+    from verbatim.testing_models import tiny_model
+
+    info = SimpleNamespace(weight_bytes=1, kv_token_bytes=2)
+    two = cost_card(tiny_model("mixtral", num_experts_per_tok=2).spec, info)
+    three = cost_card(tiny_model("mixtral", num_experts_per_tok=3).spec, info)
+    spec = tiny_model("mixtral").spec
+    assert three.ops_token - two.ops_token == 2 * len(spec.layers) * 3 * spec.hidden * spec.expert_mlp
+
+
+def test_limits_are_measured_kept_and_read_again(tmp_path: Path) -> None:
+    limits = measure_limits(2, megabytes=4, repeats=1)
+    assert limits.read_bytes > 1e8  # a tenth of a gigabyte a second: no machine is slower
+    assert limits.method == "numpy"
+    assert limits.int8_ops is None
+    assert load_limits(tmp_path) is None
+    save_limits(tmp_path / "new", limits)
+    assert load_limits(tmp_path / "new") == limits
+    for junk in ("", "[1]", '{"read_bytes": 1}', '{"other": 2}'):
+        (tmp_path / "limits.json").write_text(junk)
+        assert load_limits(tmp_path) is None
+
+
+def test_the_best_of_several_passes_is_the_limit() -> None:
+    speeds = iter([1e9, 5e9, 2e9, 1e9, 1e9, 1e9])
+    ops = iter([7.0, 9.0, 8.0])
+    limits = measure_limits(2, native_read=lambda threads, size: next(speeds), native_ops=lambda threads: next(ops), repeats=3)
+    assert limits.read_bytes == 5e9
+    assert limits.int8_ops == 9.0
+    assert limits.method == "native"
+
+
+class Pretend:
+    """A runner whose rounds are written down."""
+
+    def __init__(self, name: str, log: list[str], seconds: float = 1.0) -> None:
+        self.name, self.log, self.seconds = name, log, seconds
+
+    def prefill(self, tokens: int) -> float:
+        self.log.append(self.name)
+        return self.seconds
+
+    def decode(self, context: int, steps: int) -> float:
+        return self.prefill(context)
+
+    def batch(self, sequences: int, context: int, steps: int) -> float:
+        return self.prefill(context)
+
+
+def test_rounds_take_turns_and_the_first_is_for_warming_up() -> None:
+    log: list[str] = []
+    [job] = measure.jobs([100], [], [], 8, 512, 4096)
+    row = measure.measure(job, [Pretend("verbatim", log, 0.5), Pretend("rival", log, 2.0)], 3)
+    assert log == ["verbatim", "rival"] * 4
+    assert row.rate("verbatim") == 200
+    assert row.rate("rival") == 50
+
+
+def test_a_slow_measurement_is_not_repeated() -> None:
+    log: list[str] = []
+    [job] = measure.jobs([100], [], [], 8, 512, 4096)
+    row = measure.measure(job, [Pretend("verbatim", log, 0.5), Pretend("rival", log, 60.0)], 3)
+    assert log.count("rival") == 1
+    assert row.seconds["rival"] == [60.0]
+    assert len(row.seconds["verbatim"]) == 3
+
+
+def test_jobs_fit_the_context_and_start_together() -> None:
+    table = measure.jobs([32, 5000], [32, 4090], [1, 32, 1000], 16, 512, 4096)
+    assert [(j.kind, j.size) for j in table] == [("prefill", 32), ("decode", 32), ("batch", 1), ("batch", 32), ("batch", 1000)]
+    assert table[3].tokens == 32 * 16
+
+
+def test_the_plot_is_well_formed() -> None:
+    lines = (
+        Line("a <b> & c", ((32, 100.0), (512, 90.0), (2000, 50.0))),
+        Line("limit", ((32, 387.0), (2000, 263.0)), dashed=True),
+    )
+    document = svg([Chart("t", "x", "y", lines, log_x=True), Chart("one point", "x", "y", (Line("z", ((4, 0.0),)),))])
+    root = ElementTree.fromstring(document)
+    points = [p.attrib["points"].split() for p in root.iter("{http://www.w3.org/2000/svg}polyline")]
+    assert [len(p) for p in points] == [3, 2, 1]
+    heights = [float(p.split(",")[1]) for p in points[0]]
+    assert heights == sorted(heights), "slower is lower on the page"
+
+
+# ------------------------------------------------------------------------------------------------------------- the rival
+
+WORKER = """
+import json, os, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask["op"] == "open": print(json.dumps({"version": "9", "load": 0.1}), flush=True)
+    elif ask["op"] == "decode": print(json.dumps({"error": "RuntimeError: no"}), flush=True)
+    elif ask["op"] == "batch": os.kill(os.getpid(), 9)
+    else: print(json.dumps({"seconds": ask["tokens"] / 100}), flush=True)
+"""
+
+
+def test_a_rival_speaks_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setitem(client.WORKERS, "pretend", (str(tmp_path / "worker.py"), "json", "json"))
+    rival = client.Rival("pretend", client.find_python("pretend", None))
+    rival.open("x", 2, 64)
+    assert rival.version == "9"
+    assert rival.prefill(50) == 0.5
+    with pytest.raises(BackendError, match="RuntimeError: no"):
+        rival.decode(1, 1)
+    with pytest.raises(BackendError, match="SIGKILL"):
+        rival.batch(1, 1, 1)
+    rival.close()
+
+
+def test_a_missing_rival_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(client.WORKERS, "pretend", ("worker.py", "no_such_module_x", "no-such-dist"))
+    with pytest.raises(BackendError, match="--rival-python"):
+        client.find_python("pretend", None)
+    with pytest.raises(BackendError, match="cannot be run"):
+        client.find_python("pretend", "/no/such/python")
+
+
+# ----------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_whole_bench_on_a_tiny_model(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
+    plot = tmp_path / "p.svg"
+    sizes = ["--prefills", "8,16", "--contexts", "8", "--batches", "1,2", "--repeats", "1"]
+    said = verbatim("bench", "--quick", *sizes, "--plot", str(plot))
+    assert said.code == 0, said.err
+    lines = said.out.splitlines()
+    assert lines[0].startswith("machine"), "the limit comes before the result"
+    assert any(line.startswith("ceiling") for line in lines[:4])
+    data: dict[str, Any] = json.loads(lines[-1])
+    assert [(row["kind"], row["size"]) for row in data["rows"]] == [
+        ("prefill", 8),
+        ("prefill", 16),
+        ("decode", 8),
+        ("batch", 1),
+        ("batch", 2),
+    ]
+    assert all(row["rate"] > 0 for row in data["rows"])
+    assert data["cold_start_s"] > 0
+    assert data["first_token_s"] > 0
+    assert data["limits"]["read_bytes"] > 0
+    ElementTree.fromstring(plot.read_text())
+    assert load_limits(Path(os.environ["VERBATIM_CACHE"])) is not None, "run prints the limit from now on"
+
+
+@pytest.mark.torch
+@pytest.mark.soak
+def test_transformers_as_a_rival(tmp_path: Path) -> None:
+    """The real worker, on a tiny checkpoint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    rival = client.Rival("transformers", client.find_python("transformers", sys.executable))
+    rival.open(str(tmp_path), 1, 64)
+    assert rival.prefill(8) > 0
+    assert rival.decode(8, 2) > 0
+    assert rival.batch(2, 4, 2) > 0
+    rival.close()

@@ -1,0 +1,97 @@
+"""What a stranger's machine needs: the build without a compiler, the Makefile that installs once, the pins that agree."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def constraints() -> dict[str, str]:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+    return {m[1].lower().replace("_", "-"): m[2] for line in lines if (m := re.fullmatch(r"([\w.-]+)([<>=].*)", line))}
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
+@pytest.mark.parametrize(
+    ("option", "compiler", "reason"),
+    [("", "/bin/false", "no C++ compiler was found"), ("-DVERBATIM_KERNELS=OFF", "", "left out when it was installed")],
+)
+def test_the_build_works_without_a_compiler(option: str, compiler: str, reason: str, tmp_path: Path) -> None:
+    """CMake configures, installs nothing native, and leaves a note that `verbatim version` prints."""
+    environment = {**os.environ, "CXX": compiler} if compiler else dict(os.environ)
+    words = ["cmake", "-S", str(ROOT), "-B", str(tmp_path / "b"), *([option] if option else [])]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "will run on the reference backend" in done.stderr
+    note: dict[str, str] = {}
+    exec((tmp_path / "b" / "_build.py").read_text(), note)
+    assert reason in note["REASON"]
+    assert not list((tmp_path / "b").rglob("*.o"))
+
+
+def test_version_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import ModuleType
+
+    from verbatim.cli.version import cpu_facts
+
+    note = ModuleType("verbatim.backend.cpu._build")
+    note.REASON = "no C++ compiler was found when it was installed"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._native", None)
+    monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._build", note)
+    ready, text = cpu_facts()
+    assert not ready
+    assert "no C++ compiler was found" in text
+    assert "install verbatim again" in text
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
+    """With the stamp newer than the sources, `make run` is the command alone; with an older one it installs, with the constraints."""
+    venv = tmp_path / "v"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").touch()
+    (venv / ".installed").touch()
+    dry = ["make", "-n", "-C", str(ROOT), f"VENV={venv}"]
+    done = subprocess.run([*dry, "run"], capture_output=True, text=True, check=True)
+    assert "pip" not in done.stdout
+    assert "verbatim run" in done.stdout
+    os.utime(venv / ".installed", (1, 1))
+    again = subprocess.run([*dry, "run"], capture_output=True, text=True, check=True)
+    assert "-c constraints.txt -e ." in again.stdout
+    test = subprocess.run([*dry, "test"], capture_output=True, text=True, check=True).stdout
+    assert test.index("torch==") < test.index('".[dev]"'), "torch comes first, pinned"
+    assert test.index("ruff check") < test.index("-m pytest")
+
+
+def test_torch_is_pinned_alike_everywhere() -> None:
+    [wanted] = [d for d in PROJECT["project"]["optional-dependencies"]["dev"] if d.startswith("torch")]
+    assert wanted == "torch" + constraints()["torch"]
+    assert wanted in (ROOT / "Makefile").read_text()
+
+
+def test_every_constraint_is_of_something_we_ask_for() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    asked = [*PROJECT["project"]["dependencies"], *(d for deps in extras.values() for d in deps)]
+    names = {re.split(r"[<>=!;\[ ]", d)[0].lower().replace("_", "-") for d in asked}
+    assert set(constraints()) <= names
+
+
+def test_the_core_needs_few_packages() -> None:
+    names = {re.split(r"[<>=]", d)[0] for d in PROJECT["project"]["dependencies"]}
+    assert names == {"numpy", "tokenizers", "safetensors", "jinja2", "click", "rich"}
+
+
+def test_the_version_is_said_once() -> None:
+    import verbatim
+
+    assert PROJECT["project"]["version"] == verbatim.__version__

@@ -1,0 +1,48 @@
+"""The default model through the real command, as a stranger would type it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.model
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "verbatim", *words], capture_output=True, text=True, timeout=240)
+
+
+def test_the_capital_of_france(default_model: Path) -> None:
+    done = run("run", "What is the capital of France?", "--max-tokens", "24")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    closing = done.stderr.strip().splitlines()[-1]
+    for word in ("prompt", "output tokens", "first token", "tokens/s", "stop"):
+        assert word in closing
+
+
+def test_json_has_what_was_promised(default_model: Path) -> None:
+    done = run("run", "--json", "--max-tokens", "5", "Hello")
+    data = json.loads(done.stdout)
+    assert set(data) >= {"text", "tokens", "finish_reason", "usage", "seed", "timings"}
+    assert len(data["tokens"]) == data["usage"]["output_tokens"] == 5
+    assert data["finish_reason"] == "length"
+
+
+def test_models_lists_it_as_ready(default_model: Path) -> None:
+    rows = json.loads(run("models", "--json").stdout)
+    assert any(row["name"] == "smollm2" and row["ready"] for row in rows)
+    assert run("pull", "-q").stdout.strip() == str(default_model)
+
+
+def test_doctor_and_version() -> None:
+    done = run("doctor", "--json")
+    assert done.returncode == 0
+    assert {row["what"] for row in json.loads(done.stdout)} >= {"python", "cpu kernels", "cache", "model"}
+    version = run("version")
+    assert version.stdout.startswith("verbatim ")
+    assert "backend cpu:" in version.stdout
