@@ -1,0 +1,240 @@
+"""Planted faults: 100 of 100 are caught, by Scheduler.check() or by the canary in the cache, before a wrong token could leave.
+
+Each trial runs healthy traffic for a while, plants one fault, and goes on. A fault that found nothing to break (nobody was forked at that moment) is planted
+again with other traffic: a trial counts only when the fault has happened.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from schedule_rig import Rig
+
+from verbatim.base.records import StepPlan
+from verbatim.schedule.sequence import Sequence
+
+Plant = Callable[[Rig, random.Random], bool]  # True: the fault has happened, or is armed and will
+
+
+def holder(rig: Rig, rng: random.Random, least: int = 2) -> Sequence | None:
+    """A running sequence with at least this many full blocks."""
+    found = [s for s in rig.scheduler.running if s.computed >= 4 * least and len(s.tokens) + 4 < s.limit]
+    return rng.choice(found) if found else None
+
+
+def lost_free(rig: Rig, rng: random.Random) -> bool:
+    """A block is dropped from a table and never given back."""
+    seq = holder(rig, rng)
+    if seq:
+        seq.blocks[0].pop()
+        seq.computed = min(seq.computed, len(seq.blocks[0]) * 4)
+        seq.published = min(seq.published, seq.computed // 4)
+        seq.frozen = None
+    return seq is not None
+
+
+def double_free(rig: Rig, rng: random.Random) -> bool:
+    seq = holder(rig, rng)
+    if seq:
+        rig.scheduler.cache.pools[0].release(seq.blocks[0][-1])
+    return seq is not None
+
+
+def freed_while_in_use(rig: Rig, rng: random.Random) -> bool:
+    """The pool hands out a block that somebody holds."""
+    seq, pool = holder(rig, rng), rig.scheduler.cache.pools[0]
+    if seq:
+        pool.free.append(seq.blocks[0][-1])
+    return seq is not None
+
+
+def wrong_count(rig: Rig, rng: random.Random) -> bool:
+    seq = holder(rig, rng)
+    if seq:
+        rig.scheduler.cache.pools[0].refs[rng.choice(seq.blocks[0])] += rng.choice((-1, 1))
+    return seq is not None
+
+
+def swapped_table(rig: Rig, rng: random.Random) -> bool:
+    """Two entries of a table change places, in the plans too: only the contents can tell."""
+    seq = holder(rig, rng)
+    if seq:
+        i, j = rng.sample(range(seq.computed // 4), 2)
+        seq.blocks[0][i], seq.blocks[0][j] = seq.blocks[0][j], seq.blocks[0][i]
+        seq.frozen = None
+    return seq is not None
+
+
+def someone_elses_block(rig: Rig, rng: random.Random) -> bool:
+    """A table points into another text; the counts are kept right, so only the tokens can tell."""
+    mine, other = holder(rig, rng), holder(rig, rng)
+    if not mine or not other:
+        return False
+    pool, i = rig.scheduler.cache.pools[0], rng.randrange(2)
+    if mine.tokens[: 4 * i + 4] == other.tokens[: 4 * i + 4]:
+        return False
+    pool.release(mine.blocks[0][i])
+    mine.blocks[0][i] = other.blocks[0][i]
+    pool.share(other.blocks[0][i])
+    mine.frozen = None
+    return True
+
+
+def stale_plan_table(rig: Rig, rng: random.Random) -> bool:
+    seq = holder(rig, rng)
+    if seq and seq.frozen:
+        seq.frozen = (tuple(reversed(seq.frozen[0])),)
+        return seq.frozen[0] != tuple(seq.blocks[0])
+    return False
+
+
+def skipped_position(rig: Rig, rng: random.Random) -> bool:
+    """computed runs ahead: a position is read that was never written."""
+    seq = holder(rig, rng)
+    if seq and len(seq.tokens) - seq.computed == 1 and seq.computed % 4 != 3:
+        seq.tokens.append(1)
+        seq.computed += 1
+        seq.names = seq.names[: seq.computed // 4]
+        return True
+    return False
+
+
+def wrong_name(rig: Rig, rng: random.Random) -> bool:
+    """The prefix cache knows a block under the name of other tokens."""
+    seq, prefix = holder(rig, rng), rig.scheduler.cache.prefix
+    pool = rig.scheduler.cache.pools[0]
+    if not seq or prefix is None:
+        return False
+    block = seq.blocks[0][0]
+    name = pool.names[block]
+    if name is None:
+        return False
+    false = prefix.name(prefix.root(""), [9, 9, 9, 9])
+    del pool.by_name[name]
+    pool.by_name[false], pool.names[block] = block, false
+    return True
+
+
+def written_while_shared(rig: Rig, rng: random.Random) -> bool:
+    """Copy on write is forgotten: from now on forks write into each other's last block."""
+    pool = rig.scheduler.cache.pools[0]
+    for seq in rig.scheduler.running:
+        at = seq.computed // 4
+        if at < len(seq.blocks[0]) and pool.refs[seq.blocks[0][at]] > 1:
+
+            def grow(seq: Sequence, first: int, need: int, copies: object) -> None:
+                seq.frozen = None
+                for pool, table in zip(rig.scheduler.cache.pools, seq.blocks, strict=True):
+                    while len(table) < need:
+                        table.append(pool.take())
+
+            rig.scheduler.cache._grow = grow
+            return True
+    return False
+
+
+def copy_not_made(rig: Rig, rng: random.Random) -> bool:
+    """The backend forgets the copies of one plan."""
+    pool = rig.scheduler.cache.pools[0]
+    if any(pool.refs[s.blocks[0][s.computed // 4]] > 1 for s in rig.scheduler.running if s.computed // 4 < len(s.blocks[0])):
+        honest = rig.backend.execute
+        rig.backend.execute = lambda plan: honest(StepPlan(plan.step, plan.sequences))
+        return True
+    return False
+
+
+def lost_sequence(rig: Rig, rng: random.Random) -> bool:
+    if rig.scheduler.running:
+        rig.scheduler.running.remove(rng.choice(rig.scheduler.running))
+        return True
+    return False
+
+
+def holds_while_waiting(rig: Rig, rng: random.Random) -> bool:
+    """A preempted sequence keeps a block."""
+    if not rig.scheduler.waiting or not rig.scheduler.cache.pools[0].available:
+        return False
+    rig.scheduler.waiting[-1].blocks = [[rig.scheduler.cache.pools[0].take()]]
+    return True
+
+
+def released_too_early(rig: Rig, rng: random.Random) -> bool:
+    """A block that the window still sees is given back."""
+    seq = holder(rig, rng)
+    if seq is None or rig.scheduler.cache.groups[-1].window is None:
+        return False
+    table, gone = seq.blocks[-1], seq.released[-1]
+    if gone >= len(table) or gone * 4 + 4 > seq.computed:
+        return False
+    rig.scheduler.cache.pools[-1].release(table[gone])
+    table[gone], seq.frozen = -1, None
+    seq.released[-1] += 1
+    return True
+
+
+FAULTS: dict[str, Plant] = {
+    f.__name__: f
+    for f in (
+        lost_free,
+        double_free,
+        freed_while_in_use,
+        wrong_count,
+        swapped_table,
+        someone_elses_block,
+        stale_plan_table,
+        skipped_position,
+        wrong_name,
+        written_while_shared,
+        copy_not_made,
+        lost_sequence,
+        holds_while_waiting,
+        released_too_early,
+    )
+}
+TRIALS = [(name, i) for i in range(8) for name in FAULTS][:100]
+
+
+def traffic(rng: random.Random) -> Rig:
+    rig = Rig(blocks=30, step_tokens=16, windows=(None, 7) if rng.random() < 0.3 else (None,))
+    for _ in range(6):
+        rig.add([rng.randrange(8, 30) for _ in range(rng.randrange(3, 20))], 40, n=rng.choice((1, 1, 3)), min_tokens=39)
+    return rig
+
+
+def caught(rig: Rig) -> bool:
+    """By check() or by the canary, within the next steps."""
+    try:
+        for _ in range(60):
+            rig.scheduler.check()
+            if rig.step() is None:
+                break
+    except AssertionError:  # CanaryError is one too
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("name", "trial"), TRIALS)
+def test_a_planted_fault_is_caught(name: str, trial: int) -> None:
+    for attempt in range(200):
+        rng = random.Random(f"{name} {trial} {attempt}")
+        rig = traffic(rng)
+        for _ in range(rng.randrange(3, 30)):
+            rig.step()
+        if FAULTS[name](rig, rng):
+            assert caught(rig), f"{name} went unnoticed (trial {trial}, attempt {attempt})"
+            return
+    raise AssertionError(f"{name} found nothing to break in 200 attempts")
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(TRIALS) == 100
+    assert {name for name, _ in TRIALS} == set(FAULTS)
+
+
+def test_healthy_traffic_raises_no_alarm() -> None:
+    for seed in range(10):
+        rig = traffic(random.Random(seed))
+        rig.run()
+        rig.at_rest()

@@ -1,0 +1,126 @@
+"""Any order of add, step, abort, fork, drafts and exhaustion: no leak, no double use, no starvation, at rest everything free."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from schedule_rig import Rig
+
+WINDOWS = [(None,), (None, 9), (6,), (None, 5, 17)]
+
+
+class Traffic(RuleBasedStateMachine):
+    """Every step runs Scheduler.check() and the canary (see Rig.step); teardown drains and compares every text with the oracle."""
+
+    total = 0
+    preemptions = 0
+
+    @initialize(
+        blocks=st.integers(6, 40),
+        windows=st.sampled_from(WINDOWS),
+        step_tokens=st.sampled_from([1, 2, 5, 16, 64]),
+        max_running=st.integers(1, 12),
+        prefix=st.booleans(),
+        use_cache=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, blocks, windows, step_tokens, max_running, prefix, use_cache) -> None:
+        self.rig = Rig(
+            blocks=blocks,
+            windows=windows,
+            step_tokens=step_tokens,
+            max_running=max_running,
+            prefix_cache=prefix,
+            use_cache=use_cache,
+        )
+        self.longest = blocks * 4 - 1
+
+    @rule(data=st.data(), n=st.sampled_from([1, 1, 1, 2, 5]), priority=st.integers(-2, 2), salt=st.sampled_from(["", "a"]))
+    def add(self, data, n, priority, salt) -> None:
+        length = data.draw(st.integers(1, min(self.longest - 1, 40)))
+        prompt = data.draw(st.lists(st.sampled_from([1, 2]), min_size=length, max_size=length))
+        more = data.draw(st.integers(0, min(self.longest - length, 30)))
+        self.rig.add(prompt, more, n=n, salt=salt, priority=priority, min_tokens=min(more, 3))
+
+    @rule(length=st.integers(1, 12), more=st.integers(2, 10))
+    def add_beam(self, length, more) -> None:
+        if length + more < self.longest:
+            self.rig.add([3] * length, more, beam=3)
+
+    @rule(times=st.integers(1, 25), guess=st.sampled_from([0, 0, 1, 4]))
+    def step(self, times, guess) -> None:
+        for _ in range(times):
+            if guess:
+                self.draft(guess)
+            if self.rig.step() is None:
+                break
+            self.decide()
+
+    def draft(self, count: int) -> None:
+        """Guesses that are right, wrong, or right for a while."""
+        for seq in list(self.rig.scheduler.running):
+            if seq.beam or seq.siblings or len(seq.tokens) - seq.computed != 1:
+                continue
+            truth = self.rig.oracle(seq)[len(seq.tokens) :][:count]
+            if seq.id % 3 == 0:
+                truth = [*truth[: count // 2], 1, 1]
+            self.rig.scheduler.set_drafts(seq.id, truth)
+
+    def decide(self) -> None:
+        """Held beams go on: the first candidate for itself, the second for a fork; at their limit they are dropped."""
+        scheduler = self.rig.scheduler
+        for seq in [s for s in scheduler.sequences.values() if s.held]:
+            if len(seq.tokens) + 1 >= seq.limit:
+                scheduler.abort(seq.id)
+                continue
+            if sum(1 for s in scheduler.sequences.values() if s.beam) < 4:
+                twin = self.rig.sequence(seq.tokens[: seq.prompt_len], seq.limit - seq.prompt_len, beam=3)
+                scheduler.fork(seq, twin)
+                scheduler.extend(twin.id, 2)
+            scheduler.extend(seq.id, 1 + seq.id % 2)
+        scheduler.check()
+
+    @precondition(lambda self: self.rig.scheduler.sequences)
+    @rule(data=st.data())
+    def abort(self, data) -> None:
+        self.rig.abort(data.draw(st.sampled_from(sorted(self.rig.scheduler.sequences))))
+
+    @precondition(lambda self: self.rig.scheduler.sequences)
+    @rule(data=st.data())
+    def abort_while_computing(self, data) -> None:
+        """The client leaves while the backend is at work: its result finds nobody."""
+        rig = self.rig
+        plan = rig.scheduler.plan()
+        if plan is not None:
+            result = rig.backend.execute(plan)
+            rig.scheduler.abort(data.draw(st.sampled_from(sorted(rig.scheduler.sequences))))
+            for event in rig.scheduler.commit(plan, result):
+                if event.finish is not None:
+                    rig.ended[event.seq_id] = event
+            rig.scheduler.check()
+            rig.steps += 1
+            self.decide()
+
+    @rule()
+    def forget(self) -> None:
+        self.rig.scheduler.forget_prefixes()
+        self.rig.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        for _ in range(20_000):
+            if self.rig.step() is None and not self.rig.scheduler.sequences:
+                break
+            self.decide()
+        self.rig.at_rest()
+        Traffic.total += self.rig.steps
+        Traffic.preemptions += self.rig.scheduler.preemptions
+
+
+def test_twenty_thousand_steps_in_any_order() -> None:
+    Traffic.total = Traffic.preemptions = 0
+    quick = settings(max_examples=240, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+    run_state_machine_as_test(Traffic, settings=quick)
+    assert Traffic.total >= 20_000
+    assert Traffic.preemptions >= 200

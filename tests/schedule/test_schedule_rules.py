@@ -1,0 +1,376 @@
+"""The scheduler's rules one by one: prefixes, windows, fairness, priorities, preemption, drafts, refusals."""
+
+from __future__ import annotations
+
+import pytest
+from schedule_rig import EOS, Rig
+
+from verbatim.base.errors import CapacityError
+from verbatim.base.params import SamplingParams
+from verbatim.schedule.prefix import PrefixChain
+from verbatim.schedule.sequence import Sequence
+
+
+def computed(rig: Rig, seq: Sequence) -> int:
+    """Rows of this sequence until it ends."""
+    rows = 0
+    while seq.id in rig.scheduler.sequences:
+        rig.step()
+        rows += sum(len(s.tokens) for s in rig.plan.sequences if s.seq_id == seq.id)
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------- prefix cache
+
+
+def test_a_prompt_sharing_900_of_1000_tokens_computes_at_most_116() -> None:
+    rig = Rig(blocks=256, block_size=16, step_tokens=512)
+    first = [3 + i % 30 for i in range(1000)]
+    other = first[:900] + [2] * 100
+    rig.add(first, 1)
+    rig.run()
+    (seq,) = rig.add(other, 1)
+    assert computed(rig, seq) == 1000 - 896
+    assert seq.cached_tokens == 896
+    rig.at_rest()
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    rig = Rig()
+    prompt = [1, 2, 3, 4] * 4
+    rig.add(prompt, 4)
+    rig.run()
+    (seq,) = rig.add(prompt, 4)
+    rig.step()
+    assert seq.cached_tokens == 12
+    rig.run()
+    rig.at_rest()
+
+
+def test_the_next_turn_of_a_chat_reuses_what_was_written() -> None:
+    rig = Rig(blocks=64)
+    (turn,) = rig.add([1] * 10, 30, min_tokens=29)
+    rig.run()
+    (following,) = rig.add([*turn.tokens, 5, 6], 4)
+    rig.step()
+    assert following.cached_tokens == (len(turn.tokens) - 1) // 4 * 4
+    rig.run()
+    rig.at_rest()
+
+
+def test_tenants_do_not_share() -> None:
+    rig = Rig()
+    rig.add([1] * 20, 2, salt="one")
+    rig.run()
+    (other,) = rig.add([1] * 20, 2, salt="two")
+    (same,) = rig.add([1] * 20, 2, salt="one")
+    rig.run()
+    assert (other.cached_tokens, same.cached_tokens) == (0, 16)
+
+
+def test_names_depend_on_key_salt_and_everything_before() -> None:
+    chain, stranger = PrefixChain(4, b"a"), PrefixChain(4, b"b")
+    tokens = list(range(12))
+    names: list[bytes] = []
+    chain.extend(names, chain.root(""), tokens, 3)
+    for root, other, text in (
+        (chain.root("x"), chain, tokens),
+        (stranger.root(""), stranger, tokens),
+        (chain.root(""), chain, [99, *tokens[1:]]),
+    ):
+        changed: list[bytes] = []
+        other.extend(changed, root, text, 3)
+        assert not set(names) & set(changed)
+
+
+def test_prompt_logprobs_compute_every_position() -> None:
+    rig = Rig()
+    rig.add([1] * 20, 2)
+    rig.run()
+    (seq,) = rig.add([1] * 20, 2, prompt_logprobs=0)
+    scored = []
+    while seq.id in rig.scheduler.sequences:
+        rig.step()
+        scored += [(s.start + i, t) for s in rig.plan.sequences if s.seq_id == seq.id for i, t in enumerate(s.targets)]
+    assert seq.cached_tokens == 0
+    assert scored == [(i, 1) for i in range(19)]
+
+
+def test_the_least_recently_used_prefix_goes_first() -> None:
+    rig = Rig(blocks=12)
+    for token in (1, 2):
+        rig.add([token] * 17, 1)
+        rig.run()
+    rig.add([1] * 17, 1)  # used again: 2 is now the older one
+    rig.run()
+    rig.add([4] * 17, 1)
+    rig.run()
+    hits = []
+    for token in (1, 2):
+        (seq,) = rig.add([token] * 17, 1)
+        rig.step()
+        hits.append(seq.cached_tokens)
+    assert hits[0] == 16
+    assert hits[1] < 16
+
+
+# ----------------------------------------------------------------------------------------------------------- sliding windows
+
+
+def test_a_window_holds_only_its_window() -> None:
+    rig = Rig(windows=(9,), blocks=16, step_tokens=8)
+    (seq,) = rig.add([1] * 20, 40, min_tokens=40)
+    most = 0
+    while seq.id in rig.scheduler.sequences:
+        rig.step()
+        most = max(most, rig.scheduler.cache.pools[0].used)
+    # the window touches 3 blocks of 4, and a chunk of 8 tokens 2 or 3 more
+    assert most <= 6
+    assert len(seq.tokens) == 60
+    rig.at_rest()
+
+
+def test_full_layers_keep_what_windowed_layers_release() -> None:
+    rig = Rig(windows=(None, 9), blocks=16)
+    (seq,) = rig.add([1] * 20, 20, min_tokens=20)
+    while len(seq.tokens) < 39:
+        rig.step()
+    full, window = (sum(b >= 0 for b in table) for table in seq.blocks)
+    assert full == 10
+    assert window <= 4
+    assert rig.plan.sequences[0].blocks[1][:6] == (-1,) * 6
+    rig.run()
+    rig.at_rest()
+
+
+def test_a_hit_needs_only_the_window_of_a_windowed_group() -> None:
+    rig = Rig(windows=(None, 9), blocks=64)
+    rig.add([1] * 40, 1)
+    rig.run()
+    window = rig.scheduler.cache.pools[1]
+    for block in [b for b, n in enumerate(window.names) if n is not None][:5]:
+        del window.cached[block]  # the early blocks are long gone, as after an eviction
+        window._forget(block)
+        window.free.append(block)
+    (seq,) = rig.add([1] * 40, 1)
+    rig.step()
+    assert seq.cached_tokens == 36
+    rig.run()
+    rig.at_rest()
+
+
+# ------------------------------------------------------------------------------------------------------------ who comes first
+
+
+def test_everyone_who_writes_gets_a_token_in_every_step_beside_a_long_prompt() -> None:
+    rig = Rig(blocks=400, step_tokens=32)
+    writers = [rig.add([i] * 4, 200, min_tokens=200)[0] for i in range(8)]
+    for _ in range(3):
+        rig.step()
+    (long,) = rig.add([9] * 900, 4)
+    lengths = [len(w.tokens) for w in writers]
+    steps = 0
+    while long.computed < 900:
+        rig.step()
+        steps += 1
+        assert [len(w.tokens) for w in writers] == [n + steps for n in lengths]
+    assert steps == -(-900 // (32 - 8))
+
+
+def test_first_come_first_served_and_priority() -> None:
+    rig = Rig(max_running=1)
+    names = {rig.add([1] * 4, 2)[0].id: "plain 1", rig.add([2] * 4, 2)[0].id: "plain 2"}
+    names[rig.add([3] * 4, 2, priority=1)[0].id] = "late"
+    names[rig.add([4] * 4, 2, priority=-1)[0].id] = "urgent"
+    rig.run()
+    assert [names[seq_id] for seq_id in rig.ended] == ["urgent", "plain 1", "plain 2", "late"]
+
+
+def test_low_priority_does_not_starve_under_endless_urgent_traffic() -> None:
+    rig = Rig(max_running=1, blocks=64)
+    (patient,) = rig.add([1] * 4, 2, priority=3)
+    for i in range(400):
+        rig.add([i % 30] * 3, 1)
+        rig.step()
+        if patient.id in rig.ended:
+            break
+    assert patient.id in rig.ended
+    assert i <= 3 * 64 + 8
+
+
+def test_preempted_when_blocks_run_out_and_the_text_is_the_same() -> None:
+    rig = Rig(blocks=12, step_tokens=64)
+    for i in range(6):
+        rig.add([i] * 5, 30, min_tokens=30)
+    rig.run()
+    assert rig.scheduler.preemptions > 0
+    assert len(rig.ended) == 6
+    rig.at_rest()
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    rig = Rig(blocks=12, step_tokens=64, prefix_cache=False)
+    oldest = rig.add([1] * 5, 40, min_tokens=40)[0]
+    for i in range(5):
+        rig.add([i] * 5, 40, min_tokens=40)
+    rig.run()
+    assert oldest.preemptions == 0
+    assert rig.scheduler.preemptions > 0
+
+
+def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+    rig = Rig(blocks=10)
+    rig.add([1] * 20, 21)  # positions 0 … 39: exactly ten blocks; the last token is drawn and never computed
+    with pytest.raises(CapacityError) as caught:
+        rig.add([1] * 20, 22)
+    for number in ("20 prompt tokens", "22 more", "11 cache blocks", "has 10"):
+        assert number in str(caught.value)
+    assert caught.value.status == 400
+    rig.run()
+    rig.at_rest()
+
+
+def test_a_window_makes_long_texts_fit() -> None:
+    rig = Rig(windows=(9,), blocks=4, step_tokens=64)
+    rig.add([1] * 50, 60, min_tokens=60)
+    rig.run()
+    rig.at_rest()
+    with pytest.raises(CapacityError, match="sliding window"):
+        Rig(windows=(9,), blocks=2).add([1] * 50, 60)
+
+
+def test_more_choices_than_places_run_in_turns() -> None:
+    rig = Rig(max_running=3, blocks=30)
+    family = rig.add([1] * 10, 6, n=12)
+    rig.run()
+    assert len({tuple(s.tokens) for s in family}) > 6
+    rig.at_rest()
+
+
+def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
+    rig = Rig(blocks=60, prefix_cache=False)
+    rig.add([1] * 21, 4, n=5)
+    rows = 0
+    while rig.backend.steps < 2:
+        rig.step()
+        rows += sum(len(s.tokens) for s in rig.plan.sequences)
+    assert rows == 20 + 5  # twenty once, and the last one for each choice, whose draw is its own
+    rig.run()
+    rig.at_rest()
+
+
+def test_aborting_the_eldest_leaves_its_siblings() -> None:
+    rig = Rig(step_tokens=4)
+    family = rig.add([1] * 20, 4, n=3)
+    rig.step()
+    rig.abort(family[0].id)
+    rig.abort(family[2].id)
+    rig.run()
+    assert family[1].id in rig.ended
+    rig.at_rest()
+
+
+# ------------------------------------------------------------------------------------------------------------------- drafts
+
+
+def right(rig: Rig, seq: Sequence, count: int) -> list[int]:
+    return rig.oracle(seq)[len(seq.tokens) :][:count]
+
+
+def test_right_drafts_are_all_taken_and_one_more() -> None:
+    rig = Rig()
+    (seq,) = rig.add([1] * 6, 20, min_tokens=20)
+    rig.step()
+    rig.scheduler.set_drafts(seq.id, right(rig, seq, 4))
+    events = rig.step()
+    assert len(events) == 5
+    assert (seq.drafted, seq.accepted) == (4, 4)
+    rig.run()
+    rig.at_rest()
+
+
+def test_rejected_drafts_leave_no_trace() -> None:
+    rig, plain = Rig(prefix_cache=False), Rig(prefix_cache=False)
+    (seq,), (twin,) = rig.add([1] * 6, 20, min_tokens=20), plain.add([1] * 6, 20, min_tokens=20)
+    for _ in range(6):
+        rig.scheduler.set_drafts(seq.id, [0] * 9)
+        rig.step()
+        plain.step()
+        assert seq.tokens == twin.tokens
+        assert seq.computed == twin.computed
+        assert len(seq.blocks[0]) <= len(twin.blocks[0]) + 1
+        assert rig.scheduler.cache.pools[0].used <= plain.scheduler.cache.pools[0].used + 1
+    assert seq.accepted == 0
+    rig.run()
+    rig.at_rest()
+
+
+def test_an_end_within_accepted_drafts_ends_there() -> None:
+    for prompt in range(200):
+        rig = Rig()
+        (seq,) = rig.add([prompt % 40, prompt // 40, 5], 24)
+        truth = rig.oracle(seq)
+        if truth[-1] == EOS and 4 <= len(truth) - 3 <= 8:
+            break
+    rig.step()
+    rig.scheduler.set_drafts(seq.id, [*truth[4:], 1, 2, 3])
+    events = rig.step()
+    assert seq.tokens == truth
+    assert events[-1].finish.reason == "stop"
+    assert events[-1].finish.detail == "eos"
+    rig.at_rest()
+
+
+def test_drafts_never_pass_the_limit() -> None:
+    rig = Rig()
+    (seq,) = rig.add([1] * 6, 5, min_tokens=5)
+    rig.step()
+    rig.scheduler.set_drafts(seq.id, right(rig, seq, 20) + [1] * 20)
+    rig.step()
+    assert max(s.end for s in rig.plan.sequences) <= 10
+    rig.run()
+    assert len(seq.tokens) == 11
+    rig.at_rest()
+
+
+# ------------------------------------------------------------------------------------------------------------------- the ends
+
+
+def test_ends_are_withheld_until_min_tokens() -> None:
+    rig = Rig()
+    (seq,) = rig.add([1] * 4, 30, min_tokens=10)
+    rig.step()
+    assert rig.plan.sequences[0].draw.withheld == (EOS,)
+    while len(seq.tokens) < 14:
+        rig.step()
+    rig.step()
+    assert rig.plan.sequences[0].draw.withheld == ()
+
+
+@pytest.mark.parametrize(("max_tokens", "words"), [(0, []), (1, ["length"])])
+def test_nothing_asked_for_gives_nothing(max_tokens: int, words: list[str]) -> None:
+    rig = Rig(step_tokens=3)
+    (seq,) = rig.add([1] * 7, max_tokens)
+    rig.run()
+    event = rig.ended[seq.id]
+    assert event.finish.reason in ("length", "stop")
+    assert (event.drawn is None) == (max_tokens == 0)
+    assert len(seq.tokens) == 7 + max_tokens
+    rig.at_rest()
+
+
+def test_history_only_for_those_who_need_it() -> None:
+    rig = Rig()
+    rig.add([1] * 4, 3, min_tokens=3)
+    rig.scheduler.add(Sequence(99, [1, 2, 3], SamplingParams(frequency_penalty=0.5), limit=8))
+    rig.step()
+    plain, penalised = rig.plan.sequences
+    assert plain.draw.history == ()
+    assert penalised.draw.history == (1, 2, 3)
+
+
+def test_use_cache_false_computes_everything_every_time() -> None:
+    rig = Rig(use_cache=False, step_tokens=64)
+    (seq,) = rig.add([1] * 10, 8, min_tokens=8)
+    assert computed(rig, seq) == sum(range(10, 18))
+    rig.at_rest()
