@@ -122,7 +122,8 @@ def written_while_shared(rig: Rig, rng: random.Random) -> bool:
     pool = rig.scheduler.cache.pools[0]
     for seq in rig.scheduler.running:
         at = seq.computed // 4
-        if at < len(seq.blocks[0]) and pool.refs[seq.blocks[0][at]] > 1:
+        # the prompt's last token is the same for all forks; the one after it must fall into the same block to do harm
+        if at < len(seq.blocks[0]) and pool.refs[seq.blocks[0][at]] > 1 and seq.computed % 4 < 3:
 
             def grow(seq: Sequence, first: int, need: int, copies: object) -> None:
                 seq.frozen = None
@@ -166,8 +167,8 @@ def released_too_early(rig: Rig, rng: random.Random) -> bool:
     if seq is None or rig.scheduler.cache.groups[-1].window is None:
         return False
     table, gone = seq.blocks[-1], seq.released[-1]
-    if gone >= len(table) or gone * 4 + 4 > seq.computed:
-        return False
+    if gone >= len(table) or gone * 4 + 4 > seq.computed or gone < max(seq.computed - 7 + 1, 0) // 4:
+        return False  # nothing there yet, or behind the window by now: it may go
     rig.scheduler.cache.pools[-1].release(table[gone])
     table[gone], seq.frozen = -1, None
     seq.released[-1] += 1
