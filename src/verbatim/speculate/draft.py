@@ -46,7 +46,10 @@ class DraftProposer:
     def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
         began = time.perf_counter()
         guesses: dict[int, list[int]] = {}
-        live = [view for view in views if self._reserve(view, min(limit, view.room))]
+        live: list[SeqView] = []
+        for view in views:
+            if self._reserve(view, min(limit, view.room), {v.seq_id for v in live}):
+                live.append(view)
         self._catch_up(live)
         for depth in range(limit):
             live = [view for view in live if depth < view.room]
@@ -60,19 +63,19 @@ class DraftProposer:
             self.token_cost += PATIENCE * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
         return {seq_id: Draft(tuple(tokens), self.name, 0) for seq_id, tokens in guesses.items()}
 
-    def _reserve(self, view: SeqView, drafts: int) -> bool:
-        """Blocks for the whole sequence and its drafts; other sequences' blocks are taken back, oldest first, if need be."""
+    def _reserve(self, view: SeqView, drafts: int, busy: set[int]) -> bool:
+        """Blocks for the whole sequence and its drafts; those of others that are not `busy` now are taken back, oldest first, if need be."""
         if drafts < 1:
             return False
-        size = self._backend.block_size
-        need = -(-(len(view.tokens) + drafts) // size)
+        need = -(-(len(view.tokens) + drafts) // self._backend.block_size)
         state = self._cached.setdefault(view.seq_id, _Cached(blocks=[[] for _ in range(self._groups)]))
         self._cached.move_to_end(view.seq_id)
         for group, free in enumerate(self._free):
             while len(free) < need - len(state.blocks[group]):
-                oldest = next(iter(self._cached))
-                if oldest == view.seq_id:
-                    return False  # larger than the whole draft cache: written without guesses
+                oldest = next((i for i in self._cached if i not in busy and i != view.seq_id), None)
+                if oldest is None:
+                    self._release(view.seq_id)
+                    return False  # no room beside the others: written without guesses
                 self._release(oldest)
             while len(state.blocks[group]) < need:
                 state.blocks[group].append(free.pop())

@@ -1,0 +1,159 @@
+"""Speculation changes the time and nothing else: tokens, log-probabilities, explanations and finish reasons, to the bit.
+
+Every guess is submitted in full, whether it pays or not, in crowds, on a cache so small that sequences are preempted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from requests import answer, random_params, random_prompt
+
+from verbatim.backend import open_backend
+from verbatim.backend.protocol import Backend
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
+from verbatim.base.params import SamplingParams
+from verbatim.engine.llm import LLM
+from verbatim.engine.parts import Parts
+from verbatim.testing import ByteTokenizer
+from verbatim.testing_models import tiny_model
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def backend_of(name: str, *, seed: int = 0, noise: float = 0.0) -> Backend:
+    model = tiny_model("llama", seed=seed, type="q8_0", **SHAPE)
+    if noise:
+        model = perturbed(model, noise)
+    try:
+        return open_backend(model, EngineConfig(backend=name, context=256, threads=1))
+    except BackendError as error:
+        if name == "cpu":
+            pytest.skip(f"the native kernels are not built here: {error}")
+        raise
+
+
+def perturbed(model: Any, noise: float) -> Any:
+    """The target with its head disturbed: a draft model in between."""
+    import dataclasses
+
+    import numpy as np
+
+    from verbatim.weights.quantise import quantise
+    from verbatim.weights.tensor import Tensor, Weights
+
+    head = model.weights["head"]
+    values = head.to_f32() + np.float32(noise) * np.random.default_rng(9).standard_normal(head.shape, dtype=np.float32)
+    tensors = {**model.weights.tensors, "head": Tensor("head", head.type, head.shape, quantise(head.type, values))}
+    return dataclasses.replace(model, weights=Weights(tensors, model.weights.source, model.weights.digest))
+
+
+def engine(backend: str, mode: str, draft: Backend | None = None, **options: Any) -> LLM:
+    parts = Parts(backend_of(backend), ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="tiny", digest="tiny", draft=draft)
+    llm = LLM.from_parts(parts, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options)
+    llm.core.drafting.adaptive = False
+    llm.core.drafting.longest = 5
+    return llm
+
+
+def compare(backend: str, count: int, seed: int) -> None:
+    r = random.Random(seed)
+    prompts = [random_prompt(r) for _ in range(count)]
+    params = [random_params(r) for _ in range(count)]
+    crowds = [r.randrange(1, 17) for _ in range(count)]
+    drafts = {"draft random": {"seed": 5}, "draft itself": {}, "draft between": {"noise": 0.05}}
+    modes = ["off", "ngram", "suffix", *drafts]
+    answers: dict[str, list[Any]] = {}
+    for mode in modes:
+        draft = backend_of(backend, **drafts[mode]) if mode in drafts else None
+        answers[mode], at = [], 0
+        accepted = drafted = 0
+        with engine(backend, mode.split()[0], draft) as llm:
+            for crowd in crowds:
+                for done in llm.generate(prompts[at : at + crowd], params[at : at + crowd]):
+                    answers[mode].append(answer(done))
+                    drafted, accepted = drafted + done.usage.drafted_tokens, accepted + done.usage.accepted_tokens
+                at += crowd
+                if at >= count:
+                    break
+            assert mode == "off" or accepted > 0, f"{mode}: no guess ever came true, so the test shows nothing"
+            assert mode in ("off", "draft itself") or accepted < drafted, f"{mode}: no guess was ever rejected"
+            if mode == "off":
+                assert llm.core.scheduler.preemptions > 0, "the cache should be too small for these crowds"
+    for mode in modes[1:]:
+        for i, (plain, guessed) in enumerate(zip(answers["off"], answers[mode], strict=True)):
+            assert guessed == plain, f"{mode}, request {i}: {params[i]}"
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_speculation_never_changes_an_answer(backend: str) -> None:
+    compare(backend, 60 if backend == "reference" else 200, seed=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_speculation_never_changes_any_of_2000_answers(backend: str) -> None:
+    compare(backend, 2000, seed=2)
+
+
+def draft_rates(same_noise: bool) -> tuple[int, int]:
+    """(drafted, accepted) with the target as its own draft at temperature 1."""
+    with engine("reference", "draft", backend_of("reference")) as llm:
+        if not same_noise:
+            propose = llm.core.drafting._draft.propose  # type: ignore[union-attr]
+            import dataclasses
+
+            def other_noise(views: Any, limit: int) -> Any:
+                return propose([dataclasses.replace(v, key=v.key ^ 0x5DEECE66D) for v in views], limit)
+
+            llm.core.drafting._draft.propose = other_noise  # type: ignore[union-attr, method-assign]
+        done = llm.generate(
+            [[97 + i] for i in range(12)],
+            [SamplingParams(temperature=1.0, max_tokens=30, seed=i, ignore_eos=True) for i in range(12)],
+        )
+    return sum(d.usage.drafted_tokens for d in done), sum(d.usage.accepted_tokens for d in done)
+
+
+def test_the_target_as_its_own_draft_is_always_right_with_the_same_noise() -> None:
+    drafted, accepted = draft_rates(same_noise=True)
+    assert drafted > 200
+    assert accepted == drafted
+    drafted, accepted = draft_rates(same_noise=False)
+    assert accepted < 0.8 * drafted, "with noise of its own it could not know what the target draws"
+
+
+def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None:
+    """P(same token) >= (1 - TV) / (1 + TV) for Gumbel draws with shared noise; averaged over 4,000 positions of random rows."""
+    import numpy as np
+
+    from verbatim.sampling.draw import draw
+    from verbatim.sampling.numerics import masses
+
+    random_rows = np.random.default_rng(3)
+    ids = np.arange(50)
+    same, bound = [], []
+    for position in range(4000):
+        target = random_rows.standard_normal(50) * 2
+        guess = target + random_rows.standard_normal(50) * 0.5
+        p, q = (np.exp(x) / np.exp(x).sum() for x in (target, guess))
+        tv = 0.5 * np.abs(p - q).sum()
+        bound.append((1 - tv) / (1 + tv))
+        same.append(draw(ids, target - target.max(), 7, position)[0] == draw(ids, guess - guess.max(), 7, position)[0])
+    assert masses(np.zeros(1))[0] > 0
+    # The mean of 4,000 yes-or-no answers has a standard deviation of at most 0.008: a false alarm is a 4-sigma event (odds under 1 in 30,000).
+    assert np.mean(same) >= np.mean(bound) - 4 * 0.008
+
+
+def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
+    with pytest.raises(ParameterError, match="speculate"):
+        engine("reference", "magic")
+    with engine("reference", "auto") as llm:
+        with pytest.raises(UnsupportedError, match="speculate"):
+            llm.generate("a", SamplingParams(speculate="draft", max_tokens=2))
+        with pytest.raises(ParameterError, match="speculate"):
+            llm.generate("a", SamplingParams(speculate="guess", max_tokens=2))
+        with pytest.raises(ParameterError, match="speculate"):
+            SamplingParams(num_beams=2, speculate="ngram")
+        assert llm.generate("abababab", SamplingParams(speculate="off", max_tokens=8, seed=1)).usage.drafted_tokens == 0
