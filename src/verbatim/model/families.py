@@ -88,7 +88,7 @@ def _context(f: Fields, asked: int | None) -> int:
     kind = record.get("rope_type", record.get("type"))
     factor = record.get("factor", 1)
     # dynamic scaling is made to go beyond the trained length, by its factor; the others say their whole length already
-    stretch = factor if kind == "dynamic" and isinstance(factor, (int, float)) and factor > 1 else 1
+    stretch = factor if kind == "dynamic" and isinstance(factor, (int, float)) and 1 < factor < 1e6 else 1
     return pick_context(asked, own, int(own * stretch))
 
 
@@ -102,7 +102,7 @@ def _activation(f: Fields, key: str = "hidden_act", default: str = "silu") -> An
 def _windows(f: Fields, layers: int, default: Callable[[int], bool], window: int | None) -> list[int | None]:
     """Each layer's window: from `layer_types` where the config has it, else by the family's own rule."""
     types = f.items("layer_types")
-    if types and (len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}):
+    if types and (len(types) != layers or any(t not in ("sliding_attention", "full_attention") for t in types)):
         raise f.fail("layer_types", f"{layers} entries are needed, each full_attention or sliding_attention")
     sliding = [t == "sliding_attention" for t in types] if types else [default(i) for i in range(layers)]
     if any(sliding) and window is None:
@@ -193,7 +193,7 @@ def _mixtral(f: Fields, asked: int | None) -> ModelSpec:
 def _qwen3_moe(f: Fields, asked: int | None) -> ModelSpec:
     base = replace(_windowed_qwen(f, _llama(f, asked, vocab=151936), first=0), family="qwen3moe", qk_norm=True)
     experts = f.integer("num_local_experts", f.raw("num_experts", 128), high=4096)
-    step, dense = f.integer("decoder_sparse_step", 1), set(f.items("mlp_only_layers"))
+    step, dense = f.integer("decoder_sparse_step", 1), f.items("mlp_only_layers")
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(len(base.layers))]
     return replace(
         base,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import ModelError
 
 LIMIT = 1 << 27  # no count of any real model is larger; keeps hostile numbers from becoming allocations
+LARGEST = 1e300  # numbers beyond it are no setting of anything, and overflow when multiplied
 _MISSING: Any = object()
 
 
@@ -40,7 +40,7 @@ class Fields:
 
     def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
         value = self.raw(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < LARGEST:
             raise self.fail(key, f"a number above {above} is needed")
         return float(value)
 

@@ -20,6 +20,7 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.model.spec import RopeSpec
 
+MAX_DIM = 4096  # eight times the largest head in use; more would be hours of decimal digits
 _DIGITS = 40
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 
@@ -35,10 +36,10 @@ def plain_frequencies(theta: float, dim: int) -> list[Decimal]:
 def make_rope(scaling: Mapping[str, Any], *, theta: float, dim: int, context: int, trained: int, file: str) -> RopeSpec:
     """`scaling` has rope_type (or type) and that type's numbers; `trained` is the config's max_position_embeddings."""
     kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ModelError(f"rope scaling {kind!r} is unknown; known: {', '.join(sorted(_KINDS))}", file=file)
-    if dim < 2 or dim % 2:
-        raise ModelError(f"rotary dimension {dim} must be even and at least 2", file=file)
+    if dim % 2 or not 2 <= dim <= MAX_DIM:
+        raise ModelError(f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}", file=file)
     if not 0 < theta < math.inf:
         raise ModelError(f"rope theta {theta} must be positive", file=file)
     reader = _Reader(scaling, kind, file)

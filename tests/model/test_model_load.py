@@ -1,0 +1,294 @@
+"""Loading: every wrong file is a ModelError that names what is wrong and where; rearranged bytes are right; quantising while loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.layout import is_quantisable, layout
+from verbatim.model.load import load_model
+from verbatim.testing_models import FAMILIES, TINY_CONFIGS, tiny_model
+from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.names import gguf_source, hf_source
+from verbatim.weights.quant import dequantise
+from verbatim.weights.quantise import quantise
+from verbatim.weights.tensor import Tensor
+
+State = dict[str, np.ndarray]
+
+
+def llama_directory(path: Path, change: Callable[[dict[str, Any], State], None] | None = None) -> Path:
+    """A tiny llama as a safetensors directory, spoiled by `change`."""
+    config = dict(TINY_CONFIGS["llama"])
+    model = tiny_model("llama")
+    state = {hf_source("llama", "model.", name, 0).names[0]: t.to_f32() for name, t in model.weights.items()}
+    if change is not None:
+        change(config, state)
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(state, path / "model.safetensors")
+    return path
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Any], State], None]:
+    return lambda config, state: state.update({new: state.pop(old)})
+
+
+def put(**changes: Any) -> Callable[[dict[str, Any], State], None]:
+    return lambda config, state: config.update(changes)
+
+
+def test_a_directory_loads_as_it_is(tmp_path: Path) -> None:
+    model = load_model(llama_directory(tmp_path / "m"))
+    tiny = tiny_model("llama")
+    assert model.spec == tiny.spec
+    assert all(np.array_equal(model.weights[n].to_f32(), t.to_f32()) for n, t in tiny.weights.items())
+    assert model.weights.digest
+
+
+K0 = "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put(model_type="mamba"), "model_type 'mamba' is unknown"),
+        (put(model_type=None), "model_type is missing"),
+        (put(model_type=7), "model_type is 7"),
+        (put(hidden_size="32"), "hidden_size is '32'"),
+        (put(hidden_size=-4), "hidden_size is -4"),
+        (put(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+        (put(num_hidden_layers=5000), "num_hidden_layers is 5000"),
+        (put(num_key_value_heads=3), "4 query heads cannot share 3"),
+        (put(hidden_act="relu6"), "hidden_act is 'relu6'"),
+        (put(rms_norm_eps=float("inf")), "rms_norm_eps is inf"),
+        (put(rope_scaling={"type": "magic"}), "rope scaling 'magic' is unknown"),
+        (put(rope_scaling=[1, 2]), "rope_scaling is"),
+        (put(quantization_config={"quant_method": "awq"}), "quantization_config is"),
+        (put(tie_word_embeddings=1), "tie_word_embeddings is 1"),
+        (put(vocab_size=261), r"embed_tokens.weight has shape \(260, 32\), \(261, 32\) is needed"),
+        (put(num_hidden_layers=4), r"tensor model.layers.3.input_layernorm.weight is missing \(and 8 more\)"),
+        (put(num_hidden_layers=2), r"tensor model.layers.2.input_layernorm.weight is not known for llama \(and 8 more\)"),
+        (rename(K0, "model.layers.0.self_attn.kk_proj.weight"), f"tensor {K0} is missing"),
+        (rename("model.embed_tokens.weight", "emb"), "no embedding weight"),
+        (lambda c, s: s.update({K0: s[K0].T.copy()}), r"shape \(32, 16\), \(16, 32\) is needed for layers.0.attn.k"),
+        (lambda c, s: s.update({K0: s[K0].astype(np.int32)}), f"tensor {K0} has the unsupported type"),
+        (lambda c, s: s.update(extra=np.zeros(3, np.float32)), "tensor extra is not known for llama"),
+        (lambda c, s: s.pop("lm_head.weight"), "tensor lm_head.weight is missing"),
+    ],
+)
+def test_what_is_wrong_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    directory = llama_directory(tmp_path / "m", change)
+    with pytest.raises(ModelError, match=message) as error:
+        load_model(directory)
+    assert str(directory) in str(error.value)
+
+
+def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
+    def change(config: dict[str, Any], state: State) -> None:
+        config["tie_word_embeddings"] = True  # lm_head.weight is then a duplicate
+        state["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+
+    model = load_model(llama_directory(tmp_path / "m", change))
+    assert model.spec.tied
+    assert "head" not in model.weights
+
+
+def test_gpt2_masks_are_left_alone(tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    state: State = {}
+    for name, tensor in model.weights.items():
+        source = hf_source("gpt2", "", name, 0)  # the published file has no "transformer." in front
+        if source.part in ("", "q"):
+            values = tensor.to_f32()
+            if source.part:
+                bias = name.endswith(".bias")
+                stem = name.removesuffix(".bias").removesuffix("q")
+                values = np.concatenate([model.weights[stem + p + (".bias" if bias else "")].to_f32() for p in "qkv"])
+            state[source.names[0]] = np.ascontiguousarray(values.T) if source.transpose else values
+    state["h.0.attn.bias"] = np.tril(np.ones((1, 1, 8, 8), bool))
+    state["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["gpt2"]))
+    save_file(state, tmp_path / "model.safetensors")
+    loaded = load_model(tmp_path)
+    assert all(np.array_equal(loaded.weights[n].to_f32(), t.to_f32()) for n, t in model.weights.items())
+
+
+@pytest.mark.parametrize("path", ["nowhere", "nowhere.gguf", "model.safetensors"])
+def test_a_path_that_is_no_model(path: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(ModelError, match=path):
+        load_model(tmp_path / path)
+
+
+# ------------------------------------------------------------------------------------------------------------------ gguf
+
+
+def llama_gguf(path: Path, changes: dict[str, Any], drop: str = "", add: dict[str, np.ndarray] | None = None) -> Path:
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        "llama.block_count": 3,
+        "llama.context_length": 512,
+        "llama.embedding_length": 32,
+        "llama.feed_forward_length": 48,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 5,
+    }
+    metadata = {k: v for k, v in (metadata | changes).items() if v is not None}
+    tensors = []
+    for name, tensor in tiny_model("llama").weights.items():
+        file_name = gguf_source("llama", name).names[0]
+        if file_name != drop:
+            tensors.append(Tensor(file_name, "f32", tensor.shape, tensor.data))
+    for name, values in (add or {}).items():
+        tensors.append(Tensor(name, "f32", values.shape, quantise("f32", values)))
+    write_gguf(path, metadata, tensors)
+    return path
+
+
+def test_a_gguf_file_loads(tmp_path: Path) -> None:
+    model = load_model(llama_gguf(tmp_path / "m.gguf", {}))
+    assert model.eos_ids == (2, 5)
+    assert model.spec.context == 512
+    assert not model.spec.tied
+
+
+@pytest.mark.parametrize(
+    ("changes", "drop", "message"),
+    [
+        ({"general.architecture": "mamba"}, "", "architecture 'mamba' is unknown"),
+        ({"general.architecture": None}, "", "general.architecture is missing"),
+        ({"llama.block_count": None}, "", "llama.block_count is missing"),
+        ({"llama.block_count": "3"}, "", "llama.block_count is '3'"),
+        ({"llama.block_count": 100000}, "", "llama.block_count is 100000"),
+        ({"llama.attention.head_count": 0}, "", "llama.attention.head_count is 0"),
+        ({"llama.attention.head_count_kv": [2, 2, 2]}, "", "llama.attention.head_count_kv is"),
+        ({"llama.attention.value_length": 16}, "", "values must be as long as keys"),
+        ({"llama.embedding_length": 64}, "", "is needed"),
+        ({"llama.rope.scaling.type": "magic"}, "", "rope scaling 'magic' is unknown"),
+        ({"llama.rope.dimension_count": 64}, "", "rotary dimension 64 is larger than a head"),
+        ({"llama.expert_count": 2, "llama.expert_used_count": 3}, "", "3 of 2 experts"),
+        ({}, "token_embd.weight", "token_embd.weight is missing"),
+        ({}, "blk.1.ffn_up.weight", "blk.1.ffn_up.weight is missing"),
+    ],
+)
+def test_a_wrong_gguf_file_is_named(changes: dict[str, Any], drop: str, message: str, tmp_path: Path) -> None:
+    path = llama_gguf(tmp_path / "m.gguf", changes, drop)
+    with pytest.raises(ModelError, match=message) as error:
+        load_model(path)
+    assert str(path) in str(error.value)
+
+
+def test_an_unknown_gguf_tensor_is_named(tmp_path: Path) -> None:
+    path = llama_gguf(tmp_path / "m.gguf", {}, add={"blk.0.attn_sinks": np.zeros(4, np.float32)})
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks is not known for llama"):
+        load_model(path)
+
+
+# ---------------------------------------------------------------------------------------------------- context and quant
+
+
+def test_context_may_shrink_and_never_grow(tmp_path: Path) -> None:
+    directory = llama_directory(tmp_path / "m")
+    assert load_model(directory, context=100).spec.context == 100
+    with pytest.raises(ParameterError, match="513 is more than this model's 512") as error:
+        load_model(directory, context=513)
+    assert error.value.param == "context"
+
+
+def test_dynamic_scaling_may_grow_by_its_factor(tmp_path: Path) -> None:
+    directory = llama_directory(tmp_path / "m", put(rope_scaling={"type": "dynamic", "factor": 2.0}))
+    assert load_model(directory).spec.context == 512
+    long, own = load_model(directory, context=1024).spec, load_model(directory).spec
+    assert long.layers[0].rope.inv_freq[1] < own.layers[0].rope.inv_freq[1]  # type: ignore[union-attr]
+    with pytest.raises(ParameterError):
+        load_model(directory, context=1025)
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
+def test_quantising_while_loading(quant: str, tmp_path: Path) -> None:
+    """Matrices whose rows are a multiple of 32 become blocks; norms, and mlp.down with its rows of 48, stay."""
+    directory = llama_directory(tmp_path / "m")
+    plain, small = load_model(directory).weights, load_model(directory, quant=quant).weights
+    for name, tensor in plain.items():
+        blocks = is_quantisable(name) and tensor.shape[-1] % 32 == 0
+        assert small[name].type == (quant if blocks else "f32")
+        if blocks:
+            expected = dequantise(quant, quantise(quant, tensor.to_f32()), tensor.shape)
+            assert np.array_equal(small[name].to_f32(), expected)
+    assert {small["embed"].type, small["layers.0.attn.q"].type, small["head"].type} == {quant}
+    assert small["layers.0.mlp.down"].type == "f32"
+
+
+def test_experts_are_quantised_too() -> None:
+    weights = tiny_model("qwen3moe", type="q8_0").weights
+    assert weights["layers.0.moe.gate"].type == "q8_0"
+    assert weights["layers.0.moe.router"].type == "f32"
+
+
+def test_quant_must_be_known_and_needs_floats(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="q3_x"):
+        load_model(tmp_path, quant="q3_x")
+    path = tmp_path / "m.gguf"
+    write_gguf(path, *_quantised_gguf())
+    with pytest.raises(ParameterError, match="quantised already") as error:
+        load_model(path, quant="q4_0")
+    assert error.value.param == "quant"
+
+
+def _quantised_gguf() -> tuple[dict[str, Any], list[Tensor]]:
+    model = tiny_model("qwen2", type="q8_0")
+    metadata = {
+        "general.architecture": "qwen2",
+        "qwen2.block_count": 3,
+        "qwen2.context_length": 512,
+        "qwen2.embedding_length": 32,
+        "qwen2.feed_forward_length": 48,
+        "qwen2.attention.head_count": 4,
+        "qwen2.attention.head_count_kv": 2,
+        "qwen2.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    return metadata, [Tensor(gguf_source("qwen2", n).names[0], t.type, t.shape, t.data) for n, t in model.weights.items()]
+
+
+def test_interleaved_rows_are_put_back_on_raw_blocks(tmp_path: Path) -> None:
+    """GGUF's llama keeps rows 0, d/2, 1, d/2 + 1, … of each head. Here row r of q is filled with the number r."""
+    q = np.repeat(np.arange(32, dtype=np.float32)[:, None], 32, axis=1)
+    order = [head * 8 + j + half * 4 for head in range(4) for j in range(4) for half in range(2)]
+    path = tmp_path / "m.gguf"
+    metadata, tensors = _quantised_gguf()
+    metadata = {k.replace("qwen2", "llama"): "llama" if v == "qwen2" else v for k, v in metadata.items()}
+    tensors = [t for t in tensors if not t.name.endswith("bias") and t.name != "blk.1.attn_q.weight"]
+    write_gguf(path, metadata, [*tensors, Tensor("blk.1.attn_q.weight", "q8_0", (32, 32), quantise("q8_0", q[order]))])
+    loaded = load_model(path).weights["layers.1.attn.q"]
+    assert loaded.type == "q8_0"
+    assert np.allclose(loaded.to_f32()[:, 0], np.arange(32), atol=0.2)
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_has_one_place_in_a_file(family: str) -> None:
+    """No two of our names may take the same bytes, and each must be translatable for both kinds of file."""
+    spec = tiny_model(family).spec
+    experts = max(layer.experts for layer in spec.layers)
+    hf = [hf_source(spec.family, "model.", name, experts) for name in layout(spec)]
+    assert len({(s.names, s.part) for s in hf}) == len(hf)
+    gguf = [gguf_source(spec.family, name) for name in layout(spec)]
+    assert len({(s.names, s.part) for s in gguf}) == len(gguf)
+
+
+def test_groups_put_full_attention_first() -> None:
+    groups = tiny_model("gemma3").spec.groups
+    assert [(g.window, g.layers) for g in groups] == [(None, (5,)), (12, (0, 1, 2, 3, 4))]
