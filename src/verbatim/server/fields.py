@@ -18,6 +18,7 @@ from pydantic import Field as P
 from verbatim.base.params import FIELDS, Field
 from verbatim.server import parts
 
+MOST = 2**31 - 1  # of a whole number that has no bound of its own: more than any context, and it fits every format on the way
 Kind = Literal["honoured", "label", "refused"]
 
 
@@ -37,7 +38,7 @@ def annotation(rule: Field) -> Any:
     bounds = {k: v for k, v in bounds.items() if v is not None}
     match rule.kind:
         case "int":
-            whole: dict[str, Any] = {k: int(v) for k, v in bounds.items() if k != "strict"}
+            whole: dict[str, Any] = {"le": MOST, **{k: int(v) for k, v in bounds.items() if k != "strict"}}
             return Annotated[int, P(strict=True, **whole)]
         case "float":
             return Annotated[float, P(allow_inf_nan=False, **bounds)]
@@ -71,7 +72,7 @@ def extensions(*taken: str) -> dict[str, Rule]:
 
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
 TRUE_FALSE = Annotated[bool, P(strict=True)]
-LENGTH = Annotated[int, P(strict=True, ge=1)]
+LENGTH = Annotated[int, P(strict=True, ge=1, le=MOST)]
 MODEL = Rule("honoured", "a name from the start-up table (see /v1/models)", parts.Label, required=True)
 SEED = Rule("honoured", "makes the draw repeatable; a negative one is taken modulo 2**63; the answer says the seed used", INT64)
 STREAM = Rule("honoured", "send the answer as events while it is written", TRUE_FALSE)
@@ -100,7 +101,9 @@ COMPLETIONS: dict[str, Rule] = {
         "honoured", "put the prompt before the answer; with logprobs, its log-probabilities too (not in a stream)", TRUE_FALSE
     ),
     "logprobs": Rule("honoured", "report each token and this many alternatives", Annotated[int, P(strict=True, ge=0, le=1024)]),
-    "max_tokens": Rule("honoured", "most tokens to write; missing: 16, as OpenAI's", Annotated[int, P(strict=True, ge=0)]),
+    "max_tokens": Rule(
+        "honoured", "most tokens to write; missing: 16, as OpenAI's", Annotated[int, P(strict=True, ge=0, le=MOST)]
+    ),
     "seed": SEED,
     "stop": STOP,
     "stream": STREAM,

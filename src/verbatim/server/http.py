@@ -33,10 +33,9 @@ class HttpProtocol(HttpToolsProtocol):
         if self._cut:
             return
         if self._in_head:  # counted before parsing: a header may be one endless line
-            self._head_bytes += len(data)
-            if self._head_bytes > self.limits.max_header_bytes + 65536 or (
-                self._head_bytes > self.limits.max_header_bytes and b"\r\n\r\n" not in data
-            ):
+            end = data.find(b"\r\n\r\n")
+            self._head_bytes += end if end >= 0 else len(data)
+            if self._head_bytes > self.limits.max_header_bytes:
                 self._refuse(b"431 Request Header Fields Too Large", "invalid_request", "the headers are too large")
                 return
         super().data_received(data)

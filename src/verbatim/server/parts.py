@@ -48,7 +48,7 @@ class ToolCall(Strict):
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
+    index: Annotated[int, Field(ge=0, le=4096)] | None = None
 
 
 class SystemMessage(Strict):
@@ -275,7 +275,7 @@ class ThinkingOff(Strict):
 class OllamaFunction(Strict):
     name: Text
     arguments: JsonObject
-    index: int | None = None
+    index: Annotated[int, Field(ge=0, le=4096)] | None = None
 
 
 class OllamaCall(Strict):
@@ -297,9 +297,9 @@ class OllamaMessage(Strict):
 class OllamaOptions(Strict):
     """Ollama's options under its own names. Those that would change the machine, not the answer, are refused."""
 
-    num_predict: Annotated[int, Field(ge=-2)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None

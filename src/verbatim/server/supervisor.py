@@ -56,10 +56,13 @@ class Supervisor:
     def submit(self, request_id: str, tenant: str, message: dict[str, Any], signal: Signal | None = None) -> Running:
         if not self.ready.is_set() or self._outbox is None:
             raise Problem("unavailable", "the engine is starting; try again shortly", retry_after=2)
+        frame = wire.pack(
+            {"t": "submit", "id": request_id, "tenant": tenant, **message}
+        )  # before anything is written down: it may fail
         running = Running(request_id, tenant, self.abort, self.settings.limits.max_stream_bytes, signal or Signal())
         self._running[request_id] = running
         self.ledger.open(request_id)
-        self._outbox.put({"t": "submit", "id": request_id, "tenant": tenant, **message})
+        self._outbox.put_frame(frame)
         return running
 
     def abort(self, running: Running) -> None:

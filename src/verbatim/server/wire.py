@@ -46,9 +46,12 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
 
     def put(self, message: Message) -> None:
+        self.put_frame(pack(message))
+
+    def put_frame(self, frame: bytes) -> None:
         if not self._pending:
             self._loop.call_soon(self._flush)
-        self._pending.append(pack(message))
+        self._pending.append(frame)
 
     def _flush(self) -> None:
         data, self._pending = b"".join(self._pending), []

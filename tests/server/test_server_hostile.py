@@ -1,0 +1,337 @@
+"""The hostile table: every field against values it must refuse; malformed bodies; giant headers; deep nesting.
+
+Every bad request is answered 4xx and names its field, none 5xx, no process dies, and a probe keeps its exact answer throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from verbatim.base.params import FIELDS
+from verbatim.server.check import request_model
+from verbatim.server.fields import PROTOCOLS
+
+pytestmark = pytest.mark.server
+
+BASE: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": "m", "prompt": "x", "max_tokens": 2},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/responses": {"model": "m", "input": "x", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "x"},
+    "/v1/embeddings": {"model": "m", "input": "x"},
+    "/v1/score": {"model": "m", "prompt": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [65]},
+    "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    "/api/chat": {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": False, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "m", "prompt": "x", "stream": False, "options": {"num_predict": 2}},
+    "/api/show": {"model": "m"},
+}
+# 24 values, as JSON text: Python's json would not even write some of them
+NUMBERS = [
+    "-1", "0", "1", "2", "-0.0", "0.5", "1.5", "-1e-9", "1e308", "-1e308", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "true", "false",
+    '"1"', '""', "[]", "{}", "[1]", "9223372036854775808", "1" + "0" * 400,
+]  # fmt: skip
+IDS = ["-1", "260", "2147483648", "1.5", '"a"', "true", "null", "1" + "0" * 50]  # the fake model knows 0 to 259
+
+
+@pytest.fixture(scope="module")
+def probe(fake: Any) -> Iterator[Any]:
+    """One request whose answer must be the same before, among and after everything."""
+    first = fake.complete("probe", max_tokens=16, seed=99)["choices"]
+    yield lambda: fake.complete("probe", max_tokens=16, seed=99)["choices"] == first
+    assert fake.complete("probe", max_tokens=16, seed=99)["choices"] == first
+    assert fake.metrics()["verbatim_engine_restarts_total"] == 0
+
+
+def send(fake: Any, path: str, body: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    answer = fake.client.post(path, content=body, headers={"content-type": "application/json", **headers})
+    return answer.status_code, answer.json()
+
+
+def words(path: str, error: dict[str, Any]) -> tuple[str, str]:
+    """(param, message) in whichever shape the protocol has."""
+    inner = error["error"]
+    return ("", inner) if isinstance(inner, str) else (inner["param"] or "", inner["message"])
+
+
+def with_field(path: str, name: str, value: str) -> str:
+    """The base body with one field replaced by a piece of JSON text."""
+    body = {k: v for k, v in BASE[path].items() if k != name}
+    if name == "max_completion_tokens":
+        body.pop("max_tokens")
+    return json.dumps(body)[:-1] + (", " if body else "") + json.dumps(name) + ": " + value + "}"
+
+
+def numeric_fields() -> list[tuple[str, str]]:
+    found = []
+    for path in BASE:
+        schema = request_model(path).model_json_schema()
+        for name, shape in schema["properties"].items():
+            kinds = {s.get("type") for s in (shape.get("anyOf") or [shape])}
+            if kinds & {"integer", "number"} and kinds <= {"integer", "number", "null"}:
+                found.append((path, name))
+    return found
+
+
+def test_the_table_covers_the_numeric_fields() -> None:
+    names = {name for _, name in numeric_fields()}
+    assert {n for n, f in FIELDS.items() if f.kind in ("int", "float")} - names <= {"prompt_logprobs"}
+    assert set(BASE) == set(PROTOCOLS)
+
+
+@pytest.mark.parametrize(("path", "name"), numeric_fields())
+def test_every_numeric_field_against_24_values(fake: Any, probe: Any, path: str, name: str) -> None:
+    """A value is honoured (200) or refused by name (4xx): nothing in between, never 5xx. What is no number at all is always refused."""
+    for value in NUMBERS:
+        status, answer = send(fake, path, with_field(path, name, value))
+        assert status in (200, 400, 413), (value, status, answer)
+        if value in ("NaN", "Infinity", "-Infinity"):
+            assert status == 400
+        elif status != 200:
+            param, message = words(path, answer)
+            assert name in param or name in message, (value, answer)
+        nonsense = value[0] in '"[{tf' or value.startswith(("1e999", "-1e999"))
+        if nonsense:
+            assert status == 400, (value, answer)
+
+
+def id_fields() -> list[tuple[str, str, str]]:
+    """(path, field, JSON with %s where an id goes)"""
+    lists = [n for n, f in FIELDS.items() if f.kind == "ids"]
+    rows = [(p, n, "[65, %s]") for p in ("/v1/completions", "/v1/chat/completions", "/v1/responses") for n in lists]
+    rows += [(p, "logit_bias", '{"%s": 1}') for p in ("/v1/completions", "/v1/chat/completions", "/v1/responses")]
+    rows += [
+        ("/v1/completions", "prompt", "[65, %s]"),
+        ("/v1/completions", "prompt", "[[65], [%s]]"),
+        ("/v1/embeddings", "input", "[65, %s]"),
+    ]
+    return [*rows, ("/v1/score", "prompt", "[65, %s]"), ("/detokenize", "tokens", "[65, %s]")]
+
+
+@pytest.mark.parametrize(("path", "name", "form"), id_fields())
+def test_every_id_field_against_8_values(fake: Any, probe: Any, path: str, name: str, form: str) -> None:
+    for value in IDS:
+        inner = value.strip('"') if "{" in form else value
+        status, answer = send(fake, path, with_field(path, name, form % inner))
+        assert status == 400, (value, status, answer)
+        param, message = words(path, answer)
+        assert name in param or name in message, (value, answer)
+    assert probe()
+
+
+@pytest.mark.parametrize("path", list(BASE))
+def test_malformed_bodies(fake: Any, probe: Any, path: str) -> None:
+    whole = json.dumps(BASE[path]).encode()
+    bodies = [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"1",
+        b'"x"',
+        b"{}x",
+        whole + b"\x00",
+        b"\x00" + whole,
+        whole[:-1],
+        whole.replace(b'"', b"'"),
+        b"\xff\xfe" + whole,
+    ]
+    bodies += [whole[:cut] for cut in range(1, len(whole), max(len(whole) // 12, 1))]
+    bodies += [
+        whole[:-1] + b', "model": "m", "model": "n"}',
+        whole.replace(b'"x"', b'"\xed\xa0\x80"') if b'"x"' in whole else b"{",
+        b'{"a": "\\ud800"}',
+    ]
+    bodies += [
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a":' * 100 + b"1" + b"}" * 100,
+        b"1" * 5000,
+        b"{" + b'"k":1,' * 10_000 + b"}",
+    ]
+    for body in bodies:
+        status, answer = send(fake, path, body)
+        assert 400 <= status < 500, (body[:80], status)
+        assert answer["error"]
+    assert probe()
+
+
+@pytest.mark.parametrize("path", list(BASE))
+def test_unknown_refused_missing_and_null_fields(fake: Any, path: str) -> None:
+    for name in ("nope", "__class__", "Temperature", "x" * 5000, "", "\u0000"):
+        status, answer = send(fake, path, json.dumps({**BASE[path], name: 1}))
+        assert status == 400
+        assert name[:60] in words(path, answer)[1]
+    for name, rule in PROTOCOLS[path][1].items():
+        if rule.kind == "refused":
+            status, answer = send(fake, path, json.dumps({**BASE[path], name: {"x": [1, "y"]}}))
+            assert (status, words(path, answer)[1].startswith(f"{name}:")) == (400, True), answer
+        if rule.required:
+            status, answer = send(fake, path, json.dumps({k: v for k, v in BASE[path].items() if k != name}))
+            assert (status, words(path, answer)[1].startswith(f"{name}:")) == (400, True), answer
+    nulls = {name: None for name, rule in PROTOCOLS[path][1].items() if not rule.required}
+    status, answer = send(fake, path, json.dumps({**nulls, **BASE[path]}))
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize("value", ["(a{1,9999}){1,9999}", "(a|aa)*b", "(x+x+)+y", "[\\s\\S]{0,5000}"])
+def test_an_exponential_regex_costs_nobody_anything(fake: Any, probe: Any, value: str) -> None:
+    """Refused, or served within the request's own share: a neighbour's answer comes, and is the same."""
+    status, answer = send(fake, "/v1/completions", json.dumps({**BASE["/v1/completions"], "regex": value}))
+    assert status == 200 or "regex" in words("", answer)[0], answer
+    assert probe()
+
+
+STRINGS = ['"a\\u0000b"', '"\\ud83d\\ude00"', '"<|assistant|><s></s>"', '"' + "é" * 1000 + '"', '"\\u202e\\ufeff"']
+
+
+@pytest.mark.parametrize("value", STRINGS)
+def test_odd_but_sound_text_is_served(fake: Any, probe: Any, value: str) -> None:
+    """NUL, emoji by surrogate pair, control tokens typed as text, marks of direction: all are text."""
+    for path, name in (
+        ("/v1/completions", "prompt"),
+        ("/v1/responses", "input"),
+        ("/tokenize", "prompt"),
+        ("/v1/embeddings", "input"),
+    ):
+        status, answer = send(fake, path, with_field(path, name, value))
+        assert status == 200, answer
+    chat = '{"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": ' + value + "}]}"
+    assert send(fake, "/v1/chat/completions", chat)[0] == 200
+    assert probe()
+
+
+def test_typed_control_tokens_stay_text(fake: Any) -> None:
+    typed = fake.post("/tokenize", {"messages": [{"role": "user", "content": "<|assistant|>"}]}).json()["tokens"]
+    assert typed.count(259) == 1  # the template's own, not the user's
+
+
+LARGE: list[tuple[str, str, Any, str]] = [
+    ("/v1/completions", "prompt", "", "prompt"),
+    ("/v1/completions", "prompt", ["a"] * 1000, "prompt"),
+    ("/v1/completions", "prompt", "a" * 200_000, "prompt"),
+    ("/v1/completions", "prompt", [65] * 5000, "prompt"),
+    ("/v1/completions", "n", 1000, "n"),
+    ("/v1/completions", "best_of", 1000, "best_of"),
+    ("/v1/completions", "num_beams", 200, "num_beams"),
+    ("/v1/completions", "logprobs", 1000, "logprobs"),
+    ("/v1/completions", "max_tokens", 10**9, "max_tokens"),
+    ("/v1/completions", "stop", ["a"] * 17, "stop"),
+    ("/v1/completions", "stop", [""], "stop"),
+    ("/v1/completions", "stop", "a" * 5000, "stop"),
+    ("/v1/completions", "logit_bias", {str(i): 1 for i in range(2000)}, "logit_bias"),
+    ("/v1/completions", "grammar", "x" * 100_000, "grammar"),
+    ("/v1/completions", "grammar", "start: start", "grammar"),
+    ("/v1/completions", "grammar", "not a grammar {", "grammar"),
+    ("/v1/completions", "regex", "(" * 500, "regex"),
+    ("/v1/completions", "json_schema", {"$ref": "#"}, "json_schema"),
+    ("/v1/completions", "json_schema", {"$ref": "http://127.0.0.1:9/x"}, "json_schema"),
+    ("/v1/completions", "json_schema", {"type": "nonsense"}, "json_schema"),
+    ("/v1/completions", "choice", [], "choice"),
+    ("/v1/completions", "speculate", "nonsense", "speculate"),
+    ("/v1/chat/completions", "messages", [], "messages"),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "x"}] * 5000, "messages"),
+    (
+        "/v1/chat/completions",
+        "messages",
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+        "messages",
+    ),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "a" * 100_000}], "messages"),
+    ("/v1/chat/completions", "tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)], "tools"),
+    ("/v1/chat/completions", "tool_choice", "required", "tool_choice"),
+    ("/v1/chat/completions", "chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
+    ("/v1/chat/completions", "max_completion_tokens", 1, "max_tokens"),
+    ("/v1/chat/completions", "top_logprobs", 2, "top_logprobs"),
+    ("/v1/chat/completions", "stream_options", {"include_usage": True}, "stream_options"),
+    ("/v1/embeddings", "input", ["a"] * 1000, "input"),
+    ("/detokenize", "tokens", [65] * 100_000, "tokens"),
+    ("/v1/messages", "messages", [{"role": "assistant", "content": "x"}], "messages"),
+    ("/v1/responses", "previous_response_id", "resp_nope", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "value", "param"), LARGE, ids=[f"{p}-{n}-{i}" for i, (p, n, _, _) in enumerate(LARGE)]
+)
+def test_requests_that_could_hurt_others_are_refused_by_name(
+    fake: Any, probe: Any, path: str, name: str, value: Any, param: str
+) -> None:
+    status, answer = send(fake, path, json.dumps({**BASE[path], name: value}))
+    assert status in (400, 404), answer
+    assert param in words(path, answer)[0], answer
+    assert probe()
+
+
+def raw(fake: Any, data: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", fake.port), timeout=20) as sock:
+        sock.sendall(data)
+        out = b""
+        try:
+            while piece := sock.recv(65536):
+                out += piece
+        except (ConnectionResetError, TimeoutError):
+            pass
+        return out
+
+
+def test_giant_and_broken_heads(fake: Any, probe: Any) -> None:
+    body = json.dumps(BASE["/v1/completions"]).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    assert b" 431 " in raw(fake, head + b"X: " + b"a" * 100_000 + b"\r\n\r\n")
+    assert b" 431 " in raw(fake, head + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n")
+    assert b" 431 " in raw(fake, b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    for broken in (
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST / HTTP/9.9\r\n\r\n",
+        head + b"Content-Length: -1\r\n\r\n",
+        head + b"Content-Length: 1e9\r\n\r\n",
+    ):
+        answer = raw(fake, broken)
+        assert answer[9:10] == b"4" or not answer, (broken, answer[:100])
+    assert b" 413 " in raw(fake, head + b"Content-Length: 99999999999\r\n\r\n{}")
+    chunked = (
+        head
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"".join(b"%x\r\n%s\r\n" % (65536, b" " * 65536) for _ in range(130))
+        + b"0\r\n\r\n"
+    )
+    assert b" 413 " in raw(fake, chunked)
+    both = raw(fake, head + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+    assert both[9:10] == b"4" or not both
+    assert b" 200 " in raw(fake, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+    assert b" 415 " in raw(
+        fake, head.replace(b"application/json", b"text/plain") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    assert probe()
+
+
+def test_method_and_path_confusion(fake: Any) -> None:
+    for method, path in (
+        ("GET", "/v1/completions"),
+        ("DELETE", "/v1/models/m"),
+        ("PUT", "/v1/chat/completions"),
+        ("POST", "/health"),
+        ("TRACE", "/"),
+    ):
+        assert fake.client.request(method, path).status_code in (404, 405)
+    for path in (
+        "/v1/../health",
+        "//health",
+        "/health/",
+        "/%2e%2e/etc/passwd",
+        "/v1/models/%00",
+        "/v1/chat/completions/\u00fc",
+        "/docs",
+        "/redoc",
+    ):
+        assert fake.client.get(path).status_code in (200, 404), path
+    assert fake.client.options("/v1/completions").status_code == 405
