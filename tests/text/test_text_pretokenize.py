@@ -106,7 +106,7 @@ def test_every_promised_name_is_known() -> None:
 
 
 def test_an_unknown_name_is_an_error_that_names_it() -> None:
-    with pytest.raises(ModelError, match="'marsian-bpe'.*qwen2"):
+    with pytest.raises(ModelError, match=r"'marsian-bpe'.*qwen2"):
         cut_named("marsian-bpe")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -162,7 +163,7 @@ def textbook(metadata: dict[str, Any]) -> Any:
     def word(text: str) -> list[int]:
         parts = [letters[b] for b in text.encode("utf-8")]
         while len(parts) > 1:
-            rank, at = min((ranks.get((a, b), 1 << 30), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)))
+            rank, at = min((ranks.get((a, b), 1 << 30), i) for i, (a, b) in enumerate(itertools.pairwise(parts)))
             if rank == 1 << 30:
                 break
             pair = parts[at], parts[at + 1]

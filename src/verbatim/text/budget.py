@@ -17,8 +17,8 @@ from jinja2.exceptions import TemplateError
 MAX_OUTPUT = 16 * 2**20  # characters of rendered text
 MAX_WORK = 64 * 2**20  # characters of strings made on the way, and elements of lists
 MAX_VALUE = 16 * 2**20  # weight of one value: its characters and elements, counted through shared parts
-MAX_ELEMENTS = 200_000  # elements of one value
-MAX_SECONDS = 0.6  # of this thread's processor time, so that a busy machine does not fail an honest template
+MAX_ELEMENTS = 100_000  # elements of one value, beyond a few times those of the conversation
+MAX_SECONDS = 0.4  # of this thread's processor time, so that a busy machine does not fail an honest template
 MAX_BITS = 4096  # of an integer
 
 
@@ -34,15 +34,14 @@ class Budget:
         self._ticks = 0
         self._work = MAX_WORK
         self._known: dict[int, tuple[int, int]] = {}  # id of an input's list or dict -> (weight, elements)
-        for value in data:
-            self._learn(value)
+        self._most = MAX_ELEMENTS + 4 * sum(self._learn(value)[1] for value in data)
 
     def tick(self, count: int = 1) -> None:
         self._ticks += count
         if self._ticks >= 64:
             self._ticks = 0
             if time.thread_time() > self._until:
-                raise BudgetError(f"the chat template ran longer than {MAX_SECONDS} s")
+                raise BudgetError("the chat template takes more time than a chat can need")
 
     def spend(self, size: int) -> None:
         self._work -= size
@@ -82,7 +81,7 @@ class Budget:
                     stack.extend(item.values())
                 else:
                     stack.extend(item)
-            if elements > MAX_ELEMENTS + len(self._known) or weight > MAX_VALUE:
+            if elements > self._most or weight > MAX_VALUE:
                 raise BudgetError("the chat template makes a list that is larger than a chat can need")
         self.tick(1 + elements // 16)
         return weight, elements

@@ -17,6 +17,7 @@ from verbatim.text.control import ControlFinder, Shield, strings_in
 from verbatim.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64  # nesting of messages and tools
+PROBE_SECONDS = 0.1
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _PLAIN_TURN = [{"role": "user", "content": "Hello"}]
 
@@ -137,7 +138,7 @@ class ChatTemplate:
         if name not in self._takes_parts:
             probe = [{"role": "user", "content": [{"type": "text", "text": "probe-7d1"}]}]
             try:
-                text = self._execute(name, {**self._special, **_values(probe)})
+                text = self._probe(name, probe)
             except Exception:
                 text = ""
             self._takes_parts[name] = "probe-7d1" in text and "'text'" not in text and '"text"' not in text
@@ -162,6 +163,12 @@ class ChatTemplate:
 
         return render_template(self._compiled[name], values)
 
+    def _probe(self, name: str, messages: list[dict[str, Any]]) -> str:
+        """A small conversation of our own, to find out what the template can do. It has less time than a real one."""
+        from verbatim.text.sandbox import render_template
+
+        return render_template(self._compiled[name], {**self._special, **_values(messages)}, PROBE_SECONDS)
+
     def _run(self, name: str, values: Mapping[str, Any]) -> str:
         try:
             return self._execute(name, values)
@@ -175,7 +182,7 @@ class ChatTemplate:
         if isinstance(error, SecurityError):
             return ModelError(f"the chat template is refused: {_said(error)}", file=self.file)
         try:
-            self._execute(name, {**self._special, **_values(_PLAIN_TURN)})
+            self._probe(name, _PLAIN_TURN)
         except Exception:
             return ModelError(f"the chat template {name!r} fails: {_said(error)}", file=self.file)
         return RequestError(f"the model's chat template does not take this conversation: {_said(error)}", param="messages")

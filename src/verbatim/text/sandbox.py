@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import update_wrapper
 from typing import Any
 
 from jinja2 import Template, nodes, pass_eval_context
+from jinja2.compiler import CodeGenerator
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
+from jinja2.lexer import Token, TokenStream
 from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from verbatim.text.budget import MAX_BITS, MAX_OUTPUT, Budget, BudgetError, current, spending
+from verbatim.text.budget import MAX_BITS, MAX_OUTPUT, MAX_SECONDS, Budget, BudgetError, current, spending
 
-MAX_SOURCE = 256 * 1024  # characters of template source
+MAX_SOURCE = 64 * 1024  # characters of template source; the longest in use have a quarter of that
 MAX_PAD = 1000  # width of a padding, indentation or format field
 
 _STR = (
@@ -185,6 +187,11 @@ class _GenerationTag(Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
 
+    def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
+        for token in stream:
+            current().tick()
+            yield token
+
     @pass_eval_context
     def _pass_on(self, context: Any, caller: Callable[[], str]) -> str:
         return caller()
@@ -241,10 +248,19 @@ def _constant(items: list[Any]) -> bool:
     return all(isinstance(item, nodes.Const) for item in items)
 
 
+class _TimedGenerator(CodeGenerator):
+    """Jinja's compiler on the same clock as the templates it compiles."""
+
+    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+        current().tick()
+        return super().visit(node, *args, **kwargs)
+
+
 class ChatEnvironment(ImmutableSandboxedEnvironment):
     """Jinja as chat templates know it (trim_blocks, lstrip_blocks, loop controls), with every door guarded."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
+    code_generator_class = _TimedGenerator
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
@@ -269,6 +285,10 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             if isinstance(obj, kind):
                 return attr in allowed
         return isinstance(obj, OWN_TYPES)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        """Jinja would return something undefined, which prints as nothing. An attack is better refused at once."""
+        raise SecurityError(f"access to attribute {str(attribute)[:40]!r} of a {type(obj).__name__} is refused")
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = current()
@@ -352,13 +372,14 @@ def compile_template(source: str) -> Template:
     environment = _environment[0]
     with spending(Budget()):
         tree = _Harden().visit(environment.parse(source))
+        current().tick(64)
         code = environment.compile(tree)
         return Template.from_code(environment, code, environment.make_globals(None))
 
 
-def render_template(template: Template, variables: Mapping[str, Any]) -> str:
+def render_template(template: Template, variables: Mapping[str, Any], seconds: float = MAX_SECONDS) -> str:
     """The rendered text. The output is counted while it is made."""
-    with spending(Budget(variables.values())) as budget:
+    with spending(Budget(variables.values(), seconds)) as budget:
         pieces: list[str] = []
         size = 0
         for piece in template.generate(**variables):
