@@ -32,9 +32,10 @@ MAX_ALIGNMENT = 1 << 20
 MAX_DIMS = 4
 MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
 MAX_KEYS = 1 << 16
-MAX_TENSORS = 1 << 16
+MAX_TENSORS = 1 << 15
 MAX_STRINGS = 1 << 20  # in all arrays of the file together
 MAX_NUMBERS = 1 << 22
+MAX_ARRAYS = 1 << 16  # inside other arrays
 MAX_NESTING = 4
 METADATA_MEMORY = 48 << 20  # beyond the file's own size
 
@@ -145,6 +146,7 @@ class _Reader:
         self.memory = self.size + METADATA_MEMORY
         self.strings = MAX_STRINGS
         self.numbers = MAX_NUMBERS
+        self.arrays = MAX_ARRAYS
         self.types: dict[str, str] = {}
 
     def fail(self, message: str) -> NoReturn:
@@ -293,9 +295,9 @@ class _Reader:
 
     def nested_array(self, key: str, count: int, depth: int) -> list[Any]:
         self.need(12 * count, f"array {key!r} of {count} arrays")
-        self.numbers -= count
-        if self.numbers < 0:
-            self.fail(f"metadata {key!r}: more than {MAX_NUMBERS} values in arrays")
+        self.arrays -= count
+        if self.arrays < 0:
+            self.fail(f"metadata {key!r}: more than {MAX_ARRAYS} arrays in arrays")
         self.charge(8 * count + 64, key)
         return [self.array(key, depth + 1) for _ in range(count)]
 

@@ -1,0 +1,293 @@
+"""Reads mutated model files in a process of its own, under a memory limit. Not a test: test_hostile_files.py starts it.
+
+    python fuzz_worker.py KIND FIRST COUNT DIRECTORY        KIND: gguf | safetensors | directory
+
+Case i is a function of i alone, so that a failure can be repeated with FIRST = i, COUNT = 1. Prints one line of JSON: how many files
+were read, how many refused with a ModelError, and the cases that ended in anything else or took more than a second of CPU.
+
+The limit: address space as it is after the imports, plus the file, plus 64 MiB. What is too greedy dies of a MemoryError, which counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import re
+import struct
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+from verbatim.weights.gguf import read_gguf
+from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.quant import nbytes
+from verbatim.weights.safetensors import read_directory, read_safetensors
+from verbatim.weights.tensor import BLOCKS, Tensor
+
+ALLOWANCE = 64 << 20
+EXTREMES = [0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48]
+EXTREMES += [2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 8, 2**64 - 32, 2**64 // 18, 2**64 // 32, 2**59 + 1]
+LITERALS = ["null", "true", "-1", "0", "1", "1e999", "-0.0", "NaN", "18446744073709551615", "18446744073709551616", "9" * 5000]
+LITERALS += [
+    '""',
+    '"F32"',
+    '"F16"',
+    '"I64"',
+    '"F4"',
+    '"../x.safetensors"',
+    '"/etc/passwd"',
+    '"\\ud800"',
+    '"a\\u0000b"',
+    '"model.safetensors"',
+]
+LITERALS += [
+    "[]",
+    "{}",
+    "[0,0]",
+    "[0,8]",
+    "[1,1,1,1,1,1,1,1,1]",
+    "[[[[]]]]",
+    "[" * 3000,
+    '{"a":' * 3000,
+    "[0,9223372036854775807]",
+]
+
+
+# ----------------------------------------------------------------------------------------------------------- mutations
+
+
+def mutate_bytes(base: bytes, rng: random.Random, head: int) -> bytes:
+    """One to four changes. Most fall into the first `head` bytes: the data behind the header are any bytes anyway."""
+    raw = bytearray(base)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        if not raw:
+            break
+        at = rng.randrange(min(head, len(raw)) if rng.random() < 0.95 else len(raw))
+        kind = rng.randrange(8)
+        if kind == 0:
+            raw[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            raw[at] = rng.randrange(256)
+        elif kind == 2:
+            del raw[at if rng.random() < 0.5 else rng.randrange(len(raw)) :]
+        elif kind in (3, 4):
+            value = rng.choice(EXTREMES) if rng.random() < 0.8 else len(raw) + rng.randrange(-40, 41)
+            width = rng.choice((4, 8))
+            raw[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
+        elif kind == 5:
+            source = rng.randrange(len(raw))
+            raw[at : at + 40] = raw[source : source + rng.randrange(1, 60)]
+        elif kind == 6:
+            del raw[at : at + rng.choice((1, 4, 8, 12, 100))]
+        else:
+            raw[at:at] = rng.randbytes(rng.choice((1, 4, 8, 32)))
+    return bytes(raw)
+
+
+def mutate_json(text: str, rng: random.Random) -> bytes:
+    """Half of the time a value of the parsed document changes and the rest stays valid; else whole tokens move."""
+    if rng.random() < 0.5:
+        return mutate_document(json.loads(text), rng)
+    tokens = re.findall(r'"[^"]*"|-?[0-9.]+|true|false|null|[\[\]{}:,]|\s+', text)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at = rng.randrange(len(tokens))
+        kind = rng.randrange(4)
+        if kind == 0:
+            tokens[at] = rng.choice(LITERALS)
+        elif kind == 1:
+            tokens[at] = tokens[rng.randrange(len(tokens))]
+        elif kind == 2:
+            del tokens[at : at + rng.randrange(1, 6)]
+        else:
+            tokens[at:at] = tokens[at : at + rng.randrange(1, 12)]
+    return "".join(tokens).encode(errors="surrogatepass")
+
+
+def mutate_document(document: dict[str, Any], rng: random.Random) -> bytes:
+    """Replace, shift, drop, rename or copy one to three values somewhere in the tree."""
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        places: list[tuple[Any, Any]] = []
+        stack: list[Any] = [document]
+        while stack:
+            node = stack.pop()
+            keys = list(node) if isinstance(node, dict) else range(len(node))
+            places += [(node, key) for key in keys]
+            stack += [node[key] for key in keys if isinstance(node[key], (dict, list))]
+        if not places:
+            break
+        node, key = rng.choice(places)
+        kind = rng.randrange(6)
+        if isinstance(node[key], int) and kind < 3:
+            node[key] += rng.choice((-8, -2, -1, 1, 2, 8, node[key], 2**31, 2**62, 2**63, 2**64))
+        elif kind < 4:
+            node[key] = f"@@{rng.randrange(len(LITERALS))}@@"
+        elif kind == 4:
+            del node[key]
+        else:
+            node[key] = copy.deepcopy(rng.choice(places)[0])
+    text = json.dumps(document)
+    return re.sub('"@@([0-9]+)@@"', lambda found: LITERALS[int(found[1])], text).encode(errors="surrogatepass")
+
+
+def count_fields(base: bytes, where: list[int], rng: random.Random) -> bytes:
+    """An extreme value in one of the fields that we know to be a count, a length, a dimension, a type or an offset."""
+    raw = bytearray(base)
+    for _ in range(rng.choice((1, 1, 2))):
+        at = rng.choice(where)
+        old = int.from_bytes(raw[at : at + 8], "little")
+        value = (
+            rng.choice([*EXTREMES, old + 1, old - 1, old * 2, old ^ 32, len(raw), len(raw) - at, (len(raw) - at) // 8]) % 2**64
+        )
+        width = rng.choice((4, 8))
+        raw[at : at + width] = struct.pack("<Q", value)[:width]
+    return bytes(raw)
+
+
+# --------------------------------------------------------------------------------------------------------------- bases
+
+
+def small_gguf(file: Path, rng: random.Random) -> None:
+    """A valid file with every value type, nested arrays and every tensor type."""
+    metadata = {
+        "general.architecture": "llama",
+        "general.alignment": rng.choice((8, 32, 64)),
+        "llama.block_count": 2,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.tokens": ["<s>", "</s>", "Ġthe", "é", "\U0001f600"],
+        "tokenizer.ggml.scores": [0.0, -1.0, -2.5, 0.5, 3.0],
+        "tokenizer.ggml.token_type": [3, 3, 1, 1, 1],
+        "tokenizer.ggml.add_bos_token": True,
+        "flags": [True, False],
+        "nested": [[1, 2], [3], [[4], [5]][0]],
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+    tensors = []
+    for kind in rng.sample(list(BLOCKS), 5):
+        shape = (rng.randrange(1, 4), BLOCKS[kind][0] * rng.randrange(1, 3))
+        tensors.append(
+            Tensor(f"blk.{kind}.weight", kind, shape, np.frombuffer(rng.randbytes(nbytes(kind, shape)), dtype=np.uint8))
+        )
+    write_gguf(file, metadata, tensors)
+
+
+def number_fields(raw: bytes) -> list[int]:
+    """Offsets at which a small little-endian u64 or u32 seems to stand: counts, lengths, dimensions, types, offsets."""
+    return [at for at in range(4, min(len(raw) - 8, 1400)) if raw[at] and raw[at + 1 : at + 4] == b"\0\0\0"]
+
+
+def small_safetensors(rng: random.Random) -> tuple[str, bytes]:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for index, (dtype, size) in enumerate((("F32", 4), ("BF16", 2), ("F16", 2), ("I64", 8), ("BOOL", 1))):
+        shape = [rng.randrange(1, 4), rng.randrange(1, 4)]
+        end = position + shape[0] * shape[1] * size
+        header[f"model.layers.{index}.weight"] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    return json.dumps(header), rng.randbytes(position)
+
+
+CONFIG = '{"architectures":["LlamaForCausalLM"],"hidden_size":16,"rope_scaling":{"factor":8.0,"rope_type":"llama3"},"eos_token_id":[1,2]}'
+INDEX = '{"metadata":{"total_size":8},"weight_map":{"model.layers.0.weight":"model.safetensors","model.layers.1.weight":"model.safetensors"}}'
+
+
+# --------------------------------------------------------------------------------------------------------------- cases
+
+
+def put(file: Path, raw: bytes) -> None:
+    """A new file each time: some file systems write to disk at once when a file is cut and written again."""
+    file.unlink(missing_ok=True)
+    file.write_bytes(raw)
+
+
+def gguf_case(index: int, directory: Path) -> Callable[[], object]:
+    rng = random.Random(index)
+    file = directory / "case.gguf"
+    base_file = directory / f"base{index % 50}.gguf"
+    if not base_file.exists():
+        small_gguf(base_file, random.Random(index % 50))
+    base = base_file.read_bytes()
+    put(file, mutate_bytes(base, rng, 1400) if index % 2 else count_fields(base, number_fields(base), rng))
+
+    def read() -> object:
+        found = read_gguf(file)
+        return [tensor.to_f32().shape for tensor in found.tensors.values()]
+
+    return read
+
+
+def safetensors_file(index: int) -> bytes:
+    rng = random.Random(index)
+    text, data = small_safetensors(rng)
+    header = text.encode()
+    if index % 4:
+        header = mutate_json(text, rng)
+        return struct.pack("<Q", len(header)) + header + data
+    return mutate_bytes(struct.pack("<Q", len(header)) + header + data, rng, 8 + len(header))
+
+
+def safetensors_case(index: int, directory: Path) -> Callable[[], object]:
+    file = directory / "case.safetensors"
+    put(file, safetensors_file(index))
+    return lambda: [tensor.to_f32().shape for tensor in read_safetensors(file)[0].values()]
+
+
+def directory_case(index: int, directory: Path) -> Callable[[], object]:
+    """A whole model directory: config, generation config or index mutated, or the weights."""
+    rng = random.Random(index)
+    text, data = small_safetensors(rng)
+    header = text.encode()
+    put(directory / "model.safetensors", struct.pack("<Q", len(header)) + header + data)
+    which = ("config.json", "generation_config.json", "model.safetensors.index.json")
+    for name, content in zip(which, (CONFIG, CONFIG, INDEX), strict=True):
+        put(directory / name, content.encode())
+    target = which[index % 3]
+    content = INDEX if index % 3 == 2 else CONFIG
+    put(directory / target, mutate_json(content, rng) if rng.random() < 0.7 else mutate_bytes(content.encode(), rng, 10**6))
+    return lambda: read_directory(directory)
+
+
+CASES = {"gguf": gguf_case, "safetensors": safetensors_case, "directory": directory_case}
+
+
+def limit_memory(file_bytes: int) -> None:
+    if sys.platform != "linux":
+        return
+    import resource
+
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + file_bytes + ALLOWANCE, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def main(kind: str, first: int, count: int, directory: Path) -> None:
+    warnings.simplefilter("error")
+    read = refused = 0
+    wrong: list[str] = []
+    CASES[kind](first, directory)  # imports and bases happen outside the limit
+    limit_memory(1 << 16)
+    for index in range(first, first + count):
+        case = CASES[kind](index, directory)
+        started = time.process_time()
+        try:
+            case()
+            read += 1
+        except ModelError as error:
+            refused += 1
+            if len(str(error)) > 2000:
+                wrong.append(f"case {index}: a message of {len(str(error))} characters")
+        except BaseException:
+            wrong.append(f"case {index}: {traceback.format_exc()[-1500:]}")
+        if (spent := time.process_time() - started) > 1:
+            wrong.append(f"case {index}: {spent:.1f} s of CPU")
+    print(json.dumps({"read": read, "refused": refused, "wrong": wrong[:5], "count": len(wrong)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

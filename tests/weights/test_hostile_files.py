@@ -1,0 +1,276 @@
+"""Model files written by an enemy. Each is refused with a ModelError that names the fault, before memory is spent on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from verbatim.base.errors import ModelError
+from verbatim.weights import gguf as reader
+from verbatim.weights.gguf import MAX_ARRAYS, MAX_NUMBERS, MAX_STRINGS, read_gguf
+
+U8, U32, STRING, ARRAY, U64, F32 = 0, 4, 8, 9, 10, 0
+
+
+def text(value: str | bytes) -> bytes:
+    raw = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def pair(key: str | bytes, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def array(kind: int, count: int, body: bytes = b"") -> bytes:
+    return struct.pack("<IQ", kind, count) + body
+
+
+def info(name: str | bytes, dims: tuple[int, ...], kind: int = F32, offset: int = 0, axes: int | None = None) -> bytes:
+    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims) if axes is None else axes, *dims, kind, offset)
+
+
+def gguf(pairs: tuple[bytes, ...] = (), infos: tuple[bytes, ...] = (), data: bytes = bytes(4096), **header: int) -> bytes:
+    """A file whose parts are given raw; `version`, `tensors` and `keys` override the header's numbers."""
+    version, tensors, keys = header.get("version", 3), header.get("tensors", len(infos)), header.get("keys", len(pairs))
+    head = b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(pairs) + b"".join(infos)
+    return head + bytes(-len(head) % 32) + data
+
+
+HUGE = 2**63
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "too few"),
+    "one byte": (b"G", "too few"),
+    "another kind of file": (b"\x80\x02" + bytes(100), "not a GGUF file"),
+    "version 1": (gguf(version=1), "version 1"),
+    "version 4": (gguf(version=4), "version 4"),
+    "big endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(64), "big-endian"),
+    "tensor count beyond the file": (gguf(tensors=HUGE), "tensor count"),
+    "tensor count that times 32 is 0 in 64 bits": (gguf(tensors=2**59), "tensor count"),
+    "key count beyond the file": (gguf(keys=2**64 - 1), "metadata count"),
+    "key longer than the file": (gguf((struct.pack("<Q", HUGE),)), "metadata key 0"),
+    "key that wraps around 64 bits": (gguf((struct.pack("<Q", 2**64 - 8),)), "metadata key 0"),
+    "key that is not text": (gguf((pair(b"\xff\xfe", U8, b"\0"),)), "not UTF-8"),
+    "value that is not text": (gguf((pair("k", STRING, text(b"\xc3")),)), "'k' is not UTF-8"),
+    "text longer than the file": (gguf((pair("k", STRING, struct.pack("<Q", 2**40)),)), "value of 'k'"),
+    "key twice": (gguf((pair("k", U8, b"\0"), pair("k", U8, b"\1"))), "appears twice"),
+    "unknown value type": (gguf((pair("k", 13, b"\0"),)), "unknown value type 13"),
+    "bool of 2": (gguf((pair("k", 7, b"\2"),)), "bool"),
+    "unknown element type": (gguf((pair("k", ARRAY, array(99, 1)),)), "unknown value type 99"),
+    "array longer than the file": (gguf((pair("k", ARRAY, array(U8, 2**50)),)), "array 'k'"),
+    "array whose bytes wrap around 64 bits": (gguf((pair("k", ARRAY, array(U64, 2**61 + 1)),)), "array 'k'"),
+    "array of strings beyond the file": (gguf((pair("k", ARRAY, array(STRING, 2**40)),)), "array 'k'"),
+    "string in an array beyond the file": (
+        gguf((pair("k", ARRAY, array(STRING, 2, text("a") + struct.pack("<Q", HUGE))),)),
+        r"'k'\[1\]",
+    ),
+    "string in an array that is not text": (
+        gguf((pair("k", ARRAY, array(STRING, 2, text("a") + text(b"\x80"))),)),
+        r"'k'\[1\] is not UTF-8",
+    ),
+    "array of arrays beyond the file": (gguf((pair("k", ARRAY, array(ARRAY, 2**40)),)), "array 'k'"),
+    "arrays nested without end": (gguf((pair("k", ARRAY, array(ARRAY, 1) * 10_000),)), "deeper"),
+    "alignment 0": (gguf((pair("general.alignment", U32, struct.pack("<I", 0)),)), "alignment"),
+    "alignment 24": (gguf((pair("general.alignment", U32, struct.pack("<I", 24)),)), "alignment"),
+    "alignment of 2 GiB": (gguf((pair("general.alignment", U32, struct.pack("<I", 2**31)),)), "alignment"),
+    "alignment as text": (gguf((pair("general.alignment", STRING, text("32")),)), "alignment"),
+    "no dimensions": (gguf((), (info("w", ()),)), "0 dimensions"),
+    "five dimensions": (gguf((), (info("w", (1, 1, 1, 1, 1)),)), "5 dimensions"),
+    "four billion dimensions": (gguf((), (info("w", (1,), axes=2**32 - 1),)), "dimensions"),
+    "a dimension of 0": (gguf((), (info("w", (32, 0)),)), "empty shape"),
+    "a product that is 0 in 64 bits": (gguf((), (info("w", (2**32, 2**32)),)), "ends at byte"),
+    "a product that is 4 in 64 bits": (gguf((), (info("w", (2**62 + 1, 4)),)), "ends at byte"),
+    "sizes whose sum wraps around 64 bits": (
+        gguf((), (info("a", (2**61,)), info("b", (2**61,), offset=2**63))),
+        "ends at byte",
+    ),
+    "a row that is no multiple of its block": (gguf((), (info("w", (31, 2), kind=2),)), "multiple of 32"),
+    "a type that is not read": (gguf((), (info("w", (32,), kind=23),)), "iq4_xs"),
+    "a type that no one knows": (gguf((), (info("w", (32,), kind=12345),)), "number 12345"),
+    "a removed type": (gguf((), (info("w", (32,), kind=4),)), "number 4"),
+    "offset beyond the file": (gguf((), (info("w", (8,), offset=2**40),)), "ends at byte"),
+    "offset that wraps around 64 bits": (gguf((), (info("w", (8,), offset=2**64 - 32),)), "ends at byte"),
+    "offset off the alignment": (gguf((), (info("w", (8,), offset=4),)), "alignment 32"),
+    "two tensors in one place": (gguf((), (info("a", (16,)), info("b", (16,), offset=32))), "overlap"),
+    "the same tensor twice": (gguf((), (info("a", (8,)), info("a", (8,), offset=32))), "appears twice"),
+    "one byte of data too few": (gguf((), (info("w", (1024,)),), bytes(4095)), "cut short"),
+    "a name that is not text": (gguf((), (info(b"\xe2\x82", (8,)),)), "not UTF-8"),
+    "a name of 70 kB": (gguf((), (info("n" * 70_000, (8,)),)), "long"),
+    "one part of several": (gguf((pair("split.count", 2, struct.pack("<H", 3)),)), "split"),
+    "parts as text": (gguf((pair("split.count", STRING, text("x")),)), "split"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_gguf(case: str, tmp_path: Path) -> None:
+    raw, message = HOSTILE[case]
+    file = tmp_path / "hostile.gguf"
+    file.write_bytes(raw)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_gguf(file)
+    assert caught.value.file == str(file)
+    assert len(str(caught.value)) < 1000 + len(str(file)) or case == "a name of 70 kB"
+
+
+def test_the_cases_are_hostile_for_the_reason_given(tmp_path: Path) -> None:
+    """The same builder with nothing wrong gives a file that is read."""
+    file = tmp_path / "fine.gguf"
+    file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 1, text("a"))),), (info("a", (8,)), info("b", (16,), offset=32))))
+    found = read_gguf(file)
+    assert found.metadata == {"k": ["a"]}
+    assert found.tensors["b"].shape == (16,)
+
+
+@pytest.mark.parametrize("cut", range(0, 420, 3))
+def test_cut_anywhere(cut: int, tmp_path: Path) -> None:
+    pairs = (
+        pair("k", STRING, text("value")),
+        pair("a", ARRAY, array(STRING, 3, text("x") * 3)),
+        pair("n", ARRAY, array(ARRAY, 1, array(U8, 2, b"ab"))),
+    )
+    whole = gguf(pairs, (info("w", (8, 8)), info("v", (8,), offset=256)), bytes(288))
+    assert len(whole) > 420
+    (tmp_path / "x").write_bytes(whole)
+    read_gguf(tmp_path / "x")
+    (tmp_path / "x").write_bytes(whole[:cut])
+    with pytest.raises(ModelError):
+        read_gguf(tmp_path / "x")
+
+
+# ------------------------------------------------------------------------------------------------ not a file at all
+
+
+def test_missing_directory_pipe_and_odd_names(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (
+        tmp_path / "missing.gguf",
+        tmp_path,
+        tmp_path / "pipe",
+        Path("/dev/zero"),
+        Path("a\0b"),
+        tmp_path / ("n" * 300),
+    ):
+        with pytest.raises(ModelError):
+            read_gguf(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(gguf())
+    (tmp_path / "x").chmod(0)
+    with pytest.raises(ModelError, match="cannot be read"):
+        read_gguf(tmp_path / "x")
+
+
+# ------------------------------------------------------------------------------------------------- large and greedy
+
+
+def greedy(size: int, pairs: bytes) -> Callable[[Path], None]:
+    """A sparse file of `size` bytes whose one value claims to fill it (the zeros of the hole are empty strings or numbers)."""
+
+    def write(path: Path) -> None:
+        with open(path, "wb") as out:
+            out.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + pairs)
+            out.truncate(size)
+
+    return write
+
+
+MANY: dict[str, tuple[Callable[[Path], None], str]] = {
+    "strings": (greedy(1 << 30, pair("k", ARRAY, array(STRING, MAX_STRINGS + 1))), "more than"),
+    "numbers": (greedy(1 << 30, pair("k", ARRAY, array(U8, MAX_NUMBERS + 1))), "more than"),
+    "numbers in a small file": (greedy(1 << 22, pair("k", ARRAY, array(U8, 3 << 20))), "memory"),
+    "arrays": (greedy(1 << 30, pair("k", ARRAY, array(ARRAY, MAX_ARRAYS + 1))), "more than"),
+    "one long string of wide characters": (
+        lambda path: path.write_bytes(gguf((pair("k", STRING, text("\U0001f600" + "a" * (30 << 20))),))),
+        "memory",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MANY)
+def test_memory_stays_within_the_file_and_64_mib(case: str, tmp_path: Path) -> None:
+    write, message = MANY[case]
+    file = tmp_path / "greedy.gguf"
+    write(file)
+    tracemalloc.start()
+    with pytest.raises(ModelError, match=message):
+        read_gguf(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    file.unlink()
+    assert peak < 64 << 20
+
+
+def test_short_strings_cannot_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten bytes of file become 72 of memory; the budget counts them. A twelfth of the real one, or tracing takes long."""
+    monkeypatch.setattr(reader, "METADATA_MEMORY", 4 << 20)
+    file = tmp_path / "greedy.gguf"
+    file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 90_000, text("ab") * 90_000)),)))
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="memory"):
+        read_gguf(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < file.stat().st_size + (4 << 20)
+
+
+def test_a_large_vocabulary_is_read(tmp_path: Path) -> None:
+    """The limits are above what real models hold: 262,144 tokens with scores and types, and half a million merges."""
+    tokens = b"".join(text(f"token{i}") for i in range(1 << 18))
+    merges = b"".join(text(f"a{i} b") for i in range(1 << 19))
+    pairs = (pair("t", ARRAY, array(STRING, 1 << 18, tokens)), pair("m", ARRAY, array(STRING, 1 << 19, merges)))
+    pairs += (pair("s", ARRAY, array(6, 1 << 18, bytes(1 << 20))), pair("y", ARRAY, array(5, 1 << 18, bytes(1 << 20))))
+    (tmp_path / "x").write_bytes(gguf(pairs, (info("w", (16 << 20,)),), bytes(64 << 20)))
+    found = read_gguf(tmp_path / "x").metadata
+    assert found["t"][-1] == "token262143"
+    assert len(found["m"]) == 1 << 19
+
+
+# ---------------------------------------------------------------------------------------------------------- mutations
+
+WORKER = Path(__file__).with_name("fuzz_worker.py")
+
+
+@pytest.fixture
+def quick_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory, where there is one: these tests write tens of thousands of files."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
+    """(files read, files refused) out of `count`; fails if any ended in something else."""
+    command = [sys.executable, str(WORKER), kind, str(first), str(count), str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7000)
+    assert done.returncode == 0, done.stderr[-3000:]  # a crash of the process itself
+    result = json.loads(done.stdout)
+    assert not result["count"], "\n".join(result["wrong"])
+    return result["read"], result["refused"]
+
+
+@pytest.mark.parametrize(("kind", "count"), [("gguf", 20_000), ("safetensors", 8_000), ("directory", 8_000)])
+def test_mutated_files_give_a_model_error_or_a_model(kind: str, count: int, quick_path: Path) -> None:
+    read, refused = fuzz(kind, 0, count, quick_path)
+    assert read + refused == count
+    assert refused > count // 2  # the mutations are hostile
+    assert read > count // 50  # and not so coarse that every file fails at its first byte
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("kind", "count"), [("gguf", 1_000_000), ("safetensors", 200_000), ("directory", 200_000)])
+def test_a_million_mutated_files(kind: str, count: int, quick_path: Path) -> None:
+    read, refused = fuzz(kind, 1_000_000, count, quick_path)
+    assert read + refused == count
