@@ -24,7 +24,7 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "one-token.md"
 QUESTION = "What is the capital of France?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
 FOLLOWED = " Paris"
-PARAMS = SamplingParams(temperature=0.7, top_k=40, top_p=0.99, seed=4, max_tokens=16, stop="Parisian", explain=5)
+PARAMS = SamplingParams(temperature=1.0, top_k=40, top_p=0.98, seed=4, max_tokens=16, stop="Parisian", explain=5)
 
 
 class Watch:

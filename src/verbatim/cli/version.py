@@ -52,8 +52,7 @@ def cpu_facts() -> tuple[bool, str]:
         native: Any = import_module("verbatim.backend.cpu._native")
     except ImportError as error:
         return False, f"not built: {_reason() or error}; install a C++ compiler and install verbatim again"
-    isa = getattr(native, "isa", None) or getattr(native, "isa_name", None)
-    return True, f"ready ({isa() if callable(isa) else isa or 'native kernels'})"
+    return True, f"ready ({native.best_isa()}; this machine runs {', '.join(native.isas())})"
 
 
 def _reason() -> str:

@@ -1,0 +1,126 @@
+"""`verbatim explain PROMPT`: the answer, and for each token why it was chosen; --what-if draws the same steps under other settings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion
+from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
+from verbatim.cli.screen import BOLD, note, paint, warn, write
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM
+    from verbatim.observe.explain import WhatIf
+
+DEFAULT_TOP = 5
+DEFAULT_TOKENS = 16
+
+
+@click.command(cls=Command)
+@click.argument("prompt", nargs=-1)
+@click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
+@click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
+@click.option("--brief", cls=Option, is_flag=True, help="one line a token")
+@click.option(
+    "--what-if",
+    "what_ifs",
+    cls=Option,
+    multiple=True,
+    metavar="NAME=VALUE,…",
+    help="draw the same steps under other settings, without the model (may be repeated)",
+)
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@model_options
+@engine_options
+@sampling_options
+def command(
+    prompt: tuple[str, ...], raw: bool, system: str | None, brief: bool, what_ifs: tuple[str, ...], as_json: bool, **flags: Any
+) -> int:
+    """Show why each token of the answer to PROMPT was chosen.
+
+    The model's own distribution, what each stage of the sampler removed, the noise, the scores, and how near the next one came.
+    --explain N sets how many candidates are shown [5]; without --max-tokens the answer ends after 16.
+    """
+    from verbatim.cli.run import collect, start
+    from verbatim.cli.session import open_llm, read_prompt
+
+    params = sampling_of(flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=bool(what_ifs))
+    if not params.explain:
+        raise ParameterError("explain", "0 explains nothing; ask for 1 or more candidates")
+    changes = [_changes(text) for text in what_ifs]
+    text = read_prompt(prompt)
+    with open_llm(flags, quiet=as_json) as llm:
+        code, completion = collect(start(llm, text, params, raw=raw, system=system), show=False)
+        results = [_what_if(llm, completion, params, change) for change in changes]
+        if as_json:
+            _print_json(llm, completion, list(zip(what_ifs, results, strict=True)))
+        else:
+            _print(llm, completion, brief, list(zip(what_ifs, results, strict=True)))
+    return code
+
+
+def _changes(text: str) -> dict[str, Any]:
+    """`top_p=0.5,temperature=1.2` as parameters."""
+    changes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ParameterError("what_if", f"{part!r} is not NAME=VALUE, such as top_p=0.5")
+        changes[name.strip().replace("-", "_")] = parse_parameter(name, value)
+    return changes
+
+
+def _what_if(llm: LLM, completion: Completion, params: SamplingParams, changes: dict[str, Any]) -> list[WhatIf]:
+    from verbatim.observe.explain import what_if
+
+    breakers = None
+    if params.dry_multiplier or changes.get("dry_multiplier"):
+        from verbatim.sampling.breakers import breakers_of
+
+        breakers = breakers_of(params.with_(**changes).dry_breakers, llm.tokenizer)
+    recorded = params.with_(seed=completion.seed)
+    return what_if(completion.choices[0].explain, recorded, changes, prompt_ids=completion.prompt_ids, breakers=breakers)
+
+
+def _print(llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[str, list[WhatIf]]]) -> None:
+    from verbatim.cli.report import closing_line
+    from verbatim.observe.explain import headline, render, render_what_if
+
+    show = token_text(llm)
+    for choice in completion.choices:
+        write(paint(choice.text, BOLD, sys.stdout) + "\n\n")
+        for record in choice.explain:
+            write((headline if brief else render)(record, show) + "\n" + ("" if brief else "\n"))
+    for asked, results in what_ifs:
+        write(f"{'' if not brief else chr(10)}what if {asked}:\n{render_what_if(results, show)}\n")
+    for line in completion.warnings:
+        warn(line)
+    note(closing_line(llm, completion, sampled=not completion_greedy(completion)))
+
+
+def completion_greedy(completion: Completion) -> bool:
+    """No token was drawn with noise: temperature 0, or beams."""
+    return all(record.get("final_prob") is None for choice in completion.choices for record in choice.explain)
+
+
+def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list[WhatIf]]]) -> None:
+    from verbatim.cli.report import completion_json
+
+    out = completion_json(llm, completion)
+    if what_ifs:
+        out["what_if"] = [
+            {"changes": asked, "tokens": [{"position": r.position, "before": r.before, "after": r.after} for r in results]}
+            for asked, results in what_ifs
+        ]
+    sys.stdout.write(json.dumps(out, ensure_ascii=False) + "\n")
+
+
+def token_text(llm: LLM) -> Any:
+    """A token as text; bytes that are no text by themselves are shown as \\x.."""
+    return lambda token: llm.tokenizer.token_bytes(token).decode("utf-8", "backslashreplace")
