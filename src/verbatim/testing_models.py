@@ -62,20 +62,20 @@ def tiny_model(family: str = "llama", *, seed: int = 0, type: str = "f32", conte
     tensors: dict[str, Tensor] = {}
     for name, shape in layout(spec).items():
         stored = type if is_quantisable(name) and shape[-1] % BLOCKS[type][0] == 0 else "f32"
-        values = _values(random, name, shape, spec.norm_offset)
+        values = _values(random, name, shape, spec.norm_offset, spec.tied)
         tensors[name] = Tensor(name, stored, shape, quantise(stored, values))
     digest = hashlib.sha256(repr((sorted(config.items(), key=repr), seed, type)).encode()).hexdigest()
     source = SafetensorsDir(Path(f"tiny-{family}"), config, {}, {}, digest)
     return Model(spec, Weights(tensors, f"tiny-{family}", digest), source, (1,), {})
 
 
-def _values(random: np.random.Generator, name: str, shape: tuple[int, ...], offset: float) -> np.ndarray:
+def _values(random: np.random.Generator, name: str, shape: tuple[int, ...], offset: float, tied: bool) -> np.ndarray:
     values = random.standard_normal(shape, dtype=np.float32)
     if name.endswith(".bias"):
         return values * np.float32(0.1)
     if "norm" in name:
         return np.float32(1.0 - offset) + values * np.float32(0.1)
     if name in ("embed", "positions"):
-        return values * np.float32(0.7)
+        return values * np.float32(0.25 if tied else 0.7)  # a tied head with large embeddings only repeats its input
     sharp = 2.0 if name.endswith((".q", ".k", "router")) else 1.0  # attention and routing with a clear opinion
     return values * np.float32(sharp / math.sqrt(shape[-1]))

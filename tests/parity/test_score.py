@@ -1,0 +1,48 @@
+"""Generate, then score the whole in one pass: the same log-probabilities. And the cache changes the cost, never the answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verbatim import LLM, SamplingParams
+from verbatim.backend.reference import ReferenceBackend
+from verbatim.base.config import EngineConfig
+from verbatim.engine.parts import Parts
+from verbatim.testing import ByteTokenizer
+from verbatim.testing_models import FAMILIES, tiny_model
+
+PROMPTS = ["The needle is ", "q", "Three short prompts, of different lengths, that share a step. "]
+PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2, ignore_eos=True)
+
+
+def opened(family: str, **options: Any) -> LLM:
+    model = tiny_model(family)
+    backend = ReferenceBackend(model, EngineConfig(check=True))
+    parts = Parts(backend, ByteTokenizer(), (), name=family, digest=model.weights.digest)
+    return LLM.from_parts(parts, check=True, kv_blocks=64, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generate_then_score(family: str) -> None:
+    """Three sequences together, token by token, against each whole text in one pass: equal to the last bit on this backend."""
+    with opened(family, prefix_cache=False) as llm:
+        for done in llm.generate(PROMPTS, PARAMS):
+            count = len(done.prompt_ids)
+            score = llm.score([*done.prompt_ids, *done.token_ids])
+            assert len(done.token_ids) == 24
+            scored = [entry.logprob for entry in score.logprobs[count:] if entry is not None]
+            assert [entry.logprob for entry in done.logprobs] == scored
+            assert np.std(scored) > 0.3, "a flat model proves nothing"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_a_cache_the_answer_is_the_same(family: str) -> None:
+    answers = []
+    for use_cache in (True, False):
+        with opened(family, use_cache=use_cache) as llm:
+            done = llm.generate(PROMPTS, PARAMS)
+            answers.append([(d.token_ids, d.text, [e.logprob for e in d.logprobs]) for d in done])
+    assert answers[0] == answers[1]
