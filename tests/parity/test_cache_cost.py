@@ -1,0 +1,22 @@
+"""The example of the cache's price says what it claims: n tokens with the cache, n²/2 without, and the same answer."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from verbatim.testing import ByteTokenizer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cache_cost.py"
+
+
+def test_the_example_counts_right() -> None:
+    spec = importlib.util.spec_from_file_location("cache_cost", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    prompt = len(ByteTokenizer().encode_prompt(module.PROMPT))
+    for count, with_cache, without in module.main(["--lengths", "8", "24"]):
+        assert with_cache == prompt + count - 1  # the last token is drawn, not computed
+        assert without == sum(prompt + i for i in range(count))
