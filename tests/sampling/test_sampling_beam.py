@@ -1,0 +1,252 @@
+"""Beam search: the same sequences and scores as transformers on tiny models, and groups against a second implementation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from sampling_rows import sample
+
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Drawn, Finish
+from verbatim.sampling.beam import BeamSearch
+
+VOCAB, EOS, NEW = 24, 2, 10
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    """A llama of two layers whose random weights are large enough that it prefers some tokens, the end token among them."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.35,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    model = LlamaForCausalLM(config).eval().to(torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight *= 0.6  # flat enough that beams compete and lines of different lengths end
+    return model
+
+
+def prompts() -> list[list[int]]:
+    rng = np.random.default_rng(5)
+    return [[1, *(int(t) for t in rng.integers(3, VOCAB, int(rng.integers(1, 6))))] for _ in range(50)]
+
+
+def logits_of(model: Any, lines: list[list[int]]) -> np.ndarray:
+    import torch
+
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor(lines)).logits[:, -1])
+
+
+def ours(model: Any, prompt: list[int], params: SamplingParams, ends: tuple[int, ...] = (EOS,)) -> BeamSearch:
+    search = BeamSearch(params, end_ids=ends, max_new=NEW)
+    live: list[list[int]] = [prompt]
+    while not search.done:
+        logits = logits_of(model, live)
+        drawn = [
+            sample(row, params, beam=search.needed, history=tuple(line), prompt_len=len(prompt), position=len(line))
+            for row, line in zip(logits, live, strict=True)
+        ]
+        moves = search.step(drawn)
+        live = [[*live[parent], token] for parent, token in moves]
+        if not search.done:
+            assert [tuple(line[len(prompt) :]) for line in live] == [b.tokens for b in search.live]
+            agreed = search.agreed()
+            assert all(tuple(line[len(prompt) :][: len(agreed)]) == agreed for line in live)
+    return search
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"num_beams": 4, "num_return_sequences": 4, "early_stopping": False, "length_penalty": 1.0},
+    {"num_beams": 3, "num_return_sequences": 2, "early_stopping": True, "length_penalty": 0.4},
+    {"num_beams": 5, "num_return_sequences": 5, "early_stopping": "never", "length_penalty": 1.6},
+    {"num_beams": 2, "num_return_sequences": 1, "early_stopping": False, "length_penalty": -0.7},
+]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_equal_to_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, Any]) -> None:
+    import torch
+
+    ended: Counter[str] = Counter()
+    count = setting["num_return_sequences"]
+    for length in range(2, 7):  # prompts of one length together: transformers is slow to start
+        group = [p for p in prompts() if len(p) == length]
+        want = tiny.generate(
+            torch.tensor(group),
+            attention_mask=torch.ones(len(group), length, dtype=torch.long),
+            max_new_tokens=NEW,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **setting,
+        )
+        sequences, scores = want.sequences.tolist(), want.sequences_scores.tolist()
+        for at, prompt in enumerate(group):
+            found = ours(tiny, prompt, SamplingParams.from_mapping(setting)).results()
+            assert len(found) == count
+            for beam, ids, score in zip(found, sequences[at * count :], scores[at * count :], strict=False):
+                tokens = ids[length:]
+                assert list(beam.tokens) == tokens[: len(beam.tokens)]
+                assert set(tokens[len(beam.tokens) :]) <= {EOS}  # transformers fills the rest with it
+                assert beam.score == pytest.approx(score, abs=1e-4)
+                assert beam.finish is not None
+                ended[beam.finish.reason] += 1
+    assert min(ended["stop"], ended["length"]) > 5, "both ways to end must occur, or the test shows little"
+
+
+@pytest.mark.torch
+def test_two_end_tokens(tiny: Any) -> None:
+    """K grows with the number of end tokens, so that enough lines stay alive."""
+    import torch
+
+    params = SamplingParams(num_beams=3, num_return_sequences=3)
+    for prompt in prompts()[:8]:
+        want = tiny.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=NEW,
+            do_sample=False,
+            num_beams=3,
+            num_return_sequences=3,
+            eos_token_id=[EOS, 7, 9],
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        found = ours(tiny, prompt, params, (EOS, 7, 9)).results()
+        assert [b.score for b in found] == pytest.approx(want.sequences_scores.tolist(), abs=1e-4)
+
+
+@pytest.mark.torch
+def test_a_penalty_acts_on_logits_before_the_softmax(tiny: Any) -> None:
+    """Stated difference: every step's candidates are normalised after the penalties, so the scores are log-probabilities.
+
+    transformers applies processors to the log-softmax and leaves the sum below or above one."""
+    params = SamplingParams(num_beams=2, repetition_penalty=1.4)
+    logits = logits_of(tiny, [prompts()[0]])[0]
+    drawn = sample(logits, params, beam=VOCAB, history=tuple(prompts()[0]))
+    assert sum(np.exp(v) for _, v in drawn.candidates) == pytest.approx(1.0)
+
+
+# -------------------------------------------------------------------------------------------------------- diverse groups
+
+
+def groups_again(
+    table: dict[tuple[int, ...], np.ndarray], p: SamplingParams, steps: int
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Diverse beam search without end tokens, by its definition: whole rows, no candidate lists, no early ends."""
+    size = p.num_beams // p.num_beam_groups
+    groups: list[list[tuple[float, tuple[int, ...]]]] = [[(0.0, ())] for _ in range(p.num_beam_groups)]
+    for _ in range(steps):
+        taken = np.zeros(VOCAB)
+        for g, beams in enumerate(groups):
+            options = [
+                (score + table[line][t] - p.diversity_penalty * taken[t], -i, -t, score + table[line][t], (*line, t))
+                for i, (score, line) in enumerate(beams)
+                for t in range(VOCAB)
+            ]
+            best = sorted(options, reverse=True)[:size]
+            groups[g] = [(score, line) for _, _, _, score, line in best]
+            for _, line in groups[g]:
+                taken[line[-1]] += 1
+    found = [(score / steps**p.length_penalty, line) for beams in groups for score, line in beams]
+    return sorted(found, key=lambda f: -f[0])
+
+
+class Table(dict[tuple[int, ...], np.ndarray]):
+    """A model by heart: log-probabilities for every line, made when first asked for."""
+
+    def __missing__(self, line: tuple[int, ...]) -> np.ndarray:
+        x = np.random.default_rng([8, *line]).normal(size=VOCAB) * 2
+        self[line] = x - x.max() - np.log(np.exp(x - x.max()).sum())
+        return self[line]
+
+
+@pytest.mark.parametrize(("beams", "groups", "penalty"), [(4, 2, 0.5), (6, 3, 2.0), (4, 4, 1.0), (6, 2, 0.0)])
+def test_groups_by_definition(beams: int, groups: int, penalty: float) -> None:
+    table = Table()
+    params = SamplingParams(num_beams=beams, num_beam_groups=groups, num_return_sequences=beams, diversity_penalty=penalty)
+    search = BeamSearch(params, max_new=5)
+    live: list[tuple[int, ...]] = [()]
+    while not search.done:
+        drawn = []
+        for line in live:
+            order = np.argsort(-table[line], kind="stable")[: search.needed]
+            drawn.append(Drawn(int(order[0]), 0.0, candidates=tuple((int(t), float(table[line][t])) for t in order)))
+        live = [(*live[parent], token) for parent, token in search.step(drawn)]
+    want = groups_again(table, params, 5)
+    assert [b.tokens for b in search.results()] == [line for _, line in want]
+    assert [b.score for b in search.results()] == pytest.approx([score for score, _ in want])
+
+
+# ---------------------------------------------------------------------------------------------------------- small things
+
+
+def candidates(*pairs: tuple[int, float]) -> Drawn:
+    return Drawn(pairs[0][0], pairs[0][1], candidates=pairs)
+
+
+def test_a_stop_rule_of_the_engine_ends_lines() -> None:
+    """`ends` sees whole lines, so that stop strings over several tokens work; its Finish is kept."""
+    stop = Finish("stop", "5 6")
+    params = SamplingParams(num_beams=2, num_return_sequences=2)
+    search = BeamSearch(params, max_new=9, ends=lambda tokens: stop if tokens[-2:] == (5, 6) else None)
+    search.step([candidates((5, -0.1), (6, -2.5), (7, -9.0), (8, -9.5))])
+    moves = search.step([candidates((6, -0.1), (1, -3.0)), candidates((6, -0.2), (1, -3.0))])
+    assert moves == ((1, 6), (0, 1))
+    assert search.agreed() == ()
+    while not search.done:
+        search.step([candidates((1, -1.0), (3, -2.0)) for _ in search.live])
+    assert search.results()[0].tokens == (5, 6)
+    assert search.results()[0].finish == stop
+
+
+def test_agreed_tokens_are_a_prefix_of_every_answer() -> None:
+    params = SamplingParams(num_beams=2, num_return_sequences=2)
+    search = BeamSearch(params, max_new=4)
+    assert search.agreed() == ()
+    search.step([candidates((5, -0.1), (6, -9.0))])
+    assert search.agreed() == ()
+    search.step([candidates((7, -0.1), (8, -0.2)), candidates((7, -5.0), (8, -5.0))])
+    assert search.agreed() == (5,)
+    while not search.done:
+        search.step([candidates((1, -1.0), (3, -2.0)) for _ in search.live])
+    assert all(b.tokens[0] == 5 for b in search.results())
+
+
+def test_a_row_without_candidates_ends_the_search() -> None:
+    search = BeamSearch(SamplingParams(num_beams=2), max_new=4)
+    assert search.step([Drawn(-1, 0.0)]) == ()
+    assert search.done
+    assert search.results() == ()
+    assert search.agreed() == ()
+
+
+def test_log_probabilities_and_explanations_follow_their_line() -> None:
+    params = SamplingParams(num_beams=2, logprobs=2, explain=3)
+    search = BeamSearch(params, max_new=3)
+    rng = np.random.default_rng(0)
+    while not search.done:
+        rows = rng.normal(size=(len(search.live), 12)).astype(np.float32)
+        search.step([sample(row, params, beam=search.needed) for row in rows])
+    (best,) = search.results()
+    assert [t.token for t in best.logprobs] == list(best.tokens)
+    assert [e["token"] for e in best.explain] == list(best.tokens)
+    assert sum(t.logprob for t in best.logprobs) / 3 == pytest.approx(best.score)

@@ -1,0 +1,178 @@
+"""The draw follows the filtered distribution: goodness of fit on a million draws, support, tails, independence.
+
+Every test runs with fixed keys, so it either always passes or always fails; the odds stated are those of a correct generator
+failing for one arbitrary choice of keys.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from sampling_rows import make_row, processed, sample, softmax
+
+from verbatim.base.params import SamplingParams
+from verbatim.sampling import draw
+from verbatim.sampling.pipeline import sample_rows
+
+DRAWS = 1_000_000
+# Twelve ids from likely to rare, two of them equal.
+LOGITS = np.array([3.0, 2.5, 2.5, 2.0, 1.2, 0.4, 0.0, -0.5, -1.0, -2.0, -3.0, -4.5], np.float32)
+HISTORY = (0, 3, 3, 5, 0, 3, 3)
+
+SETTINGS = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 2.0},
+    {"temperature": 30.0},
+    {"top_k": 1},
+    {"top_k": 2},
+    {"top_k": 7, "temperature": 1.3},
+    {"top_p": 0.5},
+    {"top_p": 0.9, "temperature": 0.8},
+    {"min_p": 0.1},
+    {"min_p": 0.02, "top_p": 0.95, "top_k": 8},
+    {"typical_p": 0.4},
+    {"typical_p": 0.9, "temperature": 1.5},
+    {"top_n_sigma": 1.0},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.12},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.05, "temperature": 1.2},
+    {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    {"dry_multiplier": 1.0, "dry_allowed_length": 1},
+    {"logit_bias": {11: 6.0, 0: -4.0}, "banned_token_ids": [1]},
+    {"allowed_token_ids": [2, 4, 10], "temperature": 0.9, "no_repeat_ngram": 2},
+]
+
+
+def too_far(observed: np.ndarray, expected: np.ndarray) -> float:
+    """Chi-square as a normal deviate (Wilson, Hilferty 1931): about 4.75 has odds of one in a million."""
+    df = len(expected) - 1
+    if df == 0:
+        return 0.0
+    chi2 = float(((observed - expected) ** 2 / expected).sum())
+    return ((chi2 / df) ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
+
+
+def exact(params: SamplingParams) -> np.ndarray:
+    """The distribution, with XTC's coin averaged out."""
+    out = np.zeros(len(LOGITS))
+    sides = [(1.0, params)]
+    if params.xtc_probability:
+        q = params.xtc_probability
+        sides = [(q, params.with_(xtc_probability=1.0)), (1 - q, params.with_(xtc_probability=0.0))]
+    for weight, side in sides:
+        state = processed(LOGITS, side, history=HISTORY)
+        out[state.ids] += weight * softmax(state.d)
+    return out
+
+
+def drawn(params: SamplingParams, key: int, positions: np.ndarray) -> np.ndarray:
+    """Many draws at once; the next test ties this to sample_rows."""
+    if not params.xtc_probability:
+        state = processed(LOGITS, params, history=HISTORY)
+        return draw.draw_many(state.ids, state.d, key, positions)
+    coin = draw.uniform(key, positions, np.zeros(1, np.int64), draw.DOMAIN_XTC) < params.xtc_probability
+    out = np.empty(len(positions), np.int64)
+    for acts in (True, False):
+        side = processed(LOGITS, params.with_(xtc_probability=float(acts)), history=HISTORY)
+        out[coin == acts] = draw.draw_many(side.ids, side.d, key, positions[coin == acts])
+    return out
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_a_million_draws_fit_the_exact_distribution(setting: dict[str, object]) -> None:
+    """Chi-square at one in a million for each of 20 settings: false-alarm odds 2e-5 for all of them."""
+    params = SamplingParams.from_mapping(setting)
+    key = draw.noise_key(2024, SETTINGS.index(setting))
+    tokens = drawn(params, key, np.arange(5, 5 + DRAWS))
+    p = exact(params)
+    counts = np.bincount(tokens, minlength=len(LOGITS))
+    assert counts[p == 0].sum() == 0, "a removed token was drawn"
+    live = p > 0
+    assert too_far(counts[live], p[live] * DRAWS) < 4.75
+    # the fast path above is the sampler itself
+    rows = [make_row(params, key=key, position=t, history=HISTORY) for t in range(5, 105)]
+    assert [d.token for d in sample_rows(np.tile(LOGITS, (100, 1)), rows)] == tokens[:100].tolist()
+
+
+def test_neighbouring_positions_are_independent() -> None:
+    """Pairs (token at t, token at t + 1) of 300,000 draws against the product: chi-square, odds 1e-6."""
+    state = processed(LOGITS, SamplingParams())
+    tokens = draw.draw_many(state.ids, state.d, draw.noise_key(5), np.arange(300_000))
+    p = softmax(state.d)
+    pairs = np.bincount(tokens[:-1:2] * 12 + tokens[1::2], minlength=144)
+    assert too_far(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
+
+
+def test_choices_and_seeds_are_independent() -> None:
+    """The same positions under neighbouring keys: choice 0 against 1, seed s against s + 1. Odds 2e-6 together."""
+    state = processed(LOGITS, SamplingParams())
+    p = softmax(state.d)
+    at = np.arange(150_000)
+    first = draw.draw_many(state.ids, state.d, draw.noise_key(9, 0), at)
+    for key in (draw.noise_key(9, 1), draw.noise_key(10, 0)):
+        other = draw.draw_many(state.ids, state.d, key, at)
+        pairs = np.bincount(first * 12 + other, minlength=144)
+        assert too_far(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
+
+
+def test_noise_of_neighbouring_ids_is_independent() -> None:
+    """Even and odd ids share a block of the generator: correlation of a million pairs below 5 / sqrt(n) (odds 6e-7)."""
+    u = draw.uniform(draw.noise_key(3), np.arange(1000)[:, None], np.arange(2000)[None, :]) - 0.5
+    for lag in (1, 2):
+        a, b = u[:, :-lag].ravel(), u[:, lag:].ravel()
+        assert abs(float((a * b).mean()) * 12) < 5 / math.sqrt(len(a))
+    assert abs(float(u.mean())) * math.sqrt(12 * u.size) < 5
+
+
+def test_the_uniforms_are_uniform() -> None:
+    """Four million, in 1,000 bins by their high bits and in 1,000 by their low ones. Odds 2e-6 together."""
+    u = draw.uniform(draw.noise_key(4), np.arange(1000)[:, None], np.arange(4000)[None, :]).ravel()
+    for part in (u, u * 2.0**32 % 1.0):
+        counts = np.bincount((part * 1000).astype(np.int64), minlength=1000)
+        assert too_far(counts, np.full(1000, len(u) / 1000)) < 4.75
+
+
+TAIL = [
+    (319, 7340),
+    (1635, 18051),
+    (5267, 10321),
+]  # (position, id) with u > 1 - 2^-25: all there are in a search of 240 million
+
+
+@pytest.mark.parametrize(("position", "token"), TAIL)
+def test_events_below_2_to_the_minus_24_occur(position: int, token: int) -> None:
+    """A generator with 24 bits (float32 uniforms) can never draw a token this rare. Ours does, at the places found."""
+    logits = np.full(50_000, -np.inf, np.float32)
+    logits[[0, token]] = [0.0, -17.0]
+    rare = 1 / (1 + math.exp(17.0))
+    assert rare < 2**-24
+    key = draw.noise_key(1234)
+    assert sample(logits, SamplingParams(), key=key, position=position).token == token
+
+
+def test_the_tail_of_the_noise_has_the_right_weight() -> None:
+    """P(g > x) = 1 - exp(-e^-x): counts of 8 million against it at x = 8, 10, 12; within 5 deviations (odds 2e-6)."""
+    g = draw.gumbel(draw.noise_key(6), np.arange(2000)[:, None], np.arange(4000)[None, :]).ravel()
+    for x in (8.0, 10.0, 12.0):
+        want = -math.expm1(-math.exp(-x)) * len(g)
+        assert abs(int((g > x).sum()) - want) < 5 * math.sqrt(want)
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    assert sample(np.zeros(100), SamplingParams(temperature=0)).token == 0
+    ids = np.arange(4)
+    assert int(np.argmax(np.zeros(4))) == 0  # what draw() relies on
+    winner, _, scores = draw.draw(ids, np.zeros(4), 1, 1)
+    assert scores[winner] == scores.max()
+
+
+def test_a_seed_moves_with_its_position_not_with_its_batch() -> None:
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(20, 50)).astype(np.float32)
+    rows = [make_row(SamplingParams(), key=draw.noise_key(i), position=i) for i in range(20)]
+    together = sample_rows(logits, rows)
+    alone = [sample_rows(logits[i : i + 1], [rows[i]])[0] for i in range(20)]
+    backwards = sample_rows(logits[::-1], rows[::-1])[::-1]
+    assert together == alone == backwards
