@@ -17,19 +17,31 @@ from verbatim.text.tokenizer import END_OF_TURN, Vocabulary
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MAX_JSON = 256 * 2**20
+MAX_STEPS, MAX_GROWTH, MAX_AROUND = 64, 64, 16
 _REQUIRED: Any = object()
 
 
 def read_json(path: Path, missing: Any = _REQUIRED) -> dict[str, Any]:
     """A JSON object; `missing` is returned where there is no such file."""
-    if not path.is_file() and missing is not _REQUIRED:
+    if missing is not _REQUIRED and not path.is_file():
         return dict(missing)
+    return parse_json(read_bytes(path), path)
+
+
+def read_bytes(path: Path) -> bytes:
     try:
-        data = path.read_bytes()
-        if len(data) > MAX_JSON:
-            raise ModelError(f"is {len(data)} bytes long; at most {MAX_JSON} are read", file=str(path))
+        size = path.stat().st_size
+        if size > MAX_JSON:
+            raise ModelError(f"is {size} bytes long; at most {MAX_JSON} are read", file=str(path))
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"cannot be read: {error}", file=str(path)) from None
+
+
+def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+    try:
         value = json.loads(data)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"cannot be read as JSON: {str(error)[:200]}", file=str(path)) from None
     if not isinstance(value, dict):
         raise ModelError(f"is a JSON {type(value).__name__}, not an object", file=str(path))
@@ -57,13 +69,59 @@ def read_vocabulary(folder: Path) -> Vocabulary:
     if not path.is_file():
         raise ModelError("there is no tokenizer.json; only directories with one are supported", file=str(folder))
     config = read_json(folder / "tokenizer_config.json", missing={})
-    spec = read_json(path)
+    data = read_bytes(path)
+    spec = parse_json(data, path)
     try:
-        return _vocabulary(folder, spec, Encoder.from_str(json.dumps(spec)), config)
-    except (ModelError, KeyboardInterrupt, SystemExit, MemoryError):
+        check_parts(spec)
+        return _vocabulary(folder, spec, Encoder.from_buffer(data), config)
+    except ModelError as error:
+        raise error if error.file else ModelError(error.message, file=str(path)) from None
+    except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # the library reports some broken files as a Rust panic, which is no Exception
         raise ModelError(f"the tokenizer cannot be built: {str(error)[:200]}", file=str(path)) from error
+
+
+def check_parts(spec: Mapping[str, Any]) -> None:
+    """What the library would accept and we must not: other kinds of model, randomness, and steps that blow a text up."""
+    model = spec.get("model")
+    kind = model.get("type", "BPE") if isinstance(model, dict) else None
+    if kind not in ("BPE", "Unigram"):
+        raise ModelError(f"the tokenizer's model is {str(kind)[:40]!r}; known here are BPE and Unigram")
+    assert isinstance(model, dict)
+    if model.get("dropout"):
+        raise ModelError("the tokenizer has merge dropout, so the same text would not give the same tokens; remove it")
+    steps = [*_steps(spec.get("normalizer")), *_steps(spec.get("pre_tokenizer"))]
+    growth = 1.0
+    for step in steps:
+        growth *= _growth(step)
+    if len(steps) > MAX_STEPS or growth > MAX_GROWTH:
+        raise ModelError(
+            f"the tokenizer's {len(steps)} steps could make a text {growth:.0f} times longer; at most {MAX_GROWTH}"
+        )
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """A normalizer or pre-tokenizer as a flat list of its steps."""
+    if isinstance(part, list):
+        return [step for item in part for step in _steps(item)]
+    if not isinstance(part, dict):
+        return []
+    inner = [*_steps(part.get("normalizers")), *_steps(part.get("pretokenizers"))]
+    return inner or [part]
+
+
+def _growth(step: Mapping[str, Any]) -> float:
+    """How many times longer a step can make a text, at worst."""
+    if step.get("type") == "ByteLevel":
+        return 2.0  # a byte above 127 becomes a character of two bytes
+    if step.get("type") == "Prepend":
+        return 1.0 + len(str(step.get("prepend", "")))
+    if step.get("type") != "Replace":
+        return 1.0
+    pattern, content = step.get("pattern"), str(step.get("content", ""))
+    text = pattern.get("String") if isinstance(pattern, dict) else None
+    return max(1.0, len(content.encode("utf-8", "replace")) / max(1, len(text) if isinstance(text, str) else 1))
 
 
 def _vocabulary(folder: Path, spec: dict[str, Any], special: Any, config: Mapping[str, Any]) -> Vocabulary:
@@ -143,6 +201,8 @@ def _around(
         if bare and full[at : at + len(bare)] == bare:
             prefix, suffix = tuple(full[:at]), tuple(full[at + len(bare) :])
             break
+    if len(prefix) + len(suffix) > MAX_AROUND:
+        raise ModelError(f"the post-processor puts {len(prefix) + len(suffix)} tokens around a prompt; at most {MAX_AROUND}")
     return _overruled(prefix, config, "bos", ids), _overruled(suffix, config, "eos", ids)
 
 

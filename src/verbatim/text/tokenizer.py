@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from verbatim.base.errors import RequestError
+from verbatim.base.errors import ModelError, RequestError
 from verbatim.text.control import ControlFinder
 from verbatim.text.decode import decode_all
 
@@ -70,7 +70,7 @@ class Tokenizer:
         """
         _check_text(text)
         if special:
-            return list(self._vocab.special.encode(text, add_special_tokens=False).ids)
+            return _ids(self._vocab.special, text)
         return self._plain(text, self._vocab.plain)
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
@@ -106,7 +106,7 @@ class Tokenizer:
         return ControlFinder(self.control_tokens, self._vocab.added)
 
     def _plain(self, text: str, encoder: Any) -> list[int]:
-        ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+        ids = _ids(encoder, text)
         if self._control_ids.isdisjoint(ids):
             return ids
         return self._without_control(text, ids, encoder)
@@ -122,7 +122,7 @@ class Tokenizer:
         pattern = re.compile("|".join(re.escape(t) for t in sorted(bad, key=len, reverse=True)))
         out: list[int] = []
         for piece in _halves(text, pattern):
-            out += encoder.encode(piece, add_special_tokens=False).ids
+            out += _ids(encoder, piece)
         if not self._control_ids.isdisjoint(set(out) - {self.unk_id}):
             raise RequestError(f"the vocabulary cannot write this text without the control token {min(bad)!r}", param="prompt")
         return out
@@ -167,6 +167,18 @@ class Tokenizer:
         named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id, "pad_token": self.pad_id}
         texts = {name: self._vocab.tokens[i] for name, i in named.items() if i is not None}
         return {**self._vocab.extra, **texts}
+
+
+def _ids(encoder: Any, text: str) -> list[int]:
+    """What the library makes of a text. Where a file's own rules fail on it (a pattern without end, an unknown token that is
+    missing), the library raises, or panics, which is no Exception; both are the model's fault."""
+    try:
+        ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
+        return ids
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ModelError(f"the model's tokenizer fails on a text of {len(text)} characters: {str(error)[:200]}") from error
 
 
 def _halves(text: str, pattern: re.Pattern[str]) -> Iterable[str]:
