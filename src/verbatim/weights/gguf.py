@@ -150,7 +150,7 @@ class _Reader:
         self.types: dict[str, str] = {}
 
     def fail(self, message: str) -> NoReturn:
-        raise ModelError(message, file=str(self.file))
+        raise ModelError(message if len(message) < 1000 else message[:1000] + "…", file=str(self.file))  # names may be 64 KiB
 
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.pos:

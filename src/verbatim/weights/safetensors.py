@@ -84,11 +84,11 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
         for name in expected:
             if name not in found and name not in passed:
                 raise ModelError(
-                    f"the index places the tensor {name!r} in {shard}, which does not hold it", file=str(directory)
+                    f"the index places the tensor {name!r:.80} in {shard}, which does not hold it", file=str(directory)
                 )
         for name in (*found, *passed):
             if name in tensors or name in others:
-                raise ModelError(f"tensor {name!r} appears in two shards", file=str(directory / shard))
+                raise ModelError(f"tensor {name!r:.80} appears in two shards", file=str(directory / shard))
         tensors |= found
         others |= passed
     return SafetensorsDir(directory, config, generation_config, tensors, _digest(config, tensors), others)
@@ -125,10 +125,12 @@ def _shards(directory: Path) -> dict[str, list[str]]:
 
 def _check_shard_name(shard: object, name: str, index: Path) -> None:
     """A shard is a plain file name beside the index: nothing that leads out of the directory."""
+    if isinstance(shard, str) and any(c in "/\\:" or ord(c) < 32 for c in shard):
+        raise ModelError(f"the shard name {shard!r:.80} leads out of the model's directory", file=str(index))
     if not isinstance(shard, str) or not shard.endswith(".safetensors") or len(shard) > 255 or shard.startswith("."):
-        raise ModelError(f"the tensor {name!r} lies in {shard!r}, which is not the name of a safetensors file", file=str(index))
-    if any(c in "/\\:\0" or ord(c) < 32 for c in shard):
-        raise ModelError(f"the shard name {shard!r} leads out of the model's directory", file=str(index))
+        raise ModelError(
+            f"tensor {name!r:.80} lies in {shard!r:.80}, which is not the name of a safetensors file", file=str(index)
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------- one file
@@ -150,9 +152,9 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     position = 0
     for (begin, end, dtype, shape), name in entries:
         if begin != position:
-            raise ModelError(f"tensor {name!r} begins at {begin}; the one before it ends at {position}", file=str(file))
+            raise ModelError(f"tensor {name!r:.80} begins at {begin}; the one before it ends at {position}", file=str(file))
         if end > data.size:
-            raise ModelError(f"tensor {name!r} ends at {end}; the data end at {data.size} (cut short?)", file=str(file))
+            raise ModelError(f"tensor {name!r:.80} ends at {end}; the data end at {data.size} (cut short?)", file=str(file))
         position = end
         if dtype in FLOATS:
             tensors[name] = Tensor(name, FLOATS[dtype], shape or (1,), data[begin:end])
@@ -166,21 +168,24 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
     """(begin, end, dtype, shape) of one tensor, checked against each other."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ModelError(f"tensor {name!r} needs exactly dtype, shape and data_offsets", file=str(file))
+        raise ModelError(f"tensor {name!r:.80} needs exactly dtype, shape and data_offsets", file=str(file))
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        raise ModelError(f"tensor {name!r} has the unknown dtype {dtype!r:.40}", file=str(file))
+        raise ModelError(f"tensor {name!r:.80} has the unknown dtype {dtype!r:.40}", file=str(file))
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
-        raise ModelError(f"tensor {name!r} has the shape {shape!r:.80}", file=str(file))
+        raise ModelError(f"tensor {name!r:.80} has the shape {shape!r:.80}", file=str(file))
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise ModelError(f"tensor {name!r} has the offsets {offsets!r:.80}", file=str(file))
+        raise ModelError(f"tensor {name!r:.80} has the offsets {offsets!r:.80}", file=str(file))
     if dtype in FLOATS and 0 in shape:
-        raise ModelError(f"tensor {name!r} has the empty shape {shape}", file=str(file))
+        raise ModelError(f"tensor {name!r:.80} has the empty shape {shape!r:.80}", file=str(file))
     bits = BITS[dtype]
     for dim in shape:
         bits *= dim
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
-        raise ModelError(f"tensor {name!r} ({dtype} {shape}) takes {bits} bits, but its offsets are {offsets}", file=str(file))
+        raise ModelError(
+            f"tensor {name!r:.80} ({dtype} {shape!r:.80}) takes {bits} bits, but its offsets are {offsets!r:.80}",
+            file=str(file),
+        )
     return offsets[0], offsets[1], dtype, tuple(shape)
 
 
