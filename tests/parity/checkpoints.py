@@ -60,6 +60,7 @@ CASES = [
     Case("llama-mha-tied", "Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, gguf="llama"),
     Case("llama-mqa-wide-heads", "Llama", {"num_key_value_heads": 1, "head_dim": 16}, gguf="llama"),
     Case("llama-biases", "Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
+    Case("llama-attention-bias", "Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}, gguf="llama"),
     Case("llama-linear", "Llama", _rope("linear", factor=4.0), gguf="llama"),
     Case("llama-dynamic-short", "Llama", _rope("dynamic", factor=4.0)),
     # transformers takes the length of the text, we the engine's context: equal where the text fills the context

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from verbatim import LLM, SamplingParams
-from verbatim.backend.reference import ReferenceBackend
+from verbatim.backend import open_backend
 from verbatim.base.config import EngineConfig
+from verbatim.base.errors import BackendError
 from verbatim.engine.parts import Parts
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import FAMILIES, tiny_model
@@ -20,15 +21,19 @@ PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2, igno
 
 def opened(family: str, **options: Any) -> LLM:
     model = tiny_model(family)
-    backend = ReferenceBackend(model, EngineConfig(check=True))
+    try:
+        backend = open_backend(model, EngineConfig(check=True, **options))
+    except BackendError as error:
+        pytest.skip(str(error))
     parts = Parts(backend, ByteTokenizer(), (), name=family, digest=model.weights.digest)
     return LLM.from_parts(parts, check=True, kv_blocks=64, **options)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generate_then_score(family: str) -> None:
-    """Three sequences together, token by token, against each whole text in one pass: equal to the last bit on this backend."""
-    with opened(family, prefix_cache=False) as llm:
+def test_generate_then_score(family: str, backend: str) -> None:
+    """Three sequences together, token by token, against each whole text in one pass: equal to the last bit."""
+    with opened(family, backend=backend, prefix_cache=False) as llm:
         for done in llm.generate(PROMPTS, PARAMS):
             count = len(done.prompt_ids)
             score = llm.score([*done.prompt_ids, *done.token_ids])
@@ -38,11 +43,12 @@ def test_generate_then_score(family: str) -> None:
             assert np.std(scored) > 0.3, "a flat model proves nothing"
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_a_cache_the_answer_is_the_same(family: str) -> None:
+def test_without_a_cache_the_answer_is_the_same(family: str, backend: str) -> None:
     answers = []
     for use_cache in (True, False):
-        with opened(family, use_cache=use_cache) as llm:
+        with opened(family, backend=backend, use_cache=use_cache) as llm:
             done = llm.generate(PROMPTS, PARAMS)
             answers.append([(d.token_ids, d.text, [e.logprob for e in d.logprobs]) for d in done])
     assert answers[0] == answers[1]

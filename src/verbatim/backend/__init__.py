@@ -17,7 +17,7 @@ BACKENDS = ("auto", "reference", "cpu", "cuda")
 
 def open_backend(model: Model, config: EngineConfig) -> Backend:
     """The backend that config.backend names. auto: cpu where its kernels are built and know the model, else reference."""
-    name = config.backend
+    name, note = config.backend, ""
     if name not in BACKENDS:
         raise ParameterError("backend", f"{name!r} is not one of {', '.join(BACKENDS)}")
     if name in ("auto", "cpu"):
@@ -27,11 +27,12 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
             return opened
         if name == "cpu":
             raise BackendError(f"the cpu backend cannot run this model: {reason}; use backend='reference'")
+        note = f"no cpu kernels: {reason}"
     if name == "cuda":
         raise BackendError("the cuda backend is not part of this build; use backend='cpu' or 'reference'")
     from verbatim.backend.reference import ReferenceBackend
 
-    return ReferenceBackend(model, config)
+    return ReferenceBackend(model, config, note=note)
 
 
 def _cpu_refuses(model: Model) -> str | None:

@@ -81,7 +81,7 @@ def load_parts(
         tokenizer=words,
         eos_ids=tuple(sorted({*loaded.eos_ids, *words.eos_ids})),
         name=os.fspath(model),
-        digest=source.digest,
+        digest=loaded.weights.digest,
         context=config.context or loaded.spec.context,
         template=template,
         generation_config=dict(loaded.generation_config),

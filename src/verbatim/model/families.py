@@ -49,7 +49,9 @@ def check_spec(spec: ModelSpec, file: str) -> ModelSpec:
             raise ModelError(f"rotary dimension {layer.rope.dim} is larger than a head ({spec.head_dim})", file=file)
         if layer.experts and not 0 < spec.experts_used <= layer.experts:
             raise ModelError(f"{spec.experts_used} of {layer.experts} experts cannot be used", file=file)
-    return spec
+    # a window as wide as the context hides nothing: those layers share the cache group of the full ones
+    layers = tuple(replace(a, window=None) if a.window is not None and a.window >= spec.context else a for a in spec.layers)
+    return replace(spec, layers=layers)
 
 
 def pick_context(asked: int | None, own: int, limit: int) -> int:

@@ -43,7 +43,6 @@ def _llama(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     experts = f.integer("expert_count", 0, low=0, high=4096)
     layer = LayerSpec(window=window or None, rope=rope, experts=experts)
     mlp = f.integer("feed_forward_length", 0 if experts else 1, low=0)
-    bias = "blk.0.attn_output.bias" in tensors
     return ModelSpec(
         family="mixtral" if experts else "llama",
         vocab=_vocab(f, tensors),
@@ -56,7 +55,8 @@ def _llama(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
         layers=(layer,) * f.integer("block_count", high=MAX_LAYERS),
         norm_eps=f.number("attention.layer_norm_rms_epsilon"),
         qkv_bias="blk.0.attn_q.bias" in tensors,
-        out_bias=bias,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
         tied="output.weight" not in tensors,
         experts_used=f.integer("expert_used_count") if experts else 0,
         expert_mlp=f.integer("expert_feed_forward_length", mlp) if experts else 0,

@@ -7,6 +7,7 @@ become blocks one tensor at a time: the peak above the finished model is one ten
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,7 +66,8 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     architecture = source.metadata["general.architecture"]
     collector = _Collector(spec, source.tensors, file, quant)
     weights = collector.collect(lambda name: gguf_source(architecture, name), harmless("gguf", tied=spec.tied, nested=False))
-    return Model(spec, Weights(weights, file, source.digest), source, _gguf_eos(source.metadata), {})
+    digest = _digest(source.digest, spec, quant)
+    return Model(spec, Weights(weights, file, digest), source, _gguf_eos(source.metadata), {})
 
 
 def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
@@ -82,7 +84,14 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
         lambda name: hf_source(spec.family, prefix, name, experts), harmless("hf", tied=spec.tied, nested=nested)
     )
     generation = dict(source.generation_config or {})
-    return Model(spec, Weights(weights, file, source.digest), source, _config_eos(source.config, generation), generation)
+    digest = _digest(source.digest, spec, quant)
+    return Model(spec, Weights(weights, file, digest), source, _config_eos(source.config, generation), generation)
+
+
+def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
+    """What names this model in fingerprints: the file, and what was made of it. quant changes the weights, and the context may choose
+    other rotary frequencies; two engines that differ in either may write different tokens."""
+    return hashlib.sha256(repr((source, quant, spec.layers)).encode()).hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens

@@ -25,12 +25,16 @@ NUMERICS_VERSION = "reference-1"
 
 
 class ReferenceBackend:
-    """With config.check every slot of the cache remembers what was written there, and every read is verified (canary.py)."""
+    """With config.check every slot of the cache remembers what was written there, and every read is verified (canary.py).
+    `note` goes into info.detail: why this backend and not a faster one."""
 
-    def __init__(self, model: Model, config: EngineConfig | None = None, *, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig | None = None, *, block_size: int = BLOCK_SIZE, note: str = ""
+    ) -> None:
         self.spec = model.spec
         self.block_size = block_size
         self.config = config or EngineConfig()
+        self._detail = f"numpy {np.__version__}, float32" + (f"; {note}" if note else "")
         self._weights = Floats(model.weights)
         self._caches: tuple[Cache, ...] | None = None
         self._canary: Canary | None = None
@@ -39,7 +43,7 @@ class ReferenceBackend:
     def info(self) -> BackendInfo:
         kv = self.spec.kv_values * 4 * len(self.spec.layers)
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
-        return BackendInfo("reference", f"numpy {np.__version__}, float32", 1, NUMERICS_VERSION, parameters * 4, kv)
+        return BackendInfo("reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv)
 
     def block_bytes(self) -> tuple[int, ...]:
         slot = self.spec.kv_values * 4
