@@ -340,8 +340,9 @@ def _hub_records() -> Iterator[ModelRecord]:
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
     root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     for snapshot in sorted(root.glob("models--*--*/snapshots/*")):
-        repo = snapshot.parts[-3].removeprefix("models--").replace("--", "/")
-        name = f"{repo}@{snapshot.name[:12]}"
+        name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
+        if snapshot.name != _text(snapshot.parent.parent / "refs" / "main"):
+            name += f"@{snapshot.name}"
         weights = [f for f in snapshot.glob("*.safetensors") if not f.name.startswith("consolidated")]
         if weights and (snapshot / "config.json").exists():
             size, whole = _sizes(weights)
@@ -349,6 +350,13 @@ def _hub_records() -> Iterator[ModelRecord]:
         for file in sorted(snapshot.glob("*.gguf")):
             size, whole = _sizes([file])
             yield ModelRecord(f"{name}:{file.name}", file, size, "gguf", whole)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except (OSError, ValueError):
+        return ""
 
 
 def _sizes(files: list[Path]) -> tuple[int, bool]:

