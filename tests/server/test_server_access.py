@@ -1,0 +1,218 @@
+"""Who may come in, and what they may learn: keys, hosts, origins, tenants, logs, error texts."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import Live
+
+from verbatim.base.errors import ParameterError
+from verbatim.server import app
+from verbatim.server.problems import CODES
+from verbatim.server.settings import Settings
+
+pytestmark = pytest.mark.server
+ONE, TWO = "key-number-one", "key-number-two"
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    path.write_text(f"# two tenants\n{ONE}\n{TWO}\n")
+    live = Live(
+        "--api-key-file",
+        str(path),
+        "--cors-origin",
+        "https://app.example",
+        "--log-format",
+        "json",
+        "--allow-host",
+        "llm.example",
+    )
+    live.client.headers["authorization"] = f"Bearer {ONE}"
+    yield live.wait_ready()
+    assert live.stop() == 0
+
+
+def bare(live: Live, method: str, path: str, **more: Any) -> httpx.Response:
+    return httpx.request(method, live.url + path, timeout=30, **more)
+
+
+def test_every_route_but_health_needs_the_key(locked: Live) -> None:
+    for path, method in app.route_list():
+        where = path.replace("{id}", "m").replace("{id:path}", "m")
+        answer = bare(locked, method, where, json={})
+        if path.startswith("/health"):
+            assert answer.status_code == 200
+        else:
+            assert answer.status_code == 401, (method, path)
+    for path in (
+        "/",
+        "/nope",
+        "/docs",
+        "/v1",
+        "/v1/completions/",
+        "//health",
+        "/health/../metrics",
+        "/%68ealth",
+        "/metrics?x=/health",
+    ):
+        assert bare(locked, "GET", path).status_code in (200, 401), path
+        assert "verbatim_requests" not in bare(locked, "GET", path).text
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": ""},
+        {"authorization": ONE},
+        {"authorization": "Bearer"},
+        {"authorization": f"Basic {ONE}"},
+        {"authorization": f"Bearer {ONE[:-1]}"},
+        {"authorization": f"Bearer {ONE} {TWO}"},
+        {"authorization": f"Bearer {ONE.upper()}"},
+        {"x-api-key": ONE + "x"},
+        {"cookie": f"key={ONE}"},
+    ],
+)
+def test_wrong_keys_are_refused(locked: Live, headers: dict[str, str]) -> None:
+    assert bare(locked, "GET", "/v1/models", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers", [{"authorization": f"Bearer {TWO}"}, {"authorization": f"bearer {ONE}"}, {"x-api-key": ONE}]
+)
+def test_right_keys_are_let_in(locked: Live, headers: dict[str, str]) -> None:
+    assert bare(locked, "GET", "/v1/models", headers=headers).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time_and_never_with_equality() -> None:
+    source = inspect.getsource(app.Door._tenant)
+    assert "compare_digest" in source
+    assert "==" not in source.replace('b"bearer"', "").replace("scheme.lower() ==", "")
+    assert "break" not in source
+
+
+def test_no_listening_beyond_loopback_without_a_key() -> None:
+    for host in ("0.0.0.0", "::", "192.168.0.1", "example.com"):
+        with pytest.raises(ParameterError):
+            Settings(host=host)
+        assert Settings(host=host, keys=("long-enough-key",)).host == host
+    for host in ("127.0.0.1", "localhost", "::1", "127.3.4.5"):
+        assert Settings(host=host).host == host
+    with pytest.raises(ParameterError):
+        Settings(keys=("short",))
+
+
+def test_the_host_header_is_checked_against_dns_rebinding(locked: Live) -> None:
+    for host, status in (
+        ("localhost", 200),
+        ("127.0.0.1:1234", 200),
+        ("[::1]:8000", 200),
+        ("llm.example", 200),
+        ("LLM.example:80", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+    ):
+        assert bare(locked, "GET", "/health", headers={"host": host}).status_code == status, host
+
+
+def test_cors_is_off_unless_named(locked: Live, fake: Live) -> None:
+    asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    assert (
+        bare(locked, "OPTIONS", "/v1/completions", headers=asked).headers["access-control-allow-origin"]
+        == "https://app.example"
+    )
+    other = bare(locked, "OPTIONS", "/v1/completions", headers={**asked, "origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in other.headers
+    assert "access-control-allow-origin" not in fake.client.get("/v1/models", headers={"origin": "https://app.example"}).headers
+
+
+def test_cached_prefixes_are_not_shared_between_keys(locked: Live) -> None:
+    """Else the time to the first token, or the cached count itself, would tell what another tenant asked."""
+    prompt = "a secret that one tenant asked about, long enough for several blocks of the cache" * 2
+
+    def cached(key: str, **more: Any) -> int:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 1, **more}
+        answer = bare(locked, "POST", "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
+        return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached(ONE) == 0
+    assert cached(ONE) > 0
+    assert cached(TWO) == 0
+    assert cached(ONE, cache_salt="other") == 0
+    assert cached(TWO, cache_salt="") > 0
+
+
+def test_stored_answers_belong_to_their_key(locked: Live) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "store": True}
+    made = locked.post("/v1/chat/completions", body).json()["id"]
+    assert locked.client.get(f"/v1/chat/completions/{made}").status_code == 200
+    other = {"authorization": f"Bearer {TWO}"}
+    assert bare(locked, "GET", f"/v1/chat/completions/{made}", headers=other).status_code == 404
+    assert bare(locked, "DELETE", f"/v1/chat/completions/{made}", headers=other).status_code == 404
+    assert bare(locked, "GET", "/v1/chat/completions", headers=other).json()["data"] == []
+
+
+def test_the_log_has_ids_and_never_text_or_keys(locked: Live) -> None:
+    marker = "a-very-recognisable-prompt"
+    answer = locked.post("/v1/completions", {"prompt": marker, "max_tokens": 2, "user": "someone"})
+    locked.post("/v1/completions", {"prompt": marker, "temperature": marker})
+    said = locked.said()
+    assert answer.headers["x-request-id"] in said
+    assert marker not in said
+    assert ONE not in said
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    assert any(line.get("id") == answer.headers["x-request-id"] and line["status"] == 200 for line in lines)
+
+
+def test_error_bodies_come_from_a_closed_list_and_hold_no_path(locked: Live) -> None:
+    here = str(Path(app.__file__).parent)
+    for path, body in (
+        ("/v1/completions", {}),
+        ("/v1/completions", {"prompt": "x", "grammar": "start: ("}),
+        ("/v1/nope", {}),
+        ("/v1/responses/x", {}),
+    ):
+        answer = locked.post(path, body)
+        error = answer.json()["error"]
+        assert error["code"] in CODES
+        assert CODES[error["code"]][0] == answer.status_code
+        assert set(error) == {"message", "type", "param", "code"}
+        assert here not in answer.text
+        assert "Traceback" not in answer.text
+        assert ONE not in answer.text
+
+
+def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> None:
+    """No pickle, eval, exec or HTTP client in the server's own code; the only subprocess is the engine."""
+    room = Path(app.__file__).parent
+    for file in room.glob("*.py"):
+        source = file.read_text()
+        for word in (
+            "pickle",
+            "eval(",
+            "exec(",
+            "import httpx",
+            "import requests",
+            "urllib.request",
+            "yaml.load",
+            "os.system",
+            "shell=True",
+        ):
+            spelled = source.replace("never pickle", "").replace("Never pickle", "").replace("subprocess_exec(", "")
+            assert word not in spelled, (file.name, word)
+
+
+def test_tls_by_flags_and_both_of_them() -> None:
+    with pytest.raises(ParameterError):
+        Settings(tls_cert="x")
