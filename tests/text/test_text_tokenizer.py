@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from verbatim.base.errors import RequestError
 from verbatim.text.gguf_vocab import BYTE_ALPHABET
 from verbatim.text.pretokenize import GPT2
-from verbatim.text.tokenizer import Tokenizer, from_directory
+from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 
 pytestmark = pytest.mark.model
 
@@ -245,3 +245,19 @@ def test_the_published_directory_gives_the_same_tokenizer(default_tokenizer: Tok
     assert theirs.control_tokens == default_tokenizer.control_tokens
     assert theirs.special_tokens == default_tokenizer.special_tokens
     assert all(theirs.token_bytes(i) == default_tokenizer.token_bytes(i) for i in range(theirs.vocab_size))
+
+
+def test_a_model_with_more_or_fewer_ids_than_the_tokenizer(default_metadata: dict[str, Any]) -> None:
+    tokenizer = from_gguf(default_metadata)
+    tokenizer.fit(49160)
+    assert tokenizer.vocab_size == 49160
+    assert tokenizer.token_bytes(49155) == b""
+    assert tokenizer.decode([49155, *tokenizer.encode("Hello")]) == "Hello"
+    with pytest.raises(RequestError):
+        tokenizer.token_bytes(49160)
+    tokenizer.fit(19000)
+    assert tokenizer.decode(tokenizer.encode("the")) == "the"
+    with pytest.raises(RequestError, match="has only 19000"):
+        tokenizer.encode("Hello")  # id 19556
+    with pytest.raises(RequestError, match="has only 19000"):
+        tokenizer.encode_parts([("Hello", None)])

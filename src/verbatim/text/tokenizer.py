@@ -59,6 +59,14 @@ class Tokenizer:
         self.space_prefix = v.space_prefix
         self._control_ids = frozenset(v.control.values())
         self._bytes: dict[int, bytes] = {}
+        self._limit: int | None = None
+
+    def fit(self, size: int) -> None:
+        """Take the model's own number of ids. Models pad their embedding: ids beyond the vocabulary stand for no text. A few have
+        fewer rows than tokens: a text that needs one of the tokens beyond is refused, because the model cannot read it."""
+        self._limit = size if size < len(self._vocab.tokens) else None
+        self.vocab_size = size
+        self.eos_ids = tuple(i for i in self.eos_ids if i < size)
 
     # ------------------------------------------------------------------------------------------------------- to ids
 
@@ -69,9 +77,8 @@ class Tokenizer:
         published tokenizers, such bytes are then left out, or become the unknown token where there is one.
         """
         _check_text(text)
-        if special:
-            return _ids(self._vocab.special, text)
-        return self._plain(text, self._vocab.plain)
+        ids = _ids(self._vocab.special, text) if special else self._plain(text, self._vocab.plain)
+        return ids if self._limit is None else self._within(ids, self._limit)
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
         """As `encode`, with what the model wants around every prompt (usually one token before it, or nothing).
@@ -95,6 +102,13 @@ class Tokenizer:
                 _check_text(text)
                 ids += self._plain(text, self._vocab.plain if first else self._vocab.continued or self._vocab.plain)
             first = False
+        return ids if self._limit is None else self._within(ids, self._limit)
+
+    def _within(self, ids: list[int], limit: int) -> list[int]:
+        beyond = next((i for i in ids if i >= limit), None)
+        if beyond is not None:
+            text = self._vocab.tokens[beyond]
+            raise RequestError(f"the text needs the token {text!r} ({beyond}), and the model has only {limit}", param="prompt")
         return ids
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
@@ -135,7 +149,7 @@ class Tokenizer:
         if found is None:
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})")
-            text = self._vocab.tokens[token]
+            text = self.token_text(token)
             literal = token in self._control_ids or (self._vocab.byte_level and token in self._vocab.added)
             found = self._bytes[token] = text.encode("utf-8") if literal else self._vocab.to_bytes(text)
         return found
@@ -153,8 +167,7 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """For reading and reports: the vocabulary's own spelling of an id."""
-        self.token_bytes(token)
-        return self._vocab.tokens[token]
+        return self._vocab.tokens[token] if 0 <= token < len(self._vocab.tokens) else ""
 
     def find(self, text: str) -> int | None:
         """The id whose vocabulary spelling is `text`, if there is one."""
