@@ -75,6 +75,7 @@ def load_parts(
         words, template = tokenizer.from_gguf(source.metadata), chat.template_from_gguf(source.metadata)
     else:
         words, template = tokenizer.from_directory(source.path), chat.template_from_directory(source.path)
+    words.fit(loaded.spec.vocab)  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
     return Parts(
         draft=_load_draft(config, loaded.spec.vocab, offline=offline, progress=progress),
         backend=open_backend(loaded, config),
