@@ -32,6 +32,8 @@ from verbatim.engine.llm import encode_chat
 from verbatim.engine.parts import Parts, Progress, load_parts
 from verbatim.engine.request import Request
 
+CALM_SECONDS = 0.2
+
 
 class AsyncStream:
     """One running request: an async iterator of Deltas that ends with the Completion.
@@ -371,13 +373,13 @@ class AsyncEngine:
         self._idle.set()
 
     def _rest(self) -> None:
-        """Nothing runs: prove the accounting, then sleep until somebody comes."""
-        self.core.check()
+        """Nothing runs: after a moment's calm prove the accounting, then sleep until somebody comes."""
         with self._lock:
             if not self._inbox and not self._arriving:
                 self._idle.set()
-        self._awake.wait()
-        self._awake.clear()
+        if not self._awake.wait(CALM_SECONDS):
+            self.core.check()
+            self._awake.wait()
 
     def _read_inbox(self) -> None:
         self._awake.clear()
@@ -396,7 +398,7 @@ class AsyncEngine:
 
     def _add(self, request: Request) -> None:
         try:
-            self.core.add(request)
+            self.core.add(request, queued=True)
             stream = self._streams[request.id]()
             if stream is not None:
                 stream._hidden = self.core.jobs[request.id].hidden

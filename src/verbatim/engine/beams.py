@@ -24,6 +24,7 @@ class BeamJob(Job):
         )
         first = self.sequence(new_id(), 0, beam=self.search.needed)
         self.sequences, self._live = [first], [first]
+        self._preemptions = 0  # of lines that were dropped
         self._candidates: dict[int, Drawn] = {}
         returned = request.params.num_return_sequences or 1
         self._outs = [self._stream(i) for i in range(returned)]
@@ -39,7 +40,6 @@ class BeamJob(Job):
             return
         self._candidates[event.seq_id] = event.drawn
         if len(self._candidates) == len(self._live):
-            self._drawn += len(self._live)
             self._advance()
 
     def _advance(self) -> None:
@@ -52,6 +52,7 @@ class BeamJob(Job):
         for i, seq in enumerate(self._live):
             if i not in parents:
                 self.scheduler.abort(seq.id)
+                self._preemptions += seq.preemptions if seq is not self.sequences[0] else 0
         taken: set[int] = set()
         nexts: list[Sequence] = []
         for parent, _ in moves:  # all forks before any token: a fork copies what its parent knows now
@@ -60,12 +61,12 @@ class BeamJob(Job):
         for seq, (_, token) in zip(nexts, moves, strict=True):
             self.scheduler.extend(seq.id, token)
         self._live = nexts
+        self.sequences = [self.sequences[0], *(seq for seq in nexts if seq is not self.sequences[0])]
         self._stream_agreed()
 
     def _fork(self, parent: Sequence) -> Sequence:
         child = self.sequence(self._new_id(), 0, beam=self.search.needed)
         child.scored = child.prompt_len
-        self.sequences.append(child)
         self.scheduler.fork(parent, child)
         return child
 
@@ -114,6 +115,10 @@ class BeamJob(Job):
             self.scheduler.abort(seq.id)
         for out in self._outs:
             out.end(finish)
+
+    @property
+    def preemptions(self) -> int:
+        return self._preemptions + sum(seq.preemptions for seq in self.sequences)
 
     @property
     def done(self) -> bool:

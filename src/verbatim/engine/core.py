@@ -59,6 +59,7 @@ class EngineCore:
         self.jobs: dict[str, Job] = {}
         self._by_seq: dict[int, Job] = {}
         self._ids = count()
+        self._structured = 0  # requests whose answers have a structure
         self._ready: list[Output] = []  # made between steps, by aborts
         self._closed = False
 
@@ -76,11 +77,11 @@ class EngineCore:
         """Check a request and make it ready to run. Safe to call from any thread."""
         return make_request(self.parts, self.context, prompt, params, request_id=request_id, tenant=tenant, hidden=hidden)
 
-    def add(self, request: Request) -> None:
-        """Take it into the queue, or refuse it: CapacityError, OverloadedError."""
+    def add(self, request: Request, *, queued: bool = False) -> None:
+        """Take it into the queue, or refuse it: CapacityError, OverloadedError. `queued`: its place was promised already."""
         if request.id in self.jobs:
             raise ParameterError("request_id", f"{request.id!r} is already running")
-        if self.full:
+        if self.full and not queued:
             self.metrics.refused.add()
             raise OverloadedError(
                 f"{len(self.scheduler.waiting)} requests are waiting, and the queue holds {self.config.max_waiting}"
@@ -89,8 +90,8 @@ class EngineCore:
         job = self._job(request)
         self.scheduler.add(job.open(self._new_id))
         self.jobs[request.id] = job
-        for seq in job.sequences:
-            self._by_seq[seq.id] = job
+        self._structured += bool(job.matchers)
+        self._by_seq.update(dict.fromkeys(job.ids, job))
         self.metrics.accepted(request.params)
 
     @property
@@ -135,6 +136,8 @@ class EngineCore:
             assert not self.jobs, "requests are left and none of them can advance"
             return self._take_ready()
         plan = self._masked(plan)
+        if not plan.sequences:
+            return self._take_ready()
         planned = time.perf_counter()
         result = self.backend.execute(plan)
         executed = time.perf_counter()
@@ -149,7 +152,7 @@ class EngineCore:
 
     def _masked(self, plan: StepPlan) -> StepPlan:
         """Structured sequences get the masks of their draws. One whose structure fails ends; the step goes on without it."""
-        if not any(job.matchers for job in self.jobs.values()):
+        if not self._structured:
             return plan
         steps: list[SeqStep] = []
         for step in plan.sequences:
@@ -188,9 +191,10 @@ class EngineCore:
             touched[job.request.id] = job
             if job.first is None and event.drawn is not None:
                 job.first = now
+            before = len(job.ids)
             job.push(event)
-            for seq in job.sequences[-job.request.params.num_beams :] if job.request.params.num_beams > 1 else ():
-                self._by_seq[seq.id] = job  # beams fork as they go
+            for seq_id in job.ids[before:]:  # beams fork as they go
+                self._by_seq[seq_id] = job
         return list(touched.values())
 
     def _leave(self, job: Job) -> list[Output]:
@@ -206,8 +210,10 @@ class EngineCore:
         if job.request.params.receipt:
             completion = replace(completion, receipt=self._receipt(job.request, completion))
         del self.jobs[job.request.id]
+        self._structured -= bool(job.matchers)
+        for seq_id in job.ids:
+            del self._by_seq[seq_id]
         for seq in job.sequences:
-            self._by_seq.pop(seq.id, None)
             self.drafting.finish(seq, job.request.tenant)
         self.metrics.completed(completion)
         return completion

@@ -37,7 +37,8 @@ class Job:
         self.began: float | None = None
         self.first: float | None = None
         self.error: VerbatimError | None = None
-        self.sequences: list[Sequence] = []
+        self.sequences: list[Sequence] = []  # the first leads: it computed the prompt
+        self.ids: list[int] = []  # of every sequence it ever had
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
         self._drawn = 0
 
@@ -55,6 +56,7 @@ class Job:
 
     def sequence(self, seq_id: int, key: int, beam: int = 0) -> Sequence:
         request = self.request
+        self.ids.append(seq_id)
         return Sequence(
             seq_id,
             request.prompt_ids,
@@ -135,6 +137,10 @@ class Job:
     def output_tokens(self) -> int:
         return self._drawn
 
+    @property
+    def preemptions(self) -> int:
+        return sum(seq.preemptions for seq in self.sequences)
+
     def completion(self, fingerprint: str) -> Completion:
         request, now = self.request, time.perf_counter()
         prompt: tuple[TokenLogprob | None, ...] = ()
@@ -155,7 +161,7 @@ class Job:
                 (self.began or now) - request.arrival,
                 (self.first or now) - request.arrival,
                 now - request.arrival,
-                sum(s.preemptions for s in self.sequences),
+                self.preemptions,
             ),
             request.seed,
             fingerprint,
