@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from requests import answer, random_params, random_prompt
+from mixed_requests import answer, random_params, random_prompt
 
 from verbatim.backend import open_backend
 from verbatim.backend.protocol import Backend
