@@ -23,6 +23,7 @@ def tiny() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)
+    torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
@@ -54,22 +55,29 @@ def logits_of(model: Any, lines: list[list[int]]) -> np.ndarray:
         return np.asarray(model(torch.tensor(lines)).logits[:, -1])
 
 
-def ours(model: Any, prompt: list[int], params: SamplingParams, ends: tuple[int, ...] = (EOS,)) -> BeamSearch:
-    search = BeamSearch(params, end_ids=ends, max_new=NEW)
-    live: list[list[int]] = [prompt]
-    while not search.done:
-        logits = logits_of(model, live)
-        drawn = [
-            sample(row, params, beam=search.needed, history=tuple(line), prompt_len=len(prompt), position=len(line))
-            for row, line in zip(logits, live, strict=True)
-        ]
-        moves = search.step(drawn)
-        live = [[*live[parent], token] for parent, token in moves]
-        if not search.done:
-            assert [tuple(line[len(prompt) :]) for line in live] == [b.tokens for b in search.live]
+def ours(model: Any, group: list[list[int]], params: SamplingParams, ends: tuple[int, ...] = (EOS,)) -> list[BeamSearch]:
+    """One search for each prompt (all of one length), in step with each other: one forward pass serves all live lines."""
+    searches = [BeamSearch(params, end_ids=ends, max_new=NEW) for _ in group]
+    live: list[list[list[int]]] = [[prompt] for prompt in group]
+    start = len(group[0])
+    while not all(search.done for search in searches):
+        logits = iter(logits_of(model, [line for lines in live for line in lines]))
+        for i, search in enumerate(searches):
+            if search.done:
+                continue
+            rows = [(next(logits), line) for line in live[i]]
+            drawn = [
+                sample(row, params, beam=search.needed, history=tuple(line), prompt_len=start, position=len(line))
+                for row, line in rows
+            ]
+            live[i] = [[*live[i][parent], token] for parent, token in search.step(drawn)]
+            if search.done:
+                live[i] = []
+                continue
+            assert [tuple(line[start:]) for line in live[i]] == [b.tokens for b in search.live]
             agreed = search.agreed()
-            assert all(tuple(line[len(prompt) :][: len(agreed)]) == agreed for line in live)
-    return search
+            assert all(tuple(line[start:][: len(agreed)]) == agreed for line in live[i])
+    return searches
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -99,8 +107,8 @@ def test_equal_to_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, An
             **setting,
         )
         sequences, scores = want.sequences.tolist(), want.sequences_scores.tolist()
-        for at, prompt in enumerate(group):
-            found = ours(tiny, prompt, SamplingParams.from_mapping(setting)).results()
+        for at, search in enumerate(ours(tiny, group, SamplingParams.from_mapping(setting))):
+            found = search.results()
             assert len(found) == count
             for beam, ids, score in zip(found, sequences[at * count :], scores[at * count :], strict=False):
                 tokens = ids[length:]
@@ -118,20 +126,20 @@ def test_two_end_tokens(tiny: Any) -> None:
     import torch
 
     params = SamplingParams(num_beams=3, num_return_sequences=3)
-    for prompt in prompts()[:8]:
-        want = tiny.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=NEW,
-            do_sample=False,
-            num_beams=3,
-            num_return_sequences=3,
-            eos_token_id=[EOS, 7, 9],
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        found = ours(tiny, prompt, params, (EOS, 7, 9)).results()
-        assert [b.score for b in found] == pytest.approx(want.sequences_scores.tolist(), abs=1e-4)
+    group = [p for p in prompts() if len(p) == 4]
+    want = tiny.generate(
+        torch.tensor(group),
+        attention_mask=torch.ones(len(group), 4, dtype=torch.long),
+        max_new_tokens=NEW,
+        do_sample=False,
+        num_beams=3,
+        num_return_sequences=3,
+        eos_token_id=[EOS, 7, 9],
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    found = [b.score for search in ours(tiny, group, params, (EOS, 7, 9)) for b in search.results()]
+    assert found == pytest.approx(want.sequences_scores.tolist(), abs=1e-4)
 
 
 @pytest.mark.torch

@@ -137,9 +137,15 @@ def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarr
             f"the record at position {record['position']} does not hold its whole row of logits, so a what-if could be wrong; record "
             "it with explain and receipt=True (the first 64 tokens of an answer keep their row)"
         )
-    row = np.frombuffer(base64.b64decode(record["row"]), "<f4")
-    if len(row) != record["vocab"]:
-        raise RequestError(f"the record at position {record['position']} is damaged: {len(row)} logits of {record['vocab']}")
+    try:
+        data = base64.b64decode(record["row"], validate=True)
+    except ValueError:
+        data = b""
+    if len(data) != 4 * record["vocab"]:
+        raise RequestError(
+            f"the record at position {record['position']} is damaged: {len(data)} bytes for {record['vocab']} logits"
+        )
+    row = np.frombuffer(data, "<f4")
     if params.structured and record["mask"] is None:
         raise RequestError("the record holds no grammar mask, and these settings ask for a structure")
     return row.astype(np.float32), base64.b64decode(record["mask"]) if params.structured else None
