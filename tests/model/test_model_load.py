@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.load import load_model
 from verbatim.testing_models import FAMILIES, TINY_CONFIGS, tiny_model
@@ -19,6 +21,7 @@ from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.names import gguf_source, hf_source
 from verbatim.weights.quant import dequantise
 from verbatim.weights.quantise import quantise
+from verbatim.weights.safetensors import read_directory
 from verbatim.weights.tensor import Tensor
 
 State = dict[str, np.ndarray]
@@ -292,3 +295,32 @@ def test_every_weight_has_one_place_in_a_file(family: str) -> None:
 def test_groups_put_full_attention_first() -> None:
     groups = tiny_model("gemma3").spec.groups
     assert [(g.window, g.layers) for g in groups] == [(None, (5,)), (12, (0, 1, 2, 3, 4))]
+
+
+def test_quantising_needs_a_few_megabytes_of_extra_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stated peak: the finished model and a few MiB, never a float32 copy (here the largest matrix alone would be 16 MB)."""
+    sizes = {"vocab_size": 16000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    config = TINY_CONFIGS["llama"] | sizes
+    random = np.random.default_rng(0)
+    state = {
+        hf_source("llama", "model.", name, 0).names[0]: random.standard_normal(shape).astype(np.float16)
+        for name, shape in layout(spec_from_config(config)).items()
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(state, tmp_path / "model.safetensors")
+
+    def read_then_forget(path: Path) -> Any:
+        source = read_directory(path)  # has a bound of its own, tested with the reader
+        tracemalloc.reset_peak()
+        return source
+
+    monkeypatch.setattr("verbatim.model.load.read_directory", read_then_forget)
+    tracemalloc.start()
+    try:
+        model = load_model(tmp_path, quant="q8_0")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    in_memory = sum(t.data.nbytes for t in model.weights.values() if t.type == "q8_0")
+    assert in_memory > 8_000_000
+    assert peak < in_memory + 6_000_000

@@ -2,7 +2,7 @@
 
 Weights stay where they lie: a GGUF weight is a view of the memory-mapped file. Only what must be rearranged is copied
 (llama's interleaved query and key rows in GGUF, gpt2's transposed matrices, stacked experts). With `quant`, float matrices
-become blocks one tensor at a time: the peak above the finished model is one tensor in float32 plus its blocks.
+become blocks a few rows at a time: the peak is the finished model and a few MiB (for stacked experts, one stack more).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import GGUFFile, read_gguf
 from verbatim.weights.names import Source, find_prefix, gguf_source, harmless, hf_source
-from verbatim.weights.quantise import quantise
+from verbatim.weights.quant import requantise
 from verbatim.weights.safetensors import SafetensorsDir, read_directory
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
 
@@ -210,7 +210,7 @@ class _Collector:
             raise ParameterError("quant", f"{self.file} is quantised already ({tensor.name} is {tensor.type}); leave quant out")
         if tensor.shape[-1] % BLOCKS[self.quant][0]:
             return tensor  # rows that blocks of 32 do not divide stay as they are
-        return Tensor(tensor.name, self.quant, tensor.shape, quantise(self.quant, tensor.to_f32()))
+        return requantise(tensor, self.quant)
 
 
 def _more(names: list[str]) -> str:
