@@ -1,6 +1,6 @@
 """Reads mutated model files in a process of its own, under a memory limit. Not a test: test_hostile_files.py starts it.
 
-    python fuzz_worker.py KIND FIRST COUNT DIRECTORY        KIND: gguf | safetensors | directory
+    python fuzz_worker.py KIND FIRST COUNT DIRECTORY        KIND: gguf | safetensors | directory | whole
 
 Case i is a function of i alone, so that a failure can be repeated with FIRST = i, COUNT = 1. Prints one line of JSON: how many files
 were read, how many refused with a ModelError, and the cases that ended in anything else or took more than a second of CPU.
@@ -10,6 +10,7 @@ The limit: address space as it is after the imports, plus the file, plus 64 MiB.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import random
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.gguf import read_gguf
+from verbatim.weights.gguf import GGUFFile, read_gguf
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.quant import nbytes
 from verbatim.weights.safetensors import read_directory, read_safetensors
@@ -178,9 +179,39 @@ def small_gguf(file: Path, rng: random.Random) -> None:
     write_gguf(file, metadata, tensors)
 
 
-def number_fields(raw: bytes) -> list[int]:
+def whole_gguf(file: Path) -> int:
+    """A llama of one layer with a byte-level vocabulary: all that an engine loads. Returns the length of the header."""
+    from verbatim.text.gguf_vocab import BYTE_ALPHABET
+
+    tokens = ["<|im_start|>", "<|im_end|>", *BYTE_ALPHABET, "he", "Ġw"]
+    numbers = {
+        "block_count": 1,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 32,
+        "vocab_size": len(tokens),
+    }
+    numbers |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16}
+    metadata: dict[str, Any] = {"general.architecture": "llama", **{f"llama.{name}": value for name, value in numbers.items()}}
+    metadata |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0}
+    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.eos_token_id": 1}
+    metadata |= {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    metadata |= {"tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2)}
+    metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["h e", "Ġ w"]}
+    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32)}
+    shapes |= {"blk.0.ffn_gate": (32, 32), "blk.0.ffn_up": (32, 32), "blk.0.ffn_down": (32, 32)}
+    tensors = []
+    for name, shape in shapes.items():
+        kind = "q8_0" if len(shape) > 1 else "f32"
+        tensors.append(Tensor(f"{name}.weight", kind, shape, np.zeros(nbytes(kind, shape), dtype=np.uint8)))
+    write_gguf(file, metadata, tensors)
+    return file.stat().st_size - sum(-(-t.data.size // 32) * 32 for t in tensors)
+
+
+def number_fields(raw: bytes, end: int = 1400) -> list[int]:
     """Offsets at which a small little-endian u64 or u32 seems to stand: counts, lengths, dimensions, types, offsets."""
-    return [at for at in range(4, min(len(raw) - 8, 1400)) if raw[at] and raw[at + 1 : at + 4] == b"\0\0\0"]
+    return [at for at in range(4, min(len(raw) - 8, end)) if raw[at] and raw[at + 1 : at + 4] == b"\0\0\0"]
 
 
 def small_safetensors(rng: random.Random) -> tuple[str, bytes]:
@@ -254,10 +285,37 @@ def directory_case(index: int, directory: Path) -> Callable[[], object]:
     return lambda: read_directory(directory)
 
 
-CASES = {"gguf": gguf_case, "safetensors": safetensors_case, "directory": directory_case}
+def whole_case(index: int, directory: Path) -> Callable[[], object]:
+    """Through the whole loader: spec, weights by name, tokenizer, template."""
+    from verbatim.model.load import load_model
+    from verbatim.text.chat import template_from_gguf
+    from verbatim.text.tokenizer import from_gguf
+
+    rng = random.Random(index)
+    base_file, file = directory / "base.gguf", directory / "case.gguf"
+    if not base_file.exists():
+        (directory / "head").write_text(str(whole_gguf(base_file)))
+    base, head = base_file.read_bytes(), int((directory / "head").read_text())
+    # the vocabulary is most of the header; the numbers before and the tensors behind it are what is worth breaking
+    fields = [at for at in number_fields(base, head) if at < 1000 or at > head - 900]
+    put(file, mutate_bytes(base, rng, head) if index % 3 == 0 else count_fields(base, fields, rng))
+
+    def read() -> object:
+        model = load_model(file)
+        assert isinstance(model.source, GGUFFile)
+        tokenizer = from_gguf(model.source.metadata)
+        template_from_gguf(model.source.metadata)
+        return tokenizer.encode("he was"), [model.weights[name].to_f32().shape for name in model.weights]
+
+    return read
 
 
-def limit_memory(file_bytes: int) -> None:
+CASES = {"gguf": gguf_case, "safetensors": safetensors_case, "directory": directory_case, "whole": whole_case}
+
+
+def limit_memory(file_bytes: int, kind: str) -> None:
+    if kind == "whole":
+        file_bytes += 256 << 20  # threads of the tokenizers library: address space, hardly memory
     if sys.platform != "linux":
         return
     import resource
@@ -270,8 +328,9 @@ def main(kind: str, first: int, count: int, directory: Path) -> None:
     warnings.simplefilter("error")
     read = refused = 0
     wrong: list[str] = []
-    CASES[kind](first, directory)  # imports and bases happen outside the limit
-    limit_memory(1 << 16)
+    with contextlib.suppress(ModelError):
+        CASES[kind](first, directory)()  # imports and bases happen outside the limit
+    limit_memory(1 << 16, kind)
     for index in range(first, first + count):
         case = CASES[kind](index, directory)
         started = time.process_time()
