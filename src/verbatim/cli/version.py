@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from typing import Any
@@ -52,7 +53,9 @@ def cpu_facts() -> tuple[bool, str]:
         native: Any = import_module("verbatim.backend.cpu._native")
     except ImportError as error:
         return False, f"not built: {_reason() or error}; install a C++ compiler and install verbatim again"
-    return True, f"ready ({native.best_isa()}; this machine runs {', '.join(native.isas())})"
+    forced = os.environ.get("VERBATIM_ISA", "")
+    chosen = f"{forced} by VERBATIM_ISA" if forced else native.best_isa()
+    return True, f"ready ({chosen}; this machine runs {', '.join(native.isas())})"
 
 
 def _reason() -> str:

@@ -1,0 +1,58 @@
+"""`verbatim replay FILE`: run a receipt again and say whether every token is the same, or which is the first that is not, and why it may be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.options import Command, Option, engine_options, model_options
+
+DIFFERENT = 1
+
+
+@click.command(cls=Command)
+@click.argument("file")
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@model_options
+@engine_options
+def command(file: str, as_json: bool, **flags: Any) -> int:
+    """Repeat the answer whose receipt is in FILE (`verbatim run --save-receipt`, or `"receipt": true` over HTTP) and compare token by token.
+
+    The model is the receipt's own unless --model names another. Exit code 0: identical; 1: a token differs.
+    """
+    from verbatim.base.params import SamplingParams
+    from verbatim.cli.session import open_llm
+    from verbatim.observe.receipt import compare, read_receipt
+
+    receipt = read_receipt(_read(file))
+    source = click.get_current_context().get_parameter_source("model")
+    if source is not None and source.name == "DEFAULT":
+        flags["model"] = receipt["model"]
+    flags["e_context"] = flags["e_context"] or receipt["context"]
+    params = SamplingParams.from_mapping(receipt["params"])
+    with open_llm(flags, quiet=as_json) as llm:
+        info = llm.parts.backend.info
+        done = llm.generate(list(receipt["prompt_ids"]), params)
+        makers = {"digest": llm.parts.digest, "backend": info.name, "numerics": info.numerics, "context": llm.context}
+    verdict = compare(receipt, done.choices, makers)
+    if as_json:
+        out = {"identical": verdict.identical, "tokens": sum(len(c.token_ids) for c in done.choices), "message": str(verdict)}
+        sys.stdout.write(json.dumps(out) + "\n")
+    else:
+        sys.stdout.write(f"{verdict}\n")
+    return 0 if verdict.identical else DIFFERENT
+
+
+def _read(file: str) -> Any:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        return json.loads(text)
+    except OSError as error:
+        raise ParameterError("file", f"cannot read {file!r}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ParameterError("file", f"{file!r} is not JSON") from None

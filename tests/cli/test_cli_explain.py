@@ -1,0 +1,102 @@
+"""`verbatim explain` and `verbatim replay`: numbers recomputed independently, and a receipt that gives the same answer or says why not."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_said import Call
+
+from verbatim import LLM
+
+
+def test_explain_prints_every_token(verbatim: Call) -> None:
+    said = verbatim("explain", "--raw", "the cat", "--max-tokens", "3", "--temperature", "0.8", "--seed", "5", "--top-k", "10")
+    assert said.code == 0, said.err
+    heads = [line for line in said.out.splitlines() if line.startswith("position ")]
+    assert len(heads) == 3
+    assert "top_k" in said.out
+    assert "seed 5" in said.err
+    brief = verbatim("explain", "--raw", "the cat", "--max-tokens", "3", "--brief")
+    assert len([line for line in brief.out.splitlines() if line.startswith("position ")]) == 3
+    assert "seed" not in brief.err
+
+
+def test_explain_is_what_the_model_says(verbatim: Call, tiny: Path) -> None:
+    """Entropy, probabilities, ranks and margins from raw logits that another path of the engine gives (prompt log-probabilities)."""
+    data = verbatim(
+        "explain", "--raw", "--json", "--explain", "4", "the cat", "--max-tokens", "4", "--temperature", "0.9", "--seed", "2"
+    ).json
+    tokens, prompt = data["tokens"], data["prompt_token_ids"]
+    with LLM(tiny) as llm:
+        everything = llm.score([*prompt, *tokens], top=llm.tokenizer.vocab_size)
+    for i, record in enumerate(data["explain"]):
+        row = everything.logprobs[len(prompt) + i]
+        assert row is not None
+        logprobs = dict(row.top)
+        logprobs[row.token] = row.logprob
+        p = np.exp(np.array(list(logprobs.values())))
+        assert record["token"] == tokens[i]
+        assert record["entropy"] == pytest.approx(float(-(p * np.log(p)).sum()), abs=1e-3)
+        assert record["logprob"] == pytest.approx(row.logprob, abs=1e-4)
+        assert record["rank"] == sum(lp > row.logprob for lp in logprobs.values())
+        best = sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:4]
+        assert [c["id"] for c in record["top"]] == [token for token, _ in best]
+        for candidate, (_, lp) in zip(record["top"], best, strict=True):
+            assert math.exp(candidate["logprob"]) == pytest.approx(math.exp(lp), abs=1e-4)
+
+
+def test_what_if_draws_again_without_the_model(verbatim: Call) -> None:
+    base = ["explain", "--raw", "--json", "the cat", "--max-tokens", "6", "--temperature", "1.2", "--seed", "3"]
+    data = verbatim(*base, "--what-if", "temperature=0", "--what-if", "top_k=1", "--what-if", "seed=3").json
+    greedy, single, same = data["what_if"]
+    assert [t["after"] for t in greedy["tokens"]] == [record["best"] for record in data["explain"]]
+    assert greedy["tokens"] == single["tokens"], "one token left is the best token"
+    assert all(t["before"] == t["after"] for t in same["tokens"])
+    said = verbatim(*[w for w in base if w != "--json"], "--what-if", "top_p=0.1,temperature=1.5")
+    assert "what if top_p=0.1,temperature=1.5:" in said.out
+    assert "tokens would differ" in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--what-if", "top_p"], "what_if"),
+        (["--what-if", "top_q=1"], "top_q"),
+        (["--what-if", "n=2"], "n:"),
+        (["--explain", "0"], "explain"),
+    ],
+)
+def test_explain_refuses_by_name(verbatim: Call, words: list[str], named: str) -> None:
+    said = verbatim("explain", "--raw", "the", "--max-tokens", "2", *words)
+    assert said.code == 2
+    assert named in said.err
+
+
+def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
+    file = tmp_path / "r.json"
+    verbatim("run", "the cat", "--temperature", "1", "--max-tokens", "10", "--save-receipt", str(file))
+    again = verbatim("replay", str(file))
+    assert again.code == 0
+    assert again.out == "identical\n"
+
+    from verbatim.observe.receipt import digest_of
+
+    receipt = json.loads(file.read_text())
+    receipt["choices"][0]["token_ids"][4] ^= 1
+    receipt["sha256"] = digest_of(receipt)
+    file.write_text(json.dumps(receipt))
+    other = verbatim("replay", str(file), "--json")
+    assert other.code == 1
+    assert other.json["identical"] is False
+    assert "token 4" in other.json["message"]
+
+    receipt["prompt_ids"].append(3)
+    file.write_text(json.dumps(receipt))
+    assert verbatim("replay", str(file)).code == 2, "changed after it was written"
+    file.write_text("{")
+    assert verbatim("replay", str(file)).code == 2
+    assert verbatim("replay", str(tmp_path / "none.json")).code == 2
