@@ -35,7 +35,7 @@ class EngineCore:
             backend.spec.groups,
             backend.block_bytes(),
             block_size=backend.block_size,
-            context=parts.context or backend.spec.context,
+            context=_context(parts, config),
             fixed=config.context is not None,
             config=config,
             available=_available(backend),
@@ -273,6 +273,13 @@ class EngineCore:
             self._closed = True
             self.drafting.close()
             self.backend.close()
+
+
+def _context(parts: Parts, config: EngineConfig) -> int:
+    most = parts.context or parts.backend.spec.context
+    if config.context is not None and config.context > most:
+        raise ParameterError("context", f"{config.context} is more than this model's {most} positions; ask for at most that")
+    return config.context or most
 
 
 def _available(backend: Any) -> int | None:

@@ -1,0 +1,540 @@
+"""LLM: what a user writes, and what comes back. On the fake model with the real sampler, so that every answer can be worked out."""
+
+from __future__ import annotations
+
+import gc
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_rig import tiny_parts
+
+from verbatim import LLM, SamplingParams
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import CapacityError, ContextError, ParameterError, UnavailableError, UnsupportedError, VerbatimError
+from verbatim.base.records import Completion
+from verbatim.sampling.draw import noise_key
+from verbatim.testing import ByteTokenizer, FakeBackend, fake_parts, fake_spec
+
+EOS = ByteTokenizer.EOS
+
+
+def fake_llm(**options: Any) -> LLM:
+    return LLM.from_parts(fake_parts(canary=True), **{"kv_blocks": 128, "check": True, **options})
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return fake_llm()
+
+
+def letters(llm: LLM, **changes: Any) -> SamplingParams:
+    """Only lower-case letters: text that is easy to look at."""
+    return SamplingParams(**{"max_tokens": 60, "allowed_token_ids": list(range(97, 123)), "seed": 5, **changes})
+
+
+# ------------------------------------------------------------------------------------------------------------------ shapes
+
+
+def test_one_prompt_gives_one_and_a_list_gives_a_list(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=4, seed=1)
+    one = llm.generate("hello", params)
+    assert isinstance(one, Completion)
+    assert one.prompt_ids == (256, *b"hello")
+    ids = llm.generate([256, *b"hello"], params)
+    assert ids.token_ids == one.token_ids
+    many = llm.generate(["hello", "other", "hello"], params)
+    assert [c.token_ids for c in many][::2] == [one.token_ids] * 2
+    assert llm.generate([[256, *b"hello"], [1, 2]], params)[0].token_ids == one.token_ids
+    assert llm.generate([], params) == []
+
+
+def test_one_params_for_all_or_one_for_each(llm: LLM) -> None:
+    each = [SamplingParams(max_tokens=n, seed=1, ignore_eos=True) for n in (1, 2, 3)]
+    assert [len(c.token_ids) for c in llm.generate(["a", "b", "c"], each)] == [1, 2, 3]
+    with pytest.raises(ParameterError, match="2 for 3 prompts"):
+        llm.generate(["a", "b", "c"], each[:2])
+    with pytest.raises(ParameterError, match="params"):
+        llm.generate("a", {"max_tokens": 3})  # type: ignore[call-overload]
+
+
+def test_everything_in_the_record(llm: LLM) -> None:
+    done = llm.generate("hello", SamplingParams(max_tokens=6, seed=9, logprobs=3, ignore_eos=True, prompt_logprobs=1))
+    assert done.seed == 9
+    assert done.fingerprint == llm.fingerprint
+    assert done.usage.prompt_tokens == 6
+    assert done.usage.output_tokens == len(done.token_ids) == len(done.logprobs) == 6
+    assert done.usage.total_tokens == 12
+    assert done.finish.reason == "length"
+    assert done.finish.detail == "max_tokens"
+    assert [entry.token for entry in done.logprobs] == list(done.token_ids)
+    assert all(len(entry.top) == 3 for entry in done.logprobs)
+    assert done.prompt_logprobs[0] is None
+    assert [entry.token for entry in done.prompt_logprobs[1:] if entry] == list(b"hello")
+    assert 0 <= done.timings.queued <= done.timings.first_token <= done.timings.total
+
+
+def test_an_unseeded_request_is_given_a_seed_and_told(llm: LLM) -> None:
+    first, second = llm.generate(["x", "x"], SamplingParams(max_tokens=12))
+    assert first.seed != second.seed
+    again = llm.generate("x", SamplingParams(max_tokens=12, seed=first.seed))
+    assert again.token_ids == first.token_ids
+
+
+def test_facts(llm: LLM) -> None:
+    assert llm.context == 128 * 16 + 1  # what the cache holds, and the last token needs no place in it
+    assert llm.cache_plan()["blocks"] == (128,)
+    assert "2048 tokens" in llm.cache_plan()["text"]
+    assert not llm.has_template
+    assert fake_llm().fingerprint == llm.fingerprint
+    with pytest.raises(TypeError):
+        fake_llm(no_such_option=1)
+    with pytest.raises(ParameterError, match="4096"):
+        fake_llm(context=5000)
+
+
+# --------------------------------------------------------------------------------------------------------------- endings
+
+
+def test_eos_ends_and_stays_out_of_the_text() -> None:
+    llm = fake_llm()
+    done = llm.generate("hello", SamplingParams(max_tokens=500, seed=2, logit_bias={EOS: 4}))
+    assert done.finish.reason == "stop"
+    assert done.finish.detail == "eos"
+    assert done.token_ids[-1] == EOS
+    assert EOS not in done.token_ids[:-1]
+    assert "</s>" not in done.text
+    shown = llm.generate(
+        "hello", SamplingParams(max_tokens=500, seed=2, logit_bias={EOS: 4}, skip_special=False, include_stop=True)
+    )
+    assert shown.text == done.text + "</s>"
+    on = llm.generate("hello", SamplingParams(max_tokens=100, seed=2, logit_bias={EOS: 4}, ignore_eos=True))
+    assert len(on.token_ids) == 100
+    assert on.token_ids[: len(done.token_ids)] == done.token_ids
+
+
+def test_min_tokens_withholds_the_end() -> None:
+    done = fake_llm().generate("hello", SamplingParams(max_tokens=50, min_tokens=20, seed=2, logit_bias={EOS: 50}))
+    assert len(done.token_ids) == 21
+    assert done.finish.detail == "eos"
+
+
+def test_stop_token_ids(llm: LLM) -> None:
+    plain = llm.generate("hello", letters(llm))
+    stop = plain.token_ids[10]
+    done = llm.generate("hello", letters(llm, stop_token_ids=[stop]))
+    cut = plain.token_ids.index(stop)
+    assert done.token_ids == plain.token_ids[: cut + 1]
+    assert done.finish == type(done.finish)("stop", str(stop))
+    assert done.text == plain.text[:cut]
+    assert llm.generate("hello", letters(llm, stop_token_ids=[stop], include_stop=True)).text == plain.text[: cut + 1]
+
+
+def test_stop_strings_across_tokens(llm: LLM) -> None:
+    plain = llm.generate("hello", letters(llm))
+    for at, size in ((5, 1), (10, 2), (17, 5)):
+        stop = plain.text[at : at + size]
+        cut = plain.text.index(stop)
+        done = llm.generate("hello", letters(llm, stop=[stop, "not there"]))
+        assert done.text == plain.text[:cut]
+        assert done.finish == type(done.finish)("stop", stop)
+        assert done.token_ids == plain.token_ids[: cut + size]  # tokens stay: they were drawn
+        assert done.usage.output_tokens == cut + size
+        kept = llm.generate("hello", letters(llm, stop=stop, include_stop=True))
+        assert kept.text == plain.text[: cut + size]
+
+
+def test_a_stop_string_before_min_tokens_is_text(llm: LLM) -> None:
+    plain = llm.generate("hello", letters(llm))
+    stop = plain.text[3:5]
+    done = llm.generate("hello", letters(llm, stop=stop, min_tokens=10))
+    assert done.text.startswith(plain.text[:10])
+
+
+def test_max_tokens_zero_and_one(llm: LLM) -> None:
+    none = llm.generate("hello", SamplingParams(max_tokens=0, prompt_logprobs=0))
+    assert (none.text, none.token_ids, none.finish.detail) == ("", (), "max_tokens")
+    assert none.usage.output_tokens == 0
+    assert len(none.prompt_logprobs) == 6
+    assert len(llm.generate("hello", SamplingParams(max_tokens=1)).token_ids) == 1
+
+
+def test_missing_max_tokens_means_up_to_the_context() -> None:
+    llm = fake_llm(context=50)
+    done = llm.generate("hello", SamplingParams(seed=1, ignore_eos=True))
+    assert done.finish.reason == "length"
+    assert done.finish.detail == "context"
+    assert len(done.prompt_ids) + len(done.token_ids) == 50
+
+
+def test_a_loop_is_reported_and_stops_only_when_asked(llm: LLM) -> None:
+    looping = letters(llm, allowed_token_ids=[97], max_tokens=200)
+    told = llm.generate("hello", looping)
+    assert (told.finish.reason, told.choices[0].loop, len(told.token_ids)) == ("length", 1, 200)
+    stopped = llm.generate("hello", looping.with_(on_loop="stop"))
+    assert (stopped.finish.reason, len(stopped.token_ids)) == ("loop", 64)
+    assert llm.generate("hello", letters(llm, max_tokens=200)).choices[0].loop == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("param", "params"),
+    [
+        ("logit_bias", {"logit_bias": {260: 1.0}}),
+        ("stop_token_ids", {"stop_token_ids": [260]}),
+        ("allowed_token_ids", {"allowed_token_ids": [5, 260]}),
+        ("banned_token_ids", {"banned_token_ids": [100_000]}),
+        ("speculate", {"speculate": "guess"}),
+        ("speculate", {"speculate": "draft"}),
+    ],
+)
+def test_ids_outside_the_vocabulary_are_refused_by_name(llm: LLM, param: str, params: dict[str, Any]) -> None:
+    with pytest.raises((ParameterError, UnsupportedError)) as caught:
+        llm.generate("hello", SamplingParams(**params))
+    assert caught.value.param == param
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("prompt", [[], [260], [-1], [True], [1.5], ["x", 1], [None]])
+def test_bad_prompts(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(ParameterError) as caught:
+        llm.generate(prompt or [prompt])
+    assert caught.value.param in ("prompt", "prompts")
+    llm.check()
+
+
+def test_a_prompt_longer_than_the_context_is_refused_never_cut() -> None:
+    llm = fake_llm(context=32)
+    with pytest.raises(ContextError) as caught:
+        llm.generate([1] * 32)
+    for number in ("32 tokens", "context of 32"):
+        assert number in str(caught.value)
+    with pytest.raises(ContextError) as caught:
+        llm.generate([1] * 30, SamplingParams(max_tokens=3))
+    assert caught.value.param == "max_tokens"
+    assert len(llm.generate([1] * 30, SamplingParams(max_tokens=2, ignore_eos=True)).token_ids) == 2
+    assert llm.generate([1] * 32, SamplingParams(max_tokens=0)).usage.prompt_tokens == 32
+
+
+def test_what_could_never_fit_the_cache_is_refused_before_anything_runs() -> None:
+    llm = fake_llm(context=1000, kv_blocks=4)
+    with pytest.raises(CapacityError, match="4"):
+        llm.generate([[1, 2], [1] * 60], SamplingParams(max_tokens=6))
+    assert llm.stats()["requests_total"] == 0
+    assert len(llm.generate([1] * 60, SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5
+
+
+def test_one_refused_prompt_refuses_the_list_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(ParameterError):
+        llm.generate([[1, 2], [999]], SamplingParams(max_tokens=6))
+    assert llm.stats()["requests_total"] == 0
+
+
+def test_nothing_left_to_draw_ends_that_request_alone(llm: LLM) -> None:
+    stuck = SamplingParams(max_tokens=9, allowed_token_ids=[EOS], min_tokens=3, seed=1)
+    bad, good = llm.generate(["a", "b"], [stuck, SamplingParams(max_tokens=9, seed=1, ignore_eos=True)])
+    assert bad.finish.reason == "error"
+    assert "no token is left" in bad.finish.detail
+    assert len(good.token_ids) == 9
+
+
+def test_chat_without_a_template_is_refused(llm: LLM) -> None:
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_closed() -> None:
+    with fake_llm() as llm:
+        backend = llm.parts.backend
+    assert backend.closed
+    llm.close()
+    with pytest.raises(UnavailableError):
+        llm.generate("x")
+
+
+# ------------------------------------------------------------------------------------------------------- several choices
+
+
+def test_n_choices_are_distinct_and_the_first_is_the_only_one(llm: LLM) -> None:
+    one = llm.generate("hello", SamplingParams(max_tokens=12, seed=4))
+    four = llm.generate("hello", SamplingParams(max_tokens=12, seed=4, n=4))
+    assert four.choices[0].token_ids == one.token_ids
+    assert len({c.token_ids for c in four.choices}) == 4
+    assert [c.index for c in four.choices] == [0, 1, 2, 3]
+    assert four.usage.output_tokens == sum(len(c.token_ids) for c in four.choices)
+    for i, choice in enumerate(four.choices):
+        alone = fake_llm()
+        seq = alone.core
+        request = seq.request("hello", SamplingParams(max_tokens=12, seed=4))
+        seq.add(request)
+        job = seq.jobs[request.id]
+        job.sequences[0].spec = type(job.sequences[0].spec)(request.params, noise_key(4, i), 6)
+        outs: list[Any] = []
+        while seq.busy:
+            outs += seq.step()
+        assert outs[-1].token_ids == choice.token_ids
+
+
+def test_best_of_returns_the_most_likely(llm: LLM) -> None:
+    all_of_them = llm.generate("hello", SamplingParams(max_tokens=8, seed=4, n=6, logprobs=0, ignore_eos=True))
+    best = llm.generate("hello", SamplingParams(max_tokens=8, seed=4, n=2, best_of=6, ignore_eos=True))
+    means = {c.token_ids: sum(e.logprob for e in c.logprobs) / 8 for c in all_of_them.choices}
+    ranked = sorted(means, key=lambda ids: -means[ids])
+    assert [c.token_ids for c in best.choices] == ranked[:2]
+    assert best.choices[0].score == pytest.approx(means[ranked[0]])
+    assert best.usage.output_tokens == 48
+
+
+def test_vote_counts_answers(llm: LLM) -> None:
+    params = letters(llm, allowed_token_ids=[97, 98], max_tokens=1)
+    vote = llm.vote("hello", 15, params=params)
+    texts = [c.text for c in vote.completion.choices]
+    assert dict(vote.counts) == {t: texts.count(t) for t in set(texts)}
+    assert vote.answer == max(vote.counts, key=lambda item: item[1])[0]
+    none = llm.vote("hello", 3, extract=lambda text: None, params=params)
+    assert (none.answer, none.counts) == ("", ())
+
+
+def test_beams_return_scores_and_free_everything(llm: LLM) -> None:
+    done = llm.generate("hello", SamplingParams(max_tokens=10, num_beams=4, num_return_sequences=3, logprobs=0))
+    scores = [c.score for c in done.choices]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    for choice in done.choices:
+        assert choice.score == pytest.approx(sum(e.logprob for e in choice.logprobs) / len(choice.token_ids))
+    greedy = llm.generate("hello", SamplingParams(max_tokens=10, temperature=0, logprobs=0, ignore_eos=True))
+    assert scores[0] >= sum(e.logprob for e in greedy.logprobs) / 10 - 1e-12
+    llm.check()
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_blocks": 4}, {"max_running": 2}, {"step_tokens": 3}, {"use_cache": False}, {"prefix_cache": False}]
+)
+def test_beams_are_the_same_where_room_is_short(options: dict[str, Any]) -> None:
+    params = SamplingParams(max_tokens=14, num_beams=4, num_return_sequences=4, stop="q")
+    wide, narrow = fake_llm(), fake_llm(**options)
+    first, second = wide.generate("hello world", params), narrow.generate("hello world", params)
+    assert [(c.token_ids, c.score, c.text) for c in first.choices] == [(c.token_ids, c.score, c.text) for c in second.choices]
+    narrow.check()
+
+
+# ------------------------------------------------------------------------------------------------------------ streaming
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"n": 3},
+        {"n": 2, "best_of": 4},
+        {"num_beams": 3, "num_return_sequences": 2, "seed": None},
+        {"stop": ["ab", "q"]},
+        {"temperature": 0},
+        {"logprobs": 1},
+        {"max_tokens": 0},
+        {"allowed_token_ids": list(range(200, 256))},  # broken UTF-8 all the way
+    ],
+)
+def test_streamed_is_whole(llm: LLM, changes: dict[str, Any]) -> None:
+    params = letters(llm, **changes)
+    whole = llm.generate("hello", params)
+    stream = llm.stream("hello", params)
+    deltas = list(stream)
+    assert stream.completion is not None
+    assert stream.completion.choices == whole.choices
+    if params.best_of:
+        assert deltas == []
+        return
+    for choice in whole.choices:
+        mine = [d for d in deltas if d.index == choice.index]
+        assert "".join(d.text for d in mine) == choice.text
+        assert tuple(t for d in mine for t in d.token_ids) == choice.token_ids
+        assert tuple(e for d in mine for e in d.logprobs) == choice.logprobs
+        assert [d.finish for d in mine[:-1]] == [None] * (len(mine) - 1)
+        assert mine[-1].finish == choice.finish
+
+
+def test_beams_stream_what_all_agree_on(llm: LLM) -> None:
+    stream = llm.stream("hello", SamplingParams(max_tokens=30, num_beams=2, logit_bias={97: 30}))
+    deltas = list(stream)
+    assert len(deltas) > 3
+    assert "".join(d.text for d in deltas) == stream.completion.text
+
+
+def test_streams_take_turns(llm: LLM) -> None:
+    params = letters(llm)
+    whole = [llm.generate(p, params).text for p in ("one", "two")]
+    streams = [llm.stream(p, params) for p in ("one", "two")]
+    texts = ["", ""]
+    for a, b in zip(*streams, strict=False):
+        texts[0] += a.text
+        texts[1] += b.text
+    for i, stream in enumerate(streams):
+        texts[i] += "".join(d.text for d in stream)
+    assert texts == whole
+
+
+@pytest.mark.parametrize("how", ["close", "with", "drop"])
+def test_leaving_a_stream_aborts_it(llm: LLM, how: str) -> None:
+    stream = llm.stream("hello", letters(llm, n=2))
+    next(iter(stream))
+    if how == "close":
+        stream.close()
+        assert stream.completion is not None
+        assert stream.completion.finish.reason == "cancel"
+    elif how == "with":
+        with stream:
+            pass
+    del stream
+    gc.collect()
+    assert not llm.core.jobs
+    llm.check()
+
+
+# -------------------------------------------------------------------------------------------------------- score and embed
+
+
+def test_score_is_what_generation_reported(llm: LLM) -> None:
+    done = llm.generate("hello", SamplingParams(max_tokens=20, seed=3, logprobs=0, ignore_eos=True))
+    score = llm.score([*done.prompt_ids, *done.token_ids])
+    assert [e.logprob for e in score.logprobs[6:]] == [e.logprob for e in done.logprobs]
+    assert score.logprobs[0] is None
+    assert score.total == pytest.approx(sum(e.logprob for e in score.logprobs if e))
+    assert score.perplexity == pytest.approx(math.exp(-score.total / 25))
+    assert math.isnan(llm.score([5]).perplexity)
+
+
+@pytest.mark.parametrize("options", [{"step_tokens": 5}, {"kv_blocks": 8, "step_tokens": 7}])
+def test_scores_do_not_depend_on_chunks(llm: LLM, options: dict[str, Any]) -> None:
+    text = "the quick brown fox jumps over the lazy dog"
+    assert fake_llm(**options).score(text, top=2) == llm.score(text, top=2)
+
+
+def test_scores_survive_preemption() -> None:
+    llm = fake_llm(kv_blocks=8, step_tokens=9)
+    prompts = [f"{i} the quick brown fox jumps over" for i in range(6)]
+    params = SamplingParams(max_tokens=40, seed=1, prompt_logprobs=1, ignore_eos=True)
+    crowded = llm.generate(prompts, params)
+    assert llm.stats()["preemptions"] > 0
+    for prompt, done in zip(prompts, crowded, strict=True):
+        alone = fake_llm().generate(prompt, params)
+        assert alone.prompt_logprobs == done.prompt_logprobs
+        assert alone.choices == done.choices
+
+
+def test_embed_is_the_mean_of_all_positions(llm: LLM) -> None:
+    backend = FakeBackend()
+    from verbatim.testing import mix
+
+    number, rows = 1, []
+    for token in (256, *b"hello"):
+        number = mix(number, token)
+        rows.append(backend._hidden(number))
+    expected = np.array(rows, np.float32).mean(axis=0)
+    for options in ({}, {"step_tokens": 2}):
+        got = fake_llm(**options).embed("hello")
+        assert got.dtype == np.float32
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------- the same tokens
+
+FIELDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0},
+    {"n": 3},
+    {"frequency_penalty": 1.0, "repetition_penalty": 1.2},
+    {"dry_multiplier": 1.0, "no_repeat_ngram": 3},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "top_n_sigma": 2.0, "xtc_probability": 0.5},
+    {"stop": ["ab"], "min_tokens": 5},
+    {"logit_bias": {97: 3.0}, "banned_token_ids": [98], "logprobs": 2, "logprobs_mode": "processed"},
+]
+MODES: list[dict[str, Any]] = [
+    {"step_tokens": 4},
+    {"use_cache": False},
+    {"prefix_cache": False},
+    {"kv_blocks": 9},
+    {"speculate": "off"},
+    {"speculate": "ngram"},
+    {"max_running": 1},
+]
+
+
+def test_every_mode_gives_the_same_answers() -> None:
+    prompts = ["hello hello hello", "the quick brown fox " * 2]
+    params = [SamplingParams(**{"max_tokens": 30, "seed": 8, **FIELDS[i % len(FIELDS)]}) for i in range(len(FIELDS))]
+    asked = [(p, q) for p in prompts for q in params]
+    plain = fake_llm(kv_blocks=400).generate([p for p, _ in asked], [q for _, q in asked])
+    for mode in MODES:
+        llm = fake_llm(**{"kv_blocks": 400, **mode, "check": False})
+        got = llm.generate([p for p, _ in asked], [q for _, q in asked])
+        assert [c.choices for c in got] == [c.choices for c in plain], mode
+        llm.check()
+        if mode.get("kv_blocks"):
+            assert llm.stats()["preemptions"] > 0
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt2", "mixtral"])
+def test_windows_and_other_families_in_tight_places(family: str) -> None:
+    """Sliding windows of 12 with blocks of 16, alternating with full layers."""
+    prompts = [[(i * 7 + j) % 250 for j in range(20 + i)] for i in range(5)]
+    params = SamplingParams(max_tokens=24, seed=2, ignore_eos=True, logprobs=0)
+    answers = []
+    for options in (
+        {"kv_blocks": 100},
+        {"kv_blocks": 8, "step_tokens": 9},
+        {"kv_blocks": 50, "use_cache": False, "step_tokens": 30},
+    ):
+        config = EngineConfig(check=True)
+        llm = LLM.from_parts(
+            tiny_parts("reference", config, family, num_hidden_layers=6 if family == "gemma3" else 2), check=True, **options
+        )
+        answers.append([c.choices for c in llm.generate(prompts, params)])
+        llm.check()
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+
+
+def test_a_prefix_hit_says_so_and_changes_nothing() -> None:
+    llm = fake_llm(kv_blocks=200)
+    first = [1 + i % 250 for i in range(1000)]
+    second = first[:900] + [3] * 100
+    params = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+    llm.generate(first, params)
+    before = llm.stats()["computed_tokens_total"]
+    hot = llm.generate(second, params)
+    assert hot.usage.cached_tokens == 896
+    assert llm.stats()["computed_tokens_total"] - before - 7 <= 116
+    assert fake_llm(kv_blocks=200, prefix_cache=False).generate(second, params).choices == hot.choices
+    salted = llm.generate(second, params.with_(cache_salt="other"))
+    assert salted.usage.cached_tokens == 0
+    assert salted.choices == hot.choices
+
+
+def test_an_error_while_computing_leaves_the_engine_usable() -> None:
+    llm = fake_llm()
+    backend, honest = llm.parts.backend, llm.parts.backend.execute
+    backend.execute = lambda plan: (_ for _ in ()).throw(VerbatimError("the machine is on fire"))
+    with pytest.raises(VerbatimError, match="fire"):
+        llm.generate("hello", SamplingParams(max_tokens=3))
+    backend.execute = honest
+    assert len(llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+    llm.check()
+
+
+def test_receipts_are_made_when_asked(llm: LLM) -> None:
+    assert llm.generate("x", SamplingParams(max_tokens=2)).receipt is None
+    receipt = llm.generate("x", SamplingParams(max_tokens=2, receipt=True)).receipt
+    assert receipt is not None
+    assert receipt["fingerprint"] == llm.fingerprint
+
+
+def test_a_wide_context_needs_no_wide_cache_behind_windows() -> None:
+    parts = fake_parts(FakeBackend(fake_spec(windows=(32,)), canary=True))
+    llm = LLM.from_parts(parts, kv_blocks=12, check=True, step_tokens=64)
+    assert llm.context == 4096
+    done = llm.generate([1] * 1000, SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
+    assert len(done.token_ids) == 200
