@@ -8,6 +8,7 @@ the traceback comes with --debug.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -132,7 +133,8 @@ def code_of(error: VerbatimError) -> int:
 
 
 def _usage_line(error: click.ClickException) -> str:
-    text = " ".join(error.format_message().split()).rstrip(".").replace(". (Did", "; did").replace("?)", "?")
+    text = " ".join(error.format_message().split()).rstrip(".")
+    text = re.sub(r"\.? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$", r"; did you mean \1?", text)
     ctx = getattr(error, "ctx", None)
     if ctx is not None and ctx.command_path != "verbatim" and "; " not in text:
         text += f"; see {ctx.command_path} --help"
