@@ -5,13 +5,18 @@ Every comparison here is of bits: log-probabilities, final hidden states and dra
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from plans import Blocks, Text, run, same, whole
 
 from conftest import Open
+from verbatim.base.errors import BackendError
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.testing_models import FAMILIES, tiny_model
+from verbatim.weights.quantise import quantise
+from verbatim.weights.tensor import Tensor
 
 LENGTH = 50
 
@@ -105,3 +110,18 @@ def test_sizes_add_up(open_tiny: Open) -> None:
     assert len(backend.block_bytes()) == 2  # full attention, and the window
     assert sum(backend.block_bytes()) == backend.info.kv_token_bytes * backend.block_size
     assert backend.spec is model.spec
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_model_that_computes_nonsense_says_so(value: float, open_tiny: Open) -> None:
+    """A broken weight: an error that says what happened, never a token."""
+    model = tiny_model("llama")
+    broken = model.weights["layers.1.mlp.down"].to_f32().copy()
+    broken[3] = value
+    tensors = {
+        **model.weights.tensors,
+        "layers.1.mlp.down": Tensor("layers.1.mlp.down", "f32", broken.shape, quantise("f32", broken)),
+    }
+    backend = open_tiny(replace(model, weights=replace(model.weights, tensors=tensors)))
+    with pytest.raises(BackendError, match="not finite"):
+        whole(backend, tokens_of(1, 8))

@@ -68,7 +68,8 @@ class ReferenceBackend:
         assert not batch.rows or 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.vocab, "token ids are checked above"
         if not batch.rows:
             return collect(plan, np.zeros((0, self.spec.hidden), np.float32), np.zeros((0, self.spec.vocab), np.float32))
-        with one_thread(), np.errstate(over="ignore", under="ignore"):  # exp(-x) of a large -x is inf, and 1 / inf the right 0
+        # exp(-x) of a large -x is inf, and 1 / inf the right 0; a model that computes NaN is reported where its logits are read
+        with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
             hidden, logits = forward(self.spec, ReferenceOps(self.spec, self._weights, self._caches, batch))
         return collect(plan, hidden, logits)
 
