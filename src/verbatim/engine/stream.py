@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob
 from verbatim.engine.loop import LoopDetector
 from verbatim.engine.parts import Tokenizer
@@ -67,7 +67,10 @@ class ChoiceStream:
         if drawn.explain is not None:
             self.explain.append(drawn.explain)
         looped = self._loop.push(drawn.token)
-        if finish is None or finish.reason != "stop" or self._params.include_stop:
+        swallowed = (
+            finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
+        )  # a structure's last token is text
+        if not swallowed or self._params.include_stop:
             stop = self._write(self._decoder.push(drawn.token))
             if stop is not None:
                 finish = Finish("stop", stop)
