@@ -7,6 +7,7 @@ can just as well be made of the fakes in verbatim.testing.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -64,21 +65,22 @@ def load_parts(
     """Find the model (a path, a catalog name, org/name on the hub), read it, and open a backend for it."""
     from verbatim.backend import open_backend
     from verbatim.model.load import load_model
-    from verbatim.text import chat, tokenizer
     from verbatim.weights.catalog import resolve
-    from verbatim.weights.gguf import GGUFFile
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     loaded = load_model(path, context=config.context, quant=config.quant)
-    source = loaded.source
-    if isinstance(source, GGUFFile):
-        words, template = tokenizer.from_gguf(source.metadata), chat.template_from_gguf(source.metadata)
-    else:
-        words, template = tokenizer.from_directory(source.path), chat.template_from_directory(source.path)
-    words.fit(loaded.spec.vocab)  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
+    text = _Aside(lambda: _read_text(loaded.source))  # a quarter of a second's work, done while the kernels pack the weights
+    backend = open_backend(loaded, config)
+    try:
+        words, template = text.result()
+        words.fit(loaded.spec.vocab)  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
+        draft = _load_draft(config, loaded.spec.vocab, offline=offline, progress=progress)
+    except BaseException:
+        backend.close()
+        raise
     return Parts(
-        draft=_load_draft(config, loaded.spec.vocab, offline=offline, progress=progress),
-        backend=open_backend(loaded, config),
+        draft=draft,
+        backend=backend,
         tokenizer=words,
         eos_ids=tuple(sorted({*loaded.eos_ids, *words.eos_ids})),
         name=os.fspath(model),
@@ -87,6 +89,39 @@ def load_parts(
         template=template,
         generation_config=dict(loaded.generation_config),
     )
+
+
+def _read_text(source: Any) -> tuple[Any, Any]:
+    """The tokenizer and the chat template of a GGUF file or a safetensors directory."""
+    from verbatim.text import chat, tokenizer
+    from verbatim.weights.gguf import GGUFFile
+
+    if isinstance(source, GGUFFile):
+        return tokenizer.from_gguf(source.metadata), chat.template_from_gguf(source.metadata)
+    return tokenizer.from_directory(source.path), chat.template_from_directory(source.path)
+
+
+class _Aside(threading.Thread):
+    """One function, run beside the caller. result() waits for it, and raises what it raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._value
 
 
 def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None) -> Backend | None:
