@@ -1,0 +1,282 @@
+"""AsyncEngine: many clients on one engine; leaving, overload, slow readers, drain, and an engine that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verbatim import LLM, AsyncEngine, SamplingParams
+from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
+from verbatim.base.records import Completion, Delta
+from verbatim.testing import FakeBackend, fake_parts
+
+OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
+
+
+class GatedBackend(FakeBackend):
+    """Computes a step only when told to."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.error: Exception | None = None
+
+    def execute(self, plan: Any) -> Any:
+        assert self.gate.wait(30)
+        if self.error is not None:
+            raise self.error
+        return super().execute(plan)
+
+
+def engine(backend: Any = None, **options: Any) -> AsyncEngine:
+    return AsyncEngine.from_parts(
+        fake_parts(backend, canary=True) if backend is None else fake_parts(backend), **{**OPTIONS, **options}
+    )
+
+
+def whole(prompt: str, params: SamplingParams) -> Completion:
+    return LLM.from_parts(fake_parts(), **OPTIONS).generate(prompt, params)
+
+
+async def at_rest(e: AsyncEngine) -> None:
+    """Nothing runs, everything is free; asked on the engine's own thread."""
+
+    def check(core: Any) -> bool:
+        core.check()
+        return not core.busy and all(pool.used == 0 for pool in core.scheduler.cache.pools)
+
+    for _ in range(200):
+        if await e.call(check):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the engine does not come to rest")
+
+
+async def test_deltas_then_the_completion() -> None:
+    params = SamplingParams(max_tokens=20, seed=1, n=2, logprobs=1)
+    async with engine() as e:
+        stream = await e.submit("hello", params, request_id="mine", tenant="t")
+        items = [item async for item in stream]
+        assert isinstance(items[-1], Completion)
+        assert items[-1].request_id == "mine"
+        deltas = [item for item in items[:-1] if isinstance(item, Delta)]
+        for choice in items[-1].choices:
+            mine = [d for d in deltas if d.index == choice.index]
+            assert "".join(d.text for d in mine) == choice.text
+            assert tuple(t for d in mine for t in d.token_ids) == choice.token_ids
+            assert tuple(lp for d in mine for lp in d.logprobs) == choice.logprobs
+            assert mine[-1].finish == choice.finish
+        assert items[-1].choices == whole("hello", params).choices
+        assert await stream.result() == items[-1]
+        await at_rest(e)
+
+
+async def test_many_clients_get_what_each_would_get_alone() -> None:
+    params = [SamplingParams(max_tokens=5 + i % 20, seed=i) for i in range(60)]
+    async with engine(kv_blocks=40) as e:
+        streams = await asyncio.gather(*(e.submit(f"client {i}", p) for i, p in enumerate(params)))
+        done = await asyncio.gather(*(s.result() for s in streams))
+        await at_rest(e)
+    alone = LLM.from_parts(fake_parts(), **OPTIONS).generate([f"client {i}" for i in range(60)], params)
+    assert [d.choices for d in done] == [a.choices for a in alone]
+
+
+@pytest.mark.parametrize("how", ["abort", "aclose", "async with", "cancel", "drop", "break"])
+async def test_leaving_frees_everything(how: str) -> None:
+    async with engine() as e:
+        stream = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True))
+        await anext(stream)
+        if how == "abort":
+            assert e.abort(stream.request_id)
+            assert (await stream.result()).finish.reason == "cancel"
+            assert not e.abort(stream.request_id)
+        elif how == "aclose":
+            await stream.aclose()
+            await stream.aclose()
+        elif how == "async with":
+            async with stream:
+                pass
+        elif how == "cancel":
+            task = asyncio.create_task(stream.result())
+            await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "break":
+            async for _ in stream:
+                break
+            await stream.aclose()
+        del stream
+        gc.collect()
+        await at_rest(e)
+
+
+async def test_random_arrivals_and_departures() -> None:
+    rng = random.Random(1)
+    watched = SamplingParams(max_tokens=100, seed=3, ignore_eos=True)
+
+    async def client(e: AsyncEngine, i: int) -> int:
+        await asyncio.sleep(rng.random() * 0.2)
+        stream = await e.submit(f"{i}" * rng.randrange(1, 30), SamplingParams(max_tokens=30, n=rng.choice((1, 3)), seed=i))
+        for _ in range(rng.randrange(12)):
+            if isinstance(await anext(stream, None), Completion):
+                return 0
+        await stream.aclose()
+        return 1
+
+    async with engine(kv_blocks=48, step_tokens=32) as e:
+        stream = await e.submit("the one who stays", watched)
+        left = await asyncio.gather(*(client(e, i) for i in range(120)))
+        assert (await stream.result()).choices == whole("the one who stays", watched).choices
+        assert sum(left) > 20
+        await at_rest(e)
+
+
+async def test_a_slow_reader_holds_one_delta_a_choice() -> None:
+    params = SamplingParams(max_tokens=300, seed=1, ignore_eos=True, n=2)
+    async with engine() as e:
+        stream = await e.submit("hello", params)
+        while stream.completion is None:
+            await asyncio.sleep(0.01)
+        assert len(stream._pending) == 2
+        items = [item async for item in stream]
+        assert len(items) == 3
+        assert items[-1].choices == whole("hello", params).choices
+        assert [items[0].text, items[1].text] == [c.text for c in items[-1].choices]
+
+
+async def test_the_queue_is_bounded() -> None:
+    backend = GatedBackend()
+    async with engine(backend, max_waiting=3, max_running=1) as e:
+        backend.gate.clear()
+        first = await e.submit("first", SamplingParams(max_tokens=2))
+        while not e.core.scheduler.running:
+            await asyncio.sleep(0.01)
+        queued = [await e.submit("next", SamplingParams(max_tokens=2)) for _ in range(3)]
+        with pytest.raises(OverloadedError) as caught:
+            await e.submit("one too many", SamplingParams(max_tokens=2))
+        assert caught.value.status == 429
+        assert caught.value.retry_after > 0
+        backend.gate.set()
+        for stream in (first, *queued):
+            assert (await stream.result()).usage.output_tokens > 0
+        assert e.stats()["requests_refused_total"] == 1
+
+
+async def test_refusals_come_at_once() -> None:
+    async with engine() as e:
+        with pytest.raises(ParameterError) as caught:
+            await e.submit([1, 2, 999])
+        assert caught.value.param == "prompt"
+        with pytest.raises(ParameterError, match="logit_bias"):
+            await e.submit("x", SamplingParams(logit_bias={5000: 1}))
+        stream = await e.submit("x", SamplingParams(max_tokens=500, ignore_eos=True), request_id="same")
+        with pytest.raises(ParameterError, match="request_id"):
+            await e.submit("y", request_id="same")
+        assert not e.abort("nobody")
+        await stream.aclose()
+        await at_rest(e)
+
+
+async def test_drain_lets_the_running_end_and_refuses_the_rest() -> None:
+    async with engine() as e:
+        streams = [await e.submit(f"{i}", SamplingParams(max_tokens=40, seed=i)) for i in range(5)]
+        assert await e.drain()
+        assert not e.alive
+        for stream in streams:
+            assert (await stream.result()).finish.reason in ("length", "stop")
+        with pytest.raises(UnavailableError) as caught:
+            await e.submit("late")
+        assert caught.value.status == 503
+
+
+async def test_drain_cancels_at_its_timeout() -> None:
+    backend = GatedBackend()
+    async with engine(backend) as e:
+        stream = await e.submit("x", SamplingParams(max_tokens=1000, ignore_eos=True))
+        await anext(stream)
+        backend.gate.clear()
+        threading.Timer(0.3, backend.gate.set).start()
+        assert not await e.drain(timeout=0.05)
+        done = await stream.result()
+        assert done.finish.reason == "cancel"
+        assert done.finish.detail == "shutdown"
+
+
+async def test_an_engine_that_dies_tells_everyone() -> None:
+    backend = GatedBackend()
+    e = engine(backend)
+    backend.gate.clear()
+    streams = [await e.submit(f"{i}", SamplingParams(max_tokens=50)) for i in range(4)]
+    backend.error = RuntimeError("out of luck")
+    backend.gate.set()
+    for stream in streams:
+        with pytest.raises(BackendError, match="out of luck"):
+            await stream.result()
+    assert isinstance(e.error, RuntimeError)
+    assert not e.alive
+    with pytest.raises(BackendError):
+        await e.submit("x")
+    with pytest.raises(BackendError):
+        await e.call(lambda core: None)
+    assert await e.drain(timeout=1)
+    e.close()
+
+
+async def test_idle_costs_nothing() -> None:
+    async with engine() as e:
+        await (await e.submit("x", SamplingParams(max_tokens=3))).result()
+        await asyncio.sleep(0.3)  # past the idle proof
+        steps = e.core.metrics.steps.value
+        used = thread_seconds(e)
+        await asyncio.sleep(0.3)
+        assert e.core.metrics.steps.value == steps
+        assert thread_seconds(e) - used < 0.05
+
+
+def thread_seconds(e: AsyncEngine) -> float:
+    """Processor time of the engine's thread."""
+    return time.clock_gettime(time.pthread_getcpuclockid(e._thread.ident))
+
+
+async def test_embed() -> None:
+    async with engine() as e:
+        vector, tokens = await e.embed("hello")
+        assert tokens == 6
+        np.testing.assert_array_equal(vector, LLM.from_parts(fake_parts(), **OPTIONS).embed("hello"))
+        await at_rest(e)
+
+
+async def test_metrics_add_up() -> None:
+    async with engine(speculate="off") as e:
+        done = [await (await e.submit(f"{i}", SamplingParams(max_tokens=9, seed=i))).result() for i in range(5)]
+        stats = e.stats()
+        assert stats["requests_total"] == 5
+        assert stats["prompt_tokens_total"] == sum(d.usage.prompt_tokens for d in done)
+        assert stats["output_tokens_total"] == sum(d.usage.output_tokens for d in done)
+        assert stats["computed_tokens_total"] == sum(d.usage.prompt_tokens + d.usage.output_tokens - 1 for d in done)
+        assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
+        assert stats["first_token_seconds_count"] == 5
+        text = e.metrics()
+        assert "# TYPE verbatim_first_token_seconds histogram" in text
+        assert 'verbatim_first_token_seconds_bucket{le="+Inf"} 5' in text
+
+
+async def test_close_ends_what_runs() -> None:
+    e = engine()
+    stream = await e.submit("x", SamplingParams(max_tokens=1000, ignore_eos=True))
+    await anext(stream)
+    await asyncio.to_thread(e.close)
+    assert (await stream.result()).finish.reason == "cancel"
+    assert e.parts.backend.closed
+    e.close()
+    with pytest.raises(UnavailableError):
+        await e.submit("x")

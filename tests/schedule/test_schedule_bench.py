@@ -1,0 +1,20 @@
+"""The scheduler's benchmark runs, and grows with the running sequences only."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench" / "scheduler.py"
+
+
+def test_it_measures_and_draws() -> None:
+    spec = importlib.util.spec_from_file_location("bench_scheduler", BENCH)
+    assert spec is not None
+    assert spec.loader is not None
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    points = [(n, bench.measure(n, waiting=2, context=32, steps=10)) for n in (1, 4)]
+    assert all(ms > 0 for _, ms in points)
+    picture = bench.svg(bench.charts({"running": points}))
+    assert picture.startswith("<svg")

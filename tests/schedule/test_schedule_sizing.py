@@ -1,0 +1,76 @@
+"""How large the cache becomes: the stated rule, windows, and the context that fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError
+from verbatim.base.records import CacheGroup
+from verbatim.schedule.sizing import CachePlan, available_memory, plan_cache
+
+FULL = (CacheGroup(None, (0, 1)),)
+MIXED = (CacheGroup(None, (0,)), CacheGroup(64, (1, 2, 3)))
+KIB = 1024
+
+
+def plan(
+    groups: tuple[CacheGroup, ...] = FULL,
+    block_bytes: tuple[int, ...] = (KIB,),
+    *,
+    free: int,
+    fixed: bool = False,
+    **config: int,
+) -> CachePlan:
+    return plan_cache(
+        groups, block_bytes, block_size=16, context=1600, fixed=fixed, config=EngineConfig(**config), available=free
+    )  # one context: 100 blocks
+
+
+@pytest.mark.parametrize(
+    ("free", "running", "blocks", "rule"),
+    [
+        (4000 * KIB, 256, 1000, "a quarter of available memory"),
+        (4000 * KIB, 4, 400, "max_running full contexts"),
+        (320 * KIB, 256, 100, "one full context"),
+        (120 * KIB, 256, 60, "half of available memory"),
+    ],
+)
+def test_the_rule(free: int, running: int, blocks: int, rule: str) -> None:
+    made = plan(free=free, max_running=running)
+    assert made.blocks == (blocks,)
+    assert made.rule == rule
+    assert made.bytes == blocks * KIB
+    assert rule in str(made)
+
+
+def test_the_context_is_what_fits_unless_it_was_asked_for() -> None:
+    assert plan(free=120 * KIB).context == 60 * 16 + 1
+    assert plan(free=120 * KIB, fixed=True).context == 1600
+    assert plan(free=4000 * KIB).context == 1600
+
+
+def test_memory_and_blocks_can_be_given() -> None:
+    assert plan(free=0, kv_memory=77 * KIB).blocks == (77,)
+    assert plan(free=0, kv_blocks=9).blocks == (9,)
+    with pytest.raises(ParameterError, match="kv_memory"):
+        plan(free=0, kv_memory=100)
+
+
+def test_windowed_groups_take_no_more_than_they_can_use() -> None:
+    made = plan(MIXED, (KIB, 3 * KIB), free=10**9, max_running=4, step_tokens=16)
+    assert made.blocks[0] == 400
+    assert made.blocks[1] == 4 * 6  # a window of 64 and a chunk of 16: 80 positions touch at most 6 blocks
+    assert made.context == 1600
+
+
+def test_windows_shrink_before_a_full_context_does() -> None:
+    made = plan(MIXED, (KIB, 3 * KIB), free=0, kv_memory=130 * KIB, step_tokens=16)
+    assert made.blocks[0] >= 100
+    assert made.blocks[1] >= 6
+    assert made.blocks[0] + 3 * made.blocks[1] <= 130
+    assert made.context == 1600
+
+
+def test_this_machine_has_memory() -> None:
+    assert available_memory() > 2**20
