@@ -25,7 +25,7 @@ _KEPT = 512  # requests whose native parameters are kept
 
 
 class NativeSampler:
-    """One for a backend. `sample` is the native engine's function over its own logits."""
+    """One for a backend: draws from the logits of the native engine's last step."""
 
     def __init__(self, native: Any, engine: Any) -> None:
         self._native = native
@@ -37,12 +37,12 @@ class NativeSampler:
         if any(row.spec.beam or row.spec.params.explain for row in rows):
             return sample_rows(self._engine.logits(), rows)
         try:
-            found = self._engine.sample([self._native_row(row) for row in rows])
+            found = self._engine.sample([self.native_row(row) for row in rows])
         except ValueError as error:
             raise BackendError(str(error)) from None
         return [Drawn(token, logprob, top) for token, logprob, top in found]
 
-    def _native_row(self, row: Row) -> tuple[Any, ...]:
+    def native_row(self, row: Row) -> tuple[Any, ...]:
         history = np.array(row.history, np.int32) if row.history else None
         return self._params(row.spec), row.spec.key, row.position, row.spec.prompt_len, history, row.mask
 

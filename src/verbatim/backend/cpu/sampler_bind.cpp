@@ -2,10 +2,13 @@
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <atomic>
 #include <stdexcept>
+
+#include "isa.h"
 
 namespace nb = nanobind;
 using vb::SampleOut;
@@ -83,6 +86,16 @@ nb::list sample_rows(Team& team, vb::SampleFn sample, const float* logits, int64
 }
 
 void bind_sampler(nb::module_& m) {
+    using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+    m.def(
+        "sample_logits",
+        [](const std::string& isa, int threads, Rows logits, nb::list rows) {
+            if (logits.shape(0) != nb::len(rows)) throw std::invalid_argument("one row of parameters for each row of logits");
+            Team team(threads);
+            return sample_rows(team, select_isa(isa).sample, logits.data(), (int64_t)logits.shape(1), rows);
+        },
+        nb::arg("isa"), nb::arg("threads"), nb::arg("logits"), nb::arg("rows"),
+        "Draw from given logits with one instruction set's sampler: for tests and benchmarks.");
     nb::class_<SampleParams>(m, "SampleParams", "What a request asks of the sampler; fields as in SamplingParams.")
         .def(nb::init<>())
         .def_rw("temperature", &SampleParams::temperature)
