@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option, engine_options, model_options
+from verbatim.cli.options import Command, Option, engine_options_without, model_options
 from verbatim.cli.screen import note
 
 if TYPE_CHECKING:
     from verbatim.cli.measure import Row, Runner
     from verbatim.cli.rivals.client import Rival
     from verbatim.engine.llm import LLM
+    from verbatim.observe.plot import Chart
     from verbatim.observe.roofline import CostCard, Limits
 
 SECTION = "What to measure"
@@ -38,8 +39,17 @@ SECTION = "What to measure"
 @click.option(
     "--plot", cls=Option, section=SECTION, metavar="FILE", help="write a plot: .svg, or .png where matplotlib is there"
 )
+@click.option(
+    "--speculate",
+    cls=Option,
+    section=SECTION,
+    is_flag=False,
+    flag_value="suffix",
+    type=click.Choice(["ngram", "suffix"]),
+    help="measure what drafts are worth instead: cost of a pass and tokens a pass against draft length",
+)
 @model_options
-@engine_options
+@engine_options_without("speculate")
 def command(
     quick: bool,
     against: str | None,
@@ -49,11 +59,12 @@ def command(
     batches: str | None,
     repeats: int | None,
     plot: str | None,
+    speculate: str | None,
     **flags: Any,
 ) -> int:
     """Measure this machine's limits, the model's cost, and how near the engine comes. The last line is JSON.
 
-    Speculation and the prefix cache are off unless asked for: the numbers are of plain decoding.
+    Speculation is off, and the prefix cache unless asked for: the numbers are of plain decoding.
     """
     from verbatim.cli.measure import Ours, cold_start, first_token, jobs, measure
     from verbatim.cli.session import open_llm
@@ -67,8 +78,13 @@ def command(
     rounds = repeats or (2 if quick else 5)
     if plot and Path(plot).suffix not in (".svg", ".png"):
         raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
-    flags["e_speculate"] = flags["e_speculate"] or "off"
+    flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
+    if speculate:
+        if against:
+            raise ParameterError("against", "drafts are measured against plain decoding; leave out --against")
+        with open_llm(flags) as llm:
+            return _speculation(llm, speculate, rounds, plot)
     with open_llm(flags) as llm:
         rival = _open_rival(against, rival_python, flags, llm) if against else None
         try:
@@ -216,7 +232,7 @@ def _summary(llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: R
 
 
 def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Rival | None) -> None:
-    from verbatim.observe.plot import Chart, Line, png, svg
+    from verbatim.observe.plot import Chart, Line
 
     charts = []
     for kind, title, label in (
@@ -233,9 +249,36 @@ def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Riv
         if all(y for _, y in roof):
             lines.append(Line("limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True))
         charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
+    _draw(path, charts)
+
+
+def _draw(path: str, charts: list[Chart]) -> None:
+    from verbatim.observe.plot import png, svg
+
     if path.endswith(".png"):
         if png(charts, path):
             return
         path = path[:-4] + ".svg"
         note(f"matplotlib is not installed, so the plot is {path}; pip install 'verbatim-llm[bench]' for PNG")
     Path(path).write_text(svg(charts), "utf-8")
+
+
+def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
+    from verbatim.cli.speculation import curve
+    from verbatim.observe.plot import Chart, Line
+
+    found = curve(llm, mode, 4 * rounds)
+    info = llm.parts.backend.info
+    print(f"engine    {info.name} {info.detail}; proposer {mode}; a pass with k drafts gains between 1 and k + 1 tokens")
+    names = list(found["tasks"])
+    print(f"{'drafts':>6} {'ms a pass':>10}   " + "   ".join(f"{name + ': tokens, ms a token':>26}" for name in names))
+    for i, cost in enumerate(found["pass_seconds"]):
+        cells = [found["tasks"][name][i] for name in names]
+        shown = "   ".join(f"{c['tokens_a_pass']:14.2f} {c['seconds_a_token'] * 1e3:11.2f}" for c in cells)
+        print(f"{cost['drafts']:6} {cost['seconds'] * 1e3:10.2f}   {shown}")
+    if plot:
+        passes = tuple(Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n])) for n in names)
+        times = tuple(Line(n, tuple((r["drafts"], r["seconds_a_token"] * 1e3) for r in found["tasks"][n])) for n in names)
+        _draw(plot, [Chart("tokens a pass", "drafts", "tokens", passes), Chart("time a token", "drafts", "ms", times)])
+    sys.stdout.write(json.dumps({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found}) + "\n")
+    return 0

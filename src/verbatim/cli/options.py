@@ -222,7 +222,18 @@ def model_options(command: F) -> F:
 
 def engine_options(command: F) -> F:
     """One flag for each setting of EngineConfig; values arrive as `e_<name>`, None means: not typed."""
+    return _engine_flags(command, ())
+
+
+def engine_options_without(*names: str) -> Callable[[F], F]:
+    """The same, less those that the command gives a meaning of its own."""
+    return lambda command: _engine_flags(command, names)
+
+
+def _engine_flags(command: F, without: tuple[str, ...]) -> F:
     for field in reversed(fields(EngineConfig)):
+        if field.name in without:
+            continue
         flag, dest, kind = "--" + field.name.replace("_", "-"), "e_" + field.name, str(field.type)
         common: Values = {"cls": Option, "section": "Model and engine", "default": None, "hidden": field.name in HIDDEN}
         common["help"] = ENGINE_HELP.get(field.name, "")

@@ -1,0 +1,73 @@
+"""bench --speculate: walking a proposer along a known text counts what a real run would."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from cli_said import Call
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verbatim.cli.speculation import LENGTHS, _between, walk
+from verbatim.speculate.ngram import NgramProposer
+from verbatim.speculate.protocol import Draft
+from verbatim.speculate.suffix import SuffixProposer
+
+
+class Oracle:
+    """Guesses the text itself, wrong at every `error`-th token."""
+
+    name, token_cost = "oracle", 0.0
+
+    def __init__(self, text: list[int], error: int) -> None:
+        self.text, self.error = text, error
+
+    def propose(self, views: Any, limit: int) -> dict[int, Draft]:
+        at = len(views[0].tokens)
+        guess = [t + 1 if (at + i) % self.error == 0 else t for i, t in enumerate(self.text[at : at + limit])]
+        return {0: Draft(tuple(guess), self.name, 1)} if guess else {}
+
+
+def test_a_perfect_guess_gains_k_and_one() -> None:
+    text = list(range(100))
+    done = walk(Oracle(text, 10**9), text[:20], text[20:], 4)  # type: ignore[arg-type]
+    assert done.passes == 16  # 80 tokens, five a pass
+    assert done.accepted == 64
+    assert done.tokens_a_pass == 5.0
+
+
+def test_no_drafts_is_one_token_a_pass() -> None:
+    text = list(range(50))
+    done = walk(Oracle(text, 10**9), text[:20], text[20:], 0)  # type: ignore[arg-type]
+    assert (done.passes, done.drafted, done.tokens_a_pass) == (30, 0, 1.0)
+
+
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 20), st.integers(0, 8), st.integers(2, 9))
+def test_every_pass_gains_what_it_accepts_and_one(text: list[int], cut: int, limit: int, error: int) -> None:
+    cut = min(cut, len(text) - 1)
+    for proposer in (NgramProposer(), SuffixProposer(), Oracle(text, error)):
+        done = walk(proposer, text[:cut], text[cut:], limit)  # type: ignore[arg-type]
+        assert done.tokens == len(text) - cut == done.accepted + done.passes
+        assert 0 <= done.accepted <= done.drafted == sum(done.rows)
+        assert max(done.rows) <= limit
+
+
+def test_costs_between_the_measured_lengths() -> None:
+    costs = [float(k) for k in LENGTHS]
+    assert [_between(costs, k) for k in (0, 1, 5, 10, 16, 40)] == [0.0, 1.0, 5.0, 10.0, 16.0, 16.0]
+
+
+def test_the_curve_on_a_tiny_model(verbatim: Call, tmp_path: Path) -> None:
+    plot = tmp_path / "s.svg"
+    said = verbatim("bench", "--speculate", "--quick", "--repeats", "1", "--plot", str(plot))
+    assert said.code == 0, said.err
+    data = json.loads(said.out.splitlines()[-1])
+    assert [row["drafts"] for row in data["pass_seconds"]] == list(LENGTHS)
+    for rows in data["tasks"].values():
+        assert rows[0]["tokens_a_pass"] == 1.0
+        assert all(row["seconds_a_token"] > 0 for row in rows)
+    ElementTree.fromstring(plot.read_text())
+    assert verbatim("bench", "--speculate", "ngram", "--against", "llama.cpp").code == 2
