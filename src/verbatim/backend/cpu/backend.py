@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verbatim.backend.batch import collect
-from verbatim.backend.cpu import _native as native
 from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo
@@ -23,6 +23,8 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import SeqResult, StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import rows_of
+
+native: Any = import_module("verbatim.backend.cpu._native")
 
 NUMERICS_VERSION = "cpu-1"
 KV_TYPES = ("f16", "q8")

@@ -30,6 +30,22 @@ Pages& Pages::operator=(Pages&& o) noexcept {
     return *this;
 }
 
+uint8_t* Arena::take(size_t bytes) {
+    constexpr size_t HUGE = (size_t)2 << 20, AREA = (size_t)64 << 20;
+    bytes = (bytes + 256 + 63) / 64 * 64;  // 256: a vector may be loaded beyond the last value
+    if (bytes > left_) {
+        size_t size = (std::max(bytes, AREA) + 2 * HUGE - 1) / HUGE * HUGE;
+        areas_.emplace_back(size);
+        size_t skip = (HUGE - (uintptr_t)areas_.back().data() % HUGE) % HUGE;
+        at_ = areas_.back().data() + skip;
+        left_ = size - skip;
+    }
+    uint8_t* p = at_;
+    at_ += bytes;
+    left_ -= bytes;
+    return p;
+}
+
 static size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 
 // Room for `rows` quantised rows of `width` inputs; a width that is no multiple of 32 has no quantised form.
@@ -73,16 +89,16 @@ int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t byt
     p.k = (int)k;
     p.panels = (int)(groups * gp);
     p.panel_bytes = verbatim::panel_bytes(kind, (int)k);
-    m->pages = Pages((size_t)p.panels * p.panel_bytes + 256);
     m->file_bytes = bytes;
-    p.data = m->pages.data();
+    uint8_t* to = arena_.take((size_t)p.panels * p.panel_bytes);
+    p.data = to;
     std::atomic<int> counter{0};
     team_.run([&](int) {
         for (int i; (i = counter.fetch_add(8)) < p.panels;)
             for (int j = i; j < std::min(i + 8, p.panels); j++) {
                 int64_t first = j / gp * per + j % gp * 16, n = std::min<int64_t>(16, j / gp * per + per - first);
                 pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
-                           m->pages.data() + (size_t)j * p.panel_bytes);
+                           to + (size_t)j * p.panel_bytes);
             }
     });
     matrices_.push_back(std::move(m));
@@ -146,14 +162,15 @@ void Engine::allocate(const std::vector<int64_t>& blocks) {
     }
 }
 
-// Memory of one block of one key/value head: K [head_dim][16], V [16][vdim], then for q8 the scales of K and V.
+// A block holds all layers of its group, so that a short text touches little memory. Of one key/value head: K [head_dim][16], V [16][vdim], then for q8 the scales of K and V.
 uint8_t* Engine::cell(int layer, int64_t block, int kv) const {
     const Group& g = groups_[layer_group_[layer]];
-    return g.pages.data() + ((layer_slot_[layer] * g.blocks + block) * shape.kv_heads + kv) * cell_bytes_;
+    return g.pages.data() + ((block * (int64_t)g.layers.size() + layer_slot_[layer]) * shape.kv_heads + kv) * cell_bytes_;
 }
 
 void Engine::copy_block(int group, int64_t from, int64_t to) {
-    for (int layer : groups_[group].layers) std::memcpy(cell(layer, to, 0), cell(layer, from, 0), cell_bytes_ * shape.kv_heads);
+    int layer = groups_[group].layers[0];
+    std::memcpy(cell(layer, to, 0), cell(layer, from, 0), (size_t)block_bytes(group));
 }
 
 void Engine::reserve(int rows) {

@@ -7,6 +7,12 @@
 #include "mathfn.h"
 #include "matmul.inc"
 #include "rowwise.inc"
+#if defined(VB_ISA_AMX)
+#include "matmul_amx.inc"
+#define VB_MM mm_amx
+#else
+#define VB_MM mm_quant
+#endif
 
 namespace VB_NS {
 
@@ -18,8 +24,8 @@ static const Kernels TABLE = {
     VB_NAME,
     BYTE_BIAS,
     quantise,
-    {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, mm_quant<F4>, mm_quant<F4M>, mm_quant<F5>, mm_quant<F5M>, mm_quant<F8>, mm_quant<F8W>,
-     mm_quant<F4K>, mm_quant<F5K>, mm_quant<F6K>, mm_quant<F3K>, mm_quant<F2K>},
+    {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, VB_MM<F4>, VB_MM<F4M>, VB_MM<F5>, VB_MM<F5M>, VB_MM<F8>, VB_MM<F8W>, VB_MM<F4K>, VB_MM<F5K>,
+     mm_quant<F6K>, mm_quant<F3K>, mm_quant<F2K>},
     rms,
     layer,
     rope,

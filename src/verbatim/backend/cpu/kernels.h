@@ -53,7 +53,7 @@ constexpr int TILE = 128;    // positions of one attention tile: fixed, because 
 constexpr int BLOCK = 16;    // positions of one cache block
 constexpr int MAXQ = 64;     // query vectors of one attention call, at most
 constexpr int WANTQ = 32;    // as many as fill it well
-constexpr int ROWS = 32;     // rows of one call of mm
+constexpr int ROWS = 64;     // rows of one call of mm
 
 // One tile of attention for nq query vectors that share a key/value head.
 struct AttendTile {

@@ -49,6 +49,11 @@ void legacy(Kind kind, const uint8_t* p, Plain& o) {
     if (min) { o.m = u16(p); p += 2; }
     uint32_t high = 0;
     if (five) { std::memcpy(&high, p, 4); p += 4; }
+    else {
+        for (int j = 0; j < 16; j++) o.q[j] = p[j] & 15;
+        for (int j = 0; j < 16; j++) o.q[j + 16] = p[j] >> 4;
+        return;
+    }
     for (int j = 0; j < 16; j++) {
         o.q[j] = (uint8_t)((p[j] & 15) | (((high >> j) & 1) << 4));
         o.q[j + 16] = (uint8_t)((p[j] >> 4) | (((high >> (j + 16)) & 1) << 4));
@@ -133,23 +138,41 @@ void read_block(Kind kind, const uint8_t* row, int b, Plain& o) {
     }
 }
 
-// Quants of one row's block into lane `lane` of the panel's block. Group g, byte j is input 4g + j.
+inline uint32_t word(const uint8_t* q, int g) { uint32_t v; std::memcpy(&v, q + 4 * g, 4); return v; }
+inline void put(uint8_t* p, uint32_t v) { std::memcpy(p, &v, 4); }
+
+// Quants of one row's block into lane `lane` of the panel's block. Group g, byte j is input 4g + j; a group is one 32-bit word.
 void put_quants(Kind kind, const Plain& o, int lane, int bias, uint8_t* q) {
-    for (int i = 0; i < 32; i++) {
-        int g = i / 4, at = lane * 4 + i % 4;
-        uint8_t v = o.q[i];
-        switch (kind) {
-            case K_8: case K_8W: q[64 * g + at] = (uint8_t)(v ^ bias); break;  // ^ 128 is + 128 modulo 256
-            case K_2K: case K_3K:
-                q[64 * (g / 4) + at] |= (uint8_t)((v & 3) << (2 * (g % 4)));
-                if (kind == K_3K) q[128 + at] |= (uint8_t)(((v >> 2) & 1) << g);
-                break;
-            default:
-                q[64 * (g / 2) + at] |= (uint8_t)((v & 15) << (4 * (g & 1)));
-                if (kind == K_5 || kind == K_5M || kind == K_5K) q[256 + at] |= (uint8_t)((v >> 4) << g);
-                if (kind == K_6K) q[256 + 64 * (g / 4) + at] |= (uint8_t)((v >> 4) << (2 * (g % 4)));
-        }
+    constexpr uint32_t ONE = 0x01010101u, THREE = 0x03030303u, LOW = 0x0f0f0f0fu;
+    uint8_t* at = q + lane * 4;
+    uint32_t plane = 0;
+    switch (kind) {
+        case K_8: case K_8W:
+            for (int g = 0; g < 8; g++) put(at + 64 * g, word(o.q, g) ^ (uint32_t)bias * ONE);  // ^ 128 is + 128 modulo 256
+            return;
+        case K_2K: case K_3K:
+            for (int i = 0; i < 2; i++) {
+                uint32_t v = 0;
+                for (int g = 0; g < 4; g++) v |= (word(o.q, 4 * i + g) & THREE) << (2 * g);
+                put(at + 64 * i, v);
+            }
+            if (kind == K_2K) return;
+            for (int g = 0; g < 8; g++) plane |= ((word(o.q, g) >> 2) & ONE) << g;
+            put(at + 128, plane);
+            return;
+        default: break;
     }
+    for (int i = 0; i < 4; i++) put(at + 64 * i, (word(o.q, 2 * i) & LOW) | (word(o.q, 2 * i + 1) & LOW) << 4);
+    if (kind == K_5 || kind == K_5M || kind == K_5K) {
+        for (int g = 0; g < 8; g++) plane |= ((word(o.q, g) >> 4) & ONE) << g;
+        put(at + 256, plane);
+    }
+    if (kind == K_6K)
+        for (int i = 0; i < 2; i++) {
+            uint32_t v = 0;
+            for (int g = 0; g < 4; g++) v |= ((word(o.q, 4 * i + g) >> 4) & THREE) << (2 * g);
+            put(at + 256 + 64 * i, v);
+        }
 }
 
 uint8_t get_quant(Kind kind, const uint8_t* q, int lane, int i) {
@@ -230,7 +253,7 @@ int offset_of(Kind kind, int bias) {
 void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst) {
     Kind kind;
     if (!kind_of(type, &kind)) return;
-    std::memset(dst, 0, panel_bytes(kind, k));
+    if (rows < 16) std::memset(dst, 0, panel_bytes(kind, k));
     if (!KIND[kind].quantised) {
         int size = KIND[kind].qb / 512;
         for (int r = 0; r < rows; r++)

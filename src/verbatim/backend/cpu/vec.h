@@ -31,6 +31,8 @@ namespace VB_NS {
 
 constexpr int NQ = 16 / VL;
 
+static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 // Sum of 16 lanes in the one order in use everywhere: l + (l+8), then +4, +2, +1.
 static inline float tree16(const float* p) {
     float a[8], b[4];

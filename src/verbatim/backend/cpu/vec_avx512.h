@@ -38,6 +38,10 @@ static inline vf bits(vi a) { return _mm512_castsi512_ps(a); }
 static inline vi ibits(vf a) { return _mm512_castps_si512(a); }
 static inline vi toint(vf a) { return _mm512_cvtps_epi32(a); }
 
+// across lanes: exact, so in any order
+static inline float hmax(vf a) { return _mm512_reduce_max_ps(a); }
+static inline int32_t hsum(vi a) { return _mm512_reduce_add_epi32(a); }
+
 static inline vf load_f16(const uint16_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 static inline void store_f16(uint16_t* p, vf a) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)); }
 static inline vf load_bf16(const uint16_t* p) {

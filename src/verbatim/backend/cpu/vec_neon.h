@@ -38,6 +38,10 @@ static inline vf bits(vi a) { return vreinterpretq_f32_s32(a); }
 static inline vi ibits(vf a) { return vreinterpretq_s32_f32(a); }
 static inline vi toint(vf a) { return vcvtnq_s32_f32(a); }
 
+// across lanes: exact, so in any order
+static inline float hmax(vf a) { return vmaxvq_f32(a); }
+static inline int32_t hsum(vi a) { return vaddvq_s32(a); }
+
 static inline vf load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 static inline void store_f16(uint16_t* p, vf a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
 static inline vf load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }

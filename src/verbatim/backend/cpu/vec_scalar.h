@@ -43,6 +43,10 @@ static inline vi toint(vf a) {  // round to nearest even; inputs are below 2^22 
     return r;
 }
 
+// across lanes: exact, so in any order
+static inline float hmax(vf a) { float m = a.v[0]; for (int i = 1; i < 4; i++) m = a.v[i] > m ? a.v[i] : m; return m; }
+static inline int32_t hsum(vi a) { return a.v[0] + a.v[1] + a.v[2] + a.v[3]; }
+
 static inline float half_to_float(uint16_t h) {
     uint32_t s = (uint32_t)(h & 0x8000) << 16, e = (h >> 10) & 31, m = h & 0x3ff, u;
     if (e == 31) u = s | 0x7f800000u | (m << 13);
