@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
-from plans import BLOCKS
+from plans import BLOCKS, Open
 
 from verbatim.backend import open_backend
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.model.load import Model
-
-Open = Callable[..., Backend]
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,6 +13,7 @@ from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.model.spec import ModelSpec
 
 BLOCKS = 96
+Open = Callable[..., Backend]  # the fixture `open_tiny`: a model -> an opened backend with a cache
 
 
 @dataclass

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from plans import BLOCKS, whole
+from plans import BLOCKS, Open, whole
 
-from conftest import Open
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.testing_models import FAMILIES, tiny_model
 

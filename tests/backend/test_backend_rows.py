@@ -9,9 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plans import Blocks, Text, run, same, whole
+from plans import Blocks, Open, Text, run, same, whole
 
-from conftest import Open
 from verbatim.base.errors import BackendError
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.testing_models import FAMILIES, tiny_model
