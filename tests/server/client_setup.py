@@ -40,7 +40,7 @@ def install_python() -> None:
     if (home / "done").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "-q", "--no-deps", "--no-compile"]
+    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "-q", "--no-deps"]
     subprocess.run([*pip, "-r", str(HERE / "clients.lock")], check=True, timeout=600)
     (home / "done").touch()
 

@@ -55,10 +55,8 @@ def finish_params(
             )
         if longest and "max_tokens" not in values:
             values["max_tokens"] = longest
-        if values.get("num_beams", 1) == 1:  # known from the first chunk of a stream on; beam search draws nothing
+        if values.get("num_beams", 1) == 1 and values.get("temperature") != 0:  # known from the first chunk of a stream on
             values.setdefault("seed", secrets.randbelow(2**63))
-        if tenant:  # keys never share cached prefixes, so nobody can time what another asked
-            values["cache_salt"] = f"{tenant}/{values.get('cache_salt', '')}"
         return SamplingParams.from_mapping(values).to_mapping()
     except (RequestError, Problem) as error:
         raise renamed(problem_of(error), names or {}) from None

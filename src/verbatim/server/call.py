@@ -119,8 +119,9 @@ class Call:
         self.room.close()
 
     async def accepted(self) -> None:
-        """All parts of the request are with the engine, or a Problem is raised while an HTTP status can still be sent."""
-        await self._while_here(self._all(Running.wait_accepted))
+        """All parts of the request are with the engine, or a Problem is raised while an HTTP status can still be sent. Whoever waits in the
+        queue for longer than a keep-alive gets its 200 and the keep-alives; a refusal then comes as an event."""
+        await self._while_here(self._all(Running.wait_accepted), self.state.settings.keepalive_seconds)
 
     async def results(self) -> list[dict[str, Any]]:
         """The whole answers, in order."""
@@ -129,15 +130,15 @@ class Call:
     async def _all(self, wait: Callable[[Running], Awaitable[Any]]) -> list[Any]:
         return [await wait(running) for running in self.runs]
 
-    async def _while_here(self, work: Awaitable[list[Any]]) -> list[Any]:
-        """`work`, unless the client leaves first."""
+    async def _while_here(self, work: Awaitable[list[Any]], patience: float | None = None) -> list[Any]:
+        """`work`, unless the client leaves first. After `patience` seconds an empty list."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(wait_for_disconnect(self.request.receive))
         try:
-            await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            await asyncio.wait((task, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not task.done():
                 raise ClientGone
-            return task.result()
+            return task.result() if task.done() else []
         finally:
             gone.cancel()
             task.cancel()

@@ -203,7 +203,13 @@ class Chat:
         (done,) = await self.call.results()
         choices = [self._choice(choice) for choice in done["choices"]]
         observe(self.call)
-        answer = {**self.head, "choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)}
+        answer = {
+            **self.head,
+            "seed": done["seed"],
+            "choices": choices,
+            "usage": usage_of(self.call.runs),
+            **extras(self.call.runs),
+        }
         self.keep(answer)
         return Json(answer)
 

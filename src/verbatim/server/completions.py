@@ -115,7 +115,15 @@ class Completions:
             for choice in done["choices"]
         ]
         observe(self.call)
-        return Json({**self.head, "choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)})
+        return Json(
+            {
+                **self.head,
+                "choices": choices,
+                "usage": usage_of(self.call.runs),
+                "seed": results[0]["seed"],
+                **extras(self.call.runs),
+            }
+        )
 
     async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
         started: set[tuple[int, int]] = set()

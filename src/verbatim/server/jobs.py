@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import Choice, Completion, Delta, TokenLogprob
+from verbatim.base.records import Choice, Completion, Delta, Timings, TokenLogprob, Usage
 from verbatim.server import wire
+from verbatim.server.fair import FairQueue, Waiting
 from verbatim.server.problems import Problem, problem_of
 from verbatim.server.toolformat import detect_format
 
@@ -25,12 +26,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("verbatim.engine")
 
 
+class Gone(Exception):
+    """The client left while its request waited for its turn: the engine never saw it."""
+
+
 class Job:
     """One request here. `aborted` may come before its stream exists: a client can leave while its prompt is tokenised."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         self.stream: AsyncStream | None = None
+        self.turn: asyncio.Future[None] | None = None  # while it waits for its turn
         self.aborted = False
 
 
@@ -40,6 +46,14 @@ class Jobs:
         self._outbox = outbox
         self._start = start
         self._jobs: dict[str, Job] = {}
+        slots = engine.config.max_running + max(
+            engine.config.max_running // 8, 1
+        )  # a few in reserve, so that no step waits for us
+        self._fair = FairQueue(slots, self._cache_tokens(), start["cache_share"])
+
+    def _cache_tokens(self) -> int:
+        scheduler = self._engine.core.scheduler
+        return int(min(pool.total for pool in scheduler.cache.pools) * self._engine.parts.backend.block_size)
 
     def facts(self) -> dict[str, Any]:
         """What the HTTP side must know of the model, in plain data."""
@@ -71,6 +85,8 @@ class Jobs:
             job.aborted = True
             if job.stream is not None:
                 self._engine.abort(request_id)
+            elif job.turn is not None and not job.turn.done():
+                job.turn.cancel()
 
     def cancel(self) -> None:
         for job in self._jobs.values():
@@ -83,6 +99,8 @@ class Jobs:
             await work(job, message)
         except asyncio.CancelledError:
             raise
+        except Gone:
+            self._done(Completion(message["id"], (), (), Usage(), Timings(), 0, self._engine.fingerprint))
         except Exception as error:
             problem = problem_of(error)
             if isinstance(error, BackendError):
@@ -99,6 +117,45 @@ class Jobs:
 
     async def _generate(self, job: Job, message: wire.Message) -> None:
         params = SamplingParams.from_mapping(message["params"])
+        place = await self._wait_turn(job, message, params)
+        try:
+            await self._run(job, message, params)
+        finally:
+            self._fair.release(place)
+            self._next_turns()
+
+    async def _wait_turn(self, job: Job, message: wire.Message, params: SamplingParams) -> Waiting:
+        job.turn = asyncio.get_running_loop().create_future()
+        claim = await self._claim(message, params) if self._fair.share < 1 else 0
+        place = self._fair.add(job.turn, tenant=message["tenant"], priority=params.priority, width=params.width, claim=claim)
+        self._next_turns()
+        try:
+            await job.turn
+        except asyncio.CancelledError:
+            place.gone = True
+            if not job.aborted:
+                raise
+            raise Gone from None
+        return place
+
+    def _next_turns(self) -> None:
+        while (place := self._fair.take()) is not None:
+            if place.item.done():  # left between its turn and now
+                self._fair.release(place)
+            else:
+                place.item.set_result(None)
+
+    async def _claim(self, message: wire.Message, params: SamplingParams) -> int:
+        prompt = message.get("prompt")
+        known = (
+            len(prompt)
+            if isinstance(prompt, list)
+            else len(await asyncio.to_thread(self._encode, {"text": prompt, "special": True, **message}))
+        )
+        longest = self._engine.context - known if params.max_tokens is None else params.max_tokens
+        return params.width * min(known + max(longest, 0), self._engine.context)
+
+    async def _run(self, job: Job, message: wire.Message, params: SamplingParams) -> None:
         request_id, tenant = message["id"], message["tenant"]
         if message.get("messages") is not None:
             template = message.get("template") or {}
