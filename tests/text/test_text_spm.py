@@ -10,6 +10,7 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.text.decode import TextDecoder
+from verbatim.text.spm import merges_from_scores
 from verbatim.text.tokenizer import Tokenizer, from_gguf
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -213,3 +214,25 @@ def test_scores_must_fit_the_vocabulary() -> None:
         from_gguf(meta | {"tokenizer.ggml.scores": [0.0] * 5})
     with pytest.raises(ModelError, match="not a number"):
         from_gguf(meta | {"tokenizer.ggml.scores": [float("nan")] * len(meta["tokenizer.ggml.tokens"])})
+
+
+@pytest.mark.torch
+def test_merges_equal_those_that_transformers_derives() -> None:
+    """Also where many pieces have the same score."""
+    from transformers.convert_slow_tokenizer import generate_merges
+
+    rng = random.Random(9)
+    pieces = list(dict.fromkeys("".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(400)))
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    for levels in (3, 10**6):
+        scores = [-float(rng.randrange(levels)) for _ in pieces]
+        theirs = generate_merges(ids, dict(zip(pieces, scores, strict=True)))
+        assert sorted(merges_from_scores(pieces, ids, scores)) == sorted(theirs)
+        ranks = [(scores[ids[a + b]], len(a), len(b)) for a, b in merges_from_scores(pieces, ids, scores)]
+        assert ranks == [(scores[ids[a + b]], len(a), len(b)) for a, b in theirs]
+
+
+def test_pieces_of_absurd_length_are_refused() -> None:
+    pieces = [f"{i:04d}" * 1000 for i in range(100)]
+    with pytest.raises(ModelError, match="too long"):
+        merges_from_scores(pieces, {p: i for i, p in enumerate(pieces)}, [0.0] * 100)

@@ -107,9 +107,7 @@ _current = _Current()
 
 
 def current() -> Budget:
-    if _current.budget is None:  # Jinja evaluates constant expressions while compiling: those have a budget too
-        _current.budget = Budget()
-    return _current.budget
+    return _current.budget or Budget()
 
 
 @contextmanager

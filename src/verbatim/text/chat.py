@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError, VerbatimError
-from verbatim.text.control import ControlFinder, Shield, strings_in
+from verbatim.text.control import ControlFinder, Shield
 from verbatim.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64  # nesting of messages and tools
@@ -56,7 +56,7 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """The prompt as a string. `continue_final` leaves the last message open, so that the model goes on writing it."""
-        shield = Shield(ControlFinder({}), [])
+        shield = Shield(ControlFinder({}), [self.sources, messages])
         return self._render(shield, messages, tools, documents, add_generation_prompt, continue_final, template, variables)
 
     def _render(
@@ -201,14 +201,7 @@ def encode_chat(
     **variables: Any,
 ) -> list[int]:
     """Token ids of a conversation. The template's control tokens become control ids; typed ones stay text."""
-    taken = [
-        *template.sources.values(),
-        *strings_in(list(messages)),
-        *strings_in(tools),
-        *strings_in(documents),
-        *strings_in(variables),
-    ]
-    shield = Shield(tokenizer.finder, taken)
+    shield = Shield(tokenizer.finder, [template.sources, messages, tools, documents, variables])
     text = template._render(shield, messages, tools, documents, add_generation_prompt, continue_final, template_name, variables)
     if not shield.used:
         return tokenizer.encode(text, special=True)

@@ -9,8 +9,9 @@ a control token is the template's own; then the stand-ins are turned back. Lengt
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from tokenizers import AddedToken
@@ -91,11 +92,16 @@ class ControlFinder:
 class Shield:
     """Stand-ins for one conversation. `cover` goes over every string of it, `uncover` over what the template made of them."""
 
-    def __init__(self, finder: ControlFinder, taken: Iterable[str]) -> None:
+    def __init__(self, finder: ControlFinder, conversation: Any = ()) -> None:
         self._finder = finder
-        self._taken: set[str] = set().union(*taken)
+        self._conversation = conversation
         self._stand_in: dict[str, str] = {}
         self._back: dict[int, str] = {}
+
+    @cached_property
+    def _taken(self) -> set[str]:
+        """Every character of the conversation; most conversations need no stand-in, and then nobody looks."""
+        return set().union(*strings_in(self._conversation))
 
     def cover(self, text: str) -> str:
         at = self._finder.begins(text)
@@ -110,7 +116,7 @@ class Shield:
         found = self._stand_in.get(char)
         if found is None:
             # Noncharacters first: U+FDD0 to U+FDEF are reserved for use inside a program and never exchanged.
-            pool = (chr(c) for c in (*range(0xFDD0, 0xFDF0), *range(0xF0000, 0xFFFFE)))
+            pool = (chr(c) for c in chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE)))
             found = next(c for c in pool if c not in self._taken)
             self._taken.add(found)
             self._stand_in[char] = found
@@ -129,17 +135,19 @@ class Shield:
         return bool(self._stand_in)
 
 
-def strings_in(value: Any) -> Iterable[str]:
+def strings_in(value: Any, depth: int = 0) -> Iterable[str]:
     """Every string in plain data, keys included."""
     if isinstance(value, str):
         yield value
+    elif depth > 100:
+        return  # nothing this deep is rendered: chat.py refuses it
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from strings_in(key)
-            yield from strings_in(item)
-    elif isinstance(value, (list, tuple)):
+            yield from strings_in(key, depth + 1)
+            yield from strings_in(item, depth + 1)
+    elif isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         for item in value:
-            yield from strings_in(item)
+            yield from strings_in(item, depth + 1)
 
 
 def _alone(text: str, start: int, stop: int) -> bool:

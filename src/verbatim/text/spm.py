@@ -7,8 +7,12 @@ merging if every way to build a piece from two others is a merge, ranked by the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+from verbatim.base.errors import ModelError
 
 SPACE = "\u2581"
+MAX_WORK = 500_000_000  # characters in all splits of all pieces; a real vocabulary has about 20 million
 
 
 def merges_from_scores(pieces: Iterable[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -18,15 +22,23 @@ def merges_from_scores(pieces: Iterable[str], ids: Mapping[str, int], scores: Se
     one with the longer left part comes first: it begins further left. The merge lists published for such models do the same.
     Control, unknown and byte tokens are not in `pieces`, so no merge can produce one from typed text.
     """
-    known = {piece: ids[piece] for piece in pieces}
-    found: list[tuple[float, int, int, int, str, str]] = []
-    for piece, at in known.items():
-        for cut in range(1, len(piece)):
-            left = piece[:cut]
-            if left in known and piece[cut:] in known:
-                found.append((-scores[at], -cut, cut - len(piece), at, left, piece[cut:]))
-    found.sort()
-    return [(left, right) for *_, left, right in found]
+    known = frozenset(pieces)
+    work = sum(len(piece) ** 2 for piece in known)
+    if work > MAX_WORK:
+        raise ModelError(f"the vocabulary's pieces are too long to work with ({work} characters in all their splits)")
+    merges: list[tuple[str, str]] = []
+    best_first = sorted(known, key=lambda piece: (-scores[ids[piece]], ids[piece]))
+    for _, same in groupby(best_first, key=lambda piece: scores[ids[piece]]):
+        splits = [
+            (left, right)
+            for piece in same
+            for cut in range(len(piece) - 1, 0, -1)
+            if (left := piece[:cut]) in known and (right := piece[cut:]) in known
+        ]
+        if len(splits) > 1:  # pieces of equal score: longer left parts first, among all of them
+            splits.sort(key=lambda split: (-len(split[0]), -len(split[1])))
+        merges += splits
+    return merges
 
 
 def piece_bytes(text: str, is_byte: bool) -> bytes:
