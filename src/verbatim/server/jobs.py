@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Timings, TokenLogprob, Usage
+from verbatim.observe.receipt import digest_of
 from verbatim.server import wire
 from verbatim.server.fair import FairQueue, Waiting
 from verbatim.server.problems import Problem, problem_of
@@ -213,9 +214,16 @@ class Jobs:
                 "warnings": list(completion.warnings),
                 "prompt_logprobs": self._logprobs(completion.prompt_logprobs),
                 "prompt_ids": list(completion.prompt_ids) if completion.prompt_logprobs else [],
-                "receipt": completion.receipt,
+                "receipt": self._receipt(completion.receipt),
             }
         )
+
+    def _receipt(self, receipt: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Under the name clients know: what the operator typed may be a path."""
+        if receipt is None:
+            return None
+        named = {**receipt, "model": self._start["served_name"]}
+        return {**named, "sha256": digest_of(named)}
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         return {

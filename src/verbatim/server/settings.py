@@ -111,6 +111,7 @@ class Settings:
             "offline": self.offline,
             "engine": dict(self.engine),
             "test_engine": self.test_engine,
+            "served_name": self.served_names[0] if self.served_names else self.model,
             "cache_share": self.limits.max_cache_share,
             "max_output_tokens": self.limits.max_output_tokens,
         }

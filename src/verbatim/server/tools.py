@@ -150,16 +150,20 @@ class ToolParser:
         self._single = single
         self._held = ""
         self._inside = False
+        self._called = False  # a call has just ended
         self._whole = forced  # hold everything: only the end can tell
         self._begun = forced
         self.calls = 0
 
     def push(self, text: str) -> list[tuple[str, Any]]:
         self._held += text
-        if not self._begun and self._held.strip():
+        if not self._begun:
+            start = self._held.lstrip()
+            if not start or (len(start) < len(self._open) and self._open.startswith(start)):
+                return []  # too early to say what this answer is
             self._begun = True
-            self._whole = self._held.lstrip()[0] in "{[" and not MISTRAL.startswith(self._held.lstrip()[: len(MISTRAL)])
-        return [] if self._whole or not self._begun else self._scan()
+            self._whole = start[0] in "{[" and not start.startswith(self._open)
+        return [] if self._whole else self._scan()
 
     def finish(self) -> list[tuple[str, Any]]:
         """The answer ended: what is held is a whole call, or text after all."""
@@ -173,6 +177,11 @@ class ToolParser:
     def _scan(self) -> list[tuple[str, Any]]:
         out: list[tuple[str, Any]] = []
         while self._held:
+            if self._called:  # the line ends between calls are the format's, not the answer's
+                self._held = self._held.lstrip("\n")
+                if not self._held:
+                    break
+                self._called = False
             if not self._inside:
                 at = self._held.find(self._open)
                 safe = at if at >= 0 else len(self._held) - _overlap(self._held, self._open)
@@ -188,9 +197,7 @@ class ToolParser:
             piece, self._held = self._held[: end + len(self._close)], self._held[end + len(self._close) :]
             calls = self._admit(read_calls(piece[len(self._open) : -len(self._close)].strip(), self._names))
             out += [("call", call) for call in calls] or [("text", piece)]
-            self._inside = False
-            if calls:
-                self._held = self._held.lstrip("\n")
+            self._inside, self._called = False, bool(calls)
         return out
 
     def _admit(self, calls: list[Call]) -> list[Call]:

@@ -1,0 +1,112 @@
+"""`verbatim batch`: OpenAI's batch files through the server's handlers, without a server; resumable. And receipts over HTTP."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verbatim import LLM, SamplingParams
+from verbatim.base.errors import ParameterError
+from verbatim.observe.receipt import compare, digest_of, read_receipt
+
+pytestmark = pytest.mark.server
+
+
+def batch(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "verbatim", "batch", str(source), str(target), "--test-engine", "pipeline"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=120)
+
+
+def line(name: str, **body: Any) -> str:
+    return json.dumps(
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "any", "max_tokens": 6, "seed": 7, **body},
+        }
+    )
+
+
+def test_a_batch_answers_every_line_as_the_server_would_and_resumes(fake: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = {
+        "custom_id": "chat",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": {"model": "any", "max_tokens": 6, "seed": 7, "messages": [{"role": "user", "content": "hi"}]},
+    }
+    rows = [line(f"c{i}", prompt=f"prompt {i}") for i in range(20)] + [
+        json.dumps(chat),
+        line("bad", prompt="x", temperature=-1),
+    ]
+    source.write_text("\n".join(rows) + "\n")
+    done = batch(source, target)
+    assert done.returncode == 1, done.stderr  # one line was refused
+    answers = {a["custom_id"]: a for a in map(json.loads, target.read_text().splitlines())}
+    assert len(answers) == 22
+    for i in range(20):
+        assert answers[f"c{i}"]["response"]["body"]["choices"] == fake.complete(f"prompt {i}", max_tokens=6)["choices"]
+    assert answers["chat"]["response"]["body"]["model"] == "any"
+    refused = answers["bad"]["response"]
+    assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
+
+    kept = target.read_bytes().splitlines(keepends=True)
+    target.write_bytes(b"".join(kept[:5]) + kept[5][:30])  # as a crash would leave it
+    assert batch(source, target).returncode in (0, 1)
+    again = [json.loads(text) for text in target.read_text().splitlines()]
+    assert sorted(a["custom_id"] for a in again) == sorted(answers)
+    assert target.read_bytes().startswith(b"".join(kept[:5]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "not json",
+        "{}",
+        '{"custom_id": "a", "url": "/v1/files", "body": {}}',
+        line("a", prompt="x") + "\n" + line("a", prompt="y"),
+        line("a", prompt="x", stream=True),
+    ],
+)
+def test_a_wrong_batch_file_is_refused_before_anything_runs(tmp_path: Path, text: str) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(text + "\n")
+    done = batch(source, target)
+    assert done.returncode == 2
+    assert "line" in done.stderr
+    assert not target.exists()
+
+
+def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:
+    from verbatim.testing import server_parts
+
+    answer = fake.complete("receipts", max_tokens=30, n=2, temperature=0.8, receipt=True)
+    receipt = read_receipt(json.loads(json.dumps(answer)))
+    assert receipt["model"] == "m"
+    with LLM.from_parts(server_parts("pipeline")) as llm:
+        again = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping(receipt["params"]))
+        makers = {"digest": llm.parts.digest, "backend": "fake", "numerics": "fake-1", "context": llm.context}
+        assert compare(receipt, again.choices, makers).identical
+        other = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping({**receipt["params"], "seed": 1}))
+        verdict = compare(receipt, other.choices, {**makers, "numerics": "fake-2"})
+    assert not verdict.identical
+    assert "numerics differs" in str(verdict)
+    assert f"token {verdict.position}" in str(verdict)
+    streamed = fake.events("/v1/completions", {"prompt": "receipts", "max_tokens": 4, "receipt": True})
+    assert read_receipt(streamed[-2])["choices"][0]["token_ids"]
+
+
+def test_a_changed_receipt_is_noticed(fake: Any) -> None:
+    receipt = fake.complete("receipts", receipt=True)["receipt"]
+    for change in ({"prompt_ids": [1]}, {"params": {}}, {"receipt": 9}, {"choices": [{"token_ids": ["x"]}]}, {"digest": None}):
+        with pytest.raises(ParameterError):
+            read_receipt({**receipt, **change})
+    forged = {**receipt, "params": {"no_such": 1}}
+    with pytest.raises(ParameterError, match="no_such"):
+        read_receipt({**forged, "sha256": digest_of(forged)})

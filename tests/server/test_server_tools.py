@@ -1,0 +1,227 @@
+"""Tool calls: how they are told to a model, forced while drawing, and read out of its text, whole or in any pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verbatim.server.toolformat import detect_format
+from verbatim.server.tools import ToolParser, forced_schema, read_calls, template_messages
+
+NAMES = {"get_weather", "add"}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+# (format, text, calls as (name, arguments), text that is left)
+CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
+    ("hermes", "just text", [], "just text"),
+    ("hermes", CALL, [("add", {"a": 1, "b": "</x>"})], ""),
+    ("hermes", f"Let me see. {CALL}\n{CALL}", [("add", {"a": 1, "b": "</x>"})] * 2, "Let me see. "),
+    ("hermes", "<tool_call>\nnot json\n</tool_call>", [], "<tool_call>\nnot json\n</tool_call>"),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', [], '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})], ""),  # cut by a limit, but whole
+    ("hermes", '<tool_call>\n{"name": "add", "argu', [], '<tool_call>\n{"name": "add", "argu'),
+    ("hermes", "a < b and <tool", [], "a < b and <tool"),
+    ("llama3", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})], ""),
+    ("llama3", '{"answer": 42}', [], '{"answer": 42}'),
+    ("json", '[{"name": "add", "arguments": {"a": 1}}, {"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}]',
+     [("add", {"a": 1}), ("get_weather", {"city": "Rome"})], ""),
+    ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})], ""),
+    ("mistral", 'Sure. [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})], "Sure. "),
+    ("mistral", "[TOOL_CALLS] nonsense", [], "[TOOL_CALLS] nonsense"),
+    ("mistral", "[1, 2]", [], "[1, 2]"),
+    ("hermes", "  \n", [], "  \n"),
+    ("hermes", "", [], ""),
+]  # fmt: skip
+
+
+def parse(form: str, pieces: list[str], **more: Any) -> tuple[list[tuple[str, Any]], str]:
+    parser = ToolParser(form, NAMES, **more)
+    found = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
+    calls = [(v.name, json.loads(v.arguments)) for kind, v in found if kind == "call"]
+    assert parser.calls == len(calls)
+    return calls, "".join(v for kind, v in found if kind == "text")
+
+
+@pytest.mark.parametrize(("form", "text", "calls", "left"), CASES)
+def test_calls_are_read_whole_and_character_by_character(form: str, text: str, calls: Any, left: str) -> None:
+    assert parse(form, [text]) == (calls, left)
+    assert parse(form, list(text)) == (calls, left)
+
+
+@given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=8))
+def test_calls_are_the_same_however_the_text_is_cut(case: Any, cuts: list[int]) -> None:
+    form, text, calls, left = case
+    edges = sorted({0, len(text), *(c for c in cuts if c < len(text))})
+    assert parse(form, [text[a:b] for a, b in pairwise(edges)]) == (calls, left)
+
+
+@given(st.text(alphabet='<>tol_cal/{}[]"ab \n', max_size=80), st.sampled_from(["hermes", "mistral", "llama3", "json"]))
+def test_text_without_a_call_comes_out_unchanged(text: str, form: str) -> None:
+    if not read_calls(text.strip(), NAMES):
+        assert parse(form, list(text)) == ([], text)
+
+
+def test_one_call_only_when_parallel_calls_are_off() -> None:
+    calls, text = parse("hermes", [CALL, CALL], single=True)
+    assert len(calls) == 1
+    assert text == CALL  # the second stays text: nothing is lost
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("{{ tools }}<tool_call>", "hermes"),
+        ("[TOOL_CALLS]{{ tools }}", "mistral"),
+        ("{{ tools }}<|python_tag|>", "llama3"),
+        ("{{ messages }}", "json"),
+    ],
+)
+def test_formats_are_recognised(template: str, form: str) -> None:
+    assert detect_format(template) == form
+
+
+def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
+    history = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]},
+        {"role": "user", "content": "weather?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    told = template_messages(history, [TOOL], in_template=False)
+    assert told[0]["role"] == "system"
+    assert told[0]["content"].startswith("Be brief.")
+    assert "get_weather" in told[0]["content"]
+    assert '{"name": "get_weather", "arguments": {"city": "Rome"}}' in told[2]["content"]
+    native = template_messages(history, [TOOL], in_template=True)
+    assert native[0] == {"role": "system", "content": "Be brief."}
+    assert native[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    assert native[3]["tool_call_id"] == "c1"
+
+
+def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
+    import jsonschema
+
+    other = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"$ref": "#/$defs/P", "$defs": {"P": {"type": "object", "required": ["a"]}}}},
+    }
+    both = forced_schema([TOOL, other], None)
+    for good in ({"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "add", "arguments": {"a": 1}}):
+        jsonschema.validate(good, both)
+    for bad in (
+        {"name": "get_weather", "arguments": {}},
+        {"name": "x", "arguments": {}},
+        {"name": "add", "arguments": {}},
+        {"name": "add"},
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(bad, both)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"name": "add", "arguments": {"a": 1}}, forced_schema([TOOL, other], "get_weather"))
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call_is_always_valid(fake: Any, stream: bool, choice: Any) -> None:
+    """Even from a model of random numbers, because the grammar leaves nothing else to draw."""
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [TOOL],
+        "tool_choice": choice,
+        "max_tokens": 400,
+        "seed": 5,
+    }
+    if stream:
+        events = fake.events("/v1/chat/completions", body)
+        deltas = [c for e in events[:-1] for c in e["choices"]]
+        (call,) = [d["delta"]["tool_calls"][0] for d in deltas if d["delta"].get("tool_calls")]
+        assert deltas[-1]["finish_reason"] == "tool_calls"
+    else:
+        (made,) = fake.post("/v1/chat/completions", body).json()["choices"]
+        (call,) = made["message"]["tool_calls"]
+        assert made["message"]["content"] is None
+        assert made["finish_reason"] == "tool_calls"
+    assert call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+
+
+@pytest.mark.server
+def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
+    ask = [{"role": "user", "content": "x"}]
+    parameters = TOOL["function"]["parameters"]  # type: ignore[index]
+    tool = {"name": "get_weather", "input_schema": parameters}
+    claude = fake.post(
+        "/v1/messages", {"messages": ask, "tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 400}
+    ).json()
+    assert claude["stop_reason"] == "tool_use"
+    assert claude["content"][-1]["input"]["city"] in ("Paris", "Rome")
+    flat = {"type": "function", "name": "get_weather", "parameters": parameters}
+    answer = fake.post(
+        "/v1/responses", {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400}
+    ).json()
+    assert answer["output"][-1]["type"] == "function_call"
+    follow = [
+        *ask,
+        *answer["output"],
+        {"type": "function_call_output", "call_id": answer["output"][-1]["call_id"], "output": "sunny"},
+    ]
+    assert fake.post("/v1/responses", {"input": follow, "tools": [flat], "max_output_tokens": 4}).status_code == 200
+    events = fake.events("/v1/responses", {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400})
+    assert [e["type"] for e in events if "function_call_arguments" in e["type"]] == [
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+    ]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object"},
+        {
+            "type": "json_schema",
+            "json_schema": {
+                "name": "x",
+                "schema": {
+                    "type": "object",
+                    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 9}},
+                    "required": ["n"],
+                    "additionalProperties": False,
+                },
+            },
+        },
+    ],
+)
+def test_structured_answers_are_valid_json(fake: Any, form: dict[str, Any]) -> None:
+    for seed in range(4):
+        body = {"messages": [{"role": "user", "content": "x"}], "response_format": form, "max_tokens": 500, "seed": seed}
+        choice = fake.post("/v1/chat/completions", body).json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            assert isinstance(json.loads(choice["message"]["content"]), dict)
+        else:
+            assert form["type"] == "json_object"  # any object may be longer than the limit; the schema's cannot
