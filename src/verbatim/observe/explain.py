@@ -83,6 +83,8 @@ def what_if(
     then = params.with_(**changes)
     if params.num_beams > 1:
         raise ParameterError("num_beams", "a what-if needs drawn tokens, and beam search draws none")
+    if params.dry_multiplier and "dry_breakers" in changes:
+        raise ParameterError("dry_breakers", "cannot be changed by a what-if where the record was made with DRY on")
     past = _past(records, prompt_ids, needed=params.needs_history or then.needs_history)
     if breakers is None and (params.dry_multiplier or then.dry_multiplier):
         raise ParameterError("dry_breakers", "a what-if with DRY needs `breakers`, the breaker strings as token ids")

@@ -1,0 +1,243 @@
+"""The table: every parameter in every mode is honoured with the same result, or refused with an error that names it.
+
+The table is written into docs/sampling.md; the test compares, and VERBATIM_WRITE_DOCS=1 writes it anew. Engine and sampler are the real ones, the
+model is the fake of verbatim.testing (logits from a hash of all tokens so far, a canary in every cache slot).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verbatim.base.errors import RequestError
+from verbatim.base.params import BEAM_REFUSES, FIELDS, STRUCTURE, SamplingParams
+from verbatim.base.records import Completion
+from verbatim.engine.llm import LLM
+from verbatim.testing import fake_parts
+
+DOC = Path(__file__).parents[2] / "docs" / "sampling.md"
+MARKS = ("<!-- table: made by tests/sampling/test_sampling_table.py -->", "<!-- end of table -->")
+PROMPT = "the cat sat on the mat and the cat sat on the "
+BASE: dict[str, Any] = {"max_tokens": 10, "seed": 5, "temperature": 0.9}
+
+LETTERS = [chr(c) for c in range(97, 123)]
+# One value for each parameter that shows an effect, with what it needs beside it.
+VALUES: dict[str, dict[str, Any]] = {
+    "max_tokens": {"max_tokens": 5},
+    "min_tokens": {"min_tokens": 9, "stop_token_ids": list(range(32, 127))},
+    "stop": {"stop": LETTERS},
+    "stop_token_ids": {"stop_token_ids": list(range(40))},
+    "include_stop": {"include_stop": True, "stop": LETTERS},
+    "ignore_eos": {"ignore_eos": True, "logit_bias": {257: 30.0}},
+    "skip_special": {"skip_special": False, "logit_bias": {258: 12.0}},
+    "on_loop": {"on_loop": "stop", "allowed_token_ids": [97], "max_tokens": 80},
+    "logit_bias": {"logit_bias": {97: 9.0}},
+    "allowed_token_ids": {"allowed_token_ids": [97, 98, 99, 32, 257]},
+    "banned_token_ids": {"banned_token_ids": list(range(60, 200))},
+    "repetition_penalty": {"repetition_penalty": 5.0, "allowed_token_ids": list(range(97, 117))},
+    "frequency_penalty": {"frequency_penalty": 2.0, "allowed_token_ids": list(range(97, 103))},
+    "presence_penalty": {"presence_penalty": 2.0, "allowed_token_ids": list(range(97, 103))},
+    "dry_multiplier": {"dry_multiplier": 20.0, "dry_allowed_length": 1, "allowed_token_ids": [97, 98, 99]},
+    "dry_base": {
+        "dry_base": 8.0,
+        "dry_multiplier": 0.5,
+        "dry_allowed_length": 1,
+        "allowed_token_ids": [97, 98],
+        "max_tokens": 30,
+    },
+    "dry_allowed_length": {"dry_allowed_length": 1, "dry_multiplier": 20.0, "allowed_token_ids": [97, 98, 99]},
+    "dry_range": {"dry_range": 3, "dry_multiplier": 20.0, "dry_allowed_length": 1, "allowed_token_ids": [97, 98, 99]},
+    "dry_breakers": {"dry_breakers": ["b"], "dry_multiplier": 20.0, "dry_allowed_length": 1, "allowed_token_ids": [97, 98, 99]},
+    "no_repeat_ngram": {"no_repeat_ngram": 2, "allowed_token_ids": [32, 97, 99, 116, 104, 101, 100]},
+    "temperature": {"temperature": 2.5},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.2},
+    "min_p": {"min_p": 0.7},
+    "typical_p": {"typical_p": 0.1},
+    "top_n_sigma": {"top_n_sigma": 0.1},
+    "xtc_probability": {"xtc_probability": 1.0, "xtc_threshold": 0.02},
+    "xtc_threshold": {"xtc_threshold": 0.001, "xtc_probability": 1.0},
+    "seed": {"seed": 6},
+    "n": {"n": 2},
+    "best_of": {"best_of": 5},
+    "num_beams": {"num_beams": 3},
+    "num_return_sequences": {"num_return_sequences": 2, "num_beams": 3},
+    "length_penalty": {"length_penalty": 3.0, "num_beams": 3},
+    "early_stopping": {"early_stopping": True, "num_beams": 3, "logit_bias": {257: 7.0}},
+    "num_beam_groups": {"num_beam_groups": 2, "num_beams": 4},
+    "diversity_penalty": {"diversity_penalty": 9.0, "num_beam_groups": 2, "num_beams": 4, "num_return_sequences": 4},
+    "json_schema": {"json_schema": {"enum": ["alpha", "beta"]}},
+    "regex": {"regex": "[xyz]{4,9}"},
+    "grammar": {"grammar": 'start: "<" /[a-f]{2,5}/ ">"'},
+    "choice": {"choice": ["left", "right"]},
+    "logprobs": {"logprobs": 3},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "logprobs_mode": {"logprobs_mode": "processed", "logprobs": 2, "logit_bias": {97: 9.0}},
+    "explain": {"explain": 2},
+    "receipt": {"receipt": True},
+    "speculate": {"speculate": "off"},
+    "priority": {"priority": -3},
+    "cache_salt": {"cache_salt": "x"},
+}
+QUIET = {"speculate", "priority", "cache_salt", "receipt"}  # these never change an answer, or only what comes beside it
+
+CROWD = [
+    {"temperature": 0.0},
+    {"top_p": 0.5, "n": 2, "max_tokens": 4},
+    {"repetition_penalty": 1.3, "logprobs": 2},
+    {"num_beams": 2, "seed": None, "temperature": 1.0},
+    {"regex": "[a-m]{3,30}"},
+    {"min_p": 0.2, "dry_multiplier": 0.8, "xtc_probability": 0.5},
+]
+
+
+def engine(**options: Any) -> LLM:
+    return LLM.from_parts(fake_parts(canary=True), **{"kv_blocks": 200, "check": True, "speculate": "off", **options})
+
+
+def params_of(values: dict[str, Any]) -> SamplingParams:
+    wanted = {**BASE, **values}
+    if wanted.get("num_beams", 1) > 1:  # beams draw nothing
+        wanted = {k: v for k, v in wanted.items() if k not in ("seed", "temperature") or k in values}
+    return SamplingParams.from_mapping(wanted)
+
+
+def seen(done: Completion, index: int | None = None) -> tuple[Any, ...]:
+    """All that a request may observe, timings and ids aside. `index`: one choice only."""
+    choices = done.choices if index is None else done.choices[index : index + 1]
+    own = tuple((c.text, c.token_ids, c.finish, c.logprobs, repr(c.explain), c.score, c.loop) for c in choices)
+    return own, done.prompt_logprobs
+
+
+class Desk:
+    """One engine for each mode, kept for the whole table."""
+
+    def __init__(self) -> None:
+        self.plain = engine()
+        self.chunked = engine(step_tokens=5)
+        self.tight = engine(kv_blocks=9, step_tokens=24)
+        self.drafting = engine(speculate="ngram")
+        self.preemptions = 0
+
+    def single(self, p: SamplingParams) -> Any:
+        return seen(self.plain.generate(PROMPT, p))
+
+    def batch(self, p: SamplingParams, llm: LLM | None = None) -> Any:
+        crowd = [params_of(values) for values in CROWD]
+        prompts = [*(f"neighbour {i}, not of interest here" for i in range(3)), PROMPT, "x", "yy", "zzz"]
+        done = (llm or self.plain).generate(prompts, [*crowd[:3], p, *crowd[3:]])
+        self.preemptions += sum(d.timings.preemptions for d in done)
+        return seen(done[3])
+
+    def streamed(self, p: SamplingParams) -> Any:
+        stream = self.plain.stream(PROMPT, p)
+        parts = list(stream)
+        done = stream.completion
+        assert done is not None
+        if p.best_of is not None:  # what it returns is known only at the end
+            assert not parts
+            return seen(done)
+        for choice in done.choices:
+            mine = [d for d in parts if d.index == choice.index]
+            assert "".join(d.text for d in mine) == choice.text
+            assert tuple(t for d in mine for t in d.token_ids) == choice.token_ids
+        return seen(done)
+
+    def run(self, mode: str, p: SamplingParams) -> Any:
+        if mode == "chunked":
+            return seen(self.chunked.generate(PROMPT, p))
+        if mode == "preempted":
+            return self.batch(p, self.tight)
+        if mode == "speculation":
+            return seen(self.drafting.generate(PROMPT, p.with_(speculate=None) if p.num_beams == 1 else p))
+        return {"single": self.single, "batch": self.batch, "streamed": self.streamed}[mode](p)
+
+
+SAME = ("batch", "streamed", "chunked", "preempted", "speculation")
+
+
+def cell(desk: Desk, name: str, mode: str, alone: Any) -> str:
+    """ "same" (as alone), "honoured" (has its effect there, alone and in a crowd) or "refused" (by name); else what is wrong."""
+    values = VALUES[name]
+    if mode in SAME:
+        told = "at the end" if (name, mode) == ("best_of", "streamed") else "same"
+        return told if desk.run(mode, params_of(values)) == alone else "WRONG: differs"
+    extra = {"n>1": {"n": 3}, "beam": {"num_beams": 3}, "grammar": {"regex": "[a-z ]{6,60}"}}[mode]
+    if name in extra:
+        return "is it"
+    try:
+        with_it = params_of({**extra, **values})
+    except RequestError as error:
+        named = error.param in (*values, *extra, *STRUCTURE)
+        return "refused" if named else f"WRONG: refused for {error.param}"
+    together = desk.single(with_it)
+    if desk.batch(with_it) != together:
+        return "WRONG: differs in a crowd"
+    if mode == "n>1" and name != "best_of" and together[0][0] != alone[0][0]:
+        return "WRONG: the first of n choices is not the only one of one"
+    rest = {k: v for k, v in values.items() if k != name}
+    if name not in QUIET and name not in SUBTLE and together == desk.single(params_of({**extra, **rest})):
+        return "WRONG: no effect"
+    return "honoured"
+
+
+FINE = {"num_beams", "early_stopping", "length_penalty"}  # they may well find the same line
+SUBTLE = FINE | {
+    "early_stopping",
+    "length_penalty",
+    "dry_breakers",
+    "dry_range",
+    "dry_base",
+    "include_stop",
+    "min_tokens",
+    "ignore_eos",
+    "on_loop",
+    "skip_special",
+}
+
+
+@pytest.fixture(scope="module")
+def table() -> list[list[str]]:
+    desk = Desk()
+    modes = ("single", "batch", "streamed", "n>1", "beam", "grammar", "chunked", "preempted", "speculation")
+    rows = [["parameter", *modes]]
+    wrong = []
+    for name in FIELDS:
+        alone = desk.single(params_of(VALUES[name]))
+        rest = {k: v for k, v in VALUES[name].items() if k != name}
+        if name not in QUIET and name not in FINE and alone == desk.single(params_of(rest)):
+            wrong.append(f"{name} has no effect")
+        rows.append([name, "honoured", *(cell(desk, name, mode, alone) for mode in modes[1:])])
+        wrong += [
+            f"{name}, {mode}: {found}" for mode, found in zip(modes, rows[-1][1:], strict=True) if found.startswith("WRONG")
+        ]
+    assert not wrong, "\n".join(wrong)
+    assert desk.preemptions > 20, "the tight engine must preempt, or its column shows nothing"
+    for llm in (desk.plain, desk.chunked, desk.tight, desk.drafting):
+        llm.check()
+        stats = llm.stats()
+        assert stats["free_blocks"] == stats["total_blocks"] if "free_blocks" in stats else True
+        llm.close()
+    return rows
+
+
+def test_every_parameter_has_a_row(table: list[list[str]]) -> None:
+    assert set(VALUES) == set(FIELDS)
+    assert [row[0] for row in table[1:]] == list(FIELDS)
+    refused = {row[0] for row in table[1:] if row[5] == "refused"}
+    assert refused <= {*BEAM_REFUSES, "xtc_threshold"}  # the threshold goes with the probability
+
+
+def test_the_documentation_holds_the_table(table: list[list[str]]) -> None:
+    lines = ["| " + " | ".join(row) + " |" for row in table]
+    lines.insert(1, "|" + "---|" * len(table[0]))
+    body = MARKS[0] + "\n" + "\n".join(lines) + "\n" + MARKS[1]
+    text = DOC.read_text("utf-8")
+    if os.environ.get("VERBATIM_WRITE_DOCS"):
+        start, end = text.index(MARKS[0]), text.index(MARKS[1]) + len(MARKS[1])
+        DOC.write_text(text[:start] + body + text[end:], "utf-8")
+        return
+    assert body in text, "run this test with VERBATIM_WRITE_DOCS=1 to write the table into docs/sampling.md"
