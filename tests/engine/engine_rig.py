@@ -13,10 +13,10 @@ from verbatim.testing_models import tiny_model
 BACKENDS = ["fake", "reference", "cpu"]
 
 
-def cpu_available() -> bool:
+def cpu_available(family: str = "llama") -> bool:
     from verbatim.backend import cpu
 
-    return getattr(cpu, "unsupported", None) is not None and cpu.unsupported(tiny_model()) is None
+    return getattr(cpu, "unsupported", None) is not None and cpu.unsupported(tiny_model(family, type="q8_0")) is None
 
 
 @lru_cache(maxsize=32)

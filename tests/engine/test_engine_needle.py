@@ -16,6 +16,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice, Completion, Delta
 from verbatim.engine.core import EngineCore
+from verbatim.testing_models import FAMILIES
 
 RUNS = 150  # for each of the two temperatures
 PROMPT = [256, *b"Once upon a time there was a scheduler that never"]  # 49 tokens: three blocks and one
@@ -87,10 +88,22 @@ def answer(choice: Choice) -> tuple[Any, ...]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_answer(backend: str, temperature: float) -> None:
-    if backend == "cpu" and not cpu_available():
-        pytest.skip("the native kernels are not built")
+    haystack(backend, temperature, "llama", RUNS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+def test_one_answer_of_every_family(backend: str, family: str, temperature: float) -> None:
+    haystack(backend, temperature, family, 500)
+
+
+def haystack(backend: str, temperature: float, family: str, runs: int) -> None:
+    if backend == "cpu" and not cpu_available(family):
+        pytest.skip("the native kernels are not built, or do not know this family")
     answers, preempted, batches, hits = set(), [], set(), 0
-    for trial in range(RUNS):
+    for trial in range(runs):
         rng = random.Random(trial)
         starved = trial % 50 == 0
         others = 0 if starved or trial == 1 else 63 if trial == 2 else rng.choice((0, 1, 2, 3, 5, 8))
@@ -102,7 +115,8 @@ def test_one_answer(backend: str, temperature: float) -> None:
             speculate="off" if starved else rng.choice(("off", "auto")),
             check=trial % 10 == 0,
         )
-        core = EngineCore(tiny_parts(backend, config, pipeline=False, hidden_size=32, num_hidden_layers=2), config)
+        size = {"num_hidden_layers": 2} if family == "llama" else {}
+        core = EngineCore(tiny_parts(backend, config, family, pipeline=False, **size), config)
         if rng.random() < 0.3:  # hot: it was asked before
             core.add(core.request(PROMPT, needle(temperature)))
             while core.busy:

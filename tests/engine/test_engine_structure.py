@@ -130,7 +130,11 @@ def test_alone_and_failing() -> None:
 
 @pytest.mark.parametrize(
     ("asked", "param"),
-    [({"regex": "["}, "regex"), ({"json_schema": {"type": "nothing"}}, "json_schema"), ({"grammar": "start: nothing"}, "grammar")],
+    [
+        ({"regex": "["}, "regex"),
+        ({"json_schema": {"type": "nothing"}}, "json_schema"),
+        ({"grammar": "start: nothing"}, "grammar"),
+    ],
 )
 def test_refused_by_name_before_it_runs(asked: dict[str, Any], param: str) -> None:
     llm = fake_llm()

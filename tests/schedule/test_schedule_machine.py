@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -118,9 +119,19 @@ class Traffic(RuleBasedStateMachine):
         Traffic.preemptions += self.rig.scheduler.preemptions
 
 
-def test_twenty_thousand_steps_in_any_order() -> None:
+def run(examples: int) -> None:
     Traffic.total = Traffic.preemptions = 0
-    quick = settings(max_examples=240, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+    quick = settings(max_examples=examples, stateful_step_count=40, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Traffic, settings=quick)
+
+
+def test_twenty_thousand_steps_in_any_order() -> None:
+    run(240)
     assert Traffic.total >= 20_000
     assert Traffic.preemptions >= 200
+
+
+@pytest.mark.soak
+def test_a_million_steps_in_any_order() -> None:
+    run(12_000)
+    assert Traffic.total >= 1_000_000

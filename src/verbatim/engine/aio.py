@@ -17,7 +17,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import numpy as np
@@ -146,6 +146,10 @@ class AsyncStream:
             self._engine.abort(self.request_id)
 
 
+def _nobody() -> None:
+    """In the place of a stream that is not made yet."""
+
+
 def join(first: Delta, second: Delta) -> Delta:
     """Two successive Deltas of one choice as one."""
     return Delta(
@@ -184,7 +188,9 @@ class AsyncEngine:
         self.parts = parts
         self.config = config
         self.core = EngineCore(parts, config)
-        self._streams: dict[str, weakref.ref[AsyncStream]] = {}  # weak: a stream that nobody holds any more is aborted
+        self._streams: dict[str, Callable[[], AsyncStream | None]] = {}  # weak: a stream that nobody holds any more is aborted
+        self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
+        self._compilers = ThreadPoolExecutor(4, "verbatim-compile")
         self._inbox: list[tuple[str, Any]] = []
         self._lock = (
             threading.RLock()
@@ -271,31 +277,47 @@ class AsyncEngine:
         tenant: str,
         hidden: bool = False,
     ) -> AsyncStream:
-        self._check_open()
         request_id = request_id or f"req-{secrets.token_hex(8)}"
+        self._reserve(request_id)
 
         def make() -> Request:
             request = self.core.request(prompt(), params, request_id=request_id, tenant=tenant, hidden=hidden)
             self.core.check_fits(request)
             return request
 
-        request = await asyncio.to_thread(make)
-        stream = AsyncStream(self, request.id)
-        with self._lock:
-            self._check_open()
-            if request.id in self._streams:
-                stream._over = True
-                raise ParameterError("request_id", f"{request.id!r} is already running")
-            waiting = len(self.core.scheduler.waiting) + self._arriving
-            if waiting >= self.config.max_waiting:
-                stream._over = True
-                self.core.metrics.refused.add()
-                raise OverloadedError(f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}")
-            self._streams[request.id] = weakref.ref(stream)
-            self._arriving += 1
-            self._idle.clear()
+        try:
+            # Grammars may take a second to compile; they have workers of their own, so that nobody else's text waits behind them.
+            workers = self._compilers if params is not None and params.structured else self._encoders
+            request = await asyncio.get_running_loop().run_in_executor(workers, make)
+            stream = AsyncStream(self, request_id)
+            with self._lock:
+                self._check_open()
+                self._streams[request_id] = weakref.ref(stream)
+        except BaseException:
+            self._give_up(request_id)
+            raise
         self._note("add", request)
         return stream
+
+    def _reserve(self, request_id: str) -> None:
+        """A place in the queue, before any work is done for it."""
+        with self._lock:
+            self._check_open()
+            if request_id in self._streams:
+                raise ParameterError("request_id", f"{request_id!r} is already running")
+            waiting = len(self.core.scheduler.waiting) + self._arriving
+            if waiting >= self.config.max_waiting:
+                self.core.metrics.refused.add()
+                raise OverloadedError(f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}")
+            self._streams[request_id] = _nobody
+            self._arriving += 1
+            self._idle.clear()
+
+    def _give_up(self, request_id: str) -> None:
+        with self._lock:
+            self._streams.pop(request_id, None)
+            self._arriving -= 1
+        self._awake.set()
 
     def _check_open(self) -> None:
         if self._error is not None:
@@ -306,7 +328,7 @@ class AsyncEngine:
     def abort(self, request_id: str) -> bool:
         """End a request now, from any thread; its stream ends with a Completion whose finish reason is "cancel". False: no such request."""
         with self._lock:
-            known = request_id in self._streams
+            known = self._streams.get(request_id, _nobody) is not _nobody
         if known:
             self._note("abort", request_id)
         return known
@@ -343,6 +365,8 @@ class AsyncEngine:
         if first:
             self._note("cancel", Finish("cancel", "shutdown"))
             self._thread.join()
+            self._encoders.shutdown(wait=False, cancel_futures=True)
+            self._compilers.shutdown(wait=False, cancel_futures=True)
             self.core.close()
 
     async def __aenter__(self) -> Self:
