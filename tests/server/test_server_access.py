@@ -216,3 +216,44 @@ def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> N
 def test_tls_by_flags_and_both_of_them() -> None:
     with pytest.raises(ParameterError):
         Settings(tls_cert="x")
+
+
+def test_traces_have_the_route_and_the_callers_trace_and_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tracer in place every request is a span; without the package nothing happens."""
+    pytest.importorskip("opentelemetry")
+    from verbatim.server import traces
+
+    seen: list[Any] = []
+
+    class Span:
+        def is_recording(self) -> bool:
+            return True
+
+        def update_name(self, name: str) -> None:
+            seen.append(name)
+
+        def set_attribute(self, *pair: Any) -> None:
+            seen.append(pair)
+
+    class Tracer:
+        def start_as_current_span(self, name: str, **more: Any) -> Any:
+            import contextlib
+
+            seen.append(more["attributes"])
+            seen.append(more["context"] is not None)
+            return contextlib.nullcontext(Span())
+
+    monkeypatch.setattr(traces, "_tracer", Tracer())
+    route = type("Route", (), {"path": "/v1/completions"})()
+    headers = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"), (b"authorization", ONE.encode())]
+    with traces.trace({"method": "POST", "headers": headers, "route": route}, "req_1"):
+        pass
+    assert seen == [
+        {"http.request.method": "POST", "verbatim.request_id": "req_1"},
+        True,
+        "POST /v1/completions",
+        ("http.route", "/v1/completions"),
+    ]
+    monkeypatch.setattr(traces, "_tracer", None)
+    with traces.trace({"method": "GET", "headers": []}, "req_2"):
+        pass

@@ -1,0 +1,39 @@
+"""OpenTelemetry, where the package is there: one span a request. Without it, nothing.
+
+Only a tracer that somebody set up is used (the `opentelemetry-instrument` command, or code); the API alone records nothing. A span has the
+route, the request id and the caller's trace, never text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from starlette.types import Scope
+
+try:
+    from opentelemetry import propagate
+    from opentelemetry import trace as otel
+
+    _tracer: Any = otel.get_tracer("verbatim.server")
+except ImportError:
+    _tracer = None
+
+
+@contextlib.contextmanager
+def trace(scope: Scope, request_id: str) -> Iterator[None]:
+    if _tracer is None:
+        yield
+        return
+    carrier = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"] if k in (b"traceparent", b"tracestate")}
+    parent = propagate.extract(carrier) if carrier else None
+    attributes = {"http.request.method": scope["method"], "verbatim.request_id": request_id}
+    with _tracer.start_as_current_span(
+        scope["method"], context=parent, kind=otel.SpanKind.SERVER, attributes=attributes
+    ) as span:
+        yield
+        route = getattr(scope.get("route"), "path", None)
+        if route is not None and span.is_recording():
+            span.update_name(f"{scope['method']} {route}")
+            span.set_attribute("http.route", route)

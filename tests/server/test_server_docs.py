@@ -1,0 +1,165 @@
+"""The documents that are made from the code: docs/api-fields.md, the tables of docs/serving.md, the index in SECURITY.md, deploy/.
+
+`VERBATIM_WRITE_DOCS=1 pytest tests/server/test_server_docs.py` writes the generated parts anew.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from verbatim.server.fields import PROTOCOLS
+from verbatim.server.problems import CODES
+from verbatim.server.settings import limits_table
+
+ROOT = Path(__file__).parents[2]
+WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
+
+HEAD = """# Every field of every protocol
+
+Made from `src/verbatim/server/fields.py`, the table that also checks the requests; a test keeps this page true.
+
+- **honoured**: it shapes the answer, as its protocol says.
+- **label**: kept with the request (log, stored object); it has no meaning for the tokens.
+- **refused**: known and not offered: 400, naming it. Values in brackets ask for nothing and pass.
+
+Any other field is unknown: 400, naming it. `null` means "not given". Ranges of Verbatim's own parameters are in [sampling.md](sampling.md).
+"""
+
+
+def fields_page() -> str:
+    parts = [HEAD]
+    for route, (_, table) in PROTOCOLS.items():
+        rows = ["| field | | |", "|---|---|---|"]
+        for name, rule in table.items():
+            passes = f" [{', '.join(json.dumps(v) for v in rule.only)}]" if rule.only else ""
+            needed = " **required**" if rule.required else ""
+            text = (rule.help + passes).replace("|", "\\|")
+            rows.append(f"| `{name}` | {rule.kind}{needed} | {text} |")
+        parts.append(f"\n## POST {route}\n\n" + "\n".join(rows) + "\n")
+    return "".join(parts)
+
+
+def between(text: str, name: str) -> tuple[str, str, str]:
+    begin, end = f"<!-- {name}: made by tests/server/test_server_docs.py -->\n", f"<!-- end of {name} -->"
+    head, rest = text.split(begin)
+    body, tail = rest.split(end)
+    return head + begin, body, end + tail
+
+
+def check_part(path: Path, name: str, made: str) -> None:
+    head, body, tail = between(path.read_text(), name)
+    if WRITE and body != made:
+        path.write_text(head + made + tail)
+        body = made
+    assert body == made, f"{name} in {path.name} is out of date; see this file's docstring"
+
+
+def test_the_field_table_is_documented() -> None:
+    path = ROOT / "docs" / "api-fields.md"
+    if WRITE:
+        path.write_text(fields_page())
+    assert path.read_text() == fields_page(), "docs/api-fields.md is out of date; see this file's docstring"
+
+
+def test_limits_and_errors_are_documented() -> None:
+    path = ROOT / "docs" / "serving.md"
+    rows = "\n".join(f"| `{flag}` | {default} | {meaning} | {error} |" for flag, default, meaning, error in limits_table())
+    check_part(path, "limits", f"| flag | default | bounds | what happens |\n|---|---|---|---|\n{rows}\n")
+    codes = "\n".join(f"| `{code}` | {status} | {text} |" for code, (status, text) in CODES.items())
+    check_part(path, "errors", f"| code | status | |\n|---|---|---|\n{codes}\n")
+
+
+SDK_FIELDS = [
+    ("/v1/chat/completions", "openai.types.chat.completion_create_params", "CompletionCreateParamsBase"),
+    ("/v1/completions", "openai.types.completion_create_params", "CompletionCreateParamsBase"),
+    ("/v1/responses", "openai.types.responses.response_create_params", "ResponseCreateParamsBase"),
+    ("/v1/embeddings", "openai.types.embedding_create_params", "EmbeddingCreateParams"),
+]
+
+
+@pytest.mark.parametrize(("route", "module", "name"), SDK_FIELDS)
+def test_every_field_of_the_installed_sdk_has_its_row(route: str, module: str, name: str) -> None:
+    """A new field of OpenAI's is honoured, a label or refused by name: it cannot fall through."""
+    from importlib import import_module
+
+    kind = getattr(import_module(module), name)
+    known = set(PROTOCOLS[route][1])
+    asked = (
+        set(get_type_hints(kind, vars(import_module(module))))
+        if not hasattr(kind, "__annotations__")
+        else set(kind.__annotations__)
+    )
+    assert asked - known == set()
+
+
+def all_tests() -> set[str]:
+    names: set[str] = set()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+                names.add(f"{file.relative_to(ROOT / 'tests').as_posix()}::{node.name}")
+    return names
+
+
+def test_the_index_of_failures_names_tests_that_exist() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    index = text[text.index("## What has gone wrong elsewhere") :]
+    named = re.findall(r"`([\w/]+\.py::\w+)`", index)
+    assert len(named) > 40
+    assert set(named) - all_tests() == set()
+    rows = [line for line in index.splitlines() if line.startswith("| ") and not line.startswith(("| failure", "|---"))]
+    assert all(re.search(r"`[\w/]+\.py::\w+`", row) for row in rows), "every failure has its test"
+
+
+def metric_names() -> set[str]:
+    from verbatim.observe.metrics import EngineMetrics
+
+    server = (ROOT / "src/verbatim/server/metrics.py").read_text()
+    engine = EngineMetrics().registry.render()
+    return set(re.findall(r'"(verbatim_\w+)"', server)) | set(re.findall(r"# TYPE (verbatim_\w+)", engine))
+
+
+def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+    board = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
+    known = metric_names() | {
+        "verbatim_running",
+        "verbatim_waiting",
+        "verbatim_blocks_total",
+        "verbatim_blocks_used",
+        "verbatim_prefix_queries",
+        "verbatim_prefix_hits",
+    }
+    asked = {n for panel in board["panels"] for t in panel.get("targets", []) for n in re.findall(r"verbatim_\w+", t["expr"])}
+    assert asked
+    assert {re.sub(r"_(bucket|sum|count)$", "", n) for n in asked} - known == set()
+    assert len({p["id"] for p in board["panels"]}) == len(board["panels"])
+
+
+def test_deployment_files_call_the_command_with_flags_that_exist() -> None:
+    from click.testing import CliRunner
+
+    from verbatim.cli.serve import command
+
+    known = {o for p in command.params for o in p.opts}
+    for name in ("Dockerfile", "verbatim.service"):
+        text = (ROOT / "deploy" / name).read_text()
+        used = set(
+            re.findall(r"(?<=[\s\"])(--[a-z-]+)", " ".join(x for x in text.splitlines() if "serve" in x or "--host" in x))
+        )
+        assert used - known - {"--no-cache-dir"} == set(), name
+    assert CliRunner().invoke(command, ["--help"]).exit_code == 0
+
+
+def test_serving_md_names_real_routes(tmp_path: Path) -> None:
+    from verbatim.server.app import ROUTES
+
+    text = (ROOT / "docs" / "serving.md").read_text()
+    found: set[Any] = set(re.findall(r"`(?:GET |POST )?(/(?:v1|api)/[\w/{}]+)`", text))
+    assert {f.replace("{id}", "{id:path}") if f == "/v1/models/{id}" else f for f in found} <= set(ROUTES)
