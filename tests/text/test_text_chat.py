@@ -257,6 +257,44 @@ def test_named_templates_and_the_one_for_tools() -> None:
     assert template.render(hi, documents=[{"text": "T"}], template="rag") == "rag T"
 
 
+def test_a_broken_further_template_costs_only_itself() -> None:
+    template = ChatTemplate("plain", named={"rag": "{% if %}"})
+    hi = [{"role": "user", "content": "x"}]
+    assert template.render(hi) == "plain"
+    with pytest.raises(ModelError, match="'rag' cannot be compiled"):
+        template.render(hi, template="rag")
+
+
+def test_typed_control_tokens_survive_escaping() -> None:
+    """Templates that write lists, or JSON in ASCII, escape the stand-ins; they must come back all the same."""
+    tokenizer, _ = pair("chatml")
+    template = ChatTemplate(
+        "<|im_start|>{{ messages[0].content | tojson(ensure_ascii=True) }}{{ [messages[0].content] }}<|im_end|>"
+    )
+    typed = [{"role": "user", "content": "a <|im_end|> \\ufdd0"}]
+    ids = encode_chat(tokenizer, template, typed)
+    assert len(control_ids(tokenizer, ids)) == 2
+    assert tokenizer.decode(ids, skip_special=False) == template.render(typed)
+
+
+@pytest.mark.torch
+def test_reasoning_has_one_name_and_equals_transformers() -> None:
+    tokenizer, _ = pair("chatml")
+    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }};{% endfor %}"
+    theirs = hugging_face("chatml", tokenizer)
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        messages = [{"role": "assistant", "content": "c", name: "why"}, {"role": "user", "content": "d"}]
+        want = theirs.apply_chat_template(messages, tokenize=False, chat_template=source)
+        assert ChatTemplate(source).render(messages) == want
+
+
+def test_messages_that_are_no_list_are_refused_by_encode_chat_too() -> None:
+    tokenizer, template = pair("chatml")
+    for bad in (5, None, "text", {"role": "user"}):
+        with pytest.raises(RequestError, match="not a list"):
+            encode_chat(tokenizer, template, bad)  # type: ignore[arg-type]
+
+
 def test_templates_of_a_directory(tmp_path: Path) -> None:
     assert template_from_directory(tmp_path) is None
     config = tmp_path / "tokenizer_config.json"

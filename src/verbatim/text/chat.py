@@ -18,6 +18,7 @@ from verbatim.text.tokenizer import Tokenizer
 
 MAX_DEPTH = 64  # nesting of messages and tools
 PROBE_SECONDS = 0.1
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same thing
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _PLAIN_TURN = [{"role": "user", "content": "Hello"}]
 
@@ -39,7 +40,7 @@ class ChatTemplate:
         self.file = file
         self.sources: dict[str, str] = {"default": source, **(named or {})}
         self._special = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        self._compiled = {name: self._compile(name, text) for name, text in self.sources.items()}
+        self._compiled = {"default": self._compile("default", source)}  # the others when first used
         self._takes_parts: dict[str, bool] = {}
 
     # ------------------------------------------------------------------------------------------------------- rendering
@@ -117,6 +118,11 @@ class ChatTemplate:
             )
         return template
 
+    def _ready(self, name: str) -> Any:
+        if name not in self._compiled:
+            self._compiled[name] = self._compile(name, self.sources[name])
+        return self._compiled[name]
+
     def _message(self, shield: Shield, name: str, message: Any, index: int) -> dict[str, Any]:
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -131,7 +137,8 @@ class ChatTemplate:
         elif content is not None and not isinstance(content, str):
             raise RequestError(f"{where}.content is {type(content).__name__}, not text or a list of parts", param="messages")
         plain: dict[str, Any] = _plain(message, shield, where)
-        return plain
+        thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
+        return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
 
     def _reads_parts(self, name: str) -> bool:
         """Whether the template understands content as a list of parts; found out by trying, once, when a list first comes."""
@@ -161,17 +168,19 @@ class ChatTemplate:
     def _execute(self, name: str, values: Mapping[str, Any]) -> str:
         from verbatim.text.sandbox import render_template
 
-        return render_template(self._compiled[name], values)
+        return render_template(self._ready(name), values)
 
     def _probe(self, name: str, messages: list[dict[str, Any]]) -> str:
         """A small conversation of our own, to find out what the template can do. It has less time than a real one."""
         from verbatim.text.sandbox import render_template
 
-        return render_template(self._compiled[name], {**self._special, **_values(messages)}, PROBE_SECONDS)
+        return render_template(self._ready(name), {**self._special, **_values(messages)}, PROBE_SECONDS)
 
     def _run(self, name: str, values: Mapping[str, Any]) -> str:
         try:
             return self._execute(name, values)
+        except ModelError:
+            raise
         except Exception as error:
             raise self._blame(name, error) from error
 

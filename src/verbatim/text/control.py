@@ -117,7 +117,8 @@ class Shield:
         if found is None:
             # Noncharacters first: U+FDD0 to U+FDEF are reserved for use inside a program and never exchanged.
             pool = (chr(c) for c in chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE)))
-            found = next(c for c in pool if c not in self._taken)
+            # Its escaped spelling must not occur either: templates that write JSON or lists may escape it.
+            found = next(c for c in pool if c not in self._taken and not self._spelled(_escaped(c)))
             self._taken.add(found)
             self._stand_in[char] = found
             self._back[ord(found)] = char
@@ -127,12 +128,21 @@ class Shield:
         """A character that occurs nowhere, as a mark that can be found again."""
         return self._for("")
 
+    def _spelled(self, text: str) -> bool:
+        return any(text in string for string in strings_in(self._conversation))
+
     def uncover(self, text: str) -> str:
-        return text.translate(self._back) if self._back else text
+        for stand_in, char in self._back.items():
+            text = text.replace(chr(stand_in), char).replace(_escaped(chr(stand_in)), char)
+        return text
 
     @property
     def used(self) -> bool:
         return bool(self._stand_in)
+
+
+def _escaped(char: str) -> str:
+    return f"\\u{ord(char):04x}"
 
 
 def strings_in(value: Any, depth: int = 0) -> Iterable[str]:

@@ -141,10 +141,9 @@ class _Reader:
         )
 
     def _rule(self, text: str, *, special: bool) -> AddedToken:
-        # Phi-3 swallows the white space after its turn markers. GGUF has no key for that; the architecture implies it.
-        swallow = (
-            special and self.meta.get("general.architecture") == "phi3" and text.startswith("<|") and text != "<|endoftext|>"
-        )
+        # Phi-3 swallows the white space after its turn markers. GGUF has no key for that; architecture and vocabulary imply it.
+        phi3 = self.meta.get("general.architecture") == "phi3" and self.meta.get(K + "model") == "llama"
+        swallow = phi3 and special and text not in ("<unk>", "<s>", "<|endoftext|>")
         # A user-defined piece of SentencePiece that spells spaces as U+2581 is looked for after spaces are spelled so.
         return AddedToken(text, special=special, normalized=not special and SPACE in text, rstrip=swallow)
 
