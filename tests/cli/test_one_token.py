@@ -1,4 +1,4 @@
-"""docs/one-token.md says what the code does: its words exactly, its measured numbers within the spread of BLAS libraries."""
+"""The documents say what the code does: docs/one-token.md its words exactly and its numbers within the spread of BLAS libraries, README its example."""
 
 from __future__ import annotations
 
@@ -41,3 +41,27 @@ def test_the_files_it_names_are_there() -> None:
     assert len(named) == 10  # the eleventh is backend/…
     for file in named:
         assert (ROOT / "src" / "verbatim" / file).is_file(), file
+
+
+def test_the_example_of_the_readme_runs(default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert example is not None
+    exec(compile(example[1], "README.md", "exec"), {})
+    assert "Paris" in capsys.readouterr().out
+
+
+def test_every_link_between_documents_leads_somewhere() -> None:
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")] + list(
+        (ROOT / "docs").rglob("*.md")
+    )
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_index_lists_every_decision() -> None:
+    index = (ROOT / "docs" / "README.md").read_text("utf-8")
+    for page in (ROOT / "docs" / "adr").glob("*.md"):
+        assert f"adr/{page.name}" in index, page.name
