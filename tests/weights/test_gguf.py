@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError
+from verbatim.weights import gguf as reader
 from verbatim.weights.gguf import TYPES, read_gguf
 from verbatim.weights.gguf_write import LazyTensor, converted, write_gguf
 from verbatim.weights.quant import nbytes
@@ -71,11 +72,11 @@ def test_written_and_read_again(tmp_path: Path) -> None:
 def test_the_gguf_package_reads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "ours.gguf"
     write_gguf(path, METADATA, all_types(), types=KINDS)
-    reader = oracle.GGUFReader(path)
+    theirs = oracle.GGUFReader(path)
     for key, value in METADATA.items():
         if key not in ("b.none", "b.nested"):  # that reader cannot give these back
-            assert reader.fields[key].contents() == value, key
-    tensors = {t.name: t for t in reader.tensors}
+            assert theirs.fields[key].contents() == value, key
+    tensors = {t.name: t for t in theirs.tensors}
     for made in all_types():
         found = tensors[made.name]
         assert found.tensor_type.name.lower() == made.type
@@ -243,3 +244,18 @@ def test_any_metadata_comes_back(metadata: dict[str, Any], tmp_path_factory: pyt
 def test_not_a_number_survives(tmp_path: Path) -> None:
     write_gguf(tmp_path / "x", {"k": math.nan})
     assert math.isnan(read_gguf(tmp_path / "x").metadata["k"])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100, 8192])
+def test_string_arrays_of_every_length(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader has a quick way for short strings and a plain one for the rest; they meet at 255 bytes and at NULs."""
+    monkeypatch.setattr(reader, "_STRING_CHUNK", chunk)
+    rng = np.random.default_rng(chunk)
+    alphabet = ["a", "Ġ", "世", "\U0001f600", "é", "\x01"]
+    lengths = [0, 1, 254, 255, 256, 257, 511, 512, 70_000, *rng.integers(0, 40, 3000).tolist()]
+    strings = ["".join(rng.choice(alphabet, n).tolist())[:n] for n in lengths] + ["x" * n for n in (254, 255, 256, 257, 65_536)]
+    rng.shuffle(strings)
+    short = [s for s in strings if len(s) < 60] * 3
+    metadata = {"mixed": strings, "short": short, "nul": ["a", "b\0c", "\0", "", "d"] * 20, "empty": [""] * 50}
+    write_gguf(tmp_path / "x", metadata)
+    assert read_gguf(tmp_path / "x").metadata == metadata

@@ -127,6 +127,8 @@ def resolve(model: str, *, revision: str | None = None, offline: bool = False, p
         )
     if revision and hub["revision"] and revision != hub["revision"]:
         raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
+    if progress is not None and not offline:
+        progress(f"looking for {model} on the hub", 0, 0)  # its library shows bars of its own for what it fetches
     return _hub_model(hub["repo"], revision or hub["revision"], hub["file"], offline)
 
 

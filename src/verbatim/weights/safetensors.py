@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.gguf import map_file, sample
+from verbatim.weights.gguf import map_file, sample, sample_runs
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -196,8 +196,9 @@ def _is_size(value: object) -> bool:
 def _digest(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
     """SHA-256 of the config, every tensor's name, type and shape, and 4 KiB of each (weights/gguf.py says what that is worth)."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    runs = sample_runs(len(tensors))
     for name in sorted(tensors):
-        sample(digest, tensors[name])
+        sample(digest, tensors[name], runs)
     return digest.hexdigest()
 
 
