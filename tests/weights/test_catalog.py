@@ -193,7 +193,8 @@ def test_the_default_has_no_revisions(store: Path) -> None:
 
 CHILD = textwrap.dedent(
     """
-    import sys, time
+    import signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start us with it ignored
     from dataclasses import replace
     from verbatim.weights import catalog
     size, sha256, mode, log = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
