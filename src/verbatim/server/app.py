@@ -154,7 +154,8 @@ class Door:
         elif scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
             await Response(status_code=204)(scope, receive, out)
         else:
-            await self._inner(scope, receive, out)
+            with trace(scope, request_id):
+                await self._inner(scope, receive, out)
         route = getattr(scope.get("route"), "path", "other")
         self._state.metrics.answers[(route, status)] += 1
         self._log(scope, route, status, time.monotonic() - arrived)
