@@ -57,7 +57,9 @@ class Live:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             assert self.process.poll() is None, self.said()
-            if self.client.get("/health").status_code == 200:
+            status = self.client.get("/health").status_code
+            assert status in (200, 503), self.said()
+            if status == 200:
                 return self
             time.sleep(0.05)
         raise AssertionError(f"not ready:\n{self.said()}")

@@ -27,6 +27,7 @@ from verbatim.server.chat import chat
 from verbatim.server.completions import completions
 from verbatim.server.problems import Problem
 from verbatim.server.state import State
+from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
 access = logging.getLogger("verbatim.access")

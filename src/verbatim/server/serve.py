@@ -53,7 +53,7 @@ def set_up_logs(settings: Settings) -> None:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False
-        logger.setLevel(logging.INFO if name == "verbatim" else logging.CRITICAL)  # what uvicorn says, we say or must not
+        logger.setLevel(logging.INFO if name == "verbatim" else logging.ERROR)  # what else uvicorn says, we say ourselves
 
 
 def bind(settings: Settings) -> socket.socket:
