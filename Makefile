@@ -7,7 +7,7 @@ PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 PROMPT ?= What is the capital of France?
 SYSTEM ?= You answer in one short sentence.
 CPU     = src/verbatim/backend/cpu
-NATIVE  = pyproject.toml CMakeLists.txt $(wildcard $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
+NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
 CHECKED = src tests bench examples
 
 .PHONY: run chat test lint format soak bench clean

@@ -16,7 +16,7 @@ from verbatim.base.errors import BackendError
 from verbatim.cli import measure
 from verbatim.cli.rivals import client
 from verbatim.observe.plot import Chart, Line, svg
-from verbatim.observe.roofline import CostCard, Limits, cost_card, load_limits, measure_limits, save_limits
+from verbatim.observe.roofline import CostCard, Limits, cost_card, load_limits, measure_limits, native_probes, save_limits
 
 # The figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB a token.
 LIMITS = Limits(37.9e9, threads=2, method="native", int8_ops=638e9)
@@ -87,6 +87,16 @@ def test_the_best_of_several_passes_is_the_limit() -> None:
     assert limits.read_bytes == 5e9
     assert limits.int8_ops == 9.0
     assert limits.method == "native"
+
+
+@pytest.mark.native
+def test_the_native_probes_measure_something() -> None:
+    read, ops = native_probes()
+    if read is None or ops is None:
+        pytest.skip("the probe was not built")
+    assert read(2, 64 << 20) > 1e8
+    assert read(1, 1) == 0.0  # less than a page a thread: nothing to measure
+    assert ops(1) == 0.0 or ops(1) > 1e8
 
 
 class Pretend:

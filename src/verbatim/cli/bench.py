@@ -140,7 +140,7 @@ def _open_rival(name: str, python: str | None, flags: dict[str, Any], llm: LLM) 
 
 
 def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
-    from verbatim.observe.roofline import cost_card, forget_buffers, measure_limits, save_limits
+    from verbatim.observe.roofline import cost_card, forget_buffers, measure_limits, native_probes, save_limits
     from verbatim.weights.catalog import cache_dir
 
     info = llm.parts.backend.info
@@ -172,17 +172,6 @@ def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
         + (f"; {prompt:.0f} prompt tokens/s" if prompt else "")
     )
     return limits, card
-
-
-def native_probes() -> tuple[Any, Any]:
-    """The kernels' own loops for bandwidth and integer peak, where they are built: they see what the engine could get."""
-    from importlib import import_module
-
-    try:
-        native: Any = import_module("verbatim.backend.cpu._native")
-    except ImportError:
-        return None, None
-    return getattr(native, "read_bandwidth", None), getattr(native, "int8_peak", None)
 
 
 def _header(rival: Rival | None) -> None:

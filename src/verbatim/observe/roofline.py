@@ -112,8 +112,26 @@ def measure_limits(
     read = native_read or _numpy_read
     both = max(read(threads, size) for _ in range(repeats))
     one = max(read(1, size) for _ in range(repeats)) if threads > 1 else both
-    ops = max(native_ops(threads) for _ in range(repeats)) if native_ops else None
+    ops = max(native_ops(threads) for _ in range(repeats)) or None if native_ops else None  # 0: no instruction for it is known
     return Limits(max(both, one), threads, "native" if native_read else "numpy", ops, one, size, time.time())
+
+
+def native_probes() -> tuple[Callable[[int, int], float], Callable[[int], float]] | tuple[None, None]:
+    """The two functions of probe.cpp, where they were built. They share nothing with the kernels that are judged by them."""
+    import ctypes
+    from importlib.util import find_spec
+
+    spec = find_spec("verbatim.observe._probe")
+    if spec is None or spec.origin is None:
+        return None, None
+    try:
+        library = ctypes.CDLL(spec.origin)
+    except OSError:
+        return None, None
+    read, ops = library.verbatim_read, library.verbatim_int8
+    read.restype = ops.restype = ctypes.c_double
+    read.argtypes, ops.argtypes = [ctypes.c_int, ctypes.c_int64], [ctypes.c_int]
+    return (lambda threads, size: float(read(threads, size))), (lambda threads: float(ops(threads)))
 
 
 _buffers: dict[int, Any] = {}
