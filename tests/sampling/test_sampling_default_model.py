@@ -1,0 +1,234 @@
+"""The sampler on the default model: explain from the command line recomputed, documents under a schema, beams against transformers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sampling_rows import softmax
+
+from verbatim.base.errors import RequestError
+from verbatim.base.params import SamplingParams
+from verbatim.engine.llm import LLM
+from verbatim.sampling.draw import gumbel, noise_key
+
+pytestmark = [pytest.mark.model]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "score": {"type": "string", "pattern": "^0\\.[0-9]{1,3}$"},  # a JSON number may go on for ever, and at 1.5 it does
+    },
+    "required": ["name", "age", "tags", "score"],
+    "additionalProperties": False,
+}
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village",
+    "def fibonacci(n):\n",
+    "Water boils at",
+    "1, 2, 3, 4,",
+    "Dear Sir or Madam,\n",
+    "The three laws of thermodynamics are",
+    "Q: What is the largest planet?\nA:",
+    "In 1969, the first humans",
+    "The opposite of hot is",
+]
+
+
+@pytest.fixture(scope="module")
+def llm(default_model: Path) -> Any:
+    with LLM(default_model, context=512) as found:
+        yield found
+
+
+def test_explain_from_the_command_line_recomputed(default_model: Path) -> None:
+    """Every number of the JSON from the raw row in it, by NumPy's own exp and log; the what-if likewise."""
+    command = [
+        sys.executable,
+        "-m",
+        "verbatim",
+        "explain",
+        "--model",
+        str(default_model),
+        "--raw",
+        "--json",
+        "--context",
+        "256",
+    ]
+    command += ["--temperature", "0.9", "--top-p", "0.8", "--seed", "11", "--max-tokens", "4", "--explain", "6"]
+    done = subprocess.run([*command, "--what-if", "top_k=1", "The best colour is"], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    records = told["choices"][0]["explain"] if "choices" in told else told["explain"]
+    assert len(records) == 4
+    for record, again in zip(records, told["what_if"][0]["tokens"], strict=True):
+        raw = np.frombuffer(base64.b64decode(record["row"]), "<f4").astype(np.float64)
+        assert len(raw) == record["vocab"] == 49152
+        p, token = softmax(raw), record["token"]
+        assert record["logprob"] == pytest.approx(math.log(p[token]), abs=1e-7)
+        assert record["entropy"] == pytest.approx(float(-(p[p > 0] * np.log(p[p > 0])).sum()), abs=1e-6)
+        assert record["rank"] == int((raw > raw[token]).sum())
+        assert [c["id"] for c in record["top"]] == np.argsort(-raw, kind="stable")[:6].tolist()
+        d = (raw - raw.max()) / 0.9
+        order = np.argsort(-d, kind="stable")
+        kept = order[: int(np.searchsorted(np.cumsum(softmax(d)[order]), 0.8)) + 1]
+        assert record["stages"][-1]["left"] == len(kept)
+        scores = d[kept] + gumbel(noise_key(11), record["position"], kept)
+        assert int(kept[np.argmax(scores)]) == token
+        assert record["score"] == pytest.approx(scores.max(), abs=1e-7)
+        assert again == {"position": record["position"], "before": token, "after": int(raw.argmax())}
+
+
+def documents(llm: LLM, count: int) -> None:
+    import jsonschema
+
+    params = [
+        SamplingParams(temperature=1.5, json_schema=SCHEMA, max_tokens=300, seed=seed, top_p=0.95 if seed % 2 else 1.0)
+        for seed in range(count)
+    ]
+    done = llm.generate(["Describe a person as JSON:\n"] * count, params)
+    for each in done:
+        assert each.finish_reason == "stop", (each.text, each.finish)
+        jsonschema.validate(json.loads(each.text), SCHEMA)
+    llm.check()
+
+
+def test_documents_under_a_schema_are_valid_at_temperature_1_5(llm: LLM) -> None:
+    documents(llm, 12)
+
+
+@pytest.mark.soak
+def test_200_of_200_documents_are_valid(llm: LLM) -> None:
+    documents(llm, 200)
+
+
+def test_hostile_structures_do_not_disturb_others(llm: LLM) -> None:
+    """The answer of a running stream is the same while neighbours are refused."""
+    params = SamplingParams(max_tokens=8, seed=4)
+    alone = llm.generate("The sea", params).token_ids
+    stream = llm.stream("The sea", params)
+    next(stream)
+    with pytest.raises(RequestError) as caught:
+        llm.generate("x", SamplingParams(json_schema={"type": "integer", "multipleOf": 7919 * 7907}))
+    assert caught.value.param == "json_schema"
+    for _ in stream:
+        pass
+    assert stream.completion is not None
+    assert stream.completion.token_ids == alone
+
+
+# --------------------------------------------------------------------------------------------------------------- beams
+
+
+def torch_llama(path: Path) -> Any:
+    """transformers' model with this file's weights, read by the gguf package."""
+    import gguf
+    import torch
+    import transformers
+
+    reader = gguf.GGUFReader(path)
+
+    def field(name: str) -> Any:
+        return reader.fields[f"llama.{name}"].contents()
+
+    heads, kv = int(field("attention.head_count")), int(field("attention.head_count_kv"))
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=field("embedding_length"),
+        num_hidden_layers=field("block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv,
+        intermediate_size=field("feed_forward_length"),
+        max_position_embeddings=field("context_length"),
+        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
+        tie_word_embeddings=True,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    state = {}
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if re.search(r"attn_[qk]\.", tensor.name):  # GGUF pairs neighbours for rope, transformers halves
+            n = heads if "attn_q" in tensor.name else kv
+            values = values.reshape(n, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
+        state[renamed(tensor.name)] = torch.from_numpy(np.array(values, np.float32, order="C"))
+    model = transformers.LlamaForCausalLM(config)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    return model.eval()
+
+
+NAMES = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def renamed(name: str) -> str:
+    if name == "token_embd.weight":
+        return "model.embed_tokens.weight"
+    if name == "output_norm.weight":
+        return "model.norm.weight"
+    _, layer, kind, _ = name.split(".")
+    return f"model.layers.{layer}.{NAMES[kind]}.weight"
+
+
+def beams(path: Path, prompts: list[str]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    model = torch_llama(path)
+    params = SamplingParams(num_beams=3, num_return_sequences=3, max_tokens=6)
+    with LLM(path, backend="reference", context=64, kv_blocks=200) as llm:
+        done = llm.generate(prompts, params)
+        llm.check()
+        ends = list(llm.parts.eos_ids)
+    for each in done:
+        ids = torch.tensor([each.prompt_ids])
+        want = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=3,
+            num_return_sequences=3,
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=ends,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        for choice, tokens, score in zip(each.choices, want.sequences.tolist(), want.sequences_scores.tolist(), strict=True):
+            assert list(choice.token_ids) == tokens[len(each.prompt_ids) :][: len(choice.token_ids)]
+            assert choice.score == pytest.approx(score, abs=1e-4)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_beams_equal_transformers(default_model: Path) -> None:
+    beams(default_model, PROMPTS[:2])
+
+
+@pytest.mark.torch
+@pytest.mark.soak
+def test_beams_equal_transformers_on_ten_prompts(default_model: Path) -> None:
+    beams(default_model, PROMPTS)
