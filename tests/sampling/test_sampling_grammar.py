@@ -399,6 +399,12 @@ def test_a_compilation_that_takes_too_long_is_killed() -> None:
             guard.check(endless, 0.2)
         assert guard._idle == []  # the child is gone, not kept
         assert guard.check('start: "a"', 10.0) == ""  # and the next request has a new one
+        (child,) = guard._idle
+        child.kill()
+        child.wait()
+        assert guard.check('start: "b"', 10.0) == ""  # as after one that died while idle
+        (other,) = guard._idle
+        assert other is not child
     finally:
         guard.close()
 

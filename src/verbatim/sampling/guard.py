@@ -4,14 +4,15 @@ llguidance bounds most of what it does, but not all: the product of two hundred 
 minutes and gigabytes. A thread cannot be stopped, so an untrusted structure is compiled once in a child process with a limit on
 memory and time; what survives is compiled again here. In: the grammar's text. Out: llguidance's complaint, or "".
 
-A child costs some 50 ms to start, is kept for the next request, and ends by itself when this process does.
+A child costs some 50 ms to start, is kept for the next request, and ends by itself when this process does: at the end of its input, or
+by an alarm if it is compiling then.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
-import select
 import subprocess
 import sys
 import threading
@@ -39,11 +40,14 @@ class Bytes:  # the smallest vocabulary that makes llguidance build its lexer
         return list(text.encode())
 tokenizer = LLTokenizer(Bytes(), n_vocab=257, eos_token=256, slices=[])
 limits = LLParserLimits(**json.loads(sys.argv[3]))
+alarm = getattr(__import__("signal"), "alarm", lambda seconds: None)
 for line in sys.stdin:
+    alarm(10)  # kills this process, whatever it is doing: nobody waits that long
     matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits)
     found = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
     if not found:
         matcher.compute_bitmask()
+    alarm(0)
     sys.stdout.write(json.dumps("\\n".join(found)) + "\\n")
     sys.stdout.flush()
 """
@@ -65,7 +69,7 @@ class Guard:
         if not self._free.acquire(timeout=seconds):
             raise TooMuch("too many others are being compiled; try again")
         try:
-            child = self._idle.pop() if self._idle else self._start()
+            child = self._child()
             answer = self._ask(child, grammar, seconds)
             self._idle.append(child)
             return answer
@@ -76,24 +80,31 @@ class Guard:
         while self._idle:
             _kill(self._idle.pop())
 
+    def _child(self) -> subprocess.Popen[str]:
+        while self._idle:
+            child = self._idle.pop()
+            if child.poll() is None:
+                return child
+            _kill(child)
+        return self._start()
+
     def _start(self) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(  # a session of its own: Ctrl-C in our terminal is not meant for it
+            self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8", start_new_session=True
         )
         self._ask(child, 'start: "a"', 30.0)  # starting is not the request's time
         return child
 
     def _ask(self, child: subprocess.Popen[str], grammar: str, seconds: float) -> str:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            child.stdin.write(json.dumps(grammar) + "\n")
-            child.stdin.flush()
-            ready, _, _ = select.select([child.stdout], [], [], seconds)
-            line = child.stdout.readline() if ready else None
-        except OSError:
-            line = ""
+        answers: list[str] = []
+        reader = threading.Thread(target=_talk, args=(child, json.dumps(grammar), answers), daemon=True)
+        reader.start()
+        reader.join(seconds)
+        line = answers[0] if answers else None
         if not line:
+            child.kill()
+            reader.join()  # it hears the end of the pipe
             _kill(child)
             raise TooMuch(
                 f"takes more than {seconds:g} seconds to compile" if line is None else "takes too much memory to compile"
@@ -102,6 +113,22 @@ class Guard:
         return answer
 
 
+def _talk(child: subprocess.Popen[str], question: str, answers: list[str]) -> None:
+    """Ask one line, hear one line; "" if the child is gone."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(question + "\n")
+        child.stdin.flush()
+        answers.append(child.stdout.readline())
+    except (OSError, ValueError):
+        answers.append("")
+
+
 def _kill(child: subprocess.Popen[str]) -> None:
     child.kill()
-    child.communicate()  # closes the pipes and reaps it
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):  # what was still unsent has no reader any more
+            pipe.close()
