@@ -110,6 +110,22 @@ def test_a_broken_vocabulary_is_named(name: str) -> None:
     assert str(error.value).startswith("some.gguf: ")
 
 
+@pytest.mark.parametrize("merges", [["P A", "PA D"], ["P A"]], ids=["by merging", "as a whole word"])
+def test_a_control_token_that_is_an_ordinary_word_is_not_typed(merges: list[str]) -> None:
+    """Llama 3's rule takes whole words from the vocabulary; a control token spelled like a word is one of them."""
+    meta = byte_level()
+    meta[G + "tokens"] += ["PA", "PAD"]
+    meta[G + "token_type"] += [1, 3]
+    meta |= {G + "merges": merges, G + "pre": "llama-bpe"}
+    tokenizer = from_gguf(meta)
+    pad = tokenizer.control_tokens["PAD"]
+    for text in ("PAD", "the PAD and PADPAD", "xPADx"):
+        ids = tokenizer.encode(text)
+        assert pad not in ids
+        assert tokenizer.decode(ids) == text
+    assert pad in tokenizer.encode("PAD", special=True)
+
+
 def test_merges_missing_from_a_real_vocabulary() -> None:
     meta = byte_level()
     meta[G + "tokens"] = meta[G + "tokens"] + [f"word{i}" for i in range(600)]
@@ -359,6 +375,14 @@ def test_hostile_steps_are_refused_before_they_run(tmp_path: Path, name: str) ->
     with pytest.raises(ModelError, match=says) as error:
         from_directory(tmp_path)
     assert "tokenizer.json" in str(error.value)
+
+
+def test_a_post_processor_cannot_add_ids_that_do_not_exist(tmp_path: Path) -> None:
+    spec = specs()[0]
+    spec["post_processor"]["special_tokens"]["BOS"]["ids"] = [70_000]
+    write_directory(tmp_path, spec, CONFIG | {"add_bos_token": None})
+    with pytest.raises(ModelError, match="70000, outside"):
+        from_directory(tmp_path)
 
 
 def test_dropout_would_make_tokens_random(tmp_path: Path) -> None:

@@ -134,10 +134,14 @@ def _vocabulary(folder: Path, spec: dict[str, Any], special: Any, config: Mappin
     plain = _without_control(special, [t for t in added.values() if not t.special])
     byte_level = "ByteLevel" in _types(spec.get("decoder")) or "ByteLevel" in _types(spec.get("pre_tokenizer"))
     prefix, suffix = _around(special, spec, config, ids)
+    tokens = _tokens(special)
+    outside = [i for i in (*prefix, *suffix) if i >= len(tokens)]
+    if outside:
+        raise ModelError(f"the post-processor adds the token id {outside[0]}, outside the vocabulary of {len(tokens)}")
     eos = ids.get("eos_token")
     ends = [eos, *(control.get(text) for text in END_OF_TURN)]
     return Vocabulary(
-        tokens=_tokens(special),
+        tokens=tokens,
         plain=plain,
         special=special,
         to_bytes=byte_level_bytes if byte_level else _piece,
