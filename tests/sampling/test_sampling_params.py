@@ -83,7 +83,6 @@ WARNED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 0, "n": 3}, "equal"),
     ({"temperature": 0, "best_of": 2}, "best_of=2"),
     ({"temperature": 0, "top_p": 0.5, "xtc_probability": 0.5}, "top_p, xtc_probability"),
-    ({"temperature": 0, "seed": 1}, "seed"),
     ({"temperature": 1.5, "top_p": 0.2}, "flattens"),
     ({"temperature": 3.0}, "noise"),
     ({"repetition_penalty": 1.4}, "over 1.3"),

@@ -26,8 +26,6 @@ def _draws(p: SamplingParams) -> Iterator[str]:
         yield f"temperature 0 with {'n' if p.n > 1 else 'best_of'}={many}: all answers will be equal"
     if p.greedy and (filters := _set(p, FILTERS)):
         yield f"temperature 0 takes the most likely token: {', '.join(filters)} has no effect"
-    if p.greedy and p.seed is not None and p.num_beams == 1:
-        yield "temperature 0 draws nothing: seed has no effect"
     if p.temperature > 1.2 and p.top_p < 0.5:
         yield f"temperature {p.temperature:g} flattens the distribution and top_p {p.top_p:g} cuts it again; one of them is enough"
     if p.temperature > 2.0 and not _set(p, FILTERS):
