@@ -41,6 +41,7 @@ class Job:
         self.ids: list[int] = []  # of every sequence it ever had
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
         self._drawn = 0
+        self._open = 0  # choices that are still being written
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
         """Make the sequences; the first one leads, the others fork off it at the prompt's end."""
@@ -51,6 +52,7 @@ class Job:
             self.streams[seq.id] = ChoiceStream(self.request.id, index, params, self.tokenizer)
             if self.request.structure is not None:
                 self.matchers[seq.id] = self.request.structure.start()
+        self._open = len(self.sequences)
         self.sequences[0].siblings = self.sequences[1:]
         return self.sequences[0]
 
@@ -81,17 +83,18 @@ class Job:
         if event.drawn is None:
             assert event.finish is not None
             stream.end(event.finish)
+            self._open -= 1
             return
         self._drawn += 1
-        finish = self._follow(event, event.drawn)
-        if stream.push(event.drawn, finish) is not None and event.finish is None:
-            self.scheduler.abort(event.seq_id)
+        finish = self._follow(event, event.drawn) if self.matchers else event.finish
+        if stream.push(event.drawn, finish) is not None:
+            self._open -= 1
+            if event.finish is None:
+                self.scheduler.abort(event.seq_id)
 
     def _follow(self, event: TokenEvent, drawn: Drawn) -> Finish | None:
         """Move the structure on; it ends the text where nothing but an end could follow."""
-        matcher = self.matchers.get(event.seq_id)
-        if matcher is None:
-            return event.finish
+        matcher = self.matchers[event.seq_id]
         try:
             matcher.advance(drawn.token)
         except VerbatimError as error:
@@ -106,10 +109,11 @@ class Job:
         for seq in self.sequences:
             self.scheduler.abort(seq.id)
             self.streams[seq.id].end(finish)
+        self._open = 0
 
     @property
     def done(self) -> bool:
-        return all(stream.finish is not None for stream in self.streams.values())
+        return self._open == 0
 
     # ------------------------------------------------------------------------------------------------------- what leaves
 

@@ -101,12 +101,13 @@ class ChoiceStream:
 
     def take(self) -> Delta | None:
         """What is new since the last Delta; None if nothing is."""
-        tokens = tuple(self.token_ids[self._sent :])
+        sent = self._sent
+        tokens = tuple(self.token_ids[sent:])
         text = "".join(self._text[self._text_sent :])
         if not tokens and not text and self.finish is None:
             return None
-        logprobs = tuple(self.logprobs[self._sent :])
-        explain = tuple(self.explain[self._sent :])
+        logprobs = tuple(self.logprobs[sent:]) if self.logprobs else ()
+        explain = tuple(self.explain[sent:]) if self.explain else ()
         self._sent, self._text_sent = len(self.token_ids), len(self._text)
         return Delta(self.request_id, self.index, text, tokens, logprobs, explain, self.finish)
 

@@ -314,10 +314,8 @@ class Scheduler:
         prove(plan.step == result.step and len(plan.sequences) == len(result.sequences), "the result is not of this plan")
         events: list[TokenEvent] = []
         for step, done in zip(plan.sequences, result.sequences, strict=True):
-            prove(
-                step.seq_id == done.seq_id and len(done.drawn) == step.draws,
-                f"sequence {step.seq_id}: result is not of this plan",
-            )
+            if step.seq_id != done.seq_id or len(done.drawn) != step.draws:
+                prove(False, f"sequence {step.seq_id}: the result is not of this plan")
             seq = self.sequences.get(step.seq_id)
             if seq is None:  # aborted while the backend was computing
                 continue
