@@ -1,0 +1,168 @@
+"""The same bits on every instruction set and with any number of threads, and the digests that are committed in digests.json.
+
+digests.json was made once; ARM and x86, scalar and vectors, must all reproduce it. Write it anew only together with a new NUMERICS_VERSION:
+    python tests/cpu/test_cpu_bits.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_blocks import random_blocks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.model.load import load_model
+from verbatim.weights.tensor import BLOCKS
+
+cpu = pytest.importorskip("verbatim.backend.cpu.backend")
+pytestmark = pytest.mark.native
+
+FILE = Path(__file__).parent / "digests.json"
+ISAS: list[str] = cpu.native.isas()
+SOURCES = Path(cpu.__file__).parent
+PROMPT = (1, 2683, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198)
+
+
+def committed() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(FILE.read_text())
+    return found
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_digests_of_every_kernel(isa: str) -> None:
+    assert dict(cpu.native.digests(isa, 2)) == committed()["kernels"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_change_nothing(threads: int) -> None:
+    assert dict(cpu.native.digests(ISAS[-1], threads)) == committed()["kernels"]
+
+
+def test_pieces_change_nothing() -> None:
+    kernels = committed()["kernels"]
+    assert kernels["model q4_1"] == kernels["model q4_1 other pieces"]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_products_of_random_shapes(data: st.DataObject) -> None:
+    """Every set gives the bits of the scalar one, and a row's bits do not depend on its neighbours."""
+    kind = data.draw(st.sampled_from(sorted(BLOCKS)))
+    unit = BLOCKS[kind][0]
+    k = unit * data.draw(st.integers(1, 400 // unit if unit < 256 else 3))
+    n, rows = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    weights = random_blocks(kind, random, n, k)
+    x = (random.standard_normal((rows, k)) * 10.0 ** random.integers(-3, 4)).astype(np.float32)
+    results = {isa: cpu.native.product(isa, kind, weights, n, x) for isa in ISAS}
+    for isa in ISAS[1:]:
+        assert results[isa].tobytes() == results["scalar"].tobytes(), isa
+    row = data.draw(st.integers(0, rows - 1))
+    alone = cpu.native.product(ISAS[-1], kind, weights, n, np.ascontiguousarray(x[row : row + 1]))
+    assert alone.tobytes() == results[ISAS[-1]][row].tobytes()
+
+
+# ------------------------------------------------------------------------------------------------- the default model
+
+
+def generate(path: Path, count: int, threads: int | None = None) -> tuple[list[int], str]:
+    """Greedy tokens, and a digest over the logits that they were drawn from."""
+    backend = cpu.CpuBackend(load_model(path), EngineConfig(threads=threads))
+    backend.allocate((32,))
+    digest = hashlib.sha256()
+    tokens: list[int] = []
+    now: tuple[int, ...] = PROMPT
+    spec = DrawSpec(SamplingParams(temperature=0.0), 0, len(PROMPT))
+    start = 0
+    for i in range(count):
+        step = SeqStep(0, now, start, (tuple(range(32)),), draws=1, draw=spec)
+        tokens.append(backend.execute(StepPlan(i, (step,))).sequences[0].drawn[0].token)
+        digest.update(backend._engine.logits().tobytes())
+        start += len(now)
+        now = (tokens[-1],)
+    backend.close()
+    return tokens, digest.hexdigest()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("isa", [i for i in ISAS if i != "scalar"])
+def test_default_model(isa: str, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ISA", isa)
+    tokens, digest = generate(default_model, 200)
+    assert (tokens, digest) == (committed()["tokens"], committed()["logits_200"])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("isa", "threads"), [("scalar", 2), (ISAS[-1], 1), (ISAS[-1], 7)])
+def test_default_model_scalar_and_threads(isa: str, threads: int, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ISA", isa)
+    tokens, digest = generate(default_model, 8, threads)
+    assert (tokens, digest) == (committed()["tokens"][:8], committed()["logits_8"])
+
+
+@pytest.mark.soak
+@pytest.mark.model
+def test_default_model_scalar_to_the_end(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ISA", "scalar")
+    assert generate(default_model, 200) == (committed()["tokens"], committed()["logits_200"])
+
+
+def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nonesuch is not available on this machine; it has: scalar"):
+        cpu.native.digests("nonesuch")
+
+
+# ------------------------------------------------------------------------------------------------------ other machines
+
+EXACT = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest", "digest_main")
+ARM_SETS = {"scalar": ["-DVB_ISA_SCALAR"], "neon": ["-DVB_ISA_NEON", "-march=armv8.2-a+dotprod+fp16"]}
+
+
+@pytest.mark.soak
+def test_arm_gives_the_same_bits(tmp_path: Path) -> None:
+    """The kernels cross-compiled for 64-bit ARM and run under qemu, scalar and NEON, against the committed digests."""
+    compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+    if compiler is None or qemu is None:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
+    jobs = [(name, [], name) for name in PORTABLE]
+    for isa, flags in ARM_SETS.items():
+        macros = [f"-DVB_NS=verbatim_{isa}", f'-DVB_NAME="{isa}"', f"-DVB_GETTER=kernels_{isa}"]
+        jobs += [(source, [*macros, *flags], f"{source}.{isa}") for source in ("kernels", "sampler")]
+    for source, flags, target in jobs:
+        subprocess.run([compiler, *EXACT, *flags, "-c", SOURCES / f"{source}.cpp", "-o", tmp_path / f"{target}.o"], check=True)
+    program = tmp_path / "digest"
+    subprocess.run([compiler, "-static", *sorted(tmp_path.glob("*.o")), "-o", program, "-lpthread"], check=True)
+    out = subprocess.run([qemu, "-cpu", "max", program], check=True, capture_output=True, text=True).stdout
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert {isa for isa, _, _ in rows} == set(ARM_SETS)
+    for isa in ARM_SETS:
+        assert {name: value for i, name, value in rows if i == isa} == committed()["kernels"], isa
+
+
+if __name__ == "__main__":
+    from verbatim.weights import catalog
+
+    path = catalog.resolve(catalog.DEFAULT)
+    tokens, digest = generate(path, 200)
+    kernels = dict(cpu.native.digests(os.environ.get("VERBATIM_ISA", ISAS[-1]), 2))
+    found = {
+        "numerics": cpu.NUMERICS_VERSION,
+        "kernels": kernels,
+        "tokens": tokens,
+        "logits_200": digest,
+        "logits_8": generate(path, 8)[1],
+    }
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
