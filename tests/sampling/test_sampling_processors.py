@@ -150,6 +150,17 @@ def test_at_ties_top_p_and_typical_p_keep_the_smallest_set() -> None:
     assert processed(row, SamplingParams(top_p=0.3)).ids.tolist() == [0, 1, 2]
     assert processed(row, SamplingParams(top_p=0.30001)).ids.tolist() == [0, 1, 2, 3]
     assert processed(row, SamplingParams(typical_p=0.5)).ids.tolist() == [0, 1, 2, 3, 4]
+    many = np.tile(np.array([1.0, 0.0, 1.0, -1.0], np.float32), 300)  # long enough that an unstable sort would show
+    likely = [i for i in range(1200) if i % 2 == 0]
+    assert (
+        processed(many, SamplingParams(top_p=0.4)).ids.tolist() == likely[: len(processed(many, SamplingParams(top_p=0.4)).ids)]
+    )
+    assert (
+        processed(many, SamplingParams(typical_p=0.3)).ids.tolist()
+        == likely[: len(processed(many, SamplingParams(typical_p=0.3)).ids)]
+    )
+    gone = set(range(1200)) - set(processed(many, SamplingParams(xtc_probability=1.0, xtc_threshold=0.001)).ids.tolist())
+    assert gone == set(likely[:-1])
 
 
 # ------------------------------------------------------------------------------------------- against published formulas
