@@ -119,6 +119,7 @@ def test_the_whole_row_is_kept_only_when_asked_and_for_64_tokens() -> None:
         (SamplingParams(explain=2, receipt=True), 5, True),
         (SamplingParams(explain=2, receipt=True), 3 + 63, True),
         (SamplingParams(explain=2, receipt=True), 3 + 64, False),
+        (SamplingParams(explain=2, receipt=True, n=2), 5, False),
     ):
         record = sample(row, params, position=position, prompt_len=3).explain
         assert record is not None

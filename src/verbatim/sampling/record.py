@@ -15,7 +15,7 @@ import numpy as np
 from verbatim.sampling.numerics import F64, I64, best, log_mass, masses, spreads
 from verbatim.sampling.processors import NONE, RowState
 
-WHOLE_ROWS = 64  # with receipt=True, the first tokens of an answer keep their whole row of logits, for what-if
+WHOLE_ROWS = 64  # with receipt=True, the first tokens of a single answer keep their whole row of logits, for what-if
 
 
 class Recorder:
@@ -102,7 +102,7 @@ class Recorder:
     def _inputs(self) -> dict[str, Any]:
         """What a what-if needs besides the tokens: the raw row, the grammar's mask, the ids withheld."""
         state = self.state
-        whole = state.params.receipt and state.position - state.prompt_len < WHOLE_ROWS
+        whole = state.params.receipt and state.params.width == 1 and state.position - state.prompt_len < WHOLE_ROWS
         row = base64.b64encode(self.raw.astype("<f4").tobytes()).decode() if whole else None
         return {
             "row": row,
