@@ -227,6 +227,30 @@ def test_what_could_never_fit_the_cache_is_refused_before_anything_runs() -> Non
     assert len(llm.generate([1] * 60, SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5
 
 
+@pytest.mark.parametrize(
+    ("param", "params"),
+    [
+        ("prompt_logprobs", {"prompt_logprobs": 1024, "max_tokens": 1}),
+        ("logprobs", {"logprobs": 1024, "max_tokens": 2000}),
+        ("logprobs", {"logprobs": 20, "n": 1024, "max_tokens": 200}),
+        ("explain", {"explain": 1000, "max_tokens": 1000}),
+    ],
+)
+def test_reports_are_bounded(param: str, params: dict[str, Any]) -> None:
+    llm = fake_llm(kv_blocks=256)
+    with pytest.raises(ParameterError, match="too many to report") as caught:
+        llm.generate([1] * 2000, SamplingParams(**params))
+    assert caught.value.param == param
+
+
+def test_a_thousand_choices() -> None:
+    llm = fake_llm(kv_blocks=64, max_running=32, check=False)
+    done = llm.generate("x", SamplingParams(n=1024, max_tokens=2, seed=1, ignore_eos=True, top_k=3))
+    assert len(done.choices) == 1024
+    assert done.usage.output_tokens == 2048
+    llm.check()
+
+
 def test_one_refused_prompt_refuses_the_list_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(ParameterError):
         llm.generate([[1, 2], [999]], SamplingParams(max_tokens=6))
@@ -438,6 +462,7 @@ def test_embed_is_the_mean_of_all_positions(llm: LLM) -> None:
         got = fake_llm(**options).embed("hello")
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, expected, rtol=1e-6)
+        np.testing.assert_array_equal(got, llm.embed("hello"))
 
 
 # ---------------------------------------------------------------------------------------------------------- the same tokens
@@ -524,6 +549,30 @@ def test_an_error_while_computing_leaves_the_engine_usable() -> None:
         llm.generate("hello", SamplingParams(max_tokens=3))
     backend.execute = honest
     assert len(llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
+    llm.check()
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_step_that_failed_is_not_trusted(failing: int) -> None:
+    """It was to copy a shared block: whoever goes on must not read what was never copied."""
+    llm = fake_llm()
+    params = letters(llm, n=3, max_tokens=20)
+    whole = llm.generate("hello", params)
+    backend, honest, calls = llm.parts.backend, llm.parts.backend.execute, 0
+
+    def sometimes(plan: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise VerbatimError("once")
+        return honest(plan)
+
+    backend.execute = sometimes
+    stream = llm.stream("hello", params)
+    with pytest.raises(VerbatimError, match="once"):
+        list(stream)
+    list(stream)
+    assert stream.completion.choices == whole.choices
     llm.check()
 
 

@@ -27,7 +27,7 @@ from verbatim.base.errors import BackendError, OverloadedError, ParameterError, 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, Finish
 from verbatim.engine.core import EngineCore
-from verbatim.engine.job import Output
+from verbatim.engine.job import HiddenMean, Output
 from verbatim.engine.llm import encode_chat
 from verbatim.engine.parts import Parts, Progress, load_parts
 from verbatim.engine.request import Request
@@ -49,7 +49,7 @@ class AsyncStream:
         self._pending: dict[int, Delta] = {}  # by choice: what the reader has not taken yet
         self._error: VerbatimError | None = None
         self._over = False  # the Completion has been handed out
-        self._hidden: dict[int, Any] = {}
+        self._hidden = HiddenMean()
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False
 
@@ -265,9 +265,7 @@ class AsyncEngine:
         params = SamplingParams(max_tokens=0)
         stream = await self._submit(lambda: prompt, params, request_id, tenant, hidden=True)
         completion = await stream.result()
-        states = stream._hidden
-        rows = np.stack([states[position] for position in range(len(completion.prompt_ids))])
-        return rows.mean(axis=0, dtype=np.float64).astype(np.float32), len(completion.prompt_ids)
+        return stream._hidden.mean(), len(completion.prompt_ids)
 
     async def _submit(
         self,
@@ -447,7 +445,9 @@ class AsyncEngine:
             by_request.setdefault(output.request_id, []).append(output)
         for request_id, items in by_request.items():
             with self._lock:
-                held = self._streams.pop(request_id) if isinstance(items[-1], Completion) else self._streams.get(request_id)
+                held = (
+                    self._streams.pop(request_id, None) if isinstance(items[-1], Completion) else self._streams.get(request_id)
+                )
             stream = held() if held is not None else None
             if stream is not None:
                 stream._put(items)

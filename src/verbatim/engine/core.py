@@ -139,7 +139,7 @@ class EngineCore:
         if not plan.sequences:
             return self._take_ready()
         planned = time.perf_counter()
-        result = self.backend.execute(plan)
+        result = self._execute(plan)
         executed = time.perf_counter()
         events = self.scheduler.commit(plan, result)
         self._collect(plan, result, planned)
@@ -149,6 +149,13 @@ class EngineCore:
         self.drafting.learn(plan, executed - planned)
         self.metrics.step(plan, began, planned, executed)
         return self._take_ready() + [out for job in touched for out in self._leave(job)]
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        try:
+            return self.backend.execute(plan)
+        except BaseException:  # Ctrl-C too: nobody knows how far it came, so nothing of it is trusted
+            self.scheduler.recompute()
+            raise
 
     def _masked(self, plan: StepPlan) -> StepPlan:
         """Structured sequences get the masks of their draws. One whose structure fails ends; the step goes on without it."""
@@ -181,7 +188,7 @@ class EngineCore:
             for position, scored in enumerate(done.scored, step.start + 1):
                 job.scored[position] = scored
             if done.hidden is not None:
-                job.hidden.update(enumerate(done.hidden, step.start))
+                job.hidden.add(step.start, done.hidden)
 
     def _deliver(self, events: list[TokenEvent], now: float) -> list[Job]:
         """Hand each event to its request; return the requests that have something new."""

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from verbatim.base.errors import VerbatimError
 from verbatim.base.records import Choice, Completion, Delta, Drawn, Finish, Timings, TokenEvent, TokenLogprob, Usage
 from verbatim.engine.parts import Tokenizer
@@ -16,6 +18,25 @@ from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 
 Output = Delta | Completion
+
+
+class HiddenMean:
+    """The mean of the prompt's hidden states, added in order of position: the same bits however it was chunked, in the memory of one state."""
+
+    def __init__(self) -> None:
+        self._sum: np.ndarray | None = None
+        self.count = 0
+
+    def add(self, start: int, states: np.ndarray) -> None:
+        """States of positions start, start + 1, …; those seen before (it was preempted) are skipped."""
+        for state in states[self.count - start :]:
+            self._sum = state.astype(np.float64) if self._sum is None else self._sum + state
+            self.count += 1
+
+    def mean(self) -> np.ndarray:
+        assert self._sum is not None, "nothing was computed"
+        mean: np.ndarray = (self._sum / self.count).astype(np.float32)
+        return mean
 
 
 class Job:
@@ -33,7 +54,7 @@ class Job:
         self.limit, self.limit_name = min(asked, context), "context" if params.max_tokens is None else "max_tokens"
         self.matchers: dict[int, Any] = {}  # by sequence id, where the answer has a structure
         self.scored: dict[int, TokenLogprob] = {}  # by prompt position
-        self.hidden: dict[int, Any] = {}  # by prompt position
+        self.hidden = HiddenMean()
         self.began: float | None = None
         self.first: float | None = None
         self.error: VerbatimError | None = None

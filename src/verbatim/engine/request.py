@@ -13,6 +13,7 @@ from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.engine.parts import Parts, Tokenizer
 
+MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
 SPECULATE = ("off", "ngram", "suffix", "draft", "auto")
 
 
@@ -51,6 +52,7 @@ def make_request(
     ids = tuple(parts.tokenizer.encode_prompt(prompt)) if isinstance(prompt, str) else _prompt_ids(prompt, vocab)
     _check_ids(params, vocab)
     _check_length(len(ids), params, context)
+    _check_reports(len(ids), params, context)
     if params.speculate is not None and params.speculate not in SPECULATE:
         raise ParameterError("speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}")
     return Request(
@@ -106,6 +108,19 @@ def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
             f"shorten the prompt or ask for at most {max(context - prompt, 0)}",
             param="max_tokens" if prompt < context else "prompt",
         )
+
+
+def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
+    """What a request reports must fit in memory, times all its positions: a thousand alternatives for each of a hundred thousand tokens do not."""
+    written = params.width * (context - prompt if params.max_tokens is None else params.max_tokens)
+    for name, positions, weight in (("prompt_logprobs", prompt, 1), ("logprobs", written, 1), ("explain", written, 8)):
+        asked = getattr(params, name)
+        if asked and positions * asked * weight > MAX_REPORTED:
+            raise ParameterError(
+                name,
+                f"{asked} alternatives for {positions} tokens are too many to report; ask for at most {MAX_REPORTED // weight // positions}"
+                f"{'' if name == 'prompt_logprobs' else ', or set a lower max_tokens'}",
+            )
 
 
 def _structure(params: SamplingParams, tokenizer: Tokenizer) -> Any:

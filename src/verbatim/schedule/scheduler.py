@@ -268,6 +268,11 @@ class Scheduler:
         self.preemptions += 1
         self._wait(seq)
 
+    def recompute(self) -> None:
+        """A planned step was not carried out, or only in part: whoever runs starts again from what is known."""
+        for seq in self.running[:]:
+            self._preempt(seq)
+
     def _preempt_behind(self, seq: Sequence) -> bool:
         """Free blocks for `seq`: from a held beam, else from the last in rank. False: `seq` itself was the last, and is preempted."""
         if self._preempt_held():
