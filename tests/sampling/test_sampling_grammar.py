@@ -19,9 +19,10 @@ from sampling_rows import sample
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.sampling import grammar
+from verbatim.sampling.finite import endless
 from verbatim.sampling.grammar import Matcher, Structure, compile_structure
 from verbatim.sampling.guard import Guard, TooMuch
-from verbatim.sampling.schema import check_schema
+from verbatim.sampling.schema import HONOURED, check_schema
 
 DATA = Path(__file__).parent.parent / "data"
 EOS = 256
@@ -177,6 +178,62 @@ def test_impossible_or_wrong_structures_are_refused(structure: dict[str, Any]) -
     with pytest.raises(RequestError) as caught:
         build(**structure)
     assert caught.value.param == next(iter(structure))
+
+
+ILL_TYPED = [5, "x", None, True, [], {}, [5], {"a": 5}, -1, 1e400, [[]], 0.5]
+
+
+@pytest.mark.parametrize("keyword", sorted(HONOURED))
+def test_ill_typed_keywords_are_refused_or_harmless(keyword: str) -> None:
+    """Whatever stands behind a keyword, the answer is a structure or a refusal that names the field."""
+    for value in ILL_TYPED:
+        for kind in ("object", "array"):
+            schema = json.loads(json.dumps({"type": kind, keyword: value if value != 1e400 else 10**30}))
+            try:
+                build(json_schema=schema)
+            except RequestError as error:
+                assert error.param == "json_schema"  # noqa: PT017
+
+
+def test_a_long_chain_of_references_ends() -> None:
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(9000)}
+    schema = {"$defs": dict(reversed(chain.items())) | {"a9000": {"type": "null"}}, "$ref": "#/$defs/a0"}
+    assert endless(schema) is None
+    assert endless({"$defs": chain, "$ref": "#/$defs/a0"}) is None
+
+
+NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        (NODE, "required"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "minItems"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}}, "ref"),
+        ({"anyOf": [NODE | {"properties": {"next": {"$ref": "#"}}}, {"$ref": "#"}]}, "anyOf"),
+        ({"type": "object", "required": ["x"], "additionalProperties": {"$ref": "#"}}, "required"),
+    ],
+    ids=str,
+)
+def test_a_document_that_must_contain_itself_is_refused(schema: dict[str, Any], keyword: str) -> None:
+    with pytest.raises(ParameterError, match=f"{keyword}.*finite"):
+        build(json_schema=schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (NODE | {"required": []}, "{}"),
+        ({**NODE, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, '{"next":{"next":null}}'),
+        ({"type": "array", "items": {"$ref": "#"}}, "[[],[]]"),
+        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, '{"a":null}'),
+        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": {"$ref": "#"}, "minItems": 1}, "[1]"),
+    ],
+    ids=str,
+)
+def test_recursion_that_can_end_is_served(schema: dict[str, Any], text: str) -> None:
+    assert takes(build(json_schema=schema), text)
 
 
 # -------------------------------------------------------------------------------------------------------- the four kinds

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.sampling.finite import endless
 from verbatim.sampling.guard import Guard, TooMuch
 from verbatim.sampling.schema import check_schema
 
@@ -196,6 +197,12 @@ def _json_text(lib: Any, schema: str) -> str:
     if value is False:
         raise ParameterError("json_schema", "false: no text can satisfy it")
     value = {} if value is True else value
+    try:
+        keyword = endless(value)
+    except (TypeError, ValueError, AttributeError):  # an ill-typed keyword, which llguidance will name
+        keyword = None
+    if keyword is not None:
+        raise ParameterError("json_schema", f"{keyword}: no finite text can satisfy it; every document would contain itself")
     options = {"lenient": False, "whitespace_pattern": WHITESPACE, "coerce_one_of": False}
     return str(lib.LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options))
 
