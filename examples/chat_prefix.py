@@ -2,7 +2,8 @@
 
     python examples/chat_prefix.py [--model smollm2]
 
-The keys and values of earlier turns, the model's own answers included, are still in the cache; only what is new is computed. Usage says how much was reused.
+The keys and values of earlier turns, the model's own answers included, are still in the cache; only what is new is
+computed. Usage says how much was reused.
 """
 
 from __future__ import annotations

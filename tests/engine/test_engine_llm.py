@@ -1,4 +1,5 @@
-"""LLM: what a user writes, and what comes back. On the fake model with the real sampler, so that every answer can be worked out."""
+"""LLM: what a user writes, and what comes back. On the fake model with the real sampler, so that every answer can be
+worked out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The needle: one request among random traffic gives one answer, token for token and log-probability for log-probability, to the bit.
+"""The needle: one request among random traffic gives one answer, token for token and log-probability for
+log-probability, to the bit.
 
-300 runs on each backend: batch 1 to 64, random chunk budgets, prefix cache hot, cold and off, a cache so small that the needle is preempted
-ten times and more, streamed and not, one choice or several; at temperature 0 and at temperature 1 with a seed.
+300 runs on each backend: batch 1 to 64, random chunk budgets, prefix cache hot, cold and off, a cache so small that the
+needle is preempted ten times and more, streamed and not, one choice or several; at temperature 0 and at temperature 1
+with a seed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Structured answers in the engine: the mask is one more stage, whatever else goes on; and a structure that fails ends only its own request."""
+"""Structured answers in the engine: the mask is one more stage, whatever else goes on; and a structure that fails ends
+only its own request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Planted faults: 100 of 100 are caught, by Scheduler.check() or by the canary in the cache, before a wrong token could leave.
 
-Each trial runs healthy traffic for a while, plants one fault, and goes on. A fault that found nothing to break (nobody was forked at that moment) is planted
-again with other traffic: a trial counts only when the fault has happened.
+Each trial runs healthy traffic for a while, plants one fault, and goes on. A fault that found nothing to break (nobody
+was forked at that moment) is planted again with other traffic: a trial counts only when the fault has happened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Any order of add, step, abort, fork, drafts and exhaustion: no leak, no double use, no starvation, at rest everything free."""
+"""Any order of add, step, abort, fork, drafts and exhaustion: no leak, no double use, no starvation, at rest everything
+free."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ WINDOWS = [(None,), (None, 9), (6,), (None, 5, 17)]
 
 
 class Traffic(RuleBasedStateMachine):
-    """Every step runs Scheduler.check() and the canary (see Rig.step); teardown drains and compares every text with the oracle."""
+    """Every step runs Scheduler.check() and the canary (see Rig.step); teardown drains and compares every text with the
+    oracle."""
 
     total = 0
     preemptions = 0

@@ -114,6 +114,17 @@ def test_the_least_recently_used_prefix_goes_first() -> None:
     assert hits[1] < 16
 
 
+def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
+    rig = Rig(blocks=12)
+    rig.add([1] * 40, 1)
+    rig.run()
+    rig.add([4] * 20, 1)  # needs 5 blocks: 2 are free, 3 must be taken from the cached prefix
+    rig.run()
+    (seq,) = rig.add([1] * 40, 1)
+    rig.step()
+    assert seq.cached_tokens == 4 * (10 - 3)
+
+
 # ----------------------------------------------------------------------------------------------------------- sliding windows
 
 
@@ -206,6 +217,21 @@ def test_preempted_when_blocks_run_out_and_the_text_is_the_same() -> None:
     assert rig.scheduler.preemptions > 0
     assert len(rig.ended) == 6
     rig.at_rest()
+
+
+def test_a_newcomer_leaves_a_block_to_each_who_runs() -> None:
+    rig = Rig(blocks=10, prefix_cache=False)
+    writers = [rig.add([i] * 4, 8, min_tokens=8)[0] for i in (1, 2)]
+    for _ in range(2):
+        rig.step()  # two blocks each
+    (late,) = rig.add([3] * 17, 4, min_tokens=4)  # five blocks: six are free, two of them for those who run
+    rig.step()
+    assert late.computed == 0
+    while late.computed == 0:
+        rig.step()
+    assert any(w.id in rig.ended for w in writers)
+    rig.run()
+    assert rig.scheduler.preemptions == 0
 
 
 def test_the_oldest_is_never_preempted() -> None:

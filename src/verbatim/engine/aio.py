@@ -5,8 +5,9 @@
     async for item in stream:                  # Delta, Delta, ..., and last the Completion
         ...
 
-Three rules keep it calm. Only the engine's thread touches the core; others leave a note in an inbox. A reader that does not keep up costs no memory beyond its own
-answer: what is not yet read is merged into one pending Delta a choice. A failure of the loop ends every request with an error, and is kept in `error`.
+Three rules keep it calm. Only the engine's thread touches the core; others leave a note in an inbox. A reader that does
+not keep up costs no memory beyond its own answer: what is not yet read is merged into one pending Delta a choice. A
+failure of the loop ends every request with an error, and is kept in `error`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ CALM_SECONDS = 0.2
 class AsyncStream:
     """One running request: an async iterator of Deltas that ends with the Completion.
 
-    If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs. One reader only."""
+    If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs.
+    One reader only."""
 
     def __init__(self, engine: AsyncEngine, request_id: str) -> None:
         self.request_id = request_id
@@ -164,7 +166,8 @@ def join(first: Delta, second: Delta) -> Delta:
 
 
 class AsyncEngine:
-    """`options` are the fields of EngineConfig. The constructor loads the model (blocking: run it in a thread if that matters)."""
+    """`options` are the fields of EngineConfig. The constructor loads the model (blocking: run it in a thread if that
+    matters)."""
 
     def __init__(
         self,
@@ -242,8 +245,9 @@ class AsyncEngine:
         request_id: str | None = None,
         tenant: str = "",
     ) -> AsyncStream:
-        """Accept a request or refuse it now: RequestError (400), OverloadedError (429, the queue is full), UnavailableError (503, draining
-        or closed), BackendError (the engine died). Tokenising and grammar compilation run off the event loop and off the engine's thread."""
+        """Accept a request or refuse it now: RequestError (400), OverloadedError (429, the queue is full),
+        UnavailableError (503, draining or closed), BackendError (the engine died). Tokenising and grammar compilation run
+        off the event loop and off the engine's thread."""
         return await self._submit(lambda: prompt, params, request_id, tenant)
 
     async def chat(
@@ -284,7 +288,7 @@ class AsyncEngine:
             return request
 
         try:
-            # Grammars may take a second to compile; they have workers of their own, so that nobody else's text waits behind them.
+            # Grammars may take a second to compile: they have workers of their own, and nobody else's text waits behind them.
             workers = self._compilers if params is not None and params.structured else self._encoders
             request = await asyncio.get_running_loop().run_in_executor(workers, make)
             stream = AsyncStream(self, request_id)
@@ -324,7 +328,8 @@ class AsyncEngine:
             raise UnavailableError("the engine is shutting down")
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, from any thread; its stream ends with a Completion whose finish reason is "cancel". False: no such request."""
+        """End a request now, from any thread; its stream ends with a Completion whose finish reason is "cancel". False:
+        no such request."""
         with self._lock:
             known = self._streams.get(request_id, _nobody) is not _nobody
         if known:

@@ -14,8 +14,8 @@ from verbatim.schedule.sequence import Sequence
 
 
 class BeamJob(Job):
-    """`live` are the sequences of the live lines, in the search's order. Each holds when it has its candidates; when the last one has,
-    the search decides and they go on."""
+    """`live` are the sequences of the live lines, in the search's order. Each holds when it has its candidates; when the
+    last one has, the search decides and they go on."""
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
         request, self._new_id = self.request, new_id

@@ -21,7 +21,8 @@ Output = Delta | Completion
 
 
 class HiddenMean:
-    """The mean of the prompt's hidden states, added in order of position: the same bits however it was chunked, in the memory of one state."""
+    """The mean of the prompt's hidden states, added in order of position: the same bits however it was chunked, in the
+    memory of one state."""
 
     def __init__(self) -> None:
         self._sum: np.ndarray | None = None

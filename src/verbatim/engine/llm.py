@@ -55,8 +55,8 @@ class Vote:
 class Stream:
     """One request being written: iterate for Deltas; afterwards `completion` holds the whole.
 
-    Closing it early (or leaving its `with` block, or dropping it) aborts the request. Deltas of several choices interleave; `delta.index`
-    says whose they are. Deltas of one choice concatenate to exactly its text."""
+    Closing it early (or leaving its `with` block, or dropping it) aborts the request. Deltas of several choices
+    interleave; `delta.index` says whose they are. Deltas of one choice concatenate to exactly its text."""
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self.request_id = request.id
@@ -79,7 +79,8 @@ class Stream:
         return self._pending.pop(0)
 
     def cancel(self) -> None:
-        """Ask for its end before the next step. It only sets a flag, so that a signal handler may call it in the middle of one."""
+        """Ask for its end before the next step. It only sets a flag, so that a signal handler may call it in the middle
+        of one."""
         self._cancelled = True
 
     def close(self) -> None:
@@ -158,8 +159,9 @@ class LLM:
         self, prompts: list[str] | list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]: ...
     def generate(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> Any:
-        """Write on. One prompt (a string, or a list of token ids) gives one Completion; a list of prompts gives a list, in order,
-        computed together. `params` is one for all, or one for each prompt. Any prompt that is refused raises before anything runs."""
+        """Write on. One prompt (a string, or a list of token ids) gives one Completion; a list of prompts gives a list,
+        in order, computed together. `params` is one for all, or one for each prompt. Any prompt that is refused raises
+        before anything runs."""
         if _is_one(prompts):
             return self._run([prompts], [_one(params)])[0]
         return self._run(list(prompts), _each(params, len(prompts)))
@@ -178,8 +180,8 @@ class LLM:
         **template: Any,
     ) -> list[Completion]: ...
     def chat(self, messages: Any, params: Any = None, **template: Any) -> Any:
-        """Answer a conversation (or a list of them) through the model's chat template. `template` options (tools=..., enable_thinking=...)
-        go to the template. A model without a template is an UnsupportedError."""
+        """Answer a conversation (or a list of them) through the model's chat template. `template` options (tools=...,
+        enable_thinking=...) go to the template. A model without a template is an UnsupportedError."""
         if all(isinstance(message, Mapping) for message in messages):
             return self._run([self.encode_chat(messages, **template)], [_one(params)])[0]
         return self._run([self.encode_chat(m, **template) for m in messages], _each(params, len(messages)))

@@ -1,7 +1,8 @@
 """The loop detector: output tokens come in, the length of the n-gram that repeats at their end goes out.
 
-Text is caught in a loop when its last max(64, 4 n) tokens are one n-gram over and over, n at most 64. So "-----" needs 64 tokens and a repeated
-paragraph of 50 tokens must come four times: rulers and table edges do not count, a model that has run dry does.
+Text is caught in a loop when its last max(64, 4 n) tokens are one n-gram over and over, n at most 64. So "-----" needs
+64 tokens and a repeated paragraph of 50 tokens must come four times: rulers and table edges do not count, a model that
+has run dry does.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def loop_length(tokens: Sequence[int]) -> int:
 
 
 def _repeats(tokens: Sequence[int]) -> bool:
-    """A glance at the speed of memory: were the last few tokens written before, at most LONGEST tokens ago? In nearly every text they were not."""
+    """A glance at the speed of memory: were the last few tokens written before, at most LONGEST tokens ago? In nearly
+    every text they were not."""
     data = array("i", tokens).tobytes()
     return data.find(data[-4 * GLANCE :]) < len(data) - 4 * GLANCE
 

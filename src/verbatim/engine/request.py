@@ -1,4 +1,5 @@
-"""A request: what was asked, checked against the model. Raw prompts and parameters come in; a Request that can run goes out, or an error naming the field."""
+"""A request: what was asked, checked against the model. Raw prompts and parameters come in; a Request that can run goes
+out, or an error naming the field."""
 
 from __future__ import annotations
 
@@ -111,16 +112,15 @@ def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
 
 
 def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
-    """What a request reports must fit in memory, times all its positions: a thousand alternatives for each of a hundred thousand tokens do not."""
+    """What a request reports must fit in memory, times all its positions: a thousand alternatives for each of a hundred
+    thousand tokens do not."""
     written = params.width * (context - prompt if params.max_tokens is None else params.max_tokens)
     for name, positions, weight in (("prompt_logprobs", prompt, 1), ("logprobs", written, 1), ("explain", written, 8)):
         asked = getattr(params, name)
         if asked and positions * asked * weight > MAX_REPORTED:
-            raise ParameterError(
-                name,
-                f"{asked} alternatives for {positions} tokens are too many to report; ask for at most {MAX_REPORTED // weight // positions}"
-                f"{'' if name == 'prompt_logprobs' else ', or set a lower max_tokens'}",
-            )
+            most = MAX_REPORTED // weight // positions
+            remedy = f"ask for at most {most}" + ("" if name == "prompt_logprobs" else ", or set a lower max_tokens")
+            raise ParameterError(name, f"{asked} alternatives for {positions} tokens are too many to report; {remedy}")
 
 
 def _structure(params: SamplingParams, tokenizer: Tokenizer) -> Any:

@@ -3,9 +3,12 @@
     Drawn -> TextDecoder (whole characters) -> StopMatcher (nothing that could be part of a stop string) -> Delta
 
 Rules of the record:
-- `token_ids` and `logprobs` hold every token that was drawn, the one that ended the text included; usage counts the same tokens.
-- `text` stops before the stop string, or before the text of the stop token, unless include_stop is set. So with a stop string the text can be shorter than its tokens.
-- Stop strings are looked for in what is written after min_tokens tokens; text before that has left already and is never taken back.
+- `token_ids` and `logprobs` hold every token that was drawn, the one that ended the text included; usage counts the same
+  tokens.
+- `text` stops before the stop string, or before the text of the stop token, unless include_stop is set. So with a stop
+  string the text can be shorter than its tokens.
+- Stop strings are looked for in what is written after min_tokens tokens; text before that has left already and is never
+  taken back.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ class ChoiceStream:
         self.score: float | None = None
 
     def push(self, drawn: Drawn, finish: Finish | None) -> Finish | None:
-        """One more token; `finish` is the scheduler's verdict. Returns the final one: text may end it earlier (a stop string, a loop)."""
+        """One more token; `finish` is the scheduler's verdict. Returns the final one: text may end it earlier (a stop
+        string, a loop)."""
         self.token_ids.append(drawn.token)
         self._total += drawn.logprob
         if self._params.logprobs is not None:

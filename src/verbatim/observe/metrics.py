@@ -1,7 +1,8 @@
 """Numbers about the engine: counters, gauges and histograms, and their text in the format that Prometheus reads.
 
-What happened comes in (a step, a request accepted, a request done); `values()` gives plain numbers, `render()` the exposition text. No dependency, no
-global registry: an engine has one EngineMetrics, and another thread may render while it counts.
+What happened comes in (a step, a request accepted, a request done); `values()` gives plain numbers, `render()` the
+exposition text. No dependency, no global registry: an engine has one EngineMetrics, and another thread may render while
+it counts.
 """
 
 from __future__ import annotations

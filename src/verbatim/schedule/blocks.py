@@ -4,7 +4,8 @@ One BlockPool serves one CacheGroup. A block is always in exactly one of three s
 
     free     nobody refers to it, its contents mean nothing
     used     `refs[block]` table entries refer to it
-    cached   nobody refers to it, but it holds a full, named block of some prefix; the least recently used is taken when free runs out
+    cached   nobody refers to it, but it holds a full, named block of some prefix;
+             the least recently used is taken when free runs out
 
 The memory behind a block belongs to the backend; here is only the accounting, and `check` proves it.
 """
@@ -67,7 +68,8 @@ class BlockPool:
         return self.by_name.get(name)
 
     def publish(self, block: int, name: bytes) -> None:
-        """The block is full and verified: others may use it. Where two sequences computed the same block, the first one's is kept."""
+        """The block is full and verified: others may use it. Where two sequences computed the same block, the first
+        one's is kept."""
         if name not in self.by_name and self.names[block] is None:
             self.by_name[name] = block
             self.names[block] = name

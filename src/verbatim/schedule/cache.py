@@ -1,6 +1,8 @@
-"""The paged cache as the scheduler sees it: tables of sequences over the pools of all cache groups, and the prefixes that can be shared.
+"""The paged cache as the scheduler sees it: tables of sequences over the pools of all cache groups, and the prefixes
+that can be shared.
 
-A sequence and a wish come in ("room for n more positions"); its tables change, or the answer is no. Nothing here decides who comes first.
+A sequence and a wish come in ("room for n more positions"); its tables change, or the answer is no. Nothing here decides
+who comes first.
 """
 
 from __future__ import annotations
@@ -116,8 +118,9 @@ class PagedCache:
         seq.computed = seq.published = 0
 
     def reuse_prefix(self, seq: Sequence) -> None:
-        """Raise `computed` for free: the longest run of full blocks that are still in the cache. The last known token is always computed,
-        since its logits are needed. A windowed group needs only the blocks that the next position can see."""
+        """Raise `computed` for free: the longest run of full blocks that are still in the cache. The last known token is
+        always computed, since its logits are needed. A windowed group needs only the blocks that the next position can
+        see."""
         self.release_all(seq)
         if self.prefix is None or not seq.reuse or seq.unscored:
             return

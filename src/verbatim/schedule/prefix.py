@@ -4,8 +4,8 @@ A block's name is a keyed hash of the name before it and of its own tokens, so o
 
     name[i] = blake2b(name[i-1] + tokens of block i, key)        name[-1] = blake2b(salt, key)
 
-The key is random for each engine and the salt is the tenant's, so nobody can make two prefixes collide on purpose, nor learn by timing what
-another tenant has asked.
+The key is random for each engine and the salt is the tenant's, so nobody can make two prefixes collide on purpose, nor
+learn by timing what another tenant has asked.
 """
 
 from __future__ import annotations

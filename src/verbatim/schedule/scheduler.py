@@ -2,8 +2,9 @@
 
 The law
 -------
-A sequence is a list of *known* tokens, of which the first *computed* have their keys and values in the cache. A step computes some more of
-them. When computed reaches known, the logits of the last position draw the next token, and known grows by one.
+A sequence is a list of *known* tokens, of which the first *computed* have their keys and values in the cache. A step
+computes some more of them. When computed reaches known, the logits of the last position draw the next token, and known
+grows by one.
 
 There is no prefill and no decode. Everything is a move of these two counters:
 
@@ -11,18 +12,18 @@ There is no prefill and no decode. Everything is a move of these two counters:
     writing                      computed += 1, one token drawn
     a prefix hit                 computed = 896 for free, because another sequence has computed those blocks
     preemption                   computed = 0, blocks given back; known is kept, so it is computed again later and goes on
-    drafts                       k guesses follow the known tokens in the same step; drawn tokens confirm a run of them: known += 1 … 1 + k
+    drafts                       k guesses follow the known tokens in one step; those the draws confirm stay: known += 1 … 1 + k
     a fork                       a second sequence with the same known, the same computed and the same blocks, counted twice
 
 What is drawn depends only on a sequence's own tokens and its own noise (promise 1), so none of these moves can change a text.
 
 Order
 -----
-Sequences are served by rank = arrival + PRIORITY_PLACES * priority: first come first served, and one step of priority is worth that many places in
-the queue. The rank never changes, so whoever waits is one day the first: nobody starves.
+Sequences are served by rank = arrival + PRIORITY_PLACES * priority: first come first served, and one step of priority is
+worth that many places in the queue. The rank never changes, so whoever waits is one day the first: nobody starves.
 
- 1. Running sequences come first, in order of rank. Each may use the step's budget but for one token for each one behind it: so everyone who
-    writes gets a token in every step, and a long prompt takes what is left, a chunk at a time.
+ 1. Running sequences come first, in order of rank. Each may use the step's budget but for one token for each one behind
+    it: so everyone who writes gets a token in every step, and a long prompt takes what is left, a chunk at a time.
  2. When blocks run out, the last in rank among the running is preempted. The first in rank is never preempted for another,
     and alone it fits (or was refused when it arrived): it always advances, so there is no livelock.
  3. Then waiting sequences start, in order of rank, while there is budget and their known tokens fit the cache.
@@ -72,7 +73,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # sorted by rank
         self._step = 0
         self._arrivals = 0
-        self._stuck: tuple[int, int] | None = None  # (first of the waiting, blocks available) when it last did not fit
+        self._stuck: tuple[int, int, int] | None = None  # what _standing() was when the first of the waiting last did not fit
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
@@ -107,7 +108,8 @@ class Scheduler:
                 )
 
     def abort(self, seq_id: int) -> bool:
-        """Take a sequence out, whatever it is doing; its blocks are back at once. Also how the engine ends one that hit a stop string."""
+        """Take a sequence out, whatever it is doing; its blocks are back at once. Also how the engine ends one that hit
+        a stop string."""
         seq = self.sequences.get(seq_id)
         if seq is None:
             return False
@@ -121,7 +123,8 @@ class Scheduler:
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """`child` (new, with no tokens of its own) becomes a second reading of `parent`: same tokens, same blocks, copied when one writes."""
+        """`child` (new, with no tokens of its own) becomes a second reading of `parent`: same tokens, same blocks,
+        copied when one writes."""
         if child.id not in self.sequences:
             child.rank = (parent.rank[0], child.id)
             self.sequences[child.id] = child
@@ -141,7 +144,8 @@ class Scheduler:
         seq.held = False
 
     def set_drafts(self, seq_id: int, tokens: Iterable[int]) -> None:
-        """Guesses for what follows the known tokens; used by the next plan as far as budget, blocks and limits allow, then gone."""
+        """Guesses for what follows the known tokens; used by the next plan as far as budget, blocks and limits allow,
+        then gone."""
         self.sequences[seq_id].drafts = tuple(tokens)
 
     # ------------------------------------------------------------------------------------------------------- plan
@@ -194,9 +198,10 @@ class Scheduler:
         return self._step_of(seq, want, n)
 
     def _admit(self, budget: int, *, alone: bool) -> SeqStep | None:
-        """Start the first of the waiting, if its known tokens fit beside those who run. `alone`: nobody else advances in this step."""
+        """Start the first of the waiting, if its known tokens fit beside those who run. `alone`: nobody else advances in
+        this step."""
         seq = next((s for s in self.waiting if not s.held), None)
-        if seq is None or (not alone and self._stuck == (seq.id, self.cache.available)):
+        if seq is None or (not alone and self._stuck == self._standing(seq)):
             return None
         self.cache.reuse_prefix(seq)
         while len(self.running) >= self.max_running or not self.cache.fits(seq, len(self.running)):
@@ -204,13 +209,17 @@ class Scheduler:
             if not (alone and self._preempt_held()):
                 prove(bool(self.running), f"sequence {seq.id} does not fit an empty cache")
                 self.cache.release_all(seq)
-                self._stuck = (seq.id, self.cache.available)
+                self._stuck = self._standing(seq)
                 return None
         self._start(seq)
         want = len(seq.tokens) - seq.computed
         n = min(self._chunk(seq, want, budget), self.cache.fitting(seq))
         prove(self.cache.make_room(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
         return self._step_of(seq, want, n)
+
+    def _standing(self, seq: Sequence) -> tuple[int, int, int]:
+        """While this does not change, a sequence that did not fit does not fit, and need not be tried in every step."""
+        return seq.id, self.cache.available, len(self.running)
 
     def _start(self, seq: Sequence) -> None:
         self._remove(self.waiting, seq)
@@ -274,7 +283,8 @@ class Scheduler:
             self._preempt(seq)
 
     def _preempt_behind(self, seq: Sequence) -> bool:
-        """Free blocks for `seq`: from a held beam, else from the last in rank. False: `seq` itself was the last, and is preempted."""
+        """Free blocks for `seq`: from a held beam, else from the last in rank. False: `seq` itself was the last, and is
+        preempted."""
         if self._preempt_held():
             return True
         last = self.running[-1]
@@ -390,5 +400,6 @@ class Scheduler:
         return sum(pool.forget_cached() for pool in self.cache.pools)
 
     def check(self) -> None:
-        """Prove the accounting: AssertionError says what is wrong. Linear in all known tokens; for tests, and for idle moments."""
+        """Prove the accounting: AssertionError says what is wrong. Linear in all known tokens; for tests, and for idle
+        moments."""
         check_scheduler(self)

@@ -1,4 +1,5 @@
-"""A sequence: its known tokens, how many of them are computed, and the blocks that hold them. Plain state, moved by the scheduler only."""
+"""A sequence: its known tokens, how many of them are computed, and the blocks that hold them. Plain state, moved by the
+scheduler only."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class Sequence:
 
     @property
     def unscored(self) -> bool:
-        """Prompt log-probabilities are asked for and not all there: every prompt position must be computed, none taken from the cache."""
+        """Prompt log-probabilities are asked for and not all there: every prompt position must be computed, none taken
+        from the cache."""
         return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
     def draw_spec(self) -> DrawSpec:

@@ -5,11 +5,12 @@ The rule, unless kv_memory (bytes) or kv_blocks (blocks of each group) says othe
     one    = bytes of one sequence as long as the context
     memory = min(max_running * one, max(one, available / 4), available / 2)
 
-A quarter of what is free, at least one full context, never more than half of what is free, never more than could be used at once.
-Memory is only touched when a block is first written. Groups with a sliding window get as many blocks as the others, up to max_running windows; where that would leave
-less than one context to full attention, they get fewer.
+A quarter of what is free, at least one full context, never more than half of what is free, never more than could be used
+at once. Memory is only touched when a block is first written. Groups with a sliding window get as many blocks as the
+others, up to max_running windows; where that would leave less than one context to full attention, they get fewer.
 
-If not even one context fits, the engine's context is what fits (unless the context was asked for: then single requests are refused).
+If not even one context fits, the engine's context is what fits (unless the context was asked for: then single requests
+are refused).
 """
 
 from __future__ import annotations
