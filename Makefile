@@ -10,7 +10,7 @@ CPU     = src/verbatim/backend/cpu
 NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
 CHECKED = src tests bench examples
 
-.PHONY: run chat test lint format soak bench clean
+.PHONY: run chat test lint format soak clients bench clean
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run --system "$(SYSTEM)" --on-loop stop "$(PROMPT)"
@@ -32,6 +32,9 @@ format: $(VENV)/.dev
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak --timeout 7200
+
+clients: $(VENV)/.dev
+	$(BIN)/python tests/server/client_setup.py
 
 bench: $(VENV)/.installed
 	@$(BIN)/verbatim bench
