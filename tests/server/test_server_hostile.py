@@ -236,6 +236,9 @@ LARGE: list[tuple[str, str, Any, str]] = [
     ("/v1/completions", "json_schema", {"type": "nonsense"}, "json_schema"),
     ("/v1/completions", "choice", [], "choice"),
     ("/v1/completions", "speculate", "nonsense", "speculate"),
+    ("/v1/chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": {"x": 2**70}}}], "tools"),
+    ("/v1/chat/completions", "chat_template_kwargs", {"x": -(2**64)}, "chat_template_kwargs"),
+    ("/v1/messages", "tools", [{"name": "f", "input_schema": {"x": [2**64]}}], "tools"),
     ("/v1/chat/completions", "messages", [], "messages"),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": "x"}] * 5000, "messages"),
     (

@@ -126,7 +126,22 @@ def check(route: str, data: Any) -> dict[str, Any]:
         raise _problem(error, given) from None
     except RecursionError:
         raise Problem("json_too_deep", "the body is nested too deeply") from None
+    for name, value in given.items():
+        if _has_huge(value):
+            raise Problem("invalid_parameter", f"{name}: holds a whole number of more than 64 bits", param=name)
     return given
+
+
+def _has_huge(value: Any) -> bool:
+    """Schemas and arguments are free-form JSON; what is passed on must fit the messages between the processes."""
+    level = [value]
+    while level:
+        if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):
+            return True
+        level = [
+            v for item in level if isinstance(item, (dict, list)) for v in (item.values() if isinstance(item, dict) else item)
+        ]
+    return False
 
 
 def _asks_nothing(rule: Rule, value: Any) -> bool:

@@ -46,7 +46,7 @@ async def metrics(call: Call) -> Response:
 async def openapi(call: Call) -> Response:
     from verbatim.server.openapi import document
 
-    return Json(await asyncio.to_thread(document))
+    return Json(await asyncio.to_thread(document, call.state.names()))
 
 
 # ------------------------------------------------------------------------------------------- stored chat completions

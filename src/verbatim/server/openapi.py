@@ -27,13 +27,18 @@ ERROR_STATUS = {
 
 
 @functools.cache
-def document() -> dict[str, Any]:
+def document(names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """`names`: the models of this server; what a request may name is part of the truth."""
     from verbatim.server.app import route_list
 
     _, schemas = models_json_schema(
         [(request_model(route), "validation") for route in PROTOCOLS], ref_template="#/components/schemas/{model}"
     )
     components = dict(schemas.get("$defs", {}))
+    for title, _ in PROTOCOLS.values():
+        model = components[title]["properties"]["model"]
+        spelled = model["anyOf"][0] if "anyOf" in model else model
+        spelled.update({"enum": list(names)} if names else {})
     components["Error"] = _error_schema()
     paths: dict[str, Any] = {}
     for path, method in route_list():

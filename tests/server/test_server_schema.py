@@ -1,0 +1,68 @@
+"""schemathesis on our own OpenAPI document, positive and negative data: not one answer of 5xx, and the server is itself afterwards."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import Live
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+
+def fuzz(live: Live, python: Path, examples: int, seconds: int) -> int:
+    """Returns how many cases were sent."""
+    probe = live.complete("probe", max_tokens=16, seed=99)["choices"]
+    words = [
+        "run",
+        live.url + "/openapi.json",
+        "-n",
+        str(examples),
+        "--checks",
+        "not_a_server_error",
+        "--phases",
+        "coverage,fuzzing",
+    ]
+    words += [
+        "--max-time",
+        str(seconds),
+        "--seed",
+        "1",
+        "--no-color",
+        "--generation-database",
+        "none",
+        "--no-shrink",
+        "--request-timeout",
+        "60",
+    ]
+    done = subprocess.run([str(python.parent / "schemathesis"), *words], capture_output=True, text=True, timeout=seconds + 250)
+    said = done.stdout + done.stderr
+    sent = re.search(r"(\d+) generated", said)
+    assert sent is not None, said[-3000:]
+    assert "Server error" not in said, said[-6000:]
+    assert live.complete("probe", max_tokens=16, seed=99)["choices"] == probe
+    assert live.metrics()["verbatim_engine_restarts_total"] == 0
+    return int(sent[1])
+
+
+def test_schemathesis_finds_no_server_error(fake: Any, client_python: Path) -> None:
+    assert fuzz(fake, client_python, 10, 25) > 200
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_schemathesis_twenty_thousand_cases(fake: Any, client_python: Path) -> None:
+    assert fuzz(fake, client_python, 700, 3600) >= 20_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(200_000)
+def test_schemathesis_a_million_cases(fake: Any, client_python: Path) -> None:
+    sent, seed = 0, 0
+    while sent < 1_000_000 and seed < 200:
+        sent += fuzz(fake, client_python, 2000, 3600)
+        seed += 1
+    assert sent >= 1_000_000
