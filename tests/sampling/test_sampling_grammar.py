@@ -124,7 +124,7 @@ def test_json_schema_test_suite() -> None:
                     wrong.append((file, case["description"], test["description"]))
     assert not wrong
     assert count["compiled"] + count["refused json_schema"] == 368
-    assert count["compiled"] >= 150  # measured: 156 of 368 with llguidance 1.9
+    assert count["compiled"] >= 150  # measured: 153 of 368 with llguidance 1.9
     assert count["instances"] >= 450
 
 
@@ -147,6 +147,8 @@ def test_formats_are_kept_or_refused() -> None:
         ({"$ref": "http://example.org/schema"}, r"\$ref"),
         ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf"),
         ({"$dynamicRef": "#a"}, "dynamicRef"),
+        ({"prefixItems": [{}], "additionalItems": False}, "additionalItems"),
+        ({"type": "string", "contentEncoding": "base64"}, "contentEncoding"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(schema: dict[str, Any], keyword: str) -> None:

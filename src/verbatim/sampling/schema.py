@@ -28,7 +28,7 @@ HONOURED = {
 }  # fmt: skip
 SILENT = {
     "$schema", "$id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly",
-    "writeOnly", "discriminator", "contentEncoding", "contentMediaType",
+    "writeOnly", "discriminator",
 }  # fmt: skip
 
 
@@ -47,6 +47,8 @@ def check_schema(schema: Any, field: str = "json_schema") -> None:
             continue
         if not isinstance(node, Mapping):
             raise ParameterError(field, f"at {path}: a schema is an object, true or false")
+        if "additionalItems" in node and not isinstance(node.get("items"), list):
+            raise UnsupportedError(field, f"the keyword 'additionalItems' (at {path}) means nothing without a list of items")
         for keyword, value in node.items():
             stack += [(s, depth + 1, p) for s, p in _inside(keyword, value, path, field)]
 
