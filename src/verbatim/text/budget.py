@@ -14,9 +14,9 @@ from typing import Any
 
 from jinja2.exceptions import TemplateError
 
-MAX_OUTPUT = 16 * 2**20  # characters of rendered text
-MAX_WORK = 64 * 2**20  # characters of strings made on the way, and elements of lists
-MAX_VALUE = 16 * 2**20  # weight of one value: its characters and elements, counted through shared parts
+MAX_OUTPUT = 8 * 2**20  # characters of rendered text
+MAX_WORK = 32 * 2**20  # characters of strings made on the way, and elements of lists
+MAX_VALUE = 8 * 2**20  # weight of one value: its characters and elements, counted through shared parts
 MAX_ELEMENTS = 100_000  # elements of one value, beyond a few times those of the conversation
 MAX_SECONDS = 0.4  # of this thread's processor time, so that a busy machine does not fail an honest template
 MAX_BITS = 4096  # of an integer
@@ -51,7 +51,7 @@ class Budget:
     def weigh(self, value: Any) -> Any:
         """Check a value that the template made, and count it as work. Returns the value."""
         if isinstance(value, str):
-            self.spend(len(value))
+            self.spend(len(value) if value.isascii() else 3 * len(value))  # beyond ASCII a character takes up to four bytes
         elif isinstance(value, int):
             if value.bit_length() > MAX_BITS:
                 raise BudgetError("the chat template computes with an absurdly large number")

@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from verbatim.text.budget import MAX_BITS, MAX_OUTPUT, MAX_SECONDS, Budget, BudgetError, current, spending
+from verbatim.text.budget import MAX_BITS, MAX_ELEMENTS, MAX_OUTPUT, MAX_SECONDS, Budget, BudgetError, current, spending
 
 MAX_SOURCE = 64 * 1024  # characters of template source; the longest in use have a quarter of that
 MAX_PAD = 1000  # width of a padding, indentation or format field
@@ -45,7 +45,33 @@ OWN_TYPES = (Undefined, LoopContext, Macro, Namespace, Cycler, Joiner)
 FILTERS = (
     "abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape format groupby "
     "indent int items join last length list lower map max min pprint reject rejectattr replace reverse round safe select "
-    "selectattr slice sort string striptags sum title trim truncate unique upper urlencode wordcount"
+    "selectattr slice sort string sum title trim truncate unique upper wordcount"
+)
+# Filters that take a long string in their stride; the others would make a list of its characters or words.
+_QUICK = frozenset(
+    [
+        "capitalize",
+        "count",
+        "d",
+        "default",
+        "e",
+        "escape",
+        "first",
+        "float",
+        "forceescape",
+        "format",
+        "indent",
+        "int",
+        "items",
+        "last",
+        "length",
+        "lower",
+        "replace",
+        "safe",
+        "string",
+        "trim",
+        "upper",
+    ]
 )
 _WIDE = re.compile(r"\*|\d{4,}|\{[^{}]*\{")  # a format field wider than 999, or a width taken from a value
 _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
@@ -64,7 +90,14 @@ def _formatting(pattern: Any) -> None:
         raise BudgetError("the chat template formats with a width that no chat needs")
 
 
+def _listing(text: str, elements: int) -> None:
+    if elements > MAX_ELEMENTS:
+        raise BudgetError(f"the chat template makes a list out of {len(text)} characters, more than a chat can need")
+
+
 def _joining(separator: Any, items: Any) -> list[Any]:
+    if isinstance(items, str):
+        _listing(items, len(items))
     parts = current().weigh(list(items))
     current().spend(len(parts) * len(str(separator)))
     return list(parts)
@@ -86,11 +119,17 @@ def _check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ..
         _replacing(owner, args[0], args[1], args[2] if len(args) > 2 else None)
     elif name == "join" and len(args) == 1:
         return (_joining(owner, args[0]),)
+    elif name in ("split", "rsplit", "splitlines"):
+        # Without a separator any character may be one: only the length bounds the number of parts.
+        by = args[0] if args and isinstance(args[0], str) and args[0] else None
+        _listing(owner, len(owner) // 8 if by is None else owner.count(by))
     return args
 
 
 def _check_filter(name: str, value: Any, rest: list[Any]) -> Any:
     """The same for filters: the filtered value, and the other arguments in order."""
+    if isinstance(value, str) and name not in _QUICK:
+        _listing(value, len(value))
     if name in ("indent", "batch", "slice", "round", "truncate", "center"):
         for width in rest:
             _padding(width)
