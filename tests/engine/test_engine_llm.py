@@ -402,6 +402,23 @@ def test_streams_take_turns(llm: LLM) -> None:
     assert texts == whole
 
 
+def test_a_stream_ended_by_another_hand_still_ends(llm: LLM) -> None:
+    stream = llm.stream("hello", letters(llm))
+    next(stream)
+    llm.core.abort(stream.request_id)
+    list(stream)
+    assert stream.completion.finish.reason == "cancel"
+
+
+def test_cancel_takes_effect_before_the_next_step(llm: LLM) -> None:
+    stream = llm.stream("hello", letters(llm))
+    next(stream)
+    stream.cancel()
+    assert list(stream) == []
+    assert stream.completion.finish.reason == "cancel"
+    assert not llm.core.jobs
+
+
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
 def test_leaving_a_stream_aborts_it(llm: LLM, how: str) -> None:
     stream = llm.stream("hello", letters(llm, n=2))

@@ -359,6 +359,22 @@ def test_drafts_never_pass_the_limit() -> None:
     rig.at_rest()
 
 
+def test_drafts_stay_on_one_side_of_min_tokens() -> None:
+    """All draws of a step share what is withheld, so no step may draw both before and after the boundary."""
+    rig = Rig()
+    (seq,) = rig.add([1] * 6, 30, min_tokens=7)
+    while seq.id in rig.scheduler.sequences:
+        rig.scheduler.set_drafts(seq.id, right(rig, seq, 5))
+        rig.step()
+        (step,) = rig.plan.sequences
+        if step.draws:
+            positions = range(step.end - step.draws + 1 - 6, step.end + 1 - 6)  # output tokens before each draw
+            assert all(p < 7 for p in positions) == bool(step.draw.withheld)
+            assert all(p >= 7 for p in positions) == (not step.draw.withheld)
+    assert seq.accepted > 0
+    rig.at_rest()
+
+
 # ------------------------------------------------------------------------------------------------------------------- the ends
 
 

@@ -73,7 +73,7 @@ class Stream:
         while not self._pending:
             if self._cancelled:
                 self.close()
-            if self.completion is not None or self.request_id not in self._llm.core.jobs:
+            if self.completion is not None or not self._llm.core.busy:
                 raise StopIteration
             self._llm._step()
         return self._pending.pop(0)
