@@ -13,7 +13,7 @@ from live_server import Live
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
-def fuzz(live: Live, python: Path, examples: int, seconds: int) -> int:
+def fuzz(live: Live, python: Path, examples: int, seconds: int, seed: int = 1) -> int:
     """Returns how many cases were sent."""
     probe = live.complete("probe", max_tokens=16, seed=99)["choices"]
     words = [
@@ -63,6 +63,6 @@ def test_schemathesis_twenty_thousand_cases(fake: Any, client_python: Path) -> N
 def test_schemathesis_a_million_cases(fake: Any, client_python: Path) -> None:
     sent, seed = 0, 0
     while sent < 1_000_000 and seed < 200:
-        sent += fuzz(fake, client_python, 2000, 3600)
+        sent += fuzz(fake, client_python, 2000, 3600, seed)
         seed += 1
     assert sent >= 1_000_000

@@ -225,3 +225,37 @@ def test_structured_answers_are_valid_json(fake: Any, form: dict[str, Any]) -> N
             assert isinstance(json.loads(choice["message"]["content"]), dict)
         else:
             assert form["type"] == "json_object"  # any object may be longer than the limit; the schema's cannot
+
+
+@pytest.mark.server
+def test_strict_tools_leave_a_choice_between_valid_calls_and_text(fake: Any) -> None:
+    """A model of random numbers, nudged to begin with "<", writes valid calls only; left alone, text that holds no call."""
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [strict], "max_tokens": 500, "seed": 3}
+    plain = fake.post("/v1/chat/completions", body).json()["choices"][0]
+    assert "tool_calls" not in plain["message"]
+    assert "<tool_call>" not in plain["message"]["content"]
+    nudged = {**body, "logit_bias": {"60": 100}, "parallel_tool_calls": False}
+    called = fake.post("/v1/chat/completions", nudged).json()["choices"][0]
+    assert called["finish_reason"] == "tool_calls"
+    (call,) = called["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+
+
+@pytest.mark.server
+def test_a_response_format_beside_tools_is_kept_unless_a_tool_is_called(fake: Any) -> None:
+    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for bias, called in (({"123": 100}, False), ({"60": 100}, True)):
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [TOOL],
+            "response_format": form,
+            "max_tokens": 500,
+            "seed": 3,
+            "logit_bias": bias,
+        }
+        message = fake.post("/v1/chat/completions", {**body, "parallel_tool_calls": False}).json()["choices"][0]["message"]
+        assert bool(message.get("tool_calls")) is called
+        if not called:
+            assert json.loads(message["content"])["yes"] in (True, False)

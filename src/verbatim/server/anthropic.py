@@ -75,13 +75,7 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if "tools" in body:
-        chat["tools"] = [
-            {
-                "type": "function",
-                "function": {"name": t["name"], "description": t.get("description", ""), "parameters": t["input_schema"]},
-            }
-            for t in body["tools"]
-        ]
+        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in body["tools"]]
     choice = body.get("tool_choice", {"type": "auto"})
     if choice["type"] == "tool":
         if "name" not in choice:
@@ -95,6 +89,11 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     if form:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
     return chat
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    made = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    return {**made, "strict": True} if tool.get("strict") else made
 
 
 class Answer:

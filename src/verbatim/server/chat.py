@@ -28,7 +28,7 @@ from verbatim.server.generate import (
 )
 from verbatim.server.problems import Problem
 from verbatim.server.tools import Call as ToolCall
-from verbatim.server.tools import ToolParser, forced_schema, template_messages
+from verbatim.server.tools import ToolParser, call_or_text, forced_schema, template_messages
 
 # what encode_chat takes by these names is not the client's to set through the back door
 RESERVED = (
@@ -121,13 +121,35 @@ class Ask:
         own = self._own("tool_choice")
         if self.choice == "none":
             self.tools = []
-        elif self.choice != "auto":
+        elif self.choice == "auto":
+            self._calls_or_answer()
+        else:
             if not self.tools or (wanted is not None and wanted not in names):
                 raise Problem("invalid_parameter", f"{own}: names a tool that is not in tools", own)
             self._only_structure("tool_choice")
             self.values["json_schema"] = forced_schema(self.tools, wanted)
             self.names = {"json_schema": "tools", **self.names}
             self.forced = True
+
+    def _calls_or_answer(self) -> None:
+        """With strict tools, or an answer that must be JSON, a grammar lets the model choose between valid calls and such an answer."""
+        schema = self.values.get("json_schema")
+        strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
+        if not self.tools or not (strict or schema is not None):
+            return
+        if strict and any(name in self.values for name in STRUCTURES if name != "json_schema"):
+            where = f"{self._own('tools')}[{strict[0]}].function.strict"
+            raise Problem("invalid_parameter", f"{where}: only one structure at a time", where)
+        single = self.body.get("parallel_tool_calls") is False
+        grammar = call_or_text(self.tools, self.call.state.facts["tool_format"], single=single, text=schema)
+        if grammar is None:
+            where = f"{self._own('tools')}[{strict[0]}].function.strict" if strict else self._own("response_format")
+            raise Problem(
+                "unsupported_parameter", f"{where}: not offered beside tool_choice auto for this model's tool format", where
+            )
+        self.values.pop("json_schema", None)
+        self.values["grammar"] = grammar
+        self.names = {"grammar": self._own("tools"), **self.names}
 
     def _lengths_of_text(self) -> None:
         messages = self.body["messages"]

@@ -119,6 +119,22 @@ def _lifted(schema: dict[str, Any], shapes: list[dict[str, Any]]) -> dict[str, A
     return {**schema, "$defs": definitions} if definitions else schema
 
 
+def call_or_text(tools: Sequence[Mapping[str, Any]], form: str, *, single: bool, text: Any = None) -> str | None:
+    """A grammar whose every answer is either valid calls in the model's format, or text that holds none (or, with `text`, JSON under that
+    schema). None: a format whose marks are control tokens cannot be spelled in a grammar."""
+    if form == "mistral":
+        return None
+    body = f"body: %json {json.dumps(forced_schema(tools, None))}\n"
+    plain = f"text: %json {json.dumps(text)}\n" if text is not None else "text: TEXT?\n"
+    if form == "llama3":
+        free = "" if text is not None else "TEXT: /[^{\\[](.|\\n)*/\n"
+        return f"start: text | body\n{body}{plain}{free}"
+    calls = "calls: call\n" if single else 'calls: call ("\\n" call)*\n'
+    call = f'call: "{OPEN}\\n" body "\\n{CLOSE}"\n'
+    free = "" if text is not None else f"TEXT: /[^<](.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n"
+    return f"start: text | calls\n{calls}{call}{body}{plain}{free}"
+
+
 # ------------------------------------------------------------------------------------------------------- from the text
 
 
