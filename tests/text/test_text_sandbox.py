@@ -180,6 +180,8 @@ def test_a_long_conversation_fits_the_budget() -> None:
     )
     messages = [{"role": "user", "content": "word " * 200}] * 2000  # two million characters
     assert len(ChatTemplate(source).render(messages)) > 1_900_000
+    rest = "{% for m in messages %}{{ messages[loop.index:]|length }},{% endfor %}"
+    assert ChatTemplate(rest).render(messages[:200]).endswith(",1,0,")
 
 
 def test_the_longest_source_compiles_within_its_budget_or_is_refused() -> None:

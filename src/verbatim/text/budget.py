@@ -56,8 +56,8 @@ class Budget:
             if value.bit_length() > MAX_BITS:
                 raise BudgetError("the chat template computes with an absurdly large number")
         elif isinstance(value, (list, tuple, dict)) and id(value) not in self._known:
-            weight, elements = self._measure(value)
-            self.spend(weight + elements)
+            # Its strings were counted when they were made; the list itself is only references to them.
+            self.spend(self._measure(value)[1])
         return value
 
     def _measure(self, value: Any) -> tuple[int, int]:
