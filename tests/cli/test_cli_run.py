@@ -205,3 +205,13 @@ def test_what_is_loaded_for_a_run(spawn: Spawn) -> None:
     process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, err = process.communicate(timeout=60)
     assert err.decode().strip().splitlines()[-1] == "[]"
+
+
+def test_a_terminal_without_unicode_gets_question_marks(spawn: Spawn) -> None:
+    code = "import sys; sys.stdout.reconfigure(encoding='ascii')\nfrom verbatim.cli.main import main\n"
+    code += "main(['run', '--raw', '-q', '--max-tokens', '40', '--ignore-eos', '--temperature', '2', '--seed', '1', 'the'])"
+    process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert b"?" in out
+    assert out.isascii()

@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = "--debug" in flags or os.environ.get("VERBATIM_DEBUG", "") not in ("", "0")
     if "--debug" in flags:  # welcome anywhere, so that it can be added to the end of a line that just failed
         words.remove("--debug")
+    _speak_any_language()
     try:
         code = _call(words)
     except BaseException as error:
@@ -93,6 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = _report(error)
     _flush()
     sys.exit(code)
+
+
+def _speak_any_language() -> None:
+    """A terminal that cannot show a character gets a question mark; it must not cost the answer."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
+    if not encoding.startswith("utf") and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _call(words: list[str]) -> int:
