@@ -273,6 +273,25 @@ def test_requests_that_could_hurt_others_are_refused_by_name(
     assert probe()
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"allowed_token_ids": [65], "regex": "b+"},
+        {"banned_token_ids": list(range(260))},
+        {"allowed_token_ids": [257], "min_tokens": 3},
+    ],
+)
+def test_nothing_left_to_draw_is_the_requests_mistake(fake: Any, probe: Any, extra: dict[str, Any]) -> None:
+    body = {**BASE["/v1/completions"], "max_tokens": 5, **extra}
+    status, answer = send(fake, "/v1/completions", json.dumps(body))
+    assert status == 400
+    assert "no token is left" in answer["error"]["message"]
+    events = fake.events("/v1/completions", body)
+    assert "no token is left" in events[-2]["error"]["message"]
+    assert events[-1] == "[DONE]"
+    assert probe()
+
+
 def raw(fake: Any, data: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", fake.port), timeout=20) as sock:
         sock.sendall(data)

@@ -72,12 +72,13 @@ def _merged(run: int, deltas: Sequence[Sequence[Any]]) -> list[Piece]:
 
 
 def finish_reason(finish: Sequence[str] | None) -> str | None:
-    """Ours to OpenAI's. A loop that was stopped by request is a stop; an error or a cancelled request never gets this far."""
+    """Ours to OpenAI's. A loop that was stopped by request is a stop. An error is the request's own (bans and a grammar that leave nothing to
+    draw, for instance): one of the engine's would have ended the engine."""
     if finish is None:
         return None
     reason = finish[0]
     if reason == "error":
-        raise Problem("internal_error", "the engine failed on this request")
+        raise Problem("invalid_request", finish[1] or "the request could not be carried out")
     return {"loop": "stop", "cancel": "stop"}.get(reason, reason)
 
 
