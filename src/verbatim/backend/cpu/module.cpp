@@ -10,6 +10,7 @@
 #include "engine.h"
 #include "isa.h"
 #include "sampler_bind.h"
+#include "selftest.h"
 
 namespace nb = nanobind;
 using namespace verbatim;
@@ -175,12 +176,55 @@ class PyEngine {
     std::vector<int64_t> blocks_;
 };
 
+// One matrix product by itself, as the engine would do it.
+nb::object product(const std::string& isa, const std::string& type, Bytes data, int n, nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x) {
+    const Kernels& k = select_isa(isa);
+    int rows = (int)x.shape(0), width = (int)x.shape(1);
+    Engine e(k, 1, Shape{16, 16, 1, 1, 16, A_SILU, false, 1e-5f}, false);
+    const Packed& w = e.matrix(e.add_matrix(type, data.data(), (int64_t)data.size(), n, width, 0));
+    int nb32 = width / 32;
+    std::vector<int8_t> q((size_t)rows * width + 64);
+    std::vector<float> dx((size_t)rows * nb32 + 16), ds(dx);
+    std::vector<int32_t> s16((size_t)rows * nb32 * 2 + 16);
+    QRows a{q.data(), dx.data(), ds.data(), s16.data()};
+    if (KIND[w.kind].quantised)
+        for (int64_t r = 0; r < rows; r++)
+            k.quantise(x.data() + r * width, width, a.q + r * width, a.dx + r * nb32, a.ds + r * nb32, a.s16 + r * 2 * nb32);
+    int64_t ld = w.panels * 16;
+    std::vector<float> out((size_t)rows * ld);
+    for (int64_t r = 0; r < rows; r += ROWS) {
+        QRows b{a.q + r * width, a.dx + r * nb32, a.ds + r * nb32, a.s16 + r * 2 * nb32};
+        k.mm[w.kind](w, 0, w.panels, b, x.data() + r * width, nullptr, (int)std::min<int64_t>(ROWS, rows - r), out.data() + r * ld, ld);
+    }
+    float* y = new float[(size_t)rows * n];
+    for (int64_t r = 0; r < rows; r++) std::memcpy(y + r * n, out.data() + r * ld, (size_t)n * 4);
+    nb::capsule owner(y, [](void* p) noexcept { delete[] (float*)p; });
+    return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(y, {(size_t)rows, (size_t)n}, owner));
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.doc() = "C++ kernels of Verbatim's CPU backend.";
     m.def("isas", &supported_isas, "Instruction sets that this machine can run, best last.");
     m.def("best_isa", [] { return supported_isas().back(); });
+    m.def("digests", [](const std::string& isa, int threads) {
+        nb::dict out;
+        const Kernels& k = select_isa(isa);
+        std::vector<std::pair<std::string, uint64_t>> found;
+        {
+            nb::gil_scoped_release nogil;
+            found = digests(k, threads);
+        }
+        for (auto& [name, value] : found) {
+            char hex[17];
+            std::snprintf(hex, sizeof hex, "%016llx", (unsigned long long)value);
+            out[name.c_str()] = nb::str(hex);
+        }
+        return out;
+    }, nb::arg("isa"), nb::arg("threads") = 2, "Digest of every kernel and of small models: equal on every instruction set.");
+    m.def("product", &product, nb::arg("isa"), nb::arg("type"), nb::arg("data"), nb::arg("n"), nb::arg("x"),
+          "x [rows, k] times the transpose of an [n, k] matrix in a file's blocks: for tests.");
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
         .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool, float, bool>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"),
