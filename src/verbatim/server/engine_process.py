@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from verbatim.server import wire
@@ -39,14 +40,41 @@ def open_engine(start: dict[str, Any]) -> AsyncEngine:
 async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:
     """Tells the parent that this loop turns and what the engine has done; the parent decides what silence means. Ends when the engine failed."""
     count = 0
+    bandwidth = Bandwidth(engine)
     while engine.error is None:
         message: wire.Message = {"t": "beat", "stats": engine.stats(), "alive": engine.alive}
         if count % metrics_every == 0:
-            message["metrics"] = engine.metrics()
+            message["metrics"] = engine.metrics() + bandwidth.text(message["stats"])
         outbox.put(message)
         count += 1
         await asyncio.sleep(BEAT_SECONDS)
     log.error("the engine failed: %r", engine.error, exc_info=engine.error)
+
+
+class Bandwidth:
+    """How much of the memory's speed the weights take: steps since the last look times their bytes, beside what `verbatim bench` measured."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        from verbatim.observe.roofline import load_limits
+        from verbatim.weights.catalog import cache_dir
+
+        self._bytes = engine.parts.backend.info.weight_bytes
+        limits = load_limits(cache_dir())
+        self._limit = limits.read_bytes if limits is not None else None
+        self._then, self._steps = time.monotonic(), 0
+
+    def text(self, stats: dict[str, Any]) -> str:
+        now, steps = time.monotonic(), int(stats.get("steps_total", 0))
+        rate = (steps - self._steps) * self._bytes / max(now - self._then, 1e-6)
+        self._then, self._steps = now, steps
+        out = (
+            "# HELP verbatim_weight_bytes_per_second weights read from memory\n# TYPE verbatim_weight_bytes_per_second gauge\n"
+        )
+        out += f"verbatim_weight_bytes_per_second {rate:.0f}\n"
+        if self._limit:
+            out += "# HELP verbatim_memory_bandwidth_share of the speed that verbatim bench measured here\n# TYPE verbatim_memory_bandwidth_share gauge\n"
+            out += f"verbatim_memory_bandwidth_share {rate / self._limit:.4f}\n"
+        return out
 
 
 async def serve(fd: int) -> int:
