@@ -20,31 +20,33 @@ from verbatim.speculate.protocol import Draft, Proposer, SeqView
 
 MARGIN = 1.15  # a draft must promise this much more than it costs: measured times are noisy
 PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
+FASTER, SLOWER = 0.5, 0.02  # how far an estimate of cost moves towards a faster and towards a slower step
 PRIOR = 0.55  # acceptance before anything is known; long matches earn more (see Acceptance)
 LONGEST = 16  # drafts of one sequence in one step
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
+EXPLORE = (
+    64  # steps after which a likely guess is submitted although it does not seem to pay: costs change, and are learnt only so
+)
 
 
 class StepCost:
-    """Seconds of a step against its rows: t(rows) = base + slope * rows, from what was measured.
+    """Seconds of a step against its rows, from what was measured: a line between the sizes nearest by.
 
-    Two running averages, one of small steps (pure writing) and one of larger ones, give the line; a step ten times slower than
-    expected (a page fault, a paused machine) counts as three times slower."""
+    A step is slowed by many things (a page fault, another program) and sped up by none, so the estimate follows a faster step at once
+    and a slower one reluctantly: it stays near what a step costs when nothing disturbs it, and still finds out when the machine is
+    really slower now."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[float, float]] = {}  # bucket -> (mean rows, mean seconds)
+        self._sums: dict[int, tuple[float, float]] = {}  # size class -> (mean rows, seconds)
 
     def learn(self, rows: int, seconds: float) -> None:
         if rows < 1 or seconds <= 0:
             return
         bucket = rows.bit_length()
-        if bucket not in self._sums:
-            self._sums[bucket] = (float(rows), seconds)
-            return
-        mean_rows, mean = self._sums[bucket]
-        expected = mean * rows / mean_rows if rows > mean_rows else mean
-        seconds = min(seconds, 3 * expected)
-        self._sums[bucket] = (mean_rows + PATIENCE * (rows - mean_rows), mean + PATIENCE * (seconds - mean))
+        mean_rows, known = self._sums.get(bucket, (float(rows), seconds))
+        pace = FASTER if seconds < known else SLOWER
+        seconds = min(seconds, 2 * known)
+        self._sums[bucket] = (mean_rows + PATIENCE * (rows - mean_rows), known + pace * (seconds - known))
 
     def at(self, rows: float) -> tuple[float, float] | None:
         """(seconds, slope) near `rows`; None until steps of two sizes were seen."""
@@ -132,10 +134,12 @@ class Speculator:
         self.longest = longest
         self._pending: dict[int, _Pending] = {}
         self._resting: dict[int, int] = {}
+        self._explored = 0  # steps since something was submitted
 
     def drafts(self, views: Sequence[SeqView], running: int | None = None) -> dict[int, tuple[int, ...]]:
         """What to submit for each sequence that is about to draw; those left out write plainly. `running` are all that write in the step."""
         running = running or len(views)
+        self._explored += 1
         self._settle(views)
         out: dict[int, tuple[int, ...]] = {}
         asking = [view for view in views if view.room > 0 and not self._rests(view.seq_id)]
@@ -177,7 +181,12 @@ class Speculator:
         if measured is None:  # nothing known yet: a short guess is a cheap way to learn what rows cost
             return min(limit, 2)
         seconds, slope = measured
-        return draft_length(rate, seconds / running, slope + guess_cost, limit)
+        count = draft_length(rate, seconds / running, slope + guess_cost, limit)
+        if not count and rate > PRIOR and running < 8 and self._explored > EXPLORE:
+            count = min(limit, 2)
+        if count:
+            self._explored = 0
+        return count
 
     def _rests(self, seq_id: int) -> bool:
         left = self._resting.get(seq_id, 0)
