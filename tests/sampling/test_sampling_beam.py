@@ -85,6 +85,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_beams": 3, "num_return_sequences": 2, "early_stopping": True, "length_penalty": 0.4},
     {"num_beams": 5, "num_return_sequences": 5, "early_stopping": "never", "length_penalty": 1.6},
     {"num_beams": 2, "num_return_sequences": 1, "early_stopping": False, "length_penalty": -0.7},
+    {"num_beams": 3, "num_return_sequences": 3, "early_stopping": "never", "length_penalty": -0.5},
+    {"num_beams": 4, "num_return_sequences": 4, "early_stopping": True, "length_penalty": -1.5},
 ]
 
 
@@ -114,7 +116,7 @@ def test_equal_to_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, An
                 tokens = ids[length:]
                 assert list(beam.tokens) == tokens[: len(beam.tokens)]
                 assert set(tokens[len(beam.tokens) :]) <= {EOS}  # transformers fills the rest with it
-                assert beam.score == pytest.approx(score, abs=1e-4)
+                assert beam.score == pytest.approx(score, abs=1e-4, rel=1e-6)  # theirs is float32
                 assert beam.finish is not None
                 ended[beam.finish.reason] += 1
     assert min(ended["stop"], ended["length"]) > 5, "both ways to end must occur, or the test shows little"
@@ -224,6 +226,16 @@ def test_a_stop_rule_of_the_engine_ends_lines() -> None:
         search.step([candidates((1, -1.0), (3, -2.0)) for _ in search.live])
     assert search.results()[0].tokens == (5, 6)
     assert search.results()[0].finish == stop
+
+
+def test_lines_that_end_together_compete() -> None:
+    """With early_stopping, the step that fills the hypotheses still keeps the best of all that end in it."""
+    params = SamplingParams(num_beams=2, num_return_sequences=2, early_stopping=True, length_penalty=1.0)
+    search = BeamSearch(params, end_ids=(9,), max_new=9)
+    search.step([candidates((9, -4.0), (5, -0.1), (6, -0.2), (7, -6.0))])
+    search.step([candidates((9, -0.1), (5, -5.0), (6, -6.0)), candidates((9, -0.1), (5, -5.0), (6, -6.0))])
+    assert search.done
+    assert [b.tokens for b in search.results()] == [(5, 9), (6, 9)]  # not (9,), which came first and scores -4
 
 
 def test_agreed_tokens_are_a_prefix_of_every_answer() -> None:

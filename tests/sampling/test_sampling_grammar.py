@@ -289,6 +289,10 @@ def test_the_end_token_is_allowed_exactly_where_the_text_is_complete() -> None:
     assert not other.finished
     other.advance(EOS)
     assert other.finished
+    early = build(regex="ab(ab)?").start()
+    early.advance(97)
+    with pytest.raises(UnsupportedError):
+        early.advance(EOS)
 
 
 def test_control_tokens_are_not_text() -> None:
@@ -392,7 +396,7 @@ def test_random_logits_under_a_schema_give_valid_documents(setting: dict[str, An
     import jsonschema
 
     structure = build(json_schema=SCHEMA)
-    for seed in range(20):
+    for seed in range(10):
         document = json.loads(written(structure.start(), SamplingParams(**setting, json_schema=SCHEMA), seed))
         jsonschema.validate(document, SCHEMA)
 

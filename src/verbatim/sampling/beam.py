@@ -170,9 +170,8 @@ class BeamSearch:
         return found[: self._wide * group.size]
 
     def _keep(self, group: _Group, line: Beam) -> None:
-        """A line that ended joins the hypotheses; the group keeps its best `size`."""
-        if self.params.early_stopping is True and len(group.finished) >= group.size:
-            return
+        """A line that ended joins the hypotheses; the group keeps its best `size`. Lines that end in the same step as the one that
+        fills the group still count: the better of them stay."""
         final = line.score / power(float(len(line.tokens)), self.params.length_penalty)
         group.finished.append(replace(line, score=final))
         group.finished.sort(key=lambda beam: -beam.score)  # stable: ties to the earlier one
