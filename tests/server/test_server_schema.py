@@ -49,7 +49,7 @@ def fuzz(live: Live, python: Path, examples: int, seconds: int, seed: int = 1) -
 
 
 def test_schemathesis_finds_no_server_error(fake: Any, client_python: Path) -> None:
-    assert fuzz(fake, client_python, 10, 25) > 200
+    assert fuzz(fake, client_python, 10, 12) > 200
 
 
 @pytest.mark.soak
