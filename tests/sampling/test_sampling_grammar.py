@@ -302,6 +302,8 @@ def test_control_tokens_are_not_text() -> None:
     assert 258 in allowed(matcher.mask())  # the word `true`
     assert takes(build(choice=["<|im_end|>"]), "<|im_end|>")
     assert allowed(build(choice=["<|im_end|>"]).start().mask()) == [ord("<")]
+    with pytest.raises(UnsupportedError, match="control tokens"):
+        build(grammar='start: <|im_end|> "x"')
 
 
 def test_masks_along_drafts_are_those_of_single_steps() -> None:

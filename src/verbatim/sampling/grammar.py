@@ -270,10 +270,9 @@ class _Wrapper:
         self._encode = tokenizer.encode
         ids = range(tokenizer.vocab_size)
         self.eos_token_id = tokenizer.eos_ids[0]
+        # Without this mark, a control token's literal text could be drawn as if it were text.
         self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
-        control = set(self.special_token_ids)
-        # Without the mark, a control token's literal text could be drawn as if it were text.
-        self.tokens = [(b"\xff" if i in control else b"") + tokenizer.token_bytes(i) for i in ids]
+        self.tokens = [tokenizer.token_bytes(i) for i in ids]
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text)
@@ -312,6 +311,8 @@ _NOT_OFFERED = re.compile(
 
 def _refusal(field: str, message: str) -> ParameterError | UnsupportedError:
     message = _first_line(message)
+    if "unknown special token" in message:
+        return UnsupportedError(field, "control tokens (<|...|>) inside a grammar are not offered; write text in quotes")
     if "registry" in message:
         message = f"$ref outside the schema is not supported, nothing is ever fetched ({message.split(' is not')[0]})"
     return UnsupportedError(field, message) if _NOT_OFFERED.search(message) else ParameterError(field, message)
