@@ -140,8 +140,19 @@ async def tick(state: State) -> None:
         state.supervisor.nudge()
 
 
+def allow_many_files() -> None:
+    """As many open connections as the system lets us have: the usual soft limit of 1,024 files is a tenth of what a busy server needs."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def run(settings: Settings) -> int:
     set_up_logs(settings)
+    allow_many_files()
     try:
         import uvloop
     except ImportError:
