@@ -16,6 +16,7 @@
 #include <sys/mman.h>
 #endif
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -155,10 +156,19 @@ __attribute__((target("amx-tile,amx-int8"))) uint64_t amx(int64_t rounds) {
     _tile_release();
     return static_cast<uint64_t>(out[0]);
 }
-bool amx_usable() { return __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+bool amx_usable() {
+    unsigned a, b, c, d;
+    bool there = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3;  // amx-tile and amx-int8
+    return there && syscall(SYS_arch_prctl, 0x1023, 18) == 0;                    // Linux gives tiles only to those who ask
+}
 #endif
 #elif defined(__aarch64__)
-__attribute__((target("+dotprod"))) uint64_t dotprod(int64_t rounds) {
+#if !defined(__clang__)
+__attribute__((target("arch=armv8.2-a+dotprod")))
+#elif !defined(__ARM_FEATURE_DOTPROD)
+__attribute__((target("dotprod")))
+#endif
+uint64_t dotprod(int64_t rounds) {
     int8x16_t a = vdupq_n_s8(3), b = vdupq_n_s8(5);
     int32x4_t s[16];
     for (auto& x : s) x = vdupq_n_s32(0);
