@@ -225,6 +225,11 @@ NB_MODULE(_native, m) {
     }, nb::arg("isa"), nb::arg("threads") = 2, "Digest of every kernel and of small models: equal on every instruction set.");
     m.def("product", &product, nb::arg("isa"), nb::arg("type"), nb::arg("data"), nb::arg("n"), nb::arg("x"),
           "x [rows, k] times the transpose of an [n, k] matrix in a file's blocks: for tests.");
+    m.def("rope_tables", [](int64_t position, Doubles f, double factor) {
+        std::vector<float> c(f.size()), s(f.size());
+        rope_angles(position, f.data(), (int)f.size(), factor, c.data(), s.data());
+        return nb::make_tuple(c, s);
+    }, "cos and sin of one position, for tests.");
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
         .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool, float, bool>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"),

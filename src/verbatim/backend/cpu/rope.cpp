@@ -1,33 +1,32 @@
 // Rotary angles in double precision with our own sine and cosine, so that no C library can change a bit.
-#include <cmath>
-
 #include "kernels.h"
 
 namespace verbatim {
 
-// position * inv_freq is reduced by multiples of pi/2 (three parts, fused), then Taylor polynomials on [-pi/4, pi/4]: error below 1e-15.
+// The arithmetic of model/rope.py, step by step, nothing fused: the same angles as the reference backend's (docs/numerics.md, Rotary positions).
 static void sincos(double a, double* s, double* c) {
-    double n = (a * 0.63661977236758134308 + 6755399441055744.0) - 6755399441055744.0;  // round to nearest even
-    double r = std::fma(n, -1.57079632679489655800e+00, a);
-    r = std::fma(n, -6.12323399573676603587e-17, r);
-    double z = r * r;
-    double p = -7.6471637318198164759e-13;  // -1/15!
-    p = std::fma(p, z, 1.6059043836821614599e-10);
-    p = std::fma(p, z, -2.5052108385441718775e-08);
-    p = std::fma(p, z, 2.7557319223985890653e-06);
-    p = std::fma(p, z, -1.9841269841269841253e-04);
-    p = std::fma(p, z, 8.3333333333333332177e-03);
-    p = std::fma(p, z, -1.6666666666666665741e-01);
-    double sine = std::fma(p * z, r, r);
-    double q = 4.7794773323873852974e-14;  // 1/16!
-    q = std::fma(q, z, -1.1470745597729724714e-11);
-    q = std::fma(q, z, 2.0876756987868098979e-09);
-    q = std::fma(q, z, -2.7557319223985888276e-07);
-    q = std::fma(q, z, 2.4801587301587301566e-05);
-    q = std::fma(q, z, -1.3888888888888889419e-03);
-    q = std::fma(q, z, 4.1666666666666664354e-02);
-    q = std::fma(q, z, -0.5);
-    double cosine = std::fma(q, z, 1.0);
+    constexpr double P1 = 0x1.921fb544p+0, P2 = 0x1.0b4611a6p-34, P3 = 0x1.3198a2e037073p-69;
+    double n = (a * (2.0 / 3.14159265358979323846) + 6755399441055744.0) - 6755399441055744.0;  // round to nearest even
+    double x = ((a - n * P1) - n * P2) - n * P3, z = x * x;
+    double p = 1.0 / 355687428096000.0;  // 1/17!
+    p = p * z - 1.0 / 1307674368000.0;
+    p = p * z + 1.0 / 6227020800.0;
+    p = p * z - 1.0 / 39916800.0;
+    p = p * z + 1.0 / 362880.0;
+    p = p * z - 1.0 / 5040.0;
+    p = p * z + 1.0 / 120.0;
+    p = p * z - 1.0 / 6.0;
+    double sine = x + x * (z * p);
+    double q = -1.0 / 6402373705728000.0;  // -1/18!
+    q = q * z + 1.0 / 20922789888000.0;
+    q = q * z - 1.0 / 87178291200.0;
+    q = q * z + 1.0 / 479001600.0;
+    q = q * z - 1.0 / 3628800.0;
+    q = q * z + 1.0 / 40320.0;
+    q = q * z - 1.0 / 720.0;
+    q = q * z + 1.0 / 24.0;
+    q = q * z - 1.0 / 2.0;
+    double cosine = 1.0 + z * q;
     switch ((int64_t)n & 3) {
         case 0: *s = sine; *c = cosine; break;
         case 1: *s = cosine; *c = -sine; break;

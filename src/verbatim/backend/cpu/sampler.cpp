@@ -292,8 +292,9 @@ class Row {
     }
 
     void breaker_places(const int32_t* text, int64_t n) {
-        w_.flags.assign(n, 0);
-        for (const auto& run : p_.breakers) {
+        w_.flags.resize(n);
+        for (int64_t i = 0; i < n; i++) w_.flags[i] = std::binary_search(p_.breaker_ids.begin(), p_.breaker_ids.end(), text[i]);
+        for (const auto& run : p_.breaker_runs) {
             int64_t len = (int64_t)run.size();
             for (int64_t at = 0; at + len <= n; at++)
                 if (std::equal(run.begin(), run.end(), text + at)) std::fill_n(w_.flags.begin() + at, len, 1);

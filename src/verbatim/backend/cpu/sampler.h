@@ -16,7 +16,8 @@ struct SampleParams {
     bool restricted = false;  // allowed_token_ids was given
     std::vector<std::pair<int32_t, double>> bias;
     std::vector<int32_t> allowed, banned, withheld;
-    std::vector<std::vector<int32_t>> breakers;
+    std::vector<int32_t> breaker_ids;                // DRY: ids that break a repeat, ascending (there may be thousands)
+    std::vector<std::vector<int32_t>> breaker_runs;  // and runs of two or more ids
 };
 
 struct SampleRow {

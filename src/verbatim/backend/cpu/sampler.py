@@ -67,5 +67,6 @@ class NativeSampler:
         out.allowed_token_ids = list(p.allowed_token_ids or ())
         out.banned_token_ids = list(p.banned_token_ids)
         out.withheld = list(spec.withheld)
-        out.breakers = [list(run) for run in spec.breakers]
+        out.breaker_ids = sorted({run[0] for run in spec.breakers if len(run) == 1})
+        out.breaker_runs = [list(run) for run in spec.breakers if len(run) > 1]
         return out

@@ -122,7 +122,8 @@ void bind_sampler(nb::module_& m) {
         .def_rw("allowed_token_ids", &SampleParams::allowed)
         .def_rw("banned_token_ids", &SampleParams::banned)
         .def_rw("withheld", &SampleParams::withheld)
-        .def_rw("breakers", &SampleParams::breakers);
+        .def_rw("breaker_ids", &SampleParams::breaker_ids)
+        .def_rw("breaker_runs", &SampleParams::breaker_runs);
 }
 
 }  // namespace verbatim
