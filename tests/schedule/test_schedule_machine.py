@@ -55,9 +55,8 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(times):
             if guess:
                 self.draft(guess)
-            if self.rig.step() is None:
-                break
-            self.decide()
+            if self.rig.step() is None or self.rig.steps % 3:  # some beams are left to wait, holding blocks that others want
+                self.decide()
 
     def draft(self, count: int) -> None:
         """Guesses that are right, wrong, or right for a while."""

@@ -188,6 +188,35 @@ def test_everyone_who_writes_gets_a_token_in_every_step_beside_a_long_prompt() -
     assert steps == -(-900 // (32 - 8))
 
 
+def test_a_long_prompt_lets_newcomers_begin_and_write() -> None:
+    """It came first and is read first; the others behind it begin at once all the same, and then write in every step."""
+    rig = Rig(blocks=400, step_tokens=32)
+    (long,) = rig.add([9] * 900, 4)
+    rig.step()
+    assert long.computed == 32  # alone, it has the whole step
+    late = [rig.add([i] * 6, 200, min_tokens=200)[0] for i in range(4)]
+    for _ in range(3):
+        rig.step()
+    assert all(len(seq.tokens) > 6 for seq in late)
+    assert long.computed < 200
+    lengths = [len(seq.tokens) for seq in late]
+    for step in range(1, 11):
+        rig.step()
+        assert rig.plan.rows == 32
+        assert [len(seq.tokens) for seq in late] == [n + step for n in lengths]
+    assert long.computed < 900
+
+
+def test_two_long_prompts_share_the_step() -> None:
+    rig = Rig(blocks=800, step_tokens=32)
+    first, second = rig.add([1] * 600, 1)[0], rig.add([2] * 600, 1)[0]
+    for _ in range(10):
+        rig.step()
+    assert first.computed == second.computed == 160
+    rig.run()
+    rig.at_rest()
+
+
 def test_first_come_first_served_and_priority() -> None:
     rig = Rig(max_running=1)
     names = {rig.add([1] * 4, 2)[0].id: "plain 1", rig.add([2] * 4, 2)[0].id: "plain 2"}

@@ -23,7 +23,8 @@ Sequences are served by rank = arrival + PRIORITY_PLACES * priority: first come 
 worth that many places in the queue. The rank never changes, so whoever waits is one day the first: nobody starves.
 
  1. Running sequences come first, in order of rank. Each may use the step's budget but for one token for each one behind
-    it: so everyone who writes gets a token in every step, and a long prompt takes what is left, a chunk at a time.
+    it: so everyone who writes gets a token in every step, and a long prompt takes what is left, a chunk at a time. While
+    others have a prompt to read too, behind it or waiting, it takes only half of what is left: they begin within a step or two.
  2. When blocks run out, the last in rank among the running is preempted. The first in rank is never preempted for another,
     and alone it fits (or was refused when it arrived): it always advances, so there is no livelock.
  3. Then waiting sequences start, in order of rank, while there is budget and their known tokens fit the cache.
@@ -189,7 +190,7 @@ class Scheduler:
 
     def _plan_running(self, seq: Sequence, want: int, room: int, copies: Copies) -> SeqStep | None:
         """Its next tokens, at most `room`. None if it had to give up its own blocks."""
-        n = self._chunk(seq, want, room)
+        n = self._chunk(seq, want, self._share(want, room, seq))
         while not self.cache.make_room(seq, n, copies):
             if n > 1:  # a shorter chunk, before anything is taken from others
                 n = max(1, min(n - 1, self.cache.fitting(seq)))
@@ -213,7 +214,7 @@ class Scheduler:
                 return None
         self._start(seq)
         want = len(seq.tokens) - seq.computed
-        n = min(self._chunk(seq, want, budget), self.cache.fitting(seq))
+        n = min(self._chunk(seq, want, self._share(want, budget, seq)), self.cache.fitting(seq))
         prove(self.cache.make_room(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
         return self._step_of(seq, want, n)
 
@@ -232,6 +233,19 @@ class Scheduler:
                 self.prefix_hits += seq.cached_tokens
         if seq.siblings and seq.computed >= seq.prompt_len - 1:
             self._fork_siblings(seq)
+
+    def _share(self, want: int, room: int, seq: Sequence) -> int:
+        """How much of the step a long prompt may take: all of it, or half where others have something to read as well."""
+        half = (room + 1) // 2
+        if want <= half:
+            return room
+        at = bisect_left(self.running, seq.rank, key=_rank)
+        reading = any(len(s.tokens) - s.computed > 1 and not s.held for s in self.running[at + 1 :])
+        return half if reading or self._someone_could_start() else room
+
+    def _someone_could_start(self) -> bool:
+        first = next((s for s in self.waiting if not s.held), None)
+        return first is not None and len(self.running) < self.max_running and self._stuck != self._standing(first)
 
     def _chunk(self, seq: Sequence, want: int, room: int) -> int:
         """How many tokens to compute: known ones, and drafts behind them where all that is known fits."""
