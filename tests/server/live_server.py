@@ -91,7 +91,7 @@ class Live:
         while time.monotonic() < end:
             m = self.metrics()
             calm = 0 if any(m.get(k, 0) for k in names) else calm + 1
-            if calm == 5:  # longer than the engine's numbers are old
+            if calm == 6:  # longer than the engine's numbers are old
                 return m
             time.sleep(0.3)
         raise AssertionError(f"not at rest: { {k: v for k, v in m.items() if v and 'bucket' not in k} }")

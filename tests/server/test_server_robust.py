@@ -49,11 +49,11 @@ def inside(pid: int) -> tuple[int, int]:
 
 async def many(live: Live, count: int, tokens: int) -> None:
     texts = set()
-    gate = asyncio.Semaphore(200)  # connections are opened in waves, so that the listening queue is not the thing under test
 
     async def one(i: int) -> Any:
-        async with gate:
-            await asyncio.sleep(0)
+        await asyncio.sleep(
+            i / 2000
+        )  # two thousand a second, so that the kernel's queue of new connections is not the thing under test
         return await stream(live.port, "/v1/completions", completion(tokens, seed=i % 7))
 
     for i, got in enumerate(await asyncio.gather(*(one(i) for i in range(count)))):
@@ -75,6 +75,7 @@ def test_a_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_ten_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
     live = serve("--max-queue", "20000", "--max-waiting", "20000")
     asyncio.run(many(live, 10_000, 12))

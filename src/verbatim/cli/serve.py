@@ -22,7 +22,7 @@ def limit_options(command: F) -> F:
 
     for field in reversed(fields(Limits)):
         kind = float if isinstance(field.default, float) else int
-        text = f"{field.metadata['help']} [{field.default:g}]"
+        text = f"{field.metadata['help']} [{field.default if kind is int else format(field.default, 'g')}]"
         flag, dest = "--" + field.name.replace("_", "-"), "l_" + field.name
         command = click.option(flag, dest, type=kind, default=None, cls=Option, section="Limits", help=text, metavar="N")(
             command

@@ -33,6 +33,11 @@ class Histogram:
         return [*out, f"{name}_sum {self.total:.6f}", f"{name}_count {below}"]
 
 
+def _exact(value: float) -> str:
+    """Counters are compared to the last unit: nothing is rounded to six digits."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
 class Metrics:
     def __init__(self) -> None:
         self.answers: Counter[tuple[str, int]] = Counter()  # (route, status)
@@ -45,7 +50,7 @@ class Metrics:
 
         def one(name: str, kind: str, help_text: str, values: list[tuple[str, float]]) -> None:
             out.extend([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"])
-            out.extend(f"{name}{labels} {value:g}" for labels, value in values)
+            out.extend(f"{name}{labels} {_exact(value)}" for labels, value in values)
 
         one("verbatim_http_answers_total", "counter", "HTTP answers by route and status",
             [(f'{{route="{route}",status="{status}"}}', n) for (route, status), n in sorted(self.answers.items())])  # fmt: skip
