@@ -376,6 +376,16 @@ def test_an_end_within_accepted_drafts_ends_there() -> None:
     rig.at_rest()
 
 
+def test_drafts_take_only_what_the_step_has_left() -> None:
+    rig = Rig(step_tokens=8)
+    first, second = rig.add([1] * 4, 30, min_tokens=30)[0], rig.add([2] * 4, 30, min_tokens=30)[0]
+    rig.step()
+    for seq in (first, second):
+        rig.scheduler.set_drafts(seq.id, right(rig, seq, 20))
+    rig.step()
+    assert [len(s.tokens) for s in rig.plan.sequences] == [7, 1]  # one token is left for whoever comes behind
+
+
 def test_drafts_never_pass_the_limit() -> None:
     rig = Rig()
     (seq,) = rig.add([1] * 6, 5, min_tokens=5)
