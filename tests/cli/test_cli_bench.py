@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,9 @@ def test_limits_are_measured_kept_and_read_again(tmp_path: Path) -> None:
     assert load_limits(tmp_path) is None
     save_limits(tmp_path / "new", limits)
     assert load_limits(tmp_path / "new") == limits
+    slower = replace(limits, read_bytes=limits.read_bytes / 2)
+    save_limits(tmp_path / "new", slower)
+    assert load_limits(tmp_path / "new") == limits, "a busy minute does not lower the machine's limit"
     for junk in ("", "[1]", '{"read_bytes": 1}', '{"other": 2}'):
         (tmp_path / "limits.json").write_text(junk)
         assert load_limits(tmp_path) is None

@@ -28,7 +28,7 @@ def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: floa
         parts.append(f"first token {timings.first_token:.2f} s")
     rate = timings.decode_rate(usage.output_tokens)
     if rate:
-        parts.append(f"{rate:.1f} tokens/s" + (f" of {limit:.0f} possible" if limit else ""))
+        parts.append(f"{rate:.1f} tokens/s" + (f" of {limit:.0f} possible" if limit and rate <= limit else ""))
     if usage.drafted_tokens:
         parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted")
     parts.append("; ".join(dict.fromkeys(finish_words(choice.finish) for choice in completion.choices)))

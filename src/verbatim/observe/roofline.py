@@ -176,8 +176,15 @@ def forget_buffers() -> None:
 
 
 def save_limits(directory: Path, limits: Limits) -> None:
-    """Kept beside the models, so that `verbatim run` can print the limit next to the speed."""
+    """Kept beside the models, so that `verbatim run` can print the limit next to the speed. A busy machine does not lower what it did before."""
     directory.mkdir(parents=True, exist_ok=True)
+    before = load_limits(directory)
+    if (
+        before is not None
+        and (before.threads, before.method) == (limits.threads, limits.method)
+        and before.read_bytes > limits.read_bytes
+    ):
+        limits = before
     path = directory / FILE
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(asdict(limits)) + "\n", "utf-8")
