@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 from pathlib import Path
@@ -124,32 +125,66 @@ def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cpu.native.digests("nonesuch")
 
 
-# ------------------------------------------------------------------------------------------------------ other machines
+# ------------------------------------------------------------------------------------------- other machines, sanitizers
 
-EXACT = ["-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+EXACT = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest", "digest_main")
 ARM_SETS = {"scalar": ["-DVB_ISA_SCALAR"], "neon": ["-DVB_ISA_NEON", "-march=armv8.2-a+dotprod+fp16"]}
+AVX512 = [f"-m{f}" for f in ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")]
+X86_SETS = {
+    "scalar": ["-DVB_ISA_SCALAR"],
+    "avx2": ["-DVB_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-DVB_ISA_AVX512", *AVX512],
+    "amx": ["-DVB_ISA_AMX", *AVX512, "-mamx-tile", "-mamx-int8"],
+}
+
+
+def build(compiler: str, sets: dict[str, list[str]], flags: list[str], folder: Path) -> Path:
+    """The digest program (no Python in it) from the kernels' sources."""
+    jobs = [(name, ["-DVB_HAVE_AMX"] if "amx" in sets else [], name) for name in PORTABLE]
+    for isa, own in sets.items():
+        macros = [f"-DVB_NS=verbatim_{isa}", f'-DVB_NAME="{isa}"', f"-DVB_GETTER=kernels_{isa}"]
+        jobs += [(source, [*macros, *own], f"{source}.{isa}") for source in ("kernels", "sampler")]
+    for source, own, target in jobs:
+        command = [compiler, *EXACT, *flags, *own, "-c", SOURCES / f"{source}.cpp", "-o", folder / f"{target}.o"]
+        subprocess.run(command, check=True)
+    program = folder / "digest"
+    subprocess.run([compiler, *flags, *sorted(folder.glob("*.o")), "-o", program, "-lpthread"], check=True)
+    return program
+
+
+def check_output(out: str, isas: set[str]) -> None:
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert {isa for isa, _, _ in rows} == isas
+    for isa in isas:
+        assert {name: value for i, name, value in rows if i == isa} == committed()["kernels"], isa
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_arm_gives_the_same_bits(tmp_path: Path) -> None:
     """The kernels cross-compiled for 64-bit ARM and run under qemu, scalar and NEON, against the committed digests."""
     compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if compiler is None or qemu is None:
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
-    jobs = [(name, [], name) for name in PORTABLE]
-    for isa, flags in ARM_SETS.items():
-        macros = [f"-DVB_NS=verbatim_{isa}", f'-DVB_NAME="{isa}"', f"-DVB_GETTER=kernels_{isa}"]
-        jobs += [(source, [*macros, *flags], f"{source}.{isa}") for source in ("kernels", "sampler")]
-    for source, flags, target in jobs:
-        subprocess.run([compiler, *EXACT, *flags, "-c", SOURCES / f"{source}.cpp", "-o", tmp_path / f"{target}.o"], check=True)
-    program = tmp_path / "digest"
-    subprocess.run([compiler, "-static", *sorted(tmp_path.glob("*.o")), "-o", program, "-lpthread"], check=True)
+    program = build(compiler, ARM_SETS, ["-O2", "-static"], tmp_path)
     out = subprocess.run([qemu, "-cpu", "max", program], check=True, capture_output=True, text=True).stdout
-    rows = [line.split("\t") for line in out.splitlines()]
-    assert {isa for isa, _, _ in rows} == set(ARM_SETS)
-    for isa in ARM_SETS:
-        assert {name: value for i, name, value in rows if i == isa} == committed()["kernels"], isa
+    check_output(out, set(ARM_SETS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
+    """Address and undefined-behaviour sanitizers over every kernel and the small models, all sets that this machine has."""
+    compiler = shutil.which("g++")
+    sets = X86_SETS if platform.machine() in ("x86_64", "AMD64") else ARM_SETS
+    if compiler is None:
+        pytest.skip("needs g++")
+    flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+    program = build(compiler, sets, flags, tmp_path)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_output(done.stdout, set(ISAS))
 
 
 if __name__ == "__main__":
