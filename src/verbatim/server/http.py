@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -71,8 +73,20 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._head_timer = None
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._unread():  # the client has sent, and we have not come to read it: it is not the client that is late
+            self._head_timer = self.loop.call_later(self.limits.header_seconds, self._late)
+        else:
             self.transport.close()
+
+    def _unread(self) -> bool:
+        sock = self.transport.get_extra_info("socket")
+        try:
+            with socket.socket(fileno=os.dup(sock.fileno())) as peek:
+                return bool(peek.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except OSError:
+            return False
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
