@@ -113,5 +113,5 @@ def test_perplexity_of_the_default_model(default_model: Path, texts: list[tuple[
     ours, eight = mean_loss(model, texts), mean_loss(model, texts, kv_type="q8")
     ratios = {name: float(np.exp(loss - exact)) - 1 for name, loss in (("f16", ours), ("q8", eight))}
     print(f"perplexity {np.exp(exact):.3f}, of 8-bit activations {ratios['f16']:+.4%}, with an 8-bit cache {ratios['q8']:+.4%}")
-    assert abs(ratios["f16"]) < 0.005
+    assert abs(ratios["f16"]) < 0.003
     assert abs(ratios["q8"]) < 0.01
