@@ -34,7 +34,7 @@ def test_product(kind: str, rows: int) -> None:
     exact = x.astype(np.float64) @ dequantise(kind, weights, (n, k)).astype(np.float64).T
     ours = cpu.native.product(cpu.native.best_isa(), kind, weights, n, x)
     error = np.sqrt(np.mean((ours - exact) ** 2) / np.mean(exact**2))
-    assert error < (1e-6 if kind in FLOATS else 0.01)
+    assert error < (1e-6 if kind in FLOATS else 0.0115)  # 8-bit activations in 112 steps
 
 
 def test_product_of_quantised_activations_is_exact() -> None:

@@ -607,3 +607,29 @@ def test_a_wide_context_needs_no_wide_cache_behind_windows() -> None:
     assert llm.context == 4096
     done = llm.generate([1] * 1000, SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
     assert len(done.token_ids) == 200
+
+
+def test_every_choice_says_its_end_once() -> None:
+    with (
+        LLM.from_parts(fake_parts(), kv_blocks=64) as llm,
+        llm.stream("a", SamplingParams(max_tokens=3, n=3, seed=1)) as stream,
+    ):
+        ends = [delta.index for delta in stream if delta.finish is not None]
+    assert sorted(ends) == [0, 1, 2]
+
+
+def test_threads_share_an_llm_and_take_turns() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    params = SamplingParams(max_tokens=12, seed=5)
+    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
+        alone = [llm.generate(f"prompt {i}", params).token_ids for i in range(6)]
+        with ThreadPoolExecutor(6) as pool:
+            together = list(pool.map(lambda i: llm.generate(f"prompt {i}", params).token_ids, range(6)))
+        llm.check()
+    assert together == alone
+
+
+def test_bytes_are_not_a_prompt() -> None:
+    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm, pytest.raises(ParameterError, match="bytes"):
+        llm.generate(b"x")  # type: ignore[call-overload]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from verbatim.base.errors import ParameterError
@@ -37,3 +38,6 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(name, f"{value} is below 1")
+        most = max(64, 4 * (os.cpu_count() or 1))
+        if self.threads is not None and self.threads > most:
+            raise ParameterError("threads", f"{self.threads} is more than {most}, four for each processor of this machine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def command(text: tuple[str, ...], top: int, tokens: bool, as_json: bool, **flag
         score = llm.score(content, top=top)
         if as_json:
             out = {
-                "perplexity": score.perplexity,
+                "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,  # one token has nothing to score
                 "total_logprob": score.total,
                 "tokens": list(score.token_ids),
                 "logprobs": token_logprobs(score.logprobs),

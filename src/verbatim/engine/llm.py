@@ -5,13 +5,14 @@
     with LLM("smollm2") as llm:
         print(llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text)
 
-An LLM belongs to one thread at a time; servers use AsyncEngine.
+Threads may share an LLM: their requests run in the same steps, taken in turns. Servers use AsyncEngine.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ class Stream:
 
     def close(self) -> None:
         """Abort it, if it still runs. What was written so far is in `completion`, with finish reason "cancel"."""
-        if self.completion is None and not self._llm.closed and self._llm.core.abort(self.request_id):
+        if self.completion is None and not self._llm.closed and self._llm._abort(self.request_id):
             self._llm._step()
         self._pending.clear()
 
@@ -97,7 +98,7 @@ class Stream:
 
     def __del__(self) -> None:
         if getattr(self, "completion", True) is None and not self._llm.closed:
-            self._llm.core.abort(self.request_id)
+            self._llm._abort(self.request_id)
 
 
 class LLM:
@@ -129,6 +130,7 @@ class LLM:
         self.config = config
         self.core = EngineCore(parts, config)
         self.closed = False
+        self._lock = threading.RLock()  # one step, one arrival, one abort at a time: threads may share an LLM, and take turns
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
         self._done: dict[str, Completion] = {}  # of generate(), by request id
         self._wanted: set[str] = set()
@@ -242,7 +244,7 @@ class LLM:
             return self._finish([request.id for request in requests])
         except BaseException:  # Ctrl-C too: leave nothing running
             for request in requests:
-                self.core.abort(request.id)
+                self._abort(request.id)
                 self._wanted.discard(request.id)
                 self._done.pop(request.id, None)
             raise
@@ -254,7 +256,8 @@ class LLM:
             self._step()
         if stream is not None:
             self._streams[request.id] = stream
-        self.core.add(request)
+        with self._lock:
+            self.core.add(request)
 
     def _finish(self, ids: Sequence[str]) -> list[Completion]:
         while any(request_id not in self._done for request_id in ids):
@@ -263,8 +266,13 @@ class LLM:
         return [self._done.pop(request_id) for request_id in ids]
 
     def _step(self) -> None:
-        for output in self.core.step():
-            self._sort(output)
+        with self._lock:
+            for output in self.core.step():
+                self._sort(output)
+
+    def _abort(self, request_id: str) -> bool:
+        with self._lock:
+            return self.core.abort(request_id)
 
     def _sort(self, output: Output) -> None:
         stream = self._streams.get(output.request_id)

@@ -71,6 +71,8 @@ def make_request(
 
 
 def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
+    if isinstance(prompt, (bytes, bytearray)):
+        raise ParameterError("prompt", "bytes are neither text nor token ids; decode them, or give a list of ids")
     try:
         ids = tuple(prompt)
     except TypeError:

@@ -34,6 +34,7 @@ class ChoiceStream:
         "_stops",
         "_text",
         "_text_sent",
+        "_told",
         "_total",
         "explain",
         "finish",
@@ -52,6 +53,7 @@ class ChoiceStream:
         self._stops = StopMatcher(params.stop, params.include_stop)
         self._loop = LoopDetector()
         self._text: list[str] = []
+        self._told = False
         self._sent = 0  # tokens already in a Delta
         self._text_sent = 0  # pieces of text already in a Delta
         self._total = 0.0
@@ -108,8 +110,9 @@ class ChoiceStream:
         sent = self._sent
         tokens = tuple(self.token_ids[sent:])
         text = "".join(self._text[self._text_sent :])
-        if not tokens and not text and self.finish is None:
+        if not tokens and not text and (self.finish is None or self._told):
             return None
+        self._told = self.finish is not None  # the end is said once
         logprobs = tuple(self.logprobs[sent:]) if self.logprobs else ()
         explain = tuple(self.explain[sent:]) if self.explain else ()
         self._sent, self._text_sent = len(self.token_ids), len(self._text)

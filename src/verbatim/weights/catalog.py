@@ -296,6 +296,7 @@ def _lock(file: Path) -> Iterator[None]:
 def _hub() -> Any:
     try:
         import huggingface_hub
+        import huggingface_hub.constants  # a lazy package: its submodules must be asked for
     except ImportError:
         raise ModelError("models of the hub (org/name) need an extra: pip install 'verbatim-llm[hub]'") from None
     return huggingface_hub
