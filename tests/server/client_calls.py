@@ -159,9 +159,9 @@ def langchain(url: str, model: str) -> None:
         "required": ["yes"],
         "additionalProperties": False,
     }
-    structured = ChatOpenAI(model=model, base_url=url + "/v1", api_key="unused", max_tokens=60).with_structured_output(
-        schema, method="json_schema"
-    )
+    structured = ChatOpenAI(
+        model=model, base_url=url + "/v1", api_key="unused", max_tokens=300, temperature=0
+    ).with_structured_output(schema, method="json_schema")
     assert structured.invoke("Yes or no?")["yes"] in (True, False)
     vectors = OpenAIEmbeddings(model=model, base_url=url + "/v1", api_key="unused", check_embedding_ctx_length=False)
     assert len(vectors.embed_query("hello")) > 1
@@ -185,7 +185,9 @@ def instructor(url: str, model: str) -> None:
     raw = openai.OpenAI(base_url=url + "/v1", api_key="unused", max_retries=0)
     for mode in (lib.Mode.TOOLS, lib.Mode.JSON_SCHEMA):
         client = lib.from_openai(raw, mode=mode)
-        made = client.chat.completions.create(model=model, messages=ASK, response_model=Answer, max_tokens=60, max_retries=1)
+        made = client.chat.completions.create(
+            model=model, messages=ASK, response_model=Answer, max_tokens=300, temperature=0, max_retries=1
+        )
         assert made.yes in (True, False)
 
 
@@ -200,10 +202,12 @@ def pydantic_ai(url: str, model: str) -> None:
 
     made = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url + "/v1", api_key="unused"))
     assert Agent(made, model_settings={"max_tokens": 8}).run_sync("Say hello.").output
-    assert Agent(made, output_type=NativeOutput(Answer), model_settings={"max_tokens": 60}).run_sync(
+    assert Agent(made, output_type=NativeOutput(Answer), model_settings={"max_tokens": 300, "temperature": 0}).run_sync(
         "Yes or no?"
     ).output.yes in (True, False)
-    assert Agent(made, output_type=Answer, model_settings={"max_tokens": 60}).run_sync("Yes or no?").output.yes in (True, False)
+    assert Agent(made, output_type=Answer, model_settings={"max_tokens": 300, "temperature": 0}).run_sync(
+        "Yes or no?"
+    ).output.yes in (True, False)
 
     async def stream() -> None:
         async with Agent(made, model_settings={"max_tokens": 8}).run_stream("Say hello.") as result:
