@@ -127,7 +127,7 @@ def litellm(url: str, model: str) -> None:
     schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     made = lib.completion(
-        messages=ASK, response_format=form, max_tokens=120, **common
+        messages=ASK, response_format=form, max_tokens=300, temperature=0, **common
     )  # its tools need a package it does not bring
     assert json.loads(made.choices[0].message.content)["yes"] in (True, False)
     try:
