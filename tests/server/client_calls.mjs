@@ -24,7 +24,7 @@ const calls = {
     for await (const _ of cancelled) break;
     const schema = { type: "object", properties: { yes: { type: "boolean" } }, required: ["yes"], additionalProperties: false };
     const made = await client.chat.completions.create({
-      model, messages, max_tokens: 60, response_format: { type: "json_schema", json_schema: { name: "answer", schema, strict: true } },
+      model, messages, max_tokens: 300, temperature: 0, response_format: { type: "json_schema", json_schema: { name: "answer", schema, strict: true } },
     });
     assert.equal(typeof JSON.parse(made.choices[0].message.content).yes, "boolean");
     const response = await client.responses.create({ model, input: "Say hello.", max_output_tokens: 8 });
