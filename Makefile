@@ -23,7 +23,7 @@ test: lint
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
-	$(BIN)/mypy || $(BIN)/mypy  # 2.4.1 now and then ends in an internal error on a cold cache; the second run decides
+	$(BIN)/mypy || $(BIN)/mypy  # seen once to end in an internal error, cause not proven; a type error fails both runs
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(CHECKED)
