@@ -23,7 +23,7 @@ test: lint
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
-	$(BIN)/mypy || $(BIN)/mypy  # seen once to end in an internal error, cause not proven; a type error fails both runs
+	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(CHECKED)
