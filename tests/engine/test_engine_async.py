@@ -280,3 +280,16 @@ async def test_close_ends_what_runs() -> None:
     e.close()
     with pytest.raises(UnavailableError):
         await e.submit("x")
+
+
+async def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
+    """What the server sends is made of this: the pieces of a stream and the whole agree, and neither has half a character."""
+    async with engine() as e:
+        for length in range(1, 7):
+            wanted = "é🙂".encode()[:length]
+            stream = await e.submit("x", SamplingParams(max_tokens=length, choice=("é🙂",)))
+            pieces = [item async for item in stream]
+            assert isinstance(pieces[-1], Completion)
+            assert bytes(pieces[-1].token_ids[:length]) == wanted
+            assert pieces[-1].text == wanted.decode("utf-8", "ignore")
+            assert "".join(d.text for d in pieces if isinstance(d, Delta)) == pieces[-1].text

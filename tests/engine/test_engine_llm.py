@@ -633,3 +633,49 @@ def test_threads_share_an_llm_and_take_turns() -> None:
 def test_bytes_are_not_a_prompt() -> None:
     with LLM.from_parts(fake_parts(), kv_blocks=64) as llm, pytest.raises(ParameterError, match="bytes"):
         llm.generate(b"x")  # type: ignore[call-overload]
+
+
+# ------------------------------------------------------------------------------------------------ cut inside a character
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"n": 1, "best_of": 2}, {"stop": "🙃"}, {"min_tokens": 1}])
+@pytest.mark.parametrize("length", range(1, 7))
+def test_an_answer_cut_inside_a_character_ends_before_it(llm: LLM, length: int, more: dict[str, Any]) -> None:
+    """One token is one byte here, and the only answer is é🙂: bytes 2 and 6 end a character, the others cut one."""
+    wanted = "é🙂".encode()[:length]
+    params = SamplingParams(max_tokens=length, choice=("é🙂",), seed=1, **more)
+    done = llm.generate("x", params)
+    for choice in done.choices:
+        assert bytes(choice.token_ids[:length]) == wanted, "the tokens say the truth"
+        assert choice.text == wanted.decode("utf-8", "ignore")
+    stream = llm.stream("x", params)
+    deltas = list(stream)
+    assert stream.completion is not None
+    assert [c.text for c in stream.completion.choices] == [c.text for c in done.choices]
+    if params.best_of is None:
+        assert "".join(d.text for d in deltas if d.index == 0) == done.text
+
+
+def test_a_cancelled_stream_has_no_half_character(llm: LLM) -> None:
+    with llm.stream("x", SamplingParams(max_tokens=9, choice=("é🙂",))) as stream:
+        texts = [next(stream).text for _ in range(4)]
+    assert texts == ["", "é", "", ""]
+    assert stream.completion is not None
+    assert stream.completion.finish_reason == "cancel"
+    assert stream.completion.text == "é"
+    assert len(stream.completion.token_ids) == 4
+
+
+def test_beams_cut_inside_a_character_end_before_it(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, num_beams=2, num_return_sequences=2, allowed_token_ids=[0xE2, 0xE3])
+    for choice in llm.generate("x", params).choices:
+        assert len(choice.token_ids) == 3
+        assert choice.text == "\ufffd" * 2
+
+
+def test_bytes_that_the_model_itself_broke_are_marked(llm: LLM) -> None:
+    """0xE2 begins a character of three bytes. Four of them: three can never be one, the last was merely cut."""
+    done = llm.generate("x", SamplingParams(max_tokens=4, allowed_token_ids=[0xE2]))
+    assert done.token_ids == (0xE2,) * 4
+    assert done.text == "\ufffd" * 3
+    assert llm.tokenizer.decode(done.token_ids) == "\ufffd" * 4  # decoding ids by themselves shows all of them

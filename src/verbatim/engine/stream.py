@@ -7,6 +7,7 @@ Rules of the record:
   tokens.
 - `text` stops before the stop string, or before the text of the stop token, unless include_stop is set. So with a stop
   string the text can be shorter than its tokens.
+- `text` holds whole characters. An answer that ends inside one ends before it, however it ended: the tokens have its bytes.
 - Stop strings are looked for in what is written after min_tokens tokens; text before that has left already and is never
   taken back.
 """
@@ -87,15 +88,10 @@ class ChoiceStream:
         return finish
 
     def end(self, finish: Finish) -> None:
-        """Nothing more comes: what was held back leaves, unless a stop string swallowed it."""
+        """Nothing more comes: what was held back leaves, unless a stop string swallowed it. Half a character never leaves."""
         if self.finish is None:
             self.finish = finish
-            if self._stops.matched is None:
-                stop = self._write(self._decoder.flush())
-                if stop is None:
-                    self._text.append(self._stops.flush())
-                elif finish.reason == "length":  # the last bytes completed a stop string after all
-                    self.finish = Finish("stop", stop)
+            self._text.append(self._stops.flush())
 
     def _write(self, text: str) -> str | None:
         if len(self.token_ids) <= self._params.min_tokens:

@@ -3,6 +3,9 @@
 A token is bytes, and a character may be spread over several tokens. Bytes wait here until their character is whole; bytes
 that can never become one turn into U+FFFD, exactly where `bytes.decode("utf-8", errors="replace")` of the whole would put
 it. So the pieces of a stream join to the text of the whole answer, and U+FFFD never appears for a character that was merely late.
+
+An answer that ends inside a character (max_tokens cut it, a reader cancelled it) simply ends before that character: its text holds
+whole characters only, its token ids hold every byte. Nobody wrote the mark that decoding the ids by themselves would show there.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class TextDecoder:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """The sequence is over: an unfinished character becomes U+FFFD."""
+        """These ids are all there is, and an unfinished character at their end becomes U+FFFD. Answers do without it: see above."""
         return self._utf8.decode(b"", True)
 
 
