@@ -293,3 +293,15 @@ async def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
             assert bytes(pieces[-1].token_ids[:length]) == wanted
             assert pieces[-1].text == wanted.decode("utf-8", "ignore")
             assert "".join(d.text for d in pieces if isinstance(d, Delta)) == pieces[-1].text
+
+
+async def test_both_front_doors_open_a_model_alike() -> None:
+    """LLM and AsyncEngine take the same words and tell the same facts, out of one place (engine/opened.py)."""
+    from verbatim.engine.opened import OpenedModel
+
+    for name in ("__init__", "tokenizer", "context", "has_template", "fingerprint", "encode_chat", "stats"):
+        assert getattr(LLM, name) is getattr(AsyncEngine, name) is getattr(OpenedModel, name), name
+    async with engine() as e:
+        with LLM.from_parts(fake_parts(), **OPTIONS) as llm:
+            assert (e.context, e.fingerprint, e.has_template) == (llm.context, llm.fingerprint, llm.has_template)
+            assert set(e.stats()) == set(llm.stats())

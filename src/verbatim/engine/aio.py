@@ -13,7 +13,6 @@ failure of the loop ends every request with an error, and is kept in `error`.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 import threading
 import weakref
@@ -29,8 +28,8 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, Finish
 from verbatim.engine.core import EngineCore
 from verbatim.engine.job import HiddenMean, Output
-from verbatim.engine.llm import encode_chat
-from verbatim.engine.parts import Parts, Progress, load_parts
+from verbatim.engine.opened import OpenedModel
+from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request
 
 CALM_SECONDS = 0.2
@@ -165,32 +164,12 @@ def join(first: Delta, second: Delta) -> Delta:
     )
 
 
-class AsyncEngine:
+class AsyncEngine(OpenedModel):
     """`options` are the fields of EngineConfig. The constructor loads the model (blocking: run it in a thread if that
     matters)."""
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = "smollm2",
-        *,
-        revision: str | None = None,
-        offline: bool = False,
-        progress: Progress | None = None,
-        **options: Any,
-    ) -> None:
-        config = EngineConfig(**options)
-        self._open(load_parts(model, config, revision=revision, offline=offline, progress=progress), config)
-
-    @classmethod
-    def from_parts(cls, parts: Parts, **options: Any) -> Self:
-        self = cls.__new__(cls)
-        self._open(parts, EngineConfig(**options))
-        return self
-
     def _open(self, parts: Parts, config: EngineConfig) -> None:
-        self.parts = parts
-        self.config = config
-        self.core = EngineCore(parts, config)
+        super()._open(parts, config)
         self._streams: dict[str, Callable[[], AsyncStream | None]] = {}  # weak: a stream that nobody holds any more is aborted
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
         self._compilers = ThreadPoolExecutor(4, "verbatim-compile")
@@ -208,22 +187,6 @@ class AsyncEngine:
         self._thread.start()
 
     # ------------------------------------------------------------------------------------------------------------- facts
-
-    @property
-    def tokenizer(self) -> Any:
-        return self.parts.tokenizer
-
-    @property
-    def context(self) -> int:
-        return self.core.context
-
-    @property
-    def fingerprint(self) -> str:
-        return self.core.fingerprint
-
-    @property
-    def has_template(self) -> bool:
-        return self.parts.template is not None
 
     @property
     def alive(self) -> bool:
@@ -260,7 +223,7 @@ class AsyncEngine:
         template: Mapping[str, Any] | None = None,
     ) -> AsyncStream:
         """submit() of a conversation through the chat template; `template` holds its options (tools, ...)."""
-        return await self._submit(lambda: encode_chat(self.parts, messages, template or {}), params, request_id, tenant)
+        return await self._submit(lambda: self.encode_chat(messages, **(template or {})), params, request_id, tenant)
 
     async def embed(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""
@@ -336,12 +299,8 @@ class AsyncEngine:
             self._note("abort", request_id)
         return known
 
-    def stats(self) -> dict[str, Any]:
-        """running, waiting, blocks, tokens in and out, ...: plain numbers."""
-        return self.core.stats()
-
     def metrics(self) -> str:
-        """The same and the histograms, in the Prometheus text format."""
+        """stats() and the histograms, in the Prometheus text format."""
         self.core.stats()
         return self.core.metrics.registry.render()
 

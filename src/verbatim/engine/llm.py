@@ -11,7 +11,6 @@ Threads may share an LLM: their requests run in the same steps, taken in turns. 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,16 +21,15 @@ from typing import Any, Self, overload
 import numpy as np
 
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import ParameterError, UnavailableError, UnsupportedError
+from verbatim.base.errors import ParameterError, UnavailableError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, TokenLogprob
-from verbatim.engine.core import EngineCore
 from verbatim.engine.job import Output
-from verbatim.engine.parts import Parts, Progress, load_parts
+from verbatim.engine.opened import Message, OpenedModel
+from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,58 +99,18 @@ class Stream:
             self._llm._abort(self.request_id)
 
 
-class LLM:
+class LLM(OpenedModel):
     """A model, opened. `options` are the fields of EngineConfig; an unknown one is a TypeError.
 
     model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or `org/name` on the hub."""
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = "smollm2",
-        *,
-        revision: str | None = None,
-        offline: bool = False,
-        progress: Progress | None = None,
-        **options: Any,
-    ) -> None:
-        config = EngineConfig(**options)
-        self._open(load_parts(model, config, revision=revision, offline=offline, progress=progress), config)
-
-    @classmethod
-    def from_parts(cls, parts: Parts, **options: Any) -> Self:
-        """An engine of given parts: fakes in tests, or a model that is already open."""
-        self = cls.__new__(cls)
-        self._open(parts, EngineConfig(**options))
-        return self
-
     def _open(self, parts: Parts, config: EngineConfig) -> None:
-        self.parts = parts
-        self.config = config
-        self.core = EngineCore(parts, config)
+        super()._open(parts, config)
         self.closed = False
         self._lock = threading.RLock()  # one step, one arrival, one abort at a time: threads may share an LLM, and take turns
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
         self._done: dict[str, Completion] = {}  # of generate(), by request id
         self._wanted: set[str] = set()
-
-    # facts about the model: tokenizer, context, name, fingerprint
-    @property
-    def tokenizer(self) -> Any:
-        return self.parts.tokenizer
-
-    @property
-    def context(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self.core.context
-
-    @property
-    def has_template(self) -> bool:
-        return self.parts.template is not None
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of model, backend and numerics: equal fingerprints promise equal tokens."""
-        return self.core.fingerprint
 
     @overload
     def generate(self, prompts: str | list[int] | tuple[int, ...], params: SamplingParams | None = None) -> Completion: ...
@@ -190,10 +148,6 @@ class LLM:
 
     def chat_stream(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Stream:
         return self.stream(self.encode_chat(messages, **template), params)
-
-    def encode_chat(self, messages: Sequence[Message], **template: Any) -> list[int]:
-        """The token ids that `chat` would send as the prompt."""
-        return encode_chat(self.parts, messages, template)
 
     def score(self, text: Prompt, *, top: int = 0) -> Score:
         """Teacher-forced log-probability of every token and the perplexity, in one pass. `top`: alternatives to report."""
@@ -288,10 +242,6 @@ class LLM:
         """How the cache was sized: bytes, blocks, the rule that decided. Plain data, for printing."""
         return {**self.core.cache_plan.as_dict(), "text": str(self.core.cache_plan)}
 
-    def stats(self) -> dict[str, Any]:
-        """Counters and gauges of the engine, as plain numbers."""
-        return self.core.stats()
-
     def check(self) -> None:
         """Prove the block accounting; an AssertionError says what is wrong."""
         self.core.check()
@@ -307,16 +257,6 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def encode_chat(parts: Parts, messages: Sequence[Message], template: Mapping[str, Any]) -> list[int]:
-    """Messages through the model's chat template; a control token typed by a user stays text."""
-    if parts.template is None:
-        raise UnsupportedError("messages", f"{parts.name} has no chat template; use generate() with plain text")
-    from verbatim.text import chat
-
-    tokenizer: Any = parts.tokenizer
-    return list(chat.encode_chat(tokenizer, parts.template, messages, **template))
 
 
 def _is_one(prompts: Any) -> bool:

@@ -265,9 +265,7 @@ class Jobs:
         if message.get("messages") is not None:
             if not self._engine.has_template:
                 raise UnsupportedError("messages", "this model has no chat template")
-            from verbatim.engine.llm import encode_chat
-
-            return encode_chat(self._engine.parts, message["messages"], message.get("template") or {})
+            return self._engine.encode_chat(message["messages"], **(message.get("template") or {}))
         text_ids: list[int] = (
             tokenizer.encode_prompt(message["text"]) if message["special"] else tokenizer.encode(message["text"])
         )
