@@ -211,7 +211,7 @@ def test_a_prompt_longer_than_the_context_is_refused_never_cut() -> None:
     llm = fake_llm(context=32)
     with pytest.raises(ContextError) as caught:
         llm.generate([1] * 32)
-    for number in ("32 tokens", "context of 32"):
+    for number in ("32 tokens", "context holds 32"):
         assert number in str(caught.value)
     with pytest.raises(ContextError) as caught:
         llm.generate([1] * 30, SamplingParams(max_tokens=3))

@@ -141,7 +141,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
         read_directory(tmp_path / "nowhere")
     model = tmp_path / "m"
     model.mkdir()
-    with pytest.raises(ModelError, match=r"config\.json: missing"):
+    with pytest.raises(ModelError, match=r"needs config\.json"):
         read_directory(model)
     directory(model)
     with pytest.raises(ModelError, match="no safetensors file"):

@@ -5,19 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 
 if TYPE_CHECKING:
     from verbatim.backend.protocol import Backend
     from verbatim.base.config import EngineConfig
     from verbatim.model.load import Model
 
-BACKENDS = ("auto", "reference", "cpu", "cuda")
+BACKENDS = ("auto", "cpu", "reference")
 
 
 def open_backend(model: Model, config: EngineConfig) -> Backend:
     """The backend that config.backend names. auto: cpu where its kernels are built and know the model, else reference."""
     name, note = config.backend, ""
+    if name == "cuda":
+        raise UnsupportedError("backend", "cuda is not part of this release; leave it out, or ask for cpu or reference")
     if name not in BACKENDS:
         raise ParameterError("backend", f"{name!r} is not one of {', '.join(BACKENDS)}")
     if name in ("auto", "cpu"):
@@ -26,10 +28,8 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
             opened: Backend = import_module("verbatim.backend.cpu").CpuBackend(model, config)
             return opened
         if name == "cpu":
-            raise BackendError(f"the cpu backend cannot run this model: {reason}; use backend='reference'")
+            raise BackendError(f"the cpu backend cannot run this model: {reason}; ask for the backend auto or reference")
         note = f"no cpu kernels: {reason}"
-    if name == "cuda":
-        raise BackendError("the cuda backend is not part of this build; use backend='cpu' or 'reference'")
     from verbatim.backend.reference import ReferenceBackend
 
     return ReferenceBackend(model, config, note=note)

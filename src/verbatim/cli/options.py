@@ -26,7 +26,7 @@ TEMPERATURE = 0.0  # of the command line: the same answer every time; the librar
 
 # EngineConfig has its defaults and meanings in the source; these are the lines a user reads
 ENGINE_HELP = {
-    "backend": "auto, cpu, cuda or reference",
+    "backend": "auto, cpu or reference; auto: cpu where its kernels are built",
     "threads": "threads of the CPU backend; default: the physical cores",
     "context": "longest text in tokens; default: the model's own limit",
     "step_tokens": "most tokens computed in one step",

@@ -104,13 +104,18 @@ def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
         raise ParameterError("prompt", "is empty; give at least one token")
     asked = params.max_tokens
     least = max(1 if asked is None else asked, params.min_tokens)
-    if prompt + least > context:
-        more = "at least 1 token" if asked is None and not params.min_tokens else f"{least} tokens"
-        raise ContextError(
-            f"the prompt has {prompt} tokens, and with {more} of answer it needs {prompt + least} of a context of {context}; "
-            f"shorten the prompt or ask for at most {max(context - prompt, 0)}",
-            param="max_tokens" if prompt < context else "prompt",
-        )
+    if prompt + least <= context:
+        return
+    has = f"the prompt has {prompt} tokens"
+    if prompt + min(least, 1) > context:  # whatever is asked for, not one token of an answer has room
+        room = "" if prompt > context else ", which leaves no room for an answer"
+        short = prompt + min(least, 1) - context
+        raise ContextError(f"{has} and the context holds {context}{room}; shorten it by at least {short}", param="prompt")
+    raise ContextError(
+        f"{has}, and with {least} tokens of answer it needs {prompt + least} of a context of {context}; "
+        f"shorten the prompt or ask for at most {context - prompt}",
+        param="max_tokens",
+    )
 
 
 def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
@@ -121,7 +126,10 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
         asked = getattr(params, name)
         if asked and positions * asked * weight > MAX_REPORTED:
             most = MAX_REPORTED // weight // positions
-            remedy = f"ask for at most {most}" + ("" if name == "prompt_logprobs" else ", or set a lower max_tokens")
+            fewer = "give a shorter text" if name == "prompt_logprobs" else "set a lower max_tokens"
+            if params.width > 1 and name != "prompt_logprobs":
+                fewer += " or n"
+            remedy = f"ask for at most {most}, or {fewer}" if most else fewer
             raise ParameterError(name, f"{asked} alternatives for {positions} tokens are too many to report; {remedy}")
 
 

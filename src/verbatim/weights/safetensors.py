@@ -73,6 +73,8 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError("not a directory; a safetensors model is a directory with config.json", file=str(directory))
+    if not (directory / "config.json").exists():
+        raise ModelError(_no_model(directory), file=str(directory))
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
@@ -92,6 +94,18 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
         tensors |= found
         others |= passed
     return SafetensorsDir(directory, config, generation_config, tensors, _digest(config, tensors), others)
+
+
+def _no_model(directory: Path) -> str:
+    """A directory without config.json: what it is not, and which file in it was probably meant."""
+    try:
+        files = sorted(f.name for f in directory.glob("*.gguf"))
+    except OSError:  # it may not be listed
+        files = []
+    if files:
+        more = f" (and {len(files) - 1} more)" if len(files) > 1 else ""
+        return f"is a directory; give the GGUF file itself: {directory / files[0]}{more}"
+    return "is not a model: a directory needs config.json and *.safetensors beside it; or give a .gguf file"
 
 
 def _shards(directory: Path) -> dict[str, list[str]]:
@@ -120,7 +134,7 @@ def _shards(directory: Path) -> dict[str, list[str]]:
         raise ModelError(
             "only pickle weights; they run code when read and are refused: convert to safetensors", file=str(directory)
         )
-    raise ModelError("no safetensors file", file=str(directory))
+    raise ModelError("no safetensors file beside config.json; fetch the model again", file=str(directory))
 
 
 def _check_shard_name(shard: object, name: str, index: Path) -> None:
