@@ -16,7 +16,7 @@ from verbatim.cli.options import Command, Option
 from verbatim.cli.screen import GREEN, RED, YELLOW, paint
 from verbatim.cli.version import cpu_facts, cuda_facts
 
-EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib", "cuda": "torch"}
+EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib"}
 Finding = tuple[str, str, str]  # good | note | bad, what, the finding
 
 

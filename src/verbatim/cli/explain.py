@@ -23,7 +23,7 @@ DEFAULT_TOKENS = 16
 
 
 @click.command(cls=Command)
-@click.argument("prompt", nargs=-1)
+@click.argument("prompt", nargs=-1, metavar="[PROMPT]")
 @click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--brief", cls=Option, is_flag=True, help="one line a token")
@@ -92,7 +92,7 @@ def _print(llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[s
     from verbatim.cli.report import closing_line
     from verbatim.observe.explain import headline, render, render_what_if
 
-    show = token_text(llm)
+    show = llm.tokenizer.token_bytes
     for choice in completion.choices:
         write(paint(choice.text, BOLD, sys.stdout) + "\n\n")
         for record in choice.explain:
@@ -119,8 +119,3 @@ def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list
             for asked, results in what_ifs
         ]
     sys.stdout.write(json.dumps(out, ensure_ascii=False) + "\n")
-
-
-def token_text(llm: LLM) -> Any:
-    """A token as text; bytes that are no text by themselves are shown as \\x.."""
-    return lambda token: llm.tokenizer.token_bytes(token).decode("utf-8", "backslashreplace")

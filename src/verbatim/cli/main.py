@@ -7,6 +7,7 @@ the traceback comes with --debug.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
@@ -21,22 +22,36 @@ from verbatim.base.errors import ModelError, RequestError, VerbatimError
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 130, 141
 
-# name -> one line; the table keeps `verbatim --help` from importing every command
-COMMANDS = {
-    "run": "Answer one prompt, streamed.",
-    "chat": "Talk with a model, turn by turn.",
-    "score": "Log-probability of every token of a text, and its perplexity.",
-    "explain": "Show why each token was chosen.",
-    "models": "List the models at hand.",
-    "pull": "Fetch a model into the cache.",
-    "convert": "Write a model as a (quantised) GGUF file.",
-    "bench": "Measure this machine's limits and how near the engine comes.",
-    "serve": "Serve OpenAI's API over HTTP.",
-    "batch": "Answer a file of requests.",
-    "replay": "Repeat an answer from its receipt and compare.",
-    "doctor": "Check the installation, the kernels and the cache.",
-    "version": "Print versions, backends and the instruction set.",
+# heading -> name -> one line; the table keeps `verbatim --help` from importing every command
+GROUPS = {
+    "Ask a model": {
+        "run": "Answer one prompt, streamed.",
+        "chat": "Talk with a model, turn by turn.",
+        "batch": "Answer a file of requests.",
+        "serve": "Serve OpenAI's API over HTTP.",
+    },
+    "Look inside": {
+        "explain": "Show why each token was chosen.",
+        "score": "Log-probability of every token of a text, and its perplexity.",
+        "replay": "Repeat an answer from its receipt and compare.",
+    },
+    "Models": {
+        "models": "List the models at hand.",
+        "pull": "Fetch a model into the cache.",
+        "convert": "Write a model as a (quantised) GGUF file.",
+    },
+    "This machine": {
+        "bench": "Measure this machine's limits and how near the engine comes.",
+        "doctor": "Check the installation, the kernels and the cache.",
+        "version": "Print versions, backends and the instruction set.",
+    },
 }
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
+EXAMPLES = """\
+verbatim run "Why is the sky blue?"
+git log -5 | verbatim run --system "Sum up in one sentence." -
+verbatim explain --brief --temperature 0.8 "Name the capital of France."
+"""
 
 
 class LazyGroup(click.Group):
@@ -56,8 +71,18 @@ class LazyGroup(click.Group):
             return READER_GONE
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+        indent = max(len(name) for name in COMMANDS)
+        for title, group in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(f"{name:{indent}}", line) for name, line in group.items()])
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """What one came for first: the commands, then how they are called, then the few options."""
+        self.format_commands(ctx, formatter)
+        with formatter.section("Examples"):
+            for line in EXAMPLES.splitlines():
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
+        click.Command.format_options(self, ctx, formatter)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
@@ -69,11 +94,21 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.command(
+    cls=LazyGroup,
+    invoke_without_command=True,
+    subcommand_metavar="COMMAND ...",
+    options_metavar="",
+    epilog="verbatim COMMAND --help lists a command's options.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.version_option(__version__, "-V", "--version", prog_name="verbatim", message="%(prog)s %(version)s")
-def cli(debug: bool) -> None:
-    """Verbatim: the same tokens, always. `verbatim run "Why is the sky blue?"` is a good start."""
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Verbatim runs language models on this machine: the same request, the same tokens, always."""
+    if ctx.invoked_subcommand is None:  # the word alone: no mistake, somebody looks around
+        click.echo(ctx.get_help())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,6 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = "--debug" in flags or os.environ.get("VERBATIM_DEBUG", "") not in ("", "0")
     if "--debug" in flags:  # welcome anywhere, so that it can be added to the end of a line that just failed
         words.remove("--debug")
+    _have_streams()
     _speak_any_language()
     try:
         code = _call(words)
@@ -92,8 +128,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             traceback.print_exc()
         code = _report(error)
-    _flush()
-    sys.exit(code)
+    sys.exit(_flush() or code)
+
+
+def _have_streams() -> None:
+    """A shell's `>&-` or `2>&-` leaves no stream at all; what nobody wants to read goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  it stays open
 
 
 def _speak_any_language() -> None:
@@ -128,8 +170,32 @@ def _report(error: BaseException) -> int:
     if isinstance(error, MemoryError):
         complain("out of memory; the model and its cache do not fit; try a smaller --context, --kv-memory or model")
         return FAILED
+    if isinstance(error, OSError) and error.errno in SYSTEM:
+        complain(_system_line(error))
+        return FAILED
     complain(f"{type(error).__name__}: {error}; this is a fault of Verbatim; --debug shows where")
     return FAILED
+
+
+# what the operating system refuses, whatever the program does -> the remedy
+SYSTEM = {
+    errno.ENOSPC: "free some space, or send it elsewhere",
+    errno.EDQUOT: "free some space, or send it elsewhere",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or send it elsewhere",
+    errno.EIO: "check the device behind it",
+    errno.EROFS: "choose a place that can be written",
+    errno.EACCES: "check its permissions, or choose another place",
+    errno.EPERM: "check its permissions, or choose another place",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "close some programs: the system has no more files to open",
+}
+
+
+def _system_line(error: OSError) -> str:
+    """An error without a file name comes from a stream that was open already: our output."""
+    what = "write the output" if error.filename is None else f"use {os.fspath(error.filename)!r}"
+    reason = (error.strerror or "failed").lower()
+    return f"cannot {what}: {reason}; {SYSTEM[error.errno or 0]}"
 
 
 def code_of(error: VerbatimError) -> int:
@@ -144,7 +210,7 @@ def _usage_line(error: click.ClickException) -> str:
     text = " ".join(error.format_message().split()).rstrip(".")
     text = re.sub(r"\.? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$", r"; did you mean \1?", text)
     ctx = getattr(error, "ctx", None)
-    if ctx is not None and ctx.command_path != "verbatim" and "; " not in text:
+    if ctx is not None and "; " not in text:
         text += f"; see {ctx.command_path} --help"
     return text[0].lower() + text[1:] if text[:2].istitle() else text
 
@@ -155,18 +221,20 @@ def complain(message: str) -> None:
     try:
         sys.stderr.write(f"verbatim: {line}\n")
         sys.stderr.flush()
-    except (BrokenPipeError, ValueError):
+    except (OSError, ValueError):  # nobody can be told
         pass
 
 
-def _flush() -> None:
-    """Flush now, while we can still be quiet: at interpreter exit a closed pipe would print a traceback of its own."""
+def _flush() -> int:
+    """Flush now, while we can still say it our way: at interpreter exit a lost output would print a traceback of its own."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _report(error)
     except ValueError:
         pass
+    return OK
 
 
 if __name__ == "__main__":

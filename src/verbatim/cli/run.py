@@ -23,7 +23,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain")  # parameters whose result 
 
 
 @click.command(cls=Command, epilog="Exit codes: 0 done, 1 failure, 2 wrong flag or value, 3 model, 130 interrupted.")
-@click.argument("prompt", nargs=-1)
+@click.argument("prompt", nargs=-1, metavar="[PROMPT]")
 @click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text")
@@ -37,7 +37,8 @@ def command(
 ) -> int:
     """Answer PROMPT, streamed: as a chat turn where the model has a chat template, else as a continuation.
 
-    PROMPT may be `-` or come through a pipe. The command line's temperature is 0: the same answer every time.
+    PROMPT is one argument, in quotes; `-`, or none and a pipe, reads it from stdin. The command line's temperature is 0: the same
+    answer every time.
     """
     from verbatim.cli.session import open_llm, read_prompt
 

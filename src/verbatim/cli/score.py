@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("text", nargs=-1)
+@click.argument("text", nargs=-1, metavar="[TEXT]")
 @click.option(
     "--top", cls=Option, type=click.IntRange(0, 1024), default=0, metavar="N", help="alternatives to report a token [0]"
 )
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 @model_options
 @engine_options
 def command(text: tuple[str, ...], top: int, tokens: bool, as_json: bool, **flags: Any) -> int:
-    """Log-probability of every token of TEXT, and its perplexity. TEXT may be `-` or come through a pipe.
+    """Log-probability of every token of TEXT, and its perplexity. TEXT is one argument, in quotes; `-`, or none and a pipe, reads stdin.
 
     Plain output is `perplexity`, a tab, and the number. Log-probabilities are natural logarithms.
     """
     from verbatim.cli.session import open_llm, read_prompt
 
-    content = read_prompt(text)
+    content = read_prompt(text, "text")
     with open_llm(flags, quiet=as_json) as llm:
         score = llm.score(content, top=top)
         if as_json:
@@ -51,28 +51,19 @@ def command(text: tuple[str, ...], top: int, tokens: bool, as_json: bool, **flag
             _table(llm, score)
         write(f"perplexity\t{score.perplexity:.4f}\n")
         scored = sum(row is not None for row in score.logprobs)
-        note(
-            f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · {score.total / max(scored, 1):.4f} a token"
-        )
+        if not scored:
+            note("a text of one token has no perplexity: nothing comes before it that could foresee it; give a longer text")
+        else:
+            note(
+                f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · {score.total / scored:.4f} a token"
+            )
     return 0
 
 
 def _table(llm: LLM, score: Score) -> None:
+    from verbatim.observe.explain import quoted
+
     for token, row in zip(score.token_ids, score.logprobs, strict=True):
         number = "       -" if row is None else f"{row.logprob:8.4f}"
-        others = "" if row is None else "".join(f"\t{show_token(llm, t)} {lp:.3f}" for t, lp in row.top)
-        write(f"{number}\t{token}\t{show_token(llm, token)}{others}\n")
-
-
-def show_token(llm: LLM, token: int) -> str:
-    """A token as it can stand in a line: quoted and escaped, bytes that are no text as \\x.."""
-    raw = llm.tokenizer.token_bytes(token)
-    return repr(raw.decode("utf-8")) if _is_text(raw) else repr(raw)[1:]
-
-
-def _is_text(raw: bytes) -> bool:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+        others = "" if row is None else "".join(f"\t{quoted(llm.tokenizer.token_bytes(t))} {lp:.3f}" for t, lp in row.top)
+        write(f"{number}\t{token}\t{quoted(llm.tokenizer.token_bytes(token))}{others}\n")

@@ -6,6 +6,7 @@ Piped, stdout holds the plain text of the answer and nothing more. Colour and th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -33,9 +34,10 @@ def write(text: str) -> None:
 
 
 def note(text: str, code: str = DIM) -> None:
-    """A line for the person, not for the pipe."""
-    sys.stderr.write(paint(text, code) + "\n")
-    sys.stderr.flush()
+    """A line for the person, not for the pipe. Where nobody can read it, the answer still counts."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(paint(text, code) + "\n")
+        sys.stderr.flush()
 
 
 def warn(text: str) -> None:

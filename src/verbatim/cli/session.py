@@ -29,20 +29,46 @@ def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
         progress.clear()
 
 
-def read_prompt(words: tuple[str, ...]) -> str:
-    """The prompt from the words of the command; from stdin where it is `-`, or where there is none and stdin is a pipe."""
+def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:
+    """The prompt: the one argument of the command; stdin where it is `-`, or where there is none and stdin is a pipe.
+
+    Several arguments are refused, not joined: one of them may be a model's name, or meant as a prompt of its own."""
+    if len(words) > 1:
+        raise ParameterError(param, _too_many(words, param))
     if words and words != ("-",):
-        return " ".join(words)
-    if not words and sys.stdin.isatty():
-        raise ParameterError("prompt", 'is missing; type it in quotes, or "-" to read stdin')
+        if not words[0]:
+            raise ParameterError(param, f'is empty; type the {param} in quotes, or "-" to read stdin')
+        return words[0]
+    if sys.stdin is None or (not words and sys.stdin.isatty()):
+        raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ParameterError("prompt", f"stdin is not UTF-8 text (byte {error.start})") from None
+        raise ParameterError(param, f"stdin is not UTF-8 text (byte {error.start}); convert it first") from None
     text = text.removesuffix("\n")  # the newline that ends a line of a shell is not part of the prompt, as with $(...)
     if not text:
-        raise ParameterError("prompt", "stdin was empty")
+        raise ParameterError(param, f"stdin was empty; type the {param} in quotes, or send it through a pipe")
     return text
+
+
+def _too_many(words: tuple[str, ...], param: str) -> str:
+    """Which remedy? `verbatim run smollm2 "Hi"` means a model; `verbatim run why is the sky blue` has lost its quotes."""
+    import shlex
+
+    import click
+
+    called = click.get_current_context().command_path
+    many = f"{len(words)} arguments were given, and it is one"
+    if _names_a_model(words[0]):
+        return f"{many}; the model goes behind -m: {called} -m {shlex.quote(words[0])} …"
+    whole = shlex.quote(" ".join(words))
+    return f"{many}; put it in quotes: {called} {whole}" if len(whole) <= 100 else f"{many}; put it in quotes"
+
+
+def _names_a_model(word: str) -> bool:
+    from verbatim.weights.catalog import CATALOG
+
+    return word in CATALOG or word.endswith(".gguf")
 
 
 def speed_limit(llm: LLM, context: int) -> float | None:

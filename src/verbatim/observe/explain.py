@@ -38,7 +38,7 @@ from verbatim.base.errors import ParameterError, RequestError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
 
-Text = Callable[[int], str]
+Text = Callable[[int], str | bytes]  # a token as text, or as its bytes where they may be no text
 
 # What a what-if may change: how a token is drawn. The rest decides when an answer ends, or what is reported.
 # fmt: off
@@ -258,7 +258,21 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[
 
 
 def _shown(text: Text, token: int) -> str:
-    return repr(text(token))
+    return quoted(text(token))
+
+
+def quoted(token: str | bytes) -> str:
+    """A token as it can stand in a line: quoted and escaped, bytes that are no text by themselves as \\x..
+
+    >>> print(quoted(" Paris".encode()), quoted(b"\\xf0\\x9f"))
+    ' Paris' '\\xf0\\x9f'
+    """
+    if isinstance(token, bytes):
+        try:
+            return repr(token.decode("utf-8"))
+        except UnicodeDecodeError:
+            return repr(token)[1:]
+    return repr(token)
 
 
 def _number(value: float | None) -> str:

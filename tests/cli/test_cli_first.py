@@ -1,0 +1,197 @@
+"""First impressions: the screen of the bare command, and errors that say what, why and what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_said import Call
+
+from verbatim import LLM, SamplingParams
+from verbatim.base.errors import ContextError, ParameterError
+from verbatim.cli import main as module
+
+Spawn = Callable[..., "subprocess.Popen[bytes]"]
+FULL = Path("/dev/full")
+
+
+# ------------------------------------------------------------------------------------------------------- the first screen
+
+
+def test_the_bare_command_is_its_first_screen(verbatim: Call) -> None:
+    bare = verbatim()
+    assert bare.code == 0
+    assert bare.err == ""
+    assert bare.out == verbatim("--help").out == verbatim("-h").out
+    lines = bare.out.splitlines()
+    for title, group in module.GROUPS.items():
+        at = lines.index(f"{title}:")
+        assert [line.split()[0] for line in lines[at + 1 : at + 1 + len(group)]] == list(group)
+    for example in module.EXAMPLES.splitlines():
+        assert f"  {example}" in lines, "an example stands on a line of its own, to be copied"
+    assert len(module.EXAMPLES.splitlines()) == 3
+
+
+def test_every_example_names_a_command_and_its_flags() -> None:
+    import shlex
+
+    import click
+
+    for example in module.EXAMPLES.splitlines():
+        words = shlex.split(example.split("| ")[-1])
+        assert words[0] == "verbatim"
+        command = module.cli.get_command(click.Context(module.cli), words[1])
+        assert command is not None
+        command.make_context(words[1], words[2:])  # parsed, not run
+
+
+def test_a_narrow_terminal_breaks_no_word(spawn: Spawn) -> None:
+    code = "import os; os.environ['COLUMNS'] = '40'\nfrom verbatim.cli.main import main\nmain([])"
+    process = spawn(code=code, stdout=subprocess.PIPE)
+    out, _ = process.communicate(timeout=60)
+    described = [line for line in out.decode().splitlines() if "verbatim" not in line]
+    assert max(map(len, described)) <= 50
+
+
+def test_the_shell_can_complete_commands_and_flags(spawn: Spawn) -> None:
+    code = "import os\nos.environ.update(_VERBATIM_COMPLETE='bash_complete', COMP_WORDS={words!r}, COMP_CWORD='{n}')\n"
+    code += "from verbatim.cli.main import main\nmain([])"
+    for words, n, wanted in [("verbatim ex", 1, b"plain,explain"), ("verbatim run --max-t", 2, b"plain,--max-tokens")]:
+        process = spawn(code=code.format(words=words, n=n), stdout=subprocess.PIPE)
+        out, _ = process.communicate(timeout=60)
+        assert out.strip() == wanted
+        assert process.returncode == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- the prompt
+
+
+@pytest.mark.parametrize("command", ["run", "explain", "score"])
+def test_an_empty_prompt_is_refused_by_name(verbatim: Call, command: str) -> None:
+    said = verbatim(command, "")
+    assert said.code == 2
+    assert said.err.startswith("verbatim: text: is empty" if command == "score" else "verbatim: prompt: is empty")
+    assert '"-" to read stdin' in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("command", ["run", "explain", "score"])
+def test_two_prompts_are_refused_never_joined(verbatim: Call, command: str) -> None:
+    said = verbatim(command, "why is", "the sky blue")
+    assert said.code == 2
+    assert f"2 arguments were given, and it is one; put it in quotes: verbatim {command} 'why is the sky blue'" in said.err
+    assert said.out == ""
+    assert "-m smollm2" in verbatim(command, "smollm2", "why").err, "as in `ollama run MODEL PROMPT`"
+    assert "-m x.gguf" in verbatim(command, "x.gguf", "why").err
+    assert verbatim(command, *["word"] * 100).err.endswith("put it in quotes\n")
+
+
+def test_no_stdin_at_all(spawn: Spawn) -> None:
+    code = "import sys; sys.stdin = None\nfrom verbatim.cli.main import main\nmain(['run'])"
+    process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert b"prompt: is missing" in err
+
+
+# ----------------------------------------------------------------------------------------------------------- full and gone
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full is a thing of Linux")
+@pytest.mark.parametrize(
+    "words", [("run", "--max-tokens", "3", "the"), ("run", "--json", "--max-tokens", "3", "the"), ("version",), ()]
+)
+def test_a_full_disk_is_not_our_fault(spawn: Spawn, words: tuple[str, ...]) -> None:
+    with FULL.open("wb") as full:
+        process = spawn(*words, stdout=full, stderr=subprocess.PIPE)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.decode() == (
+        "verbatim: cannot write the output: no space left on device; free some space, or send it elsewhere\n"
+    )
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full is a thing of Linux")
+def test_an_answer_counts_though_nobody_can_read_the_notes(spawn: Spawn) -> None:
+    with FULL.open("wb") as full:
+        process = spawn("run", "--max-tokens", "3", "the", stdout=subprocess.PIPE, stderr=full)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert out
+
+
+def test_closed_streams(spawn: Spawn) -> None:
+    """`>&-` and `2>&-` in a shell."""
+    for closed in (1, 2):
+        kept = {1: {"stderr": subprocess.PIPE}, 2: {"stdout": subprocess.PIPE}}[closed]
+        process = spawn("run", "--max-tokens", "3", "the", preexec_fn=lambda fd=closed: os.close(fd), **kept)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert b"Traceback" not in (err or b"")
+        assert closed == 1 or out
+
+
+# ------------------------------------------------------------------------------------------------------------------ errors
+
+
+def test_a_backend_that_is_not_there(verbatim: Call) -> None:
+    said = verbatim("run", "--backend", "cuda", "the")
+    assert said.code == 2
+    assert said.err == "verbatim: backend: cuda is not part of this release; leave it out, or ask for cpu or reference\n"
+    assert verbatim("run", "--backend", "tpu", "the").err == "verbatim: backend: 'tpu' is not one of auto, cpu, reference\n"
+
+
+def test_a_directory_that_is_not_a_model(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
+    said = verbatim("run", "-m", str(tmp_path), "the")
+    assert said.code == 3
+    assert "is not a model: a directory needs config.json and *.safetensors" in said.err
+    (tmp_path / "a.gguf").symlink_to(tiny)
+    assert f"give the GGUF file itself: {tmp_path / 'a.gguf'}\n" in verbatim("run", "-m", str(tmp_path), "the").err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "wanted"),
+    [
+        (32, {}, "32 tokens and the context holds 32, which leaves no room for an answer; shorten it by at least 1"),
+        (40, {}, "40 tokens and the context holds 32; shorten it by at least 9"),
+        (40, {"max_tokens": 5}, "40 tokens and the context holds 32; shorten it by at least 9"),
+        (40, {"max_tokens": 0}, "40 tokens and the context holds 32; shorten it by at least 8"),
+        (30, {"max_tokens": 5}, "needs 35 of a context of 32; shorten the prompt or ask for at most 2"),
+    ],
+)
+def test_a_prompt_too_long_says_by_how_much(tiny: Path, tokens: int, params: dict[str, int], wanted: str) -> None:
+    with LLM(tiny, context=32) as llm, pytest.raises(ContextError) as caught:
+        llm.generate([5] * tokens, SamplingParams(**params))  # type: ignore[arg-type]
+    assert wanted in str(caught.value)
+    assert "at most 0" not in str(caught.value)
+    assert caught.value.param == ("max_tokens" if tokens < 32 else "prompt")
+
+
+def test_nothing_is_advised_that_cannot_be(tiny: Path) -> None:
+    with LLM(tiny) as llm, pytest.raises(ParameterError) as caught:
+        llm.generate("the", SamplingParams(logprobs=1, n=1024, max_tokens=4000))
+    assert str(caught.value).endswith("too many to report; set a lower max_tokens or n")
+
+
+def test_doctor_names_everything_once(verbatim: Call) -> None:
+    lines = verbatim("doctor").out.splitlines()
+    assert max(Counter(line[6:18].strip() for line in lines).values()) == 1
+
+
+def test_half_characters_are_shown_as_bytes(verbatim: Call, tiny: Path) -> None:
+    with LLM(tiny) as llm:
+        [half] = [t for t in range(llm.tokenizer.vocab_size) if llm.tokenizer.token_bytes(t) == b"\xf0"]
+    said = verbatim("explain", "--raw", "--brief", "--max-tokens", "1", "--allowed-token-ids", str(half), "the")
+    assert rf"'\xf0' ({half})" in said.out
+    assert "\n'\\xf0'" not in said.out
+    assert said.out.startswith("\n"), "and the text itself, cut inside a character, is empty"
+
+
+def test_one_token_has_no_perplexity(verbatim: Call) -> None:
+    said = verbatim("score", "the")
+    assert said.out == "perplexity\tnan\n"
+    assert "give a longer text" in said.err
