@@ -71,6 +71,7 @@ def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
     test = subprocess.run([*dry, "test"], capture_output=True, text=True, check=True).stdout
     assert test.index("torch==") < test.index('".[dev]"'), "torch comes first, pinned"
     assert test.index("ruff check") < test.index("-m pytest")
+    assert test.count("/mypy") == 1, "a checker that must be asked twice is not a check"
 
 
 def test_torch_is_pinned_alike_everywhere() -> None:
@@ -84,6 +85,13 @@ def test_every_constraint_is_of_something_we_ask_for() -> None:
     asked = [*PROJECT["project"]["dependencies"], *(d for deps in extras.values() for d in deps)]
     names = {re.split(r"[<>=!;\[ ]", d)[0].lower().replace("_", "-") for d in asked}
     assert set(constraints()) <= names
+
+
+def test_the_template_engine_is_one_whose_sandbox_holds() -> None:
+    """Jinja before 3.1.6 lets a template out of its sandbox (CVE-2025-27516), and templates come with models."""
+    [wanted] = [d for d in PROJECT["project"]["dependencies"] if d.startswith("jinja2")]
+    bounds = (wanted.removeprefix("jinja2"), constraints()["jinja2"].split(",")[0])
+    assert bounds == (">=3.1.6", ">=3.1.6")
 
 
 def test_the_core_needs_few_packages() -> None:
