@@ -9,6 +9,14 @@
 #include <cstdint>
 #include <cstring>
 
+// Register tiles must be unrolled to live in registers; the scalar path has none to fill and would only compile slowly.
+#if defined(VB_ISA_SCALAR)
+#define VB_UNROLL(n)
+#else
+#define VB_PRAGMA(x) _Pragma(#x)
+#define VB_UNROLL(n) VB_PRAGMA(GCC unroll n)
+#endif
+
 #if defined(VB_ISA_AVX512) || defined(VB_ISA_AMX)
 #include "vec_avx512.h"
 #elif defined(VB_ISA_AVX2)
@@ -19,19 +27,19 @@
 #include "vec_scalar.h"
 #endif
 
-// Register tiles must be unrolled to live in registers; the scalar path has none to fill and would only compile slowly.
-#if defined(VB_ISA_SCALAR)
-#define VB_UNROLL(n)
-#else
-#define VB_PRAGMA(x) _Pragma(#x)
-#define VB_UNROLL(n) VB_PRAGMA(GCC unroll n)
-#endif
-
 namespace VB_NS {
 
 constexpr int NQ = 16 / VL;
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+#if !defined(VB_HAS_DOTS)
+// dot() for R rows of activations against the same weights.
+template <int MAXW, int G, int N, int R> static inline void dots(vi* c, const vb* w, const int8_t* const* a, int at) {
+VB_UNROLL(8)
+    for (int r = 0; r < R; r++) c[r] = dot<MAXW, G, N>(c[r], w, aload(a[r] + at));
+}
+#endif
 
 // Sum of 16 lanes in the one order in use everywhere: l + (l+8), then +4, +2, +1.
 static inline float tree16(const float* p) {

@@ -11,7 +11,6 @@ using vf = __m512;
 using vi = __m512i;
 using vm = __mmask16;
 using vb = __m512i;
-struct act32 { const int8_t* p; };
 
 static inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 static inline void store(float* p, vf a) { _mm512_storeu_ps(p, a); }
@@ -60,13 +59,17 @@ template <int N> static inline vb bpick(vb a, uint8_t m) {
 }
 static inline vb bor(vb a, vb b) { return _mm512_or_si512(a, b); }
 
-static inline act32 aload(const int8_t* p) { return {p}; }
-template <int MAXW, int G, int N> static inline vi dot(vi c, const vb* w, act32 a) {
-    for (int g = G; g < G + N; g++) {
-        int32_t word; std::memcpy(&word, a.p + 4 * g, 4);
-        c = _mm512_dpbusd_epi32(c, w[g], _mm512_set1_epi32(word));
-    }
-    return c;
+#define VB_HAS_DOTS
+// Rows inside, groups outside: a row's eight products wait for one another (5 cycles each), those of different rows do not, and the processor
+// sees too few instructions ahead to find them by itself.
+template <int MAXW, int G, int N, int R> static inline void dots(vi* c, const vb* w, const int8_t* const* a, int at) {
+VB_UNROLL(8)
+    for (int g = G; g < G + N; g++)
+VB_UNROLL(8)
+        for (int r = 0; r < R; r++) {
+            int32_t word; std::memcpy(&word, a[r] + at + 4 * g, 4);
+            c[r] = _mm512_dpbusd_epi32(c[r], w[g], _mm512_set1_epi32(word));
+        }
 }
 
 }  // namespace VB_NS
