@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,15 @@ def request_bytes(path: str, body: dict[str, Any], key: str = "") -> bytes:
     return head.encode() + data
 
 
-async def stream(port: int, path: str, body: dict[str, Any], *, key: str = "", leave_after: int | None = None) -> Got:
+async def stream(
+    port: int,
+    path: str,
+    body: dict[str, Any],
+    *,
+    key: str = "",
+    leave_after: int | None = None,
+    on_head: Callable[[], None] | None = None,
+) -> Got:
     """The whole answer; or, with leave_after, up to that many events, and then the connection is cut."""
     got = Got()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
@@ -47,6 +56,8 @@ async def stream(port: int, path: str, body: dict[str, Any], *, key: str = "", l
             return got
         got.head = (await reader.readuntil(b"\r\n\r\n")).decode()
         got.status = int(got.head.split(" ", 2)[1])
+        if on_head is not None:
+            on_head()
         while line := await reader.readline():
             if line.startswith(b"data: "):
                 text = line[6:].strip().decode()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from live_server import Live, check_ledger
 from streams import request_bytes, stream
 
@@ -48,39 +49,53 @@ def inside(pid: int) -> tuple[int, int]:
 
 
 async def many(live: Live, count: int, tokens: int) -> None:
-    texts = set()
+    """The engine is frozen until every stream has its head: they are all open at once, and the pipe between the processes is full."""
+    opened, all_open = 0, asyncio.Event()
+
+    def head_came() -> None:
+        nonlocal opened
+        opened += 1
+        if opened == count:
+            all_open.set()
 
     async def one(i: int) -> Any:
-        await asyncio.sleep(
-            i / 2000
-        )  # two thousand a second, so that the kernel's queue of new connections is not the thing under test
-        return await stream(live.port, "/v1/completions", completion(tokens, seed=i % 7))
+        await asyncio.sleep(i / 2000)  # the kernel's queue of new connections is not the thing under test
+        return await stream(live.port, "/v1/completions", completion(tokens, seed=i % 7), on_head=head_came)
 
-    for i, got in enumerate(await asyncio.gather(*(one(i) for i in range(count)))):
+    engine = live.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    running = [asyncio.create_task(one(i)) for i in range(count)]
+    await asyncio.wait((asyncio.ensure_future(all_open.wait()), *running), return_when=asyncio.FIRST_COMPLETED)
+    os.kill(engine, signal.SIGCONT)
+    texts = set()
+    for i, got in enumerate(await asyncio.gather(*running)):
         assert got.status == 200, got.head
         assert got.events[-1] == "[DONE]"
         assert got.whole
         assert not got.errors
         texts.add((i % 7, got.text))
+    assert opened == count
     assert len(texts) == 7  # the same request, the same answer, however many others there were
 
 
-def test_a_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
-    live = serve("--max-queue", "2000")
-    asyncio.run(many(live, 1000, 12))
-    numbers = live.wait_at_rest()
+def check_many(serve: Any, count: int) -> None:
+    room = ("--max-queue", str(2 * count), "--max-waiting", str(2 * count))
+    live = serve(*room, "--keepalive-seconds", "1", "--engine-silence-seconds", "600")
+    uvloop.run(many(live, count, 12))
+    numbers = live.wait_at_rest(120)
     check_ledger(numbers)
-    assert numbers['verbatim_requests_ended_total{state="length"}'] == 1000
+    assert numbers['verbatim_requests_ended_total{state="length"}'] == count
     assert live.stop() == 0
+
+
+def test_a_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
+    check_many(serve, 1000)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_ten_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
-    live = serve("--max-queue", "20000", "--max-waiting", "20000")
-    asyncio.run(many(live, 10_000, 12))
-    check_ledger(live.wait_at_rest(120))
-    assert live.stop() == 0
+    check_many(serve, 10_000)
 
 
 def test_beyond_the_queue_429_with_retry_after_and_the_accepted_are_served(serve: Any) -> None:

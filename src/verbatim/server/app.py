@@ -66,6 +66,7 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/metrics": {"GET": (info.metrics, False)},
     "/openapi.json": {"GET": (info.openapi, False)},
 }
+ROOM_ROUTES = {path for path, methods in ROUTES.items() if any(needs_room for _, needs_room in methods.values())}
 
 
 def make_app(state: State) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
@@ -140,7 +141,7 @@ class Door:
         scope["verbatim.arrived"] = arrived = time.monotonic()
         scope["verbatim.tenant"] = ""
         extra: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode()), *self._cors(headers)]
-        status = 0
+        status, route = 0, "other"
 
         async def out(message: Message) -> None:
             nonlocal status
@@ -150,6 +151,9 @@ class Door:
             await send(message)
 
         refusal = self._refuse(scope, headers)
+        if refusal is None and scope["method"] == "POST" and scope["path"] in ROOM_ROUTES:
+            # A flood is answered here, in a fraction of the time that routing and reading would take from the requests that run.
+            refusal, route = self._state.no_room(scope["verbatim.tenant"]), scope["path"]
         if refusal is not None:
             await spell_problem(scope["path"], refusal)(scope, receive, out)
         elif scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
@@ -157,7 +161,7 @@ class Door:
         else:
             with trace(scope, request_id):
                 await self._inner(scope, receive, out)
-        route = getattr(scope.get("route"), "path", "other")
+        route = getattr(scope.get("route"), "path", route)
         self._state.metrics.answers[(route, status)] += 1
         self._log(scope, route, status, time.monotonic() - arrived)
 

@@ -71,6 +71,8 @@ class Call:
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise Problem("unsupported_media_type", "send the body as application/json", "content-type")
+        if self.request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise Problem("unsupported_media_type", "send the body as it is, without content-encoding", "content-encoding")
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise Problem("body_too_large", f"the body is larger than {limit} bytes")
@@ -142,6 +144,7 @@ class Call:
         finally:
             gone.cancel()
             task.cancel()
+            await asyncio.gather(gone, task, return_exceptions=True)  # until they let go of the signal and of receive()
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

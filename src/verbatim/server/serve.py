@@ -26,6 +26,7 @@ from verbatim.server.state import State
 from verbatim.server.supervisor import Supervisor
 
 log = logging.getLogger("verbatim.server")
+SPARE_FILES = 100  # for the engine's socket, the log, and answers of 503
 
 
 class Server(uvicorn.Server):
@@ -76,10 +77,11 @@ async def serve(settings: Settings) -> int:
     state = State(settings, supervisor)
     config = uvicorn.Config(
         make_app(state), http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        backlog=4096, timeout_keep_alive=30, limit_concurrency=settings.limits.max_connections or None,
+        backlog=4096, proxy_headers=False,
         ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
     )  # fmt: skip
     HttpProtocol.limits = settings.limits
+    HttpProtocol.max_connections = room_for_connections(settings.limits.max_connections)
     server = Server(config)
     stop = asyncio.Event()
     hurry = asyncio.Event()
@@ -148,6 +150,18 @@ def allow_many_files() -> None:
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def room_for_connections(asked: int) -> int:
+    """Where the system allows fewer files, connections beyond them would be cut without a word: better to say 503 to those."""
+    import resource
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
+    if asked and asked <= files:
+        return asked
+    if asked:
+        log.warning("the system allows %d open files: at most %d connections, not %d", files + SPARE_FILES, files, asked)
+    return max(files, 1)
 
 
 def run(settings: Settings) -> int:

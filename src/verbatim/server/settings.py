@@ -44,12 +44,19 @@ class Limits:
     max_cache_share: float = field(
         default=1.0, metadata={"help": "share of the cache that one key's running requests may claim", "error": "they wait"}
     )
-    max_connections: int = field(default=20_000, metadata={"help": "open connections", "error": "503"})
+    max_connections: int = field(
+        default=20_000,
+        metadata={"help": "open connections (or as many as the system lets us have files)", "error": "503 unavailable"},
+    )
     max_stream_bytes: int = field(
         default=4 * MIB, metadata={"help": "text a slow reader may leave unread", "error": "error event slow_reader"}
     )
+    idle_seconds: float = field(
+        default=75.0, metadata={"help": "time a connection may stay open without a request on it", "error": "connection closed"}
+    )
     header_seconds: float = field(
-        default=20.0, metadata={"help": "time for the headers to arrive", "error": "connection closed"}
+        default=20.0,
+        metadata={"help": "time for the headers to arrive, from their first byte", "error": "connection closed"},
     )
     body_seconds: float = field(default=60.0, metadata={"help": "time for the body to arrive", "error": "408"})
     request_seconds: float = field(

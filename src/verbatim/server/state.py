@@ -52,17 +52,23 @@ class State:
             return plain
         raise Problem("model_not_found", f"model: no such model here; /v1/models lists them ({', '.join(names[:3])})", "model")
 
+    def no_room(self, tenant: str) -> Problem | None:
+        """Why one more request of this tenant is not taken now, if so. Asked at the door, before anything of the request is looked at."""
+        if self.draining:
+            return Problem("unavailable", "the server is shutting down", retry_after=30)
+        if self.open >= self.limits.max_queue:
+            return Problem("overloaded", f"{self.open} requests are open, which is this server's limit", retry_after=1)
+        if self.limits.max_per_key and self._per_tenant[tenant] >= self.limits.max_per_key:
+            mine = self._per_tenant[tenant]
+            return Problem("key_overloaded", f"this key has {mine} requests open, which is its limit", retry_after=1)
+        return None
+
     @contextlib.contextmanager
     def admit(self, tenant: str) -> Iterator[None]:
         """Room for one more request, for as long as it lasts."""
-        if self.draining:
-            raise Problem("unavailable", "the server is shutting down", retry_after=30)
-        if self.open >= self.limits.max_queue:
-            raise Problem("overloaded", f"{self.open} requests are open, which is this server's limit", retry_after=1)
-        if self.limits.max_per_key and self._per_tenant[tenant] >= self.limits.max_per_key:
-            raise Problem(
-                "key_overloaded", f"this key has {self._per_tenant[tenant]} requests open, which is its limit", retry_after=1
-            )
+        problem = self.no_room(tenant)
+        if problem is not None:
+            raise problem
         self.open += 1
         self._per_tenant[tenant] += 1
         try:

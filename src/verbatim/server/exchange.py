@@ -1,0 +1,132 @@
+"""One HTTP request and its answer, as ASGI sees them. In: what the connection parsed. Out: bytes of the answer, head and first bytes in one write.
+
+An exchange does not know how bytes arrive; http.py, which owns the connection, feeds it and is told when it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message
+
+if TYPE_CHECKING:
+    from verbatim.server.http import HttpProtocol
+
+log = logging.getLogger("verbatim.server")
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+
+
+class Exchange:
+    def __init__(self, connection: HttpProtocol, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
+        self.scope = scope
+        self.keep_alive = keep_alive
+        self.more_body = True  # the request's last byte has not come
+        self.started = False  # the answer's head was given
+        self.complete = False  # the answer's last byte was written
+        self.gone = False  # nobody is there to answer
+        self._connection = connection
+        self._expects_continue = expects_continue
+        self._chunks_allowed = scope["http_version"] == "1.1"
+        self._body = bytearray()
+        self._news = asyncio.Event()
+        self._head = b""  # spelled and not yet written
+        self._framing: str | None = None  # of the answer's body: length, chunks, close (as long as the connection), none
+
+    # ------------------------------------------------------------------------------------------------ the connection's side
+
+    def take_body(self, data: bytes) -> None:
+        if not self.complete:
+            self._body += data
+            self._news.set()
+
+    def end_of_body(self) -> None:
+        self.more_body = False
+        self._news.set()
+
+    def leave(self) -> None:
+        """The client is gone: receive() says so, and what is sent from now on falls to the ground."""
+        self.gone = not self.complete
+        self._news.set()
+
+    async def run(self, app: ASGIApp) -> None:
+        try:
+            await app(self.scope, self.receive, self.send)
+        except Exception:
+            log.exception("a request failed outside its handler")
+        if not self.complete and not self.gone:
+            if self.started:
+                self._connection.abort()
+            else:
+                self._connection.refuse("500 Internal Server Error", "internal_error", "the server failed on this request")
+
+    # ------------------------------------------------------------------------------------------------------ the app's side
+
+    async def receive(self) -> Message:
+        if self._expects_continue and not self.started and not self.gone:
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._expects_continue = False
+        if not self.gone and not self.complete:
+            await self._news.wait()
+            self._news.clear()
+        if self.gone or self.complete:
+            return {"type": "http.disconnect"}
+        body, self._body = bytes(self._body), bytearray()
+        return {"type": "http.request", "body": body, "more_body": self.more_body}
+
+    async def send(self, message: Message) -> None:
+        if self.gone:
+            return
+        if message["type"] == "http.response.start":
+            assert not self.started
+            self.started = True
+            self._head = self._spell_head(message["status"], message["headers"])
+            asyncio.get_running_loop().call_soon(self._flush)  # a stream may begin with silence
+            return
+        assert self.started, "a body before its head"
+        assert not self.complete, "a body after its end"
+        more = message.get("more_body", False)
+        self._connection.write(self._take_head() + self._framed(message.get("body", b""), more))
+        if more:
+            await self._connection.drained()
+        else:
+            self.complete = True
+            self._body.clear()
+            self._news.set()
+            self._connection.answered(self)
+
+    def _spell_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+        lines = [STATUS_LINES[status]] if status in STATUS_LINES else [b"HTTP/1.1 %d \r\n" % status]
+        for name, value in [*self._connection.default_headers(), *headers]:
+            if name == b"content-length":
+                self._framing = "length"
+            if b"\r" in value or b"\n" in value:
+                raise ValueError("a header of the answer holds a line end")
+            lines.append(b"%s: %s\r\n" % (name, value))
+        if self.scope["method"] == "HEAD" or status in (204, 304):
+            self._framing = "none"
+        elif self._framing is None:
+            self._framing = "chunks" if self._chunks_allowed else "close"
+        if self._framing == "chunks":
+            lines.append(b"transfer-encoding: chunked\r\n")
+        if not self.keep_alive:
+            lines.append(b"connection: close\r\n")
+        return b"".join([*lines, b"\r\n"])
+
+    def _framed(self, body: bytes, more: bool) -> bytes:
+        if self._framing == "none":
+            return b""
+        if self._framing != "chunks":
+            return body
+        piece = b"%x\r\n%s\r\n" % (len(body), body) if body else b""
+        return piece if more else piece + b"0\r\n\r\n"
+
+    def _take_head(self) -> bytes:
+        head, self._head = self._head, b""
+        return head
+
+    def _flush(self) -> None:
+        if self._head and not self.gone:
+            self._connection.write(self._take_head())

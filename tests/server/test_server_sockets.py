@@ -1,0 +1,313 @@
+"""Below HTTP's good manners: what a socket can do to the server. Each test was once a fault here or in the protocol this one replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import Live, check_ledger
+from streams import stream
+
+pytestmark = pytest.mark.server
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+def body(**more: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": "x", "max_tokens": 3, "seed": 1, "ignore_eos": True, **more}).encode()
+
+
+def post(data: bytes, *lines: bytes, head: bytes = HEAD) -> bytes:
+    return head + b"".join(line + b"\r\n" for line in lines) + b"Content-Length: %d\r\n\r\n" % len(data) + data
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Live]:
+    """Short clocks, and steps slow enough to leave in the middle of something."""
+    clocks = ("--header-seconds", "0.5", "--body-seconds", "0.5", "--idle-seconds", "1")
+    live = Live(*clocks, "--max-header-bytes", "16384", "--step-tokens", "16", engine="hash,pause=0.02").wait_ready()
+    yield live
+    check_ledger(live.wait_at_rest())
+    assert live.stop() == 0
+    assert "Traceback" not in live.said(), live.said()
+
+
+def open_socket(live: Live) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", live.port), timeout=10)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    out = b""
+    try:
+        while piece := sock.recv(65536):
+            out += piece
+    except ConnectionResetError:
+        pass
+    return out
+
+
+def read_answer(sock: socket.socket) -> tuple[int, bytes]:
+    """One answer with a length, off a connection that stays open."""
+    out = b""
+    while b"\r\n\r\n" not in out:
+        out += sock.recv(1) or pytest.fail(f"closed after {out!r}")
+    length = int(re.search(rb"content-length: (\d+)", out)[1])  # type: ignore[index]
+    data = b""
+    while len(data) < length:
+        data += sock.recv(length - len(data)) or pytest.fail("closed inside an answer")
+    return int(out.split(b" ", 2)[1]), data
+
+
+def ask(live: Live, data: bytes) -> bytes:
+    with open_socket(live) as sock:
+        sock.sendall(data)
+        return read_all(sock)
+
+
+def text_of(answer: bytes) -> str:
+    return str(json.loads(answer)["choices"][0]["text"])
+
+
+def wait_until_free(live: Live, seconds: float = 3) -> None:
+    end = time.monotonic() + seconds
+    while live.metrics()["verbatim_requests_open"] or live.metrics()["verbatim_http_open_requests"]:
+        assert time.monotonic() < end, "the request still runs"
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------------------------- versions
+
+
+def test_http_1_0_gets_its_stream_without_chunks(quick: Live) -> None:
+    answer = ask(quick, post(body(stream=True), head=HEAD.replace(b"1.1", b"1.0")))
+    head, _, data = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert data.startswith(b"data: {")
+    assert data.endswith(b"data: [DONE]\n\n")
+
+
+def test_an_offered_upgrade_is_declined_and_the_body_is_read(quick: Live) -> None:
+    """Java's client offers HTTP/2 with its first request; so do browsers with web sockets. The parser would drop the body."""
+    offer = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABkAAQAAP__")
+    whole = post(body(), *offer)
+    with open_socket(quick) as sock:
+        for cut in (len(whole), len(whole) - 20, whole.index(b"\r\n\r\n") + 4, 30):  # in one piece, and cut in body and head
+            sock.sendall(whole[:cut])
+            time.sleep(0.05)
+            sock.sendall(whole[cut:])
+            assert read_answer(sock)[0] == 200
+        sock.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n") + HEALTH)
+        assert [read_answer(sock)[0] for _ in range(2)] == [200, 200]
+
+
+def test_continue_is_said_only_to_those_whose_body_is_wanted(quick: Live) -> None:
+    data = body()
+    with open_socket(quick) as sock:
+        sock.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data))
+        assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(data)
+        assert read_answer(sock)[0] == 200
+    with open_socket(quick) as sock:
+        sock.sendall(HEAD.replace(b"json", b"pdf") + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data))
+        assert read_answer(sock)[0] == 415
+
+
+@pytest.mark.parametrize(
+    ("line", "status", "name"),
+    [
+        (b"Transfer-Encoding: gzip, chunked", 400, "transfer-encoding"),
+        (b"Content-Encoding: gzip", 415, "content-encoding"),
+    ],
+)
+def test_encodings_that_are_not_understood_are_refused_by_name(quick: Live, line: bytes, status: int, name: str) -> None:
+    data = body()
+    if b"Transfer" in line:
+        answer = ask(quick, HEAD + line + b"\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
+    else:
+        answer = ask(quick, post(data, line, b"Connection: close"))
+    assert int(answer.split(b" ", 2)[1]) == status
+    assert name in answer.partition(b"\r\n\r\n")[2].decode()
+
+
+def test_broken_chunks_are_refused(quick: Live) -> None:
+    for size in (b"ZZ", b"-5", b"f" * 40, b"5 5", b"0x5", b""):
+        answer = ask(quick, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n{}\r\n")
+        assert answer.split(b" ", 2)[1:2] == [b"400"], (size, answer)
+
+
+def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
+    data = body()
+    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x;x=y\r\n%s\r\n%x\r\n%s\r\n0\r\nX: y\r\n\r\n"
+    wholes = (post(data), chunked % (9, data[:9], len(data) - 9, data[9:]))
+    with open_socket(quick) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        texts = set()
+        for whole in wholes:
+            for cut in range(1, len(whole), 11):
+                sock.sendall(whole[:cut])
+                time.sleep(0.001)
+                sock.sendall(whole[cut:])
+                status, answer = read_answer(sock)
+                assert status == 200, (cut, answer)
+                texts.add(text_of(answer))
+    assert len(texts) == 1
+
+
+# ---------------------------------------------------------------------------------------------------------------- clocks
+
+
+def test_the_second_head_on_a_connection_has_its_time_too(quick: Live) -> None:
+    with open_socket(quick) as sock:
+        sock.sendall(HEALTH)
+        read_answer(sock)
+        begun = time.monotonic()
+        sock.sendall(b"GET /he")
+        time.sleep(0.3)
+        sock.sendall(b"al")  # a byte now and then does not set the clock back
+        assert read_all(sock) == b""
+        assert 0.3 < time.monotonic() - begun < 3
+
+
+def test_a_connection_without_a_request_is_closed_after_its_time_and_not_before(quick: Live) -> None:
+    """More time than a head has: a client that is slow to begin (a thousand connections opened by one busy program) is no attack."""
+    with open_socket(quick) as fresh, open_socket(quick) as used:
+        used.sendall(HEALTH)
+        read_answer(used)
+        time.sleep(0.7)  # longer than a head may take
+        fresh.sendall(HEALTH)
+        assert read_answer(fresh)[0] == 200
+        begun = time.monotonic()
+        assert read_all(used) == b""
+        assert read_all(fresh) == b""
+        assert time.monotonic() - begun < 5
+
+
+def push_until_cut(sock: socket.socket, data: bytes) -> None:
+    end = time.monotonic() + 8
+    try:
+        while time.monotonic() < end:
+            sock.sendall(data)
+    except OSError:
+        return
+    pytest.fail("taken for ever")
+
+
+def test_a_body_that_nobody_wants_is_not_taken_for_ever(quick: Live) -> None:
+    for framing in (b"Content-Length: 99999999999", b"Transfer-Encoding: chunked"):
+        with open_socket(quick) as sock:
+            sock.sendall(HEAD.replace(b"json", b"pdf") + framing + b"\r\n\r\n")
+            assert read_answer(sock)[0] == 415
+            push_until_cut(sock, b"1\r\nx\r\n" * 1000)
+
+
+def test_a_connection_outlives_a_body_that_came_after_its_answer(quick: Live) -> None:
+    data = body()
+    with open_socket(quick) as sock:
+        sock.sendall(HEAD.replace(b"json", b"pdf") + b"Content-Length: %d\r\n\r\n" % len(data))
+        assert read_answer(sock)[0] == 415
+        sock.sendall(data + post(data))
+        assert read_answer(sock)[0] == 200
+
+
+def resident(live: Live) -> int:
+    return int(Path(f"/proc/{live.process.pid}/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("ending", [b"0\r\n", b"0;"])
+def test_trailers_and_chunk_extensions_without_end_cost_nothing(quick: Live, ending: bytes) -> None:
+    data, before = body(), resident(quick)
+    with open_socket(quick) as sock:
+        sock.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(data), data) + ending)
+        push_until_cut(sock, b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n" * 5000 if ending[-1:] == b"\n" else b"y" * 100_000)
+    assert resident(quick) < before + (32 << 20)
+
+
+# --------------------------------------------------------------------------------------------------- requests sent ahead
+
+
+def test_requests_sent_ahead_are_answered_in_order(quick: Live) -> None:
+    lengths = [5, 1, 4, 2, 3]
+    with open_socket(quick) as sock:
+        sock.sendall(b"".join(post(body(max_tokens=n)) for n in lengths) + HEALTH)
+        told = [json.loads(read_answer(sock)[1])["usage"]["completion_tokens"] for _ in lengths]
+        assert told == lengths
+        assert read_answer(sock)[0] == 200
+
+
+@pytest.mark.parametrize("flood", [HEALTH * 500, post(body(prompt="x" * 3000)) * 30])
+def test_requests_ahead_are_bounded(quick: Live, flood: bytes) -> None:
+    """Without a bound each one answered would let thousands more in, and a client that does not read fills the memory."""
+    before = resident(quick)
+    with open_socket(quick) as sock:
+        sock.settimeout(1)
+        push_until_cut(sock, flood)
+    assert resident(quick) < before + (32 << 20)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_leaving_with_a_request_ahead_frees_both(quick: Live, streamed: bool) -> None:
+    with open_socket(quick) as sock:
+        sock.sendall(post(body(max_tokens=3000, stream=streamed)) * 2)
+        time.sleep(0.3)
+        assert quick.metrics()["verbatim_http_open_requests"] == 1
+    wait_until_free(quick)
+
+
+def test_what_follows_a_request_does_not_get_into_its_stream(quick: Live) -> None:
+    with open_socket(quick) as sock:
+        sock.sendall(post(body(max_tokens=20, stream=True)))
+        got = sock.recv(2000)
+        sock.sendall(b"\x00 this is not HTTP \r\n\r\n")
+        got += read_all(sock)
+    assert b" 400 " not in got
+    assert got.count(b"HTTP/1.1") == 1
+    wait_until_free(quick)
+
+
+def test_leaving_while_the_prompt_is_read_frees_the_request(quick: Live) -> None:
+    """1,500 tokens in chunks of 16 take two seconds here; the engine is free long before."""
+    with open_socket(quick) as sock:
+        sock.sendall(post(body(prompt="y" * 1500, max_tokens=5, stream=True, cache_salt="prefill")))
+        time.sleep(0.3)
+        assert quick.metrics()["verbatim_requests_open"] == 1
+    begun = time.monotonic()
+    wait_until_free(quick, 1.2)
+    assert time.monotonic() - begun < 1.2
+
+
+# ---------------------------------------------------------------------------------------------------------- many of them
+
+
+def test_more_connections_than_allowed_are_told_so() -> None:
+    live = Live("--max-connections", "4", engine="hash").wait_ready()
+    live.client.close()
+    held = [open_socket(live) for _ in range(4)]
+    try:
+        for sock in held:
+            sock.sendall(HEALTH)
+            assert read_answer(sock)[0] == 200
+        answer = ask(live, HEALTH)
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after: 1" in answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
+        held.pop().close()
+        time.sleep(0.1)
+        assert ask(live, HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    finally:
+        for sock in held:
+            sock.close()
+        assert live.stop() == 0
+
+
+def test_answers_are_the_same_among_all_this(quick: Live) -> None:
+    first = asyncio.run(stream(quick.port, "/v1/completions", json.loads(body(stream=True, max_tokens=8))))
+    assert first.text == quick.complete("x", max_tokens=8, seed=1, ignore_eos=True)["choices"][0]["text"]
