@@ -304,7 +304,8 @@ class FakeHub(types.ModuleType):
         super().__init__("huggingface_hub")
         self.root, self.repos = root, repos
         self.calls: list[tuple[str, dict[str, Any]]] = []
-        self.constants = types.SimpleNamespace(HF_HUB_OFFLINE=False)
+        self.constants = types.ModuleType("huggingface_hub.constants")
+        self.constants.HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
 
     def HfApi(self) -> FakeHub:
         return self
@@ -357,6 +358,7 @@ def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub
     }
     fake = FakeHub(tmp_path / "fake", repos)
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    monkeypatch.setitem(sys.modules, "huggingface_hub.constants", fake.constants)
     return fake
 
 
