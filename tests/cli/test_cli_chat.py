@@ -67,6 +67,24 @@ def test_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
     assert "never read" not in said.out + said.err
 
 
+def test_explain_shows_the_last_answer_token_by_token(verbatim: Call) -> None:
+    flags = ("--temperature", "1.3", "--max-tokens", "6", "--ignore-eos")
+    said = verbatim("chat", "-q", *flags, stdin="/explain\nthe cat\n/explain\n/reset\n/explain\n")
+    lines = said.out.splitlines()
+    rows = [line for line in lines if line.startswith("position ")]
+    assert len(rows) == 6, "one line a token, of the one answer there is"
+    assert all(" nats" in row for row in rows)
+    assert said.err.count("there is no answer yet") == 2
+
+
+def test_a_command_mistyped_is_named(verbatim: Call) -> None:
+    said = verbatim("chat", "-q", stdin="/expain\n/xyzzy\n/params temperature\n/params xyzzy=1\n")
+    assert "no command /expain; did you mean /explain?" in said.err
+    assert "no command /xyzzy; /help lists them" in said.err
+    assert "such as temperature=0.7" in said.err
+    assert "xyzzy: no such parameter; `verbatim run --help` lists them" in said.err
+
+
 def test_system_message(verbatim: Call, tiny: Path) -> None:
     said = verbatim("chat", "-q", *SHORT, "--system", "purr", stdin="/system\nthe cat\n/system bark\nthe cat\n")
     with LLM(tiny) as llm:
@@ -141,6 +159,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(spawn: Spawn) -> None:
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for(b"cancel")
         terminal.wait_for(b">>> ")
+        time.sleep(0.5)  # the prompt is on the screen a moment before readline listens: a person is not that fast
         terminal.process.send_signal(signal.SIGINT)  # at the prompt it only clears the line
         terminal.wait_for(b">>> ")
         terminal.type("/params max_tokens=3")

@@ -195,3 +195,66 @@ def test_one_token_has_no_perplexity(verbatim: Call) -> None:
     said = verbatim("score", "the")
     assert said.out == "perplexity\tnan\n"
     assert "give a longer text" in said.err
+
+
+# ------------------------------------------------------------------------------------------------------------- odd places
+
+
+def c_locale(spawn: Spawn, *words: str | bytes) -> tuple[int, bytes, bytes]:
+    """The command in a locale that knows ASCII only, where Python hands over other bytes as lone surrogates."""
+    code = "import os, sys\nos.environ.update(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')\n"
+    code += "os.execv(sys.executable, [sys.executable, '-m', 'verbatim', *sys.argv[1:]])"
+    process = spawn(*words, code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def test_a_locale_without_unicode_loses_nothing(spawn: Spawn, verbatim: Call) -> None:
+    import json
+
+    flags = ("run", "--json", "--temperature", "2", "--seed", "1", "--max-tokens", "40", "--ignore-eos")
+    wanted = verbatim(*flags, "--system", "Grüße", "é → 🙂").json
+    code, out, err = c_locale(spawn, *flags, "--system", "Grüße", "é → 🙂")
+    assert code == 0, err
+    said = json.loads(out)
+    assert said["prompt_token_ids"] == wanted["prompt_token_ids"], "the prompt is what was typed"
+    assert said["text"] == wanted["text"]
+    assert not wanted["text"].isascii(), "the answer has characters that this locale cannot say"
+    assert out.isascii()
+
+
+def test_an_ascii_terminal_gets_plain_notes(spawn: Spawn) -> None:
+    code, _, err = c_locale(spawn, "run", "--max-tokens", "3", "the")
+    assert code == 0
+    assert b"output tokens, first token" in err
+    assert b"\\" not in err
+
+
+def test_bytes_that_are_no_text_are_refused(spawn: Spawn) -> None:
+    code, _, err = c_locale(spawn, "run", b"\xff\xfe")
+    assert code == 2
+    assert b"prompt: is not UTF-8 text" in err
+
+
+def test_a_user_without_a_home(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    for name in ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    assert verbatim("models").code == 0, "VERBATIM_CACHE is set: nothing else is needed"
+    monkeypatch.delenv("VERBATIM_CACHE")
+    said = verbatim("run", "-m", "smollm2", "the")
+    assert said.code == 3
+    assert "no home directory" in said.err
+    assert "VERBATIM_CACHE" in said.err
+
+
+def test_doctor_tries_to_write(verbatim: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "file" / "cache"))
+    said = verbatim("doctor")
+    assert said.code == 1
+    [line] = [line for line in said.out.splitlines() if line.startswith("BAD")]
+    assert "not writable: Not a directory; set VERBATIM_CACHE to another place" in line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,9 @@ import click
 
 from verbatim.base.errors import RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion
 from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
-from verbatim.cli.screen import BOLD, GREEN, note, paint, warn, write
+from verbatim.cli.screen import BOLD, GREEN, RED, note, paint, warn, write
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -22,9 +24,11 @@ HELP = """\
 /reset                forget the conversation (the system message stays)
 /system [TEXT]        set the system message and start afresh; without TEXT show it
 /params [NAME=VALUE]  change a sampling parameter; without one show those in force
+/explain              why each token of the last answer was chosen
 /save FILE            write the conversation as JSON
 /quit                 leave (also Ctrl-D)
 Ctrl-C stops the answer, not the program. A line that ends in \\ goes on in the next."""
+COMMANDS = [line[1:].split()[0] for line in HELP.splitlines() if line.startswith("/")]
 
 
 @click.command(cls=Command)
@@ -38,7 +42,7 @@ def command(system: str | None, quiet: bool, **flags: Any) -> int:
 
     Temperature is 0 unless set: the same conversation gives the same answers. Piped, each line of stdin is one turn.
     """
-    from verbatim.cli.session import open_llm
+    from verbatim.cli.session import open_llm, typed
 
     params = sampling_of(flags)
     for name in ("n", "best_of", "logprobs", "prompt_logprobs", "explain", "receipt"):
@@ -47,7 +51,7 @@ def command(system: str | None, quiet: bool, **flags: Any) -> int:
     with open_llm(flags, quiet=quiet) as llm:
         if not llm.has_template:
             raise UnsupportedError("model", f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text")
-        return Conversation(llm, params, system, quiet=quiet).loop()
+        return Conversation(llm, params, system and typed(system, "system"), quiet=quiet).loop()
 
 
 class Conversation:
@@ -58,6 +62,7 @@ class Conversation:
         self.params = params
         self.system = system
         self.turns: list[dict[str, str]] = []
+        self.last: tuple[list[dict[str, str]], SamplingParams, Completion] | None = None  # asked, how, and what came
         self.quiet = quiet
         self.typed = sys.stdin.isatty()
 
@@ -83,7 +88,7 @@ class Conversation:
                 else:
                     self._turn(line)
             except RequestError as error:  # this turn cannot be served; the conversation goes on
-                note(f"verbatim: {error.message}", "31")
+                note(f"verbatim: {error.message}", RED)
 
     def _read(self) -> str | None:
         """The next line, with continuation lines; None at the end of input. Ctrl-C at the prompt only clears the line."""
@@ -121,6 +126,7 @@ class Conversation:
         write("\n")
         # An answer cut short stays in the history as far as it was read: the model should know what the person saw.
         self.turns += [asked[-1], {"role": "assistant", "content": completion.text}]
+        self.last = asked, self.params, completion
         for line in completion.warnings:
             warn(line)
         if code and self.quiet:
@@ -143,19 +149,38 @@ class Conversation:
                 note(HELP)
             case "reset":
                 self.turns.clear()
+                self.last = None
                 note("the conversation is forgotten")
             case "system":
                 self._set_system(rest)
             case "params":
                 self._set_params(rest)
+            case "explain":
+                self._explain()
             case "save":
                 self._save(rest)
             case _:
-                note(
-                    f"verbatim: no command /{name}; /help lists them (begin with a space to send a line that starts with /)",
-                    "31",
-                )
+                near = get_close_matches(name, COMMANDS, 1)
+                hint = f"did you mean /{near[0]}?" if near else "/help lists them"
+                note(f"verbatim: no command /{name}; {hint} (begin with a space to send a line that starts with /)", RED)
         return False
+
+    def _explain(self) -> None:
+        """The last answer once more, explained. The same request gives the same tokens, so nothing had to be kept."""
+        from verbatim.cli.run import collect
+        from verbatim.observe.explain import headline
+
+        if self.last is None:
+            note("there is no answer yet")
+            return
+        asked, params, before = self.last
+        again = params.with_(explain=1, seed=None if params.num_beams > 1 else before.seed)
+        if before.finish_reason == "cancel" and before.token_ids:
+            again = again.with_(max_tokens=len(before.token_ids))  # as far as it came
+        code, completion = collect(self.llm.chat_stream(asked, again), show=False)
+        assert code or completion.token_ids == before.token_ids, "the same request gave other tokens"
+        for record in completion.choices[0].explain:
+            write(headline(record, self.llm.tokenizer.token_bytes) + "\n")
 
     def _set_system(self, text: str) -> None:
         if not text:
@@ -174,7 +199,7 @@ class Conversation:
         for word in text.split():
             name, equals, value = word.partition("=")
             if not equals:
-                note(f"verbatim: {word!r} is not NAME=VALUE", "31")
+                note(f"verbatim: {word!r} is not NAME=VALUE, such as temperature=0.7", RED)
                 return
             changes[name.replace("-", "_")] = parse_parameter(name, value)
         self.params = self.params.with_(**changes)
@@ -183,7 +208,7 @@ class Conversation:
 
     def _save(self, name: str) -> None:
         if not name:
-            note("verbatim: /save needs a file name", "31")
+            note("verbatim: /save needs a file name", RED)
             return
         record = {
             "model": self.llm.parts.name,
@@ -195,7 +220,7 @@ class Conversation:
             Path(name).expanduser().write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", "utf-8")
             note(f"saved {len(self.turns) // 2} turns to {name}")
         except OSError as error:
-            note(f"verbatim: cannot write {name}: {error.strerror}", "31")
+            note(f"verbatim: cannot write {name}: {error.strerror}", RED)
 
 
 def _next_line() -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from verbatim.cli.options import Command, Option
-from verbatim.cli.screen import GREEN, RED, YELLOW, paint
+from verbatim.cli.screen import GREEN, RED, YELLOW, paint, write_json
 from verbatim.cli.version import cpu_facts, cuda_facts
 
 EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib"}
@@ -27,7 +27,7 @@ def command(as_json: bool) -> int:
     found = list(findings())
     if as_json:
         rows = [{"state": state, "what": what, "finding": text} for state, what, text in found]
-        sys.stdout.write(json.dumps(rows) + "\n")
+        write_json(rows)
     else:
         marks = {"good": paint("ok  ", GREEN, sys.stdout), "note": paint("note", YELLOW, sys.stdout)}
         for state, what, text in found:
@@ -57,14 +57,21 @@ def _cache() -> Iterator[Finding]:
     from verbatim.weights.catalog import cache_dir, list_models
 
     place = cache_dir()
-    there = next(folder for folder in (place, *place.parents) if folder.exists())
-    free = shutil.disk_usage(there).free
-    writable = os.access(there, os.W_OK)
-    yield "good" if writable else "bad", "cache", f"{place} ({free / 1e9:.1f} GB free{'' if writable else '; not writable'})"
+    there = next(folder for folder in (place, *place.parents) if os.path.exists(folder))
     default = list_models()[0]
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            free = shutil.disk_usage(there).free
+    except OSError as error:
+        lost = "" if default.ready else "; set VERBATIM_CACHE to another place"  # a cache that has it all may be read-only
+        yield "note" if default.ready else "bad", "cache", f"{place} (not writable: {error.strerror}{lost})"
+    else:
+        short = not default.ready and free < 3 * default.bytes  # the download, the file, and room to breathe
+        yield "note" if short else "good", "cache", f"{place} ({free / 1e9:.1f} GB free{'; too little' if short else ''})"
     if default.ready:
         yield "good", "model", f"{default.name} is here ({default.bytes / 1e6:.0f} MB)"
     else:
         yield "note", "model", f"{default.name} is not fetched yet; `verbatim pull {default.name}`"
     limits = Path(place, "limits.json")
-    yield ("good" if limits.exists() else "note"), "limits", "measured" if limits.exists() else "`verbatim bench` measures them"
+    measured = os.path.exists(limits)
+    yield "good" if measured else "note", "limits", "measured" if measured else "not yet; `verbatim bench` measures them"

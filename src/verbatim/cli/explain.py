@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
-from verbatim.cli.screen import BOLD, note, paint, warn, write
+from verbatim.cli.screen import BOLD, note, paint, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -118,4 +117,4 @@ def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list
             {"changes": asked, "tokens": [{"position": r.position, "before": r.before, "after": r.after} for r in results]}
             for asked, results in what_ifs
         ]
-    sys.stdout.write(json.dumps(out, ensure_ascii=False) + "\n")
+    write_json(out)

@@ -50,7 +50,7 @@ COMMANDS = {name: line for group in GROUPS.values() for name, line in group.item
 EXAMPLES = """\
 verbatim run "Why is the sky blue?"
 git log -5 | verbatim run --system "Sum up in one sentence." -
-verbatim explain --brief --temperature 0.8 "Name the capital of France."
+verbatim explain --brief --temperature 0.8 --seed 4 "Name the capital of France."
 """
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import click
 
 from verbatim.cli.options import Command, Option
-from verbatim.cli.screen import note
+from verbatim.cli.screen import note, write_json
 
 
 @click.command(cls=Command)
@@ -24,7 +23,7 @@ def command(as_json: bool) -> None:
             {"name": r.name, "kind": r.kind, "bytes": r.bytes, "ready": r.ready, "path": str(r.path), "note": r.note}
             for r in records
         ]
-        sys.stdout.write(json.dumps(rows) + "\n")
+        write_json(rows)
         return
     width = max(len(r.name) for r in records)
     for r in records:

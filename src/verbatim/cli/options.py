@@ -130,7 +130,9 @@ def parse_parameter(name: str, text: str) -> Any:
         from difflib import get_close_matches
 
         near = get_close_matches(name, FIELDS, 1)
-        raise ParameterError(name, "no such parameter" + (f"; did you mean {near[0]}?" if near else ""))
+        raise ParameterError(
+            name, "no such parameter; " + (f"did you mean {near[0]}?" if near else "`verbatim run --help` lists them")
+        )
     rule = FIELDS[name]
     if rule.optional and text.strip().lower() == "none":
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.options import Command, Option, engine_options, model_options, sampling_of, sampling_options
-from verbatim.cli.screen import note, warn, write
+from verbatim.cli.screen import note, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Stream
@@ -66,9 +65,11 @@ def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str
         if system is not None:
             raise ParameterError("system", "this model has no chat template, so there is no place for a system message")
         return llm.stream(text, params)
+    from verbatim.cli.session import typed
+
     messages = [{"role": "user", "content": text}]
     if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
+        messages.insert(0, {"role": "system", "content": typed(system, "system")})
     return llm.chat_stream(messages, params)
 
 
@@ -104,7 +105,7 @@ def _finish(
     from verbatim.cli.session import speed_limit
 
     if as_json:
-        sys.stdout.write(json.dumps(completion_json(llm, completion), ensure_ascii=False) + "\n")
+        write_json(completion_json(llm, completion))
     elif len(completion.choices) > 1:
         _show_choices(completion, shown=params.num_beams > 1)
     elif not completion.text.endswith("\n"):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from verbatim.cli.options import Command, Option, engine_options, model_options
 from verbatim.cli.report import token_logprobs
-from verbatim.cli.screen import note, write
+from verbatim.cli.screen import note, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Score
@@ -45,7 +43,7 @@ def command(text: tuple[str, ...], top: int, tokens: bool, as_json: bool, **flag
                 "model": llm.parts.name,
                 "fingerprint": llm.fingerprint,
             }
-            sys.stdout.write(json.dumps(out) + "\n")
+            write_json(out)
             return 0
         if tokens or top:
             _table(llm, score)

@@ -7,6 +7,7 @@ Piped, stdout holds the plain text of the answer and nothing more. Colour and th
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from typing import Any
@@ -33,11 +34,32 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def write_json(value: Any) -> None:
+    """One value on one line, for a machine. What stdout cannot say is escaped, never lost."""
+    line = json.dumps(value, ensure_ascii=False)
+    if not _can_say(sys.stdout, line):
+        line = json.dumps(value)
+    sys.stdout.write(line + "\n")
+
+
 def note(text: str, code: str = DIM) -> None:
     """A line for the person, not for the pipe. Where nobody can read it, the answer still counts."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(paint(text, code) + "\n")
+        sys.stderr.write(paint(_spelled(text), code) + "\n")
         sys.stderr.flush()
+
+
+def _spelled(text: str) -> str:
+    """Our own marks in plain ASCII where the terminal knows no others; the rest is escaped by Python itself."""
+    return text if _can_say(sys.stderr, text) else text.replace(" · ", ", ").replace("…", "...")
+
+
+def _can_say(stream: Any, text: str) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def warn(text: str) -> None:

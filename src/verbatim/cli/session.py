@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:
     if words and words != ("-",):
         if not words[0]:
             raise ParameterError(param, f'is empty; type the {param} in quotes, or "-" to read stdin')
-        return words[0]
+        return typed(words[0], param)
     if sys.stdin is None or (not words and sys.stdin.isatty()):
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
     try:
@@ -48,6 +49,20 @@ def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:
     text = text.removesuffix("\n")  # the newline that ends a line of a shell is not part of the prompt, as with $(...)
     if not text:
         raise ParameterError(param, f"stdin was empty; type the {param} in quotes, or send it through a pipe")
+    return text
+
+
+def typed(text: str, param: str) -> str:
+    """An argument as the person typed it. In a locale that is not UTF-8, Python hands its bytes over as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        try:
+            return os.fsencode(text).decode("utf-8")
+        except UnicodeError:
+            raise ParameterError(
+                param, "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe"
+            ) from None
     return text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -12,6 +11,7 @@ import click
 
 from verbatim import __version__
 from verbatim.cli.options import Command, Option
+from verbatim.cli.screen import write_json
 
 
 @click.command(cls=Command)
@@ -20,7 +20,7 @@ def command(as_json: bool) -> None:
     """Print versions, the backends with the instruction set in use, and why a backend is missing."""
     found = facts()
     if as_json:
-        sys.stdout.write(json.dumps(found) + "\n")
+        write_json(found)
         return
     lines = [
         f"verbatim {found['version']}",

@@ -99,13 +99,21 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("VERBATIM_CACHE"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = _home() / "Library" / "Caches"
     else:
         xdg = os.environ.get("XDG_CACHE_HOME", "")
-        base = Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache"
+        base = Path(xdg) if os.path.isabs(xdg) else _home() / ".cache"
     return base / "verbatim"
+
+
+def _home() -> Path:
+    """Containers run users that have neither HOME nor an entry in the table of users."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        raise ModelError("this user has no home directory to keep models in; set VERBATIM_CACHE to a folder") from None
 
 
 def resolve(model: str, *, revision: str | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
@@ -340,8 +348,11 @@ def _only_gguf(repo: str, names: list[str]) -> str:
 
 def _hub_records() -> Iterator[ModelRecord]:
     """What lies in the hub's cache, by its layout (models--org--name/snapshots/revision); the library need not be there."""
-    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface")
-    root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    try:
+        home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "huggingface")
+        root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    except (ModelError, RuntimeError):  # no home, so nothing is kept there
+        return
     for snapshot in sorted(root.glob("models--*--*/snapshots/*")):
         name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
         if snapshot.name != _text(snapshot.parent.parent / "refs" / "main"):

@@ -73,7 +73,11 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError("not a directory; a safetensors model is a directory with config.json", file=str(directory))
-    if not (directory / "config.json").exists():
+    try:
+        there = (directory / "config.json").exists()
+    except OSError as error:
+        raise ModelError(f"cannot be read: {error.strerror or error}", file=str(directory)) from error
+    if not there:
         raise ModelError(_no_model(directory), file=str(directory))
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
