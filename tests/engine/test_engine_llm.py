@@ -679,3 +679,57 @@ def test_bytes_that_the_model_itself_broke_are_marked(llm: LLM) -> None:
     assert done.token_ids == (0xE2,) * 4
     assert done.text == "\ufffd" * 3
     assert llm.tokenizer.decode(done.token_ids) == "\ufffd" * 4  # decoding ids by themselves shows all of them
+
+
+# ------------------------------------------------------------------------------------------------------- what is ill-typed
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"context": "512"}, "context: '512' is not a whole number"),
+        ({"threads": 1.5}, "threads: 1.5 is not a whole number"),
+        ({"max_running": True}, "max_running: True is not a whole number"),
+        ({"speculate": None}, "speculate: None is not a text"),
+        ({"prefix_cache": "no"}, "prefix_cache: 'no' is not True or False"),
+        ({"suffix_tenants": "me"}, "suffix_tenants: 'me' is not a list of texts"),
+    ],
+)
+def test_an_ill_typed_option_is_named(options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        EngineConfig(**options)
+    assert str(caught.value) == wanted
+    assert caught.value.param == next(iter(options))
+
+
+def test_an_unknown_option_is_named_with_its_neighbour() -> None:
+    with pytest.raises(TypeError, match="LLM has no option 'contxt'; did you mean 'context'"):
+        LLM.from_parts(fake_parts(), contxt=5)
+    assert EngineConfig(context=np.int64(512)).context == 512
+
+
+@pytest.mark.parametrize(
+    ("messages", "wanted"),
+    [
+        ([{"role": "user"}], r"messages\[0\] has no content"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": None}], r"messages\[1\] has no content"),
+        ([], "give at least one"),
+        ("hello", "str is not a list of messages"),
+        (["hello"], "str is not a list of messages"),
+        ({"role": "user", "content": "x"}, "dict is not a list of messages"),
+        (None, "NoneType is not a list of messages"),
+        ([{"content": "x"}], "has no role"),
+    ],
+)
+def test_a_message_that_is_none_is_named_before_the_template_sees_it(messages: Any, wanted: str) -> None:
+    from verbatim.testing import server_parts
+
+    with LLM.from_parts(server_parts("hash"), kv_blocks=64) as llm:
+        with pytest.raises(VerbatimError, match=wanted) as caught:
+            llm.chat(messages)
+        assert caught.value.param == "messages"
+        assert "jinja" not in str(caught.value).lower()
+        assert "attribute" not in str(caught.value)
+        assert llm.encode_chat([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}])
+        with pytest.raises(ParameterError, match="'tokenizer' is set by the engine"):
+            llm.encode_chat([{"role": "user", "content": "x"}], tokenizer=1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import SupportsIndex
 
 from verbatim.base.errors import ParameterError
 
@@ -31,6 +32,8 @@ class EngineConfig:
     check: bool = False  # prove the block accounting after every step
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_type(field.name, str(field.type), getattr(self, field.name))
         for name in ("step_tokens", "max_running", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"{getattr(self, name)} is below 1")
@@ -41,3 +44,20 @@ class EngineConfig:
         most = max(64, 4 * (os.cpu_count() or 1))
         if self.threads is not None and self.threads > most:
             raise ParameterError("threads", f"{self.threads} is more than {most}, four for each processor of this machine")
+
+
+# the annotations above -> the type that must come, and its name in an error; what counts as an int (NumPy's do) has __index__
+_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "int": (SupportsIndex, "a whole number"),
+    "str": (str, "a text"),
+    "bool": (bool, "True or False"),
+    "tuple[str, ...]": ((tuple, list), "a list of texts"),
+}
+
+
+def _check_type(name: str, annotation: str, value: object) -> None:
+    if value is None and annotation.endswith(" | None"):
+        return
+    types, words = _TYPES[annotation.removesuffix(" | None")]
+    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+        raise ParameterError(name, f"{value!r:.60} is not {words}")

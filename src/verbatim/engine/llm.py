@@ -142,7 +142,7 @@ class LLM(OpenedModel):
     def chat(self, messages: Any, params: Any = None, **template: Any) -> Any:
         """Answer a conversation (or a list of them) through the model's chat template. `template` options (tools=...,
         enable_thinking=...) go to the template. A model without a template is an UnsupportedError."""
-        if all(isinstance(message, Mapping) for message in messages):
+        if not isinstance(messages, (list, tuple)) or all(isinstance(message, Mapping) for message in messages):
             return self._run([self.encode_chat(messages, **template)], [_one(params)])[0]
         return self._run([self.encode_chat(m, **template) for m in messages], _each(params, len(messages)))
 

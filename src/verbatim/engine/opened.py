@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Self
 
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import UnsupportedError
+from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.engine.core import EngineCore
 from verbatim.engine.parts import Parts, Progress, load_parts
 
 Message = Mapping[str, Any]
+OURS = {"tokenizer", "template", "messages"}  # names that an option of the template cannot have
+INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # a message may hold these and no text
 
 
 class OpenedModel:
@@ -28,14 +31,14 @@ class OpenedModel:
         progress: Progress | None = None,
         **options: Any,
     ) -> None:
-        config = EngineConfig(**options)
+        config = _config(type(self).__name__, options)
         self._open(load_parts(model, config, revision=revision, offline=offline, progress=progress), config)
 
     @classmethod
     def from_parts(cls, parts: Parts, **options: Any) -> Self:
         """An engine of given parts: fakes in tests, or a model that is already open."""
         self = cls.__new__(cls)
-        self._open(parts, EngineConfig(**options))
+        self._open(parts, _config(cls.__name__, options))
         return self
 
     def _open(self, parts: Parts, config: EngineConfig) -> None:
@@ -69,9 +72,37 @@ class OpenedModel:
             raise UnsupportedError("messages", f"{self.parts.name} has no chat template; use generate() with plain text")
         from verbatim.text.chat import encode_chat
 
+        check_messages(messages)
+        for name in OURS & template.keys():
+            raise ParameterError("chat_template_kwargs", f"{name!r} is set by the engine; leave it out")
         tokenizer: Any = self.parts.tokenizer
         return list(encode_chat(tokenizer, self.parts.template, messages, **template))
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...), as plain numbers."""
         return self.core.stats()
+
+
+def check_messages(messages: Any) -> None:
+    """A conversation is a list of messages with text in them. What else can be wrong with one, the template's room says."""
+    shape = "[{'role': 'user', 'content': 'Hello'}]"
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ParameterError("messages", f"{type(messages).__name__} is not a list of messages, such as {shape}")
+    if not messages:
+        raise ParameterError("messages", f"there is none; give at least one, such as {shape}")
+    for index, message in enumerate(messages):
+        silent = isinstance(message, Mapping) and "role" in message and message.get("content") is None
+        if silent and not any(message.get(name) for name in INSTEAD):
+            raise ParameterError("messages", f"messages[{index}] has no content; give it text")
+
+
+def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"{caller} has no option {name!r}; {hint}")
+    return EngineConfig(**options)
