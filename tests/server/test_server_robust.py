@@ -51,16 +51,21 @@ def inside(pid: int) -> tuple[int, int]:
 async def many(live: Live, count: int, tokens: int) -> None:
     """The engine is frozen until every stream has its head: they are all open at once, and the pipe between the processes is full."""
     opened, all_open = 0, asyncio.Event()
+    gate = asyncio.Semaphore(1000)  # on their way to their head; the kernel's queue of 4,096 new connections is not under test
 
     def head_came() -> None:
         nonlocal opened
         opened += 1
+        gate.release()
         if opened == count:
             all_open.set()
 
     async def one(i: int) -> Any:
-        await asyncio.sleep(i / 2000)  # the kernel's queue of new connections is not the thing under test
-        return await stream(live.port, "/v1/completions", completion(tokens, seed=i % 7), on_head=head_came)
+        await gate.acquire()
+        got = await stream(live.port, "/v1/completions", completion(tokens, seed=i % 7), on_head=head_came)
+        if not got.head:
+            gate.release()
+        return got
 
     engine = live.engine_pid()
     os.kill(engine, signal.SIGSTOP)
