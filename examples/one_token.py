@@ -1,4 +1,4 @@
-"""One real token on its way through the eleven files, with the numbers that the code gives.
+"""One real token on its way through the eleven stations, with the numbers that the code gives.
 
     python examples/one_token.py            prints the trace
     python examples/one_token.py --write    puts it into docs/one-token.md, between its markers

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -35,12 +38,33 @@ def test_the_document_is_what_the_code_gives(default_model: Path) -> None:
             assert float(a) == pytest.approx(float(b), rel=2e-3, abs=5e-3), name
 
 
-def test_the_files_it_names_are_there() -> None:
+def stations() -> list[str]:
+    """The files of the headings, in the document's order."""
     text = (ROOT / "docs" / "one-token.md").read_text("utf-8")
-    named = re.findall(r"^## \d+ · `([\w/]+\.py)`", text, re.MULTILINE)
-    assert len(named) == 10  # the eleventh is backend/…
-    for file in named:
-        assert (ROOT / "src" / "verbatim" / file).is_file(), file
+    found = re.findall(r"^## (\d+) · `([\w/]+\.py)`: (.*)$", text, re.MULTILINE)
+    assert [int(number) for number, _, _ in found] == list(range(1, 12)), "eleven, numbered in order"
+    for _, file, what in found:  # where a heading names a function, the file has it
+        for name in re.findall(r"`(\w+)\(", what):
+            assert f"def {name}(" in (ROOT / "src" / "verbatim" / file).read_text("utf-8"), (file, name)
+    return [file for _, file, _ in found]
+
+
+def test_every_file_it_names_is_there() -> None:
+    text = (ROOT / "docs" / "one-token.md").read_text("utf-8")
+    assert len(set(stations())) == 10, "the page says: ten files"
+    for file in re.findall(r"`([\w/]+\.py)`", text):
+        assert (ROOT / file).is_file() or (ROOT / "src" / "verbatim" / file).is_file(), file
+
+
+def test_what_it_asks_one_to_read_can_be_read() -> None:
+    """Each file says at its head what comes in and what goes out; no function is longer than a screen."""
+    for file in dict.fromkeys(stations()):
+        tree = ast.parse((ROOT / "src" / "verbatim" / file).read_text("utf-8"))
+        assert len(ast.get_docstring(tree) or "") > 60, file
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= 50, f"{file}: {node.name} has {lines} lines"
 
 
 def test_the_example_of_the_readme_runs(default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +72,11 @@ def test_the_example_of_the_readme_runs(default_model: Path, capsys: pytest.Capt
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert example is not None
     exec(compile(example[1], "README.md", "exec"), {})
-    assert "Paris" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Paris" in said
+    promised = re.search(r"print\(vote\.answer, vote\.counts\)\s+# (.*)", example[1])
+    assert promised is not None
+    assert said.splitlines()[-1] == promised[1]
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:
@@ -59,3 +87,31 @@ def test_every_link_between_documents_leads_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.native
+def test_the_commands_of_the_readme_print_what_it_says(
+    default_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line under a `$ verbatim …` comes out, in that order; … stands for lines left out."""
+    pytest.importorskip("verbatim.backend.cpu._native", reason="the numbers are of the cpu backend")
+    from verbatim.cli.main import main
+
+    monkeypatch.delenv("VERBATIM_MODEL", raising=False)
+    text = (ROOT / "README.md").read_text("utf-8")
+    [block] = re.findall(r"## The command line\n\n```\n(.*?)```", text, re.DOTALL)
+    calls = [part.split("\n", 1) for part in re.split(r"^\$ verbatim ", block, flags=re.MULTILINE)[1:]]
+    assert len(calls) == 4
+    for line, promised in calls:
+        words, _, jq = line.partition(" | jq -c ")
+        with pytest.raises(SystemExit):
+            main(shlex.split(words))
+        said = capsys.readouterr()
+        if jq:
+            answer = json.loads(said.out)
+            lines = [json.dumps([answer[name] for name in re.findall(r"\.(\w+)", jq)], separators=(",", ":"))]
+        else:
+            lines = (said.out + said.err).splitlines()
+        rest = iter(lines)
+        for wanted in promised.splitlines():
+            assert wanted in ("", "…") or wanted in rest, f"$ verbatim {words} should print {wanted!r}; it printed {lines}"
