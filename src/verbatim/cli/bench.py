@@ -66,9 +66,8 @@ def command(
 
     Speculation is off, and the prefix cache unless asked for: the numbers are of plain decoding.
     """
-    from verbatim.cli.measure import Ours, cold_start, first_token, jobs, measure
+    from verbatim.cli.measure import first_token
     from verbatim.cli.session import open_llm
-    from verbatim.weights.catalog import resolve
 
     sizes = {
         "prefills": _numbers("prefills", prefills or ("32,512" if quick else "32,512,2000")),
@@ -88,28 +87,45 @@ def command(
     with open_llm(flags) as llm:
         rival = _open_rival(against, rival_python, flags, llm) if against else None
         try:
-            limits, card = _print_limits(llm, quick)
-            runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
-            table = jobs(**sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context)
-            _header(rival)
-            rows = []
-            for job in table:
-                rows.append(measure(job, runners, rounds))
-                _print_row(rows[-1], card, limits, rival)
+            limits, card, rows = _measure(llm, rival, sizes, rounds, quick)
         finally:
             if rival:
                 rival.close()
         ready = first_token(llm, rounds)
         print(f"{'first token':16} {ready * 1000:8.1f} ms")
         out = _summary(llm, limits, card, rows, rival)
-    path = str(resolve(flags["model"], revision=flags.get("revision"), offline=True))
-    extra = [word for name in ("threads", "backend") if flags[f"e_{name}"] for word in (f"--{name}", str(flags[f"e_{name}"]))]
-    cold = cold_start(path, extra, min(rounds, 3))
-    print(f"{'cold start':16} {cold * 1000:8.1f} ms   from typing to the first text, model on disk")
+    cold = _cold_start(flags, rounds)
     if plot:
         _plot(plot, rows, card, limits, rival)
     sys.stdout.write(json.dumps({**out, "first_token_s": ready, "cold_start_s": cold}) + "\n")
     return 0
+
+
+def _measure(
+    llm: LLM, rival: Rival | None, sizes: dict[str, list[int]], rounds: int, quick: bool
+) -> tuple[Limits, CostCard, list[Row]]:
+    """The limits, then every size in turns with the rival, each row printed as it is known."""
+    from verbatim.cli.measure import Ours, jobs, measure
+
+    limits, card = _print_limits(llm, quick)
+    runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
+    _header(rival)
+    rows = []
+    for job in jobs(**sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context):
+        rows.append(measure(job, runners, rounds))
+        _print_row(rows[-1], card, limits, rival)
+    return limits, card, rows
+
+
+def _cold_start(flags: dict[str, Any], rounds: int) -> float:
+    from verbatim.cli.measure import cold_start
+    from verbatim.weights.catalog import resolve
+
+    path = str(resolve(flags["model"], revision=flags.get("revision"), offline=True))
+    extra = [word for name in ("threads", "backend") if flags[f"e_{name}"] for word in (f"--{name}", str(flags[f"e_{name}"]))]
+    cold = cold_start(path, extra, min(rounds, 3))
+    print(f"{'cold start':16} {cold * 1000:8.1f} ms   from typing to the first text, model on disk")
+    return cold
 
 
 def _numbers(name: str, text: str) -> list[int]:
