@@ -67,6 +67,18 @@ def test_the_shell_can_complete_commands_and_flags(spawn: Spawn) -> None:
         assert process.returncode == 0
 
 
+def test_help_is_also_a_word(verbatim: Call) -> None:
+    assert verbatim("help").out == verbatim("--help").out
+    assert verbatim("help", "run").out == verbatim("run", "--help").out
+    assert verbatim("help", "rum").code == 2
+
+
+def test_a_question_without_a_command(verbatim: Call) -> None:
+    said = verbatim("Why is the sky blue?")
+    assert said.code == 2
+    assert said.err.endswith("; to ask it: verbatim run 'Why is the sky blue?'\n")
+
+
 # -------------------------------------------------------------------------------------------------------------- the prompt
 
 
@@ -175,6 +187,29 @@ def test_nothing_is_advised_that_cannot_be(tiny: Path) -> None:
     with LLM(tiny) as llm, pytest.raises(ParameterError) as caught:
         llm.generate("the", SamplingParams(logprobs=1, n=1024, max_tokens=4000))
     assert str(caught.value).endswith("too many to report; set a lower max_tokens or n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--what-if", "top_k=2", "--n", "2", "--temperature", "1"), "draws a single answer again; leave out --n"),
+        (("--what-if", "top_k=2", "--max-tokens", "65"), "remembers 64 tokens; set --max-tokens to 64 or less"),
+        (("--what-if", "top_k=2", "--num-beams", "2"), "leave out --num-beams"),
+        (("--what-if", "stop=x"), "stop: cannot be changed by a what-if: it does not decide how a token is drawn"),
+    ],
+)
+def test_a_what_if_that_cannot_be_is_refused_before_the_model_runs(
+    verbatim: Call, flags: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verbatim.cli.session.open_llm", lambda *_, **__: pytest.fail("the model was opened"))
+    said = verbatim("explain", *flags, "the")
+    assert said.code == 2
+    assert wanted in said.err
+
+
+def test_a_regex_that_cannot_be_read_says_why(verbatim: Call) -> None:
+    pytest.importorskip("llguidance")
+    assert verbatim("run", "--regex", "(", "the").err.endswith("regex parse error: unclosed group\n")
 
 
 def test_doctor_names_everything_once(verbatim: Call) -> None:

@@ -53,6 +53,8 @@ def command(
     if not params.explain:
         raise ParameterError("explain", "0 explains nothing; ask for 1 or more candidates")
     changes = [_changes(text) for text in what_ifs]
+    if what_ifs:
+        _check_what_if(params)
     text = read_prompt(prompt)
     with open_llm(flags, quiet=as_json) as llm:
         code, completion = collect(start(llm, text, params, raw=raw, system=system), show=False)
@@ -66,13 +68,30 @@ def command(
 
 def _changes(text: str) -> dict[str, Any]:
     """`top_p=0.5,temperature=1.2` as parameters."""
+    from verbatim.observe.explain import CHANGEABLE
+
     changes: dict[str, Any] = {}
     for part in text.split(","):
         name, equals, value = part.partition("=")
         if not equals:
             raise ParameterError("what_if", f"{part!r} is not NAME=VALUE, such as top_p=0.5")
         changes[name.strip().replace("-", "_")] = parse_parameter(name, value)
+    for name in changes:
+        if name not in CHANGEABLE:
+            raise ParameterError(name, "cannot be changed by a what-if: it does not decide how a token is drawn")
     return changes
+
+
+def _check_what_if(params: SamplingParams) -> None:
+    """Said before the model runs: which answers a what-if can draw again."""
+    from verbatim.sampling.record import WHOLE_ROWS
+
+    if params.num_beams > 1:
+        raise ParameterError("what_if", "needs drawn tokens, and beam search draws none; leave out --num-beams")
+    if params.width > 1:
+        raise ParameterError("what_if", "draws a single answer again; leave out --n and --best-of")
+    if params.max_tokens is None or params.max_tokens > WHOLE_ROWS:
+        raise ParameterError("what_if", f"remembers {WHOLE_ROWS} tokens; set --max-tokens to {WHOLE_ROWS} or less")
 
 
 def _what_if(llm: LLM, completion: Completion, params: SamplingParams, changes: dict[str, Any]) -> list[WhatIf]:

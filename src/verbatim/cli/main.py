@@ -86,11 +86,14 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            import shlex
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else "verbatim --help lists the commands"
-            raise click.UsageError(f"no command {args[0]!r}; {hint}", ctx)
+            if " " in args[0]:  # a question, most likely
+                hint = "to ask it: verbatim run " + (shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'")
+            raise click.UsageError(f"no command {args[0]!r:.100}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -118,6 +121,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = "--debug" in flags or os.environ.get("VERBATIM_DEBUG", "") not in ("", "0")
     if "--debug" in flags:  # welcome anywhere, so that it can be added to the end of a line that just failed
         words.remove("--debug")
+    if words[:1] == ["help"]:  # `verbatim help run`, as elsewhere
+        words = [*words[1:2], "--help"]
     _have_streams()
     _speak_any_language()
     try:

@@ -299,7 +299,14 @@ def _allows(mask: bytes, token: int) -> bool:
 
 
 def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0][:300] if text.strip() else "unknown reason"
+    """Its first line; of a regex that cannot be read also the last, which says why.
+
+    >>> _first_line("invalid regex (in regex): regex parse error:\\n    (\\n    ^\\nerror: unclosed group\\n")
+    'invalid regex (in regex): regex parse error: unclosed group'
+    """
+    first, *more = text.strip().splitlines() or ["unknown reason"]
+    why = next((line.removeprefix("error: ") for line in reversed(more) if line.startswith("error: ")), "")
+    return f"{first[:300]} {why[:100]}".strip()
 
 
 # What llguidance says of things that are right in themselves but that it does not offer.
