@@ -326,10 +326,14 @@ def _hub_model(repo: str, revision: str | None, file: str | None, offline: bool)
     except ModelError:
         raise
     except Exception as error:  # the library raises errors of its own, of requests or httpx, and of the system
+        name = repo + (f"@{revision}" if revision else "")
+        if offline:
+            how = "(offline: only the cache was searched): it is not there"
+            raise ModelError(f"could not get {name} from the hub {how}; fetch it once with `verbatim pull {name}`") from error
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        how = " (offline: only the cache was searched)" if offline else ""
-        at = f"@{revision}" if revision else ""
-        raise ModelError(f"could not get {repo}{at} from the hub{how}: {type(error).__name__}: {lines[0][:300]}") from error
+        why = f"{type(error).__name__}: {lines[0][:300].rstrip('.')}"
+        remedy = "check the name and the network; --offline takes what is in the cache"
+        raise ModelError(f"could not get {name} from the hub: {why}; {remedy}") from error
     if any(path.glob("*.safetensors")):
         return path
     return path / _only_gguf(repo, [f.name for f in path.glob("*.gguf")])
