@@ -5,6 +5,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PROMPT ?= What is the capital of France?
+export PROMPT  # through the environment: a quote or a backtick in it is text
 CPU     = src/verbatim/backend/cpu
 NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
 CHECKED = src tests bench examples
@@ -12,7 +13,7 @@ CHECKED = src tests bench examples
 .PHONY: run chat test lint format soak clients bench clean
 
 run: $(VENV)/.installed
-	@$(BIN)/verbatim run --on-loop stop "$(PROMPT)"
+	@$(BIN)/verbatim run --on-loop stop "$$PROMPT"
 
 chat: $(VENV)/.installed
 	@$(BIN)/verbatim chat

@@ -74,6 +74,21 @@ def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
     assert test.count("/mypy") == 1, "a checker that must be asked twice is not a check"
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_run_hands_the_prompt_over_as_it_is(tmp_path: Path) -> None:
+    venv = tmp_path / "v"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").touch()
+    (venv / "bin" / "verbatim").write_text('#!/bin/sh\nfor word; do echo "[$word]"; done\n')
+    (venv / "bin" / "verbatim").chmod(0o755)
+    (venv / ".installed").touch()
+    prompt = 'say "hi"; `id` it\'s $$HOME'  # make's own $$ is one $
+    done = subprocess.run(
+        ["make", "-s", "-C", str(ROOT), f"VENV={venv}", f"PROMPT={prompt}", "run"], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == '[say "hi"; `id` it\'s $HOME]', done
+
+
 def test_torch_is_pinned_alike_everywhere() -> None:
     [wanted] = [d for d in PROJECT["project"]["optional-dependencies"]["dev"] if d.startswith("torch")]
     assert wanted == "torch" + constraints()["torch"]
