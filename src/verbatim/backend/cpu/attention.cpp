@@ -99,9 +99,8 @@ void Engine::finish_rows(const Op& op, const Item& item, const float* o, const f
         float* y = (float*)b.f.data() + (int64_t)(item.row0 + r) * width + (int64_t)item.kv * share * hd;
         for (int g = 0; g < share; g++) kernels.scale_out(o + (int64_t)(r * share + g) * vdim_, l[r * share + g], hd, y + g * hd);
         if (share * hd % 32 == 0) {
-            int64_t row = item.row0 + r, at = (int64_t)item.kv * share * hd;
-            kernels.quantise(y, share * hd, b.qr.q + row * width + at, b.qr.dx + (row * width + at) / 32, b.qr.ds + (row * width + at) / 32,
-                             b.qr.s16 + (row * width + at) / 16);
+            int64_t block = (int64_t)item.kv * share * hd / 32;
+            kernels.quantise(y, share * hd, b.qr.from(b.qr.first(item.row0 + r, width / 32) + block * b.qr.group));
         }
     }
 }
@@ -167,9 +166,25 @@ void Engine::attend_item(const Op& op, Worker& w, const Item& item) {
     finish_rows(op, item, run, l);
 }
 
+// Ask for the first blocks of an item's keys and values: a short text's lie scattered, and nothing else would fetch them in time.
+void Engine::expect(const Op& op, const Item& item) const {
+    const Sequence& seq = step.sequences[item.seq];
+    const auto& blocks = seq.blocks[layer_group_[op.layer]];
+    int64_t last = seq.start + item.row0 - seq.row0 + item.rows - 1, first = (int64_t)item.tile0 * TILE / BLOCK;
+    for (int64_t b = first; b <= last / BLOCK && b < first + 4; b++) {
+        if (blocks[b] < 0) continue;
+        const uint8_t* c = cell(op.layer, blocks[b], item.kv);
+        for (size_t i = 0; i < cell_bytes_; i += 64) __builtin_prefetch(c + i, 0, 2);
+    }
+}
+
 void Engine::attend(const Op& op, int thread, int& phase) {
     auto& items = items_[layer_group_[op.layer]];
-    for (int i; (i = next(phase)) < (int)items.size();) attend_item(op, *workers_[thread], items[i]);
+    for (int i = next(phase), j; i < (int)items.size(); i = j) {
+        j = next(phase);
+        if (j < (int)items.size()) expect(op, items[j]);
+        attend_item(op, *workers_[thread], items[i]);
+    }
     phase++;
     team_.barrier();
 }

@@ -51,6 +51,7 @@ static size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 // Room for `rows` quantised rows of `width` inputs; a width that is no multiple of 32 has no quantised form.
 static Pages quant_pages(int64_t rows, int width, QRows& q) {
     int64_t nb = width / 32;
+    rows = (rows + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE * SIDE_BY_SIDE;
     size_t a = align64(rows * width), b = align64(rows * nb * 4), c = align64(rows * nb * 8);
     Pages p(a + 2 * b + c + 64);
     q.q = (int8_t*)p.data();
@@ -144,6 +145,12 @@ void Engine::add_op(Op op) {
 void Engine::finish() {
     phases_ = 8 * (int)ops_.size() + 8;
     counters_ = std::make_unique<Counter[]>(phases_);
+    for (auto& b : buffers_) b->floats = !b->inner;
+    for (const Op& op : ops_) {
+        if (op.src < 0 || !buffers_[op.src]->inner) continue;
+        bool quant = op.norm < 0 && op.mat[0] >= 0 && KIND[matrices_[op.mat[0]]->p.kind].quantised && whole_blocks(buffers_[op.src]->width);
+        buffers_[op.src]->floats |= op.type != O_LINEAR || !quant;
+    }
     if (logits_buffer_ < 0 || hidden_buffer_ < 0) throw std::invalid_argument("the program has no head");
 }
 
@@ -200,6 +207,7 @@ void Engine::reserve(int rows) {
 void Engine::run() {
     int rows = (int)step.tokens.size();
     reserve(rows);
+    for (auto& b : buffers_) b->qr.group = rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
     plan_attention();
     for (int i = 0; i < phases_; i++) counters_[i].value.store(0, std::memory_order_relaxed);
     team_.run([this](int t) { execute(t); });

@@ -100,6 +100,7 @@ struct Step {
 struct Buffer {
     int width;
     bool inner = false;   // written by blocks: also holds the quantised form
+    bool floats = true;   // of an inner one: somebody reads the plain numbers too
     Pages f, q;
     QRows qr{};
 };
@@ -147,6 +148,7 @@ class Engine {
     void execute(int thread);
     int next(int phase) { return counters_[phase].value.fetch_add(1, std::memory_order_relaxed); }
 
+    bool whole_blocks(int width) const;
     Prepared prepare(const Op& op, int thread, int& phase, int rows, const int32_t* idx, int width, bool quant);
     void norm_row(const Op& op, const float* x, int n, float* y) const;
     void quantise_row(const QRows& q, int64_t row, const float* x, int n) const;
@@ -163,7 +165,9 @@ class Engine {
     void norm(const Op& op, int& phase);
     void moe(const Op& op, int thread, int& phase);
 
+    const uint8_t* panel(int matrix, int p) const { return matrices_[matrix]->p.data + (size_t)p * matrices_[matrix]->p.panel_bytes; }
     uint8_t* cell(int layer, int64_t block, int kv) const;
+    void expect(const Op& op, const Item& item) const;
 
     Arena arena_;
     std::vector<std::unique_ptr<Matrix>> matrices_;

@@ -40,12 +40,19 @@ struct Packed {
 };
 
 // Activations: each block of 32 as int8 with one scale. ds = dx * sum, s16 = sum of each 16 (exact).
+// `group` rows lie side by side, block after block: 1 for a few rows, 16 (a tile of AMX, and kind to every cache) for many.
 struct QRows {
-    int8_t* q;      // [rows][k]
-    float* dx;      // [rows][k/32]
-    float* ds;      // [rows][k/32]
-    int32_t* s16;   // [rows][k/16]
+    int8_t* q;      // [rows / group][k/32][group][32]
+    float* dx;      // [rows / group][k/32][group]
+    float* ds;
+    int32_t* s16;   // [rows / group][k/32][group][2]
+    int group = 1;
+
+    // Where a row's first block is, counted in blocks of all arrays; the next is `group` further.
+    int64_t first(int64_t row, int blocks) const { return row / group * group * blocks + row % group; }
+    QRows from(int64_t block) const { return {q + 32 * block, dx + block, ds + block, s16 + 2 * block, group}; }
 };
+constexpr int SIDE_BY_SIDE = 16;
 
 enum Activation : int { A_SILU, A_GELU, A_GELU_TANH };
 
@@ -76,10 +83,11 @@ struct AttendTile {
 struct Kernels {
     const char* name;
     int byte_bias;  // 128 where 8-bit weights are stored unsigned
-    void (*quantise)(const float* x, int n, int8_t* q, float* dx, float* ds, int32_t* s16);
-    // out[r * ldo + 16 * (p - p0) + lane] for rows r (through idx if given); at most ROWS rows
+    void (*quantise)(const float* x, int n, const QRows& to);  // `to` starts at the row's first block
+    // out[r * ldo + 16 * (p - p0) + lane] for rows r (through idx if given); at most ROWS rows. `then`: weights that this thread will want
+    // afterwards, to be asked for from memory in time; may be null.
     void (*mm[KINDS])(const Packed& w, int p0, int np, const QRows& a, const float* x, const int32_t* idx, int rows, float* out,
-                      int64_t ldo);
+                      int64_t ldo, const uint8_t* then);
     void (*rms)(const float* x, const float* w, int n, float eps, float* y);
     void (*layer)(const float* x, const float* w, const float* b, int n, float eps, float* y);
     void (*rope)(float* x, const float* cosv, const float* sinv, int half);

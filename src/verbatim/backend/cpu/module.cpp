@@ -183,18 +183,18 @@ nb::object product(const std::string& isa, const std::string& type, Bytes data, 
     Engine e(k, 1, Shape{16, 16, 1, 1, 16, A_SILU, false, 1e-5f}, false);
     const Packed& w = e.matrix(e.add_matrix(type, data.data(), (int64_t)data.size(), n, width, 0));
     int nb32 = width / 32;
-    std::vector<int8_t> q((size_t)rows * width + 64);
-    std::vector<float> dx((size_t)rows * nb32 + 16), ds(dx);
-    std::vector<int32_t> s16((size_t)rows * nb32 * 2 + 16);
-    QRows a{q.data(), dx.data(), ds.data(), s16.data()};
+    size_t blocks = (size_t)(rows + SIDE_BY_SIDE) * nb32 + 16;
+    std::vector<int8_t> q(32 * blocks + 64);
+    std::vector<float> dx(blocks), ds(dx);
+    std::vector<int32_t> s16(2 * blocks);
+    QRows a{q.data(), dx.data(), ds.data(), s16.data(), rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1};
     if (KIND[w.kind].quantised)
         for (int64_t r = 0; r < rows; r++)
-            k.quantise(x.data() + r * width, width, a.q + r * width, a.dx + r * nb32, a.ds + r * nb32, a.s16 + r * 2 * nb32);
+            k.quantise(x.data() + r * width, width, a.from(a.first(r, nb32)));
     int64_t ld = w.panels * 16;
     std::vector<float> out((size_t)rows * ld);
     for (int64_t r = 0; r < rows; r += ROWS) {
-        QRows b{a.q + r * width, a.dx + r * nb32, a.ds + r * nb32, a.s16 + r * 2 * nb32};
-        k.mm[w.kind](w, 0, w.panels, b, x.data() + r * width, nullptr, (int)std::min<int64_t>(ROWS, rows - r), out.data() + r * ld, ld);
+        k.mm[w.kind](w, 0, w.panels, a.from(a.first(r, nb32)), x.data() + r * width, nullptr, (int)std::min<int64_t>(ROWS, rows - r), out.data() + r * ld, ld, nullptr);
     }
     float* y = new float[(size_t)rows * n];
     for (int64_t r = 0; r < rows; r++) std::memcpy(y + r * n, out.data() + r * ld, (size_t)n * 4);

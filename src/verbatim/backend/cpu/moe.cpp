@@ -43,10 +43,9 @@ void Engine::moe(const Op& op, int thread, int& phase) {
     int64_t ld = router.panels * 16;
     for (int u; (u = next(phase)) < (rows + ROWS - 1) / ROWS;) {
         int r = u * ROWS, m = std::min(ROWS, rows - r);
-        QRows q = in.q;
-        if (quant) { q.q += (int64_t)r * n; q.dx += (int64_t)r * (n / 32); q.ds += (int64_t)r * (n / 32); q.s16 += (int64_t)r * (n / 16); }
+        QRows q = quant ? in.q.from(in.q.first(r, n / 32)) : in.q;
         float* s = (float*)scores_.data() + r * ld;
-        kernels.mm[router.kind](router, 0, router.panels, q, in.x + (int64_t)r * n, nullptr, m, s, ld);
+        kernels.mm[router.kind](router, 0, router.panels, q, in.x + (int64_t)r * n, nullptr, m, s, ld, nullptr);
         for (int i = 0; i < m; i++) {
             int32_t* ids = &slot_expert_[(size_t)(r + i) * used];
             float* p = &slot_weight_[(size_t)(r + i) * used];
@@ -75,14 +74,14 @@ void Engine::moe(const Op& op, int thread, int& phase) {
             int m = std::min(ROWS, expert_start_[e + 1] - i);
             int32_t idx[ROWS];
             for (int j = 0; j < m; j++) idx[j] = expert_rows_[i + j] / used;
-            kernels.mm[up.kind](up, p, np, in.q, in.x, idx, m, tu, 32);
-            kernels.mm[gate.kind](gate, p, np, in.q, in.x, idx, m, tg, 32);
+            kernels.mm[up.kind](up, p, np, in.q, in.x, idx, m, tu, 32, nullptr);
+            kernels.mm[gate.kind](gate, p, np, in.q, in.x, idx, m, tg, 32, nullptr);
             kernels.gate(shape.activation, tg, tu, 32 * m, y);
             for (int j = 0; j < m; j++) {
                 int64_t at = (int64_t)expert_rows_[i + j] * inner + 16 * p;
                 const QRows& q = slots_inner_->qr;
                 std::memcpy((float*)slots_inner_->f.data() + at, y + 32 * j, (size_t)cols * 4);
-                if (inner % 32 == 0) kernels.quantise(y + 32 * j, 32, q.q + at, q.dx + at / 32, q.ds + at / 32, q.s16 + at / 16);
+                if (inner % 32 == 0) kernels.quantise(y + 32 * j, 32, q.from(at / 32));
             }
         }
     }
@@ -97,7 +96,7 @@ void Engine::moe(const Op& op, int thread, int& phase) {
         int np = std::min(MOST, down.panels - p), cols = std::min(16 * np, n - 16 * p);
         for (int i = expert_start_[e]; i < expert_start_[e + 1]; i += ROWS) {
             int m = std::min(ROWS, expert_start_[e + 1] - i);
-            kernels.mm[down.kind](down, p, np, slots_inner_->qr, (const float*)slots_inner_->f.data(), &expert_rows_[i], m, tu, 16 * MOST);
+            kernels.mm[down.kind](down, p, np, slots_inner_->qr, (const float*)slots_inner_->f.data(), &expert_rows_[i], m, tu, 16 * MOST, nullptr);
             for (int j = 0; j < m; j++)
                 std::memcpy((float*)slots_out_->f.data() + (int64_t)expert_rows_[i + j] * n + 16 * p, tu + (int64_t)j * 16 * MOST, (size_t)cols * 4);
         }

@@ -14,7 +14,12 @@ void Engine::norm_row(const Op& op, const float* x, int n, float* y) const {
 }
 
 void Engine::quantise_row(const QRows& q, int64_t row, const float* x, int n) const {
-    kernels.quantise(x, n, q.q + row * n, q.dx + row * (n / 32), q.ds + row * (n / 32), q.s16 + row * (n / 16));
+    kernels.quantise(x, n, q.from(q.first(row, n / 32)));
+}
+
+// False for attention's results where a block of 32 spans two key/value heads, which different threads write.
+bool Engine::whole_blocks(int width) const {
+    return width != shape.heads * shape.head_dim || (shape.heads / shape.kv_heads) * shape.head_dim % 32 == 0;
 }
 
 // The input of a product: normed and quantised as asked. One or two rows are done by every thread for itself, which is cheaper than a barrier.
@@ -22,8 +27,7 @@ Engine::Prepared Engine::prepare(const Op& op, int thread, int& phase, int rows,
     const Buffer& src = *buffers_[op.src];
     const float* x = (const float*)src.f.data();
     if (op.norm < 0 && src.inner && !idx) {
-        bool whole = width != shape.heads * shape.head_dim || (shape.heads / shape.kv_heads) * shape.head_dim % 32 == 0;
-        if (!quant || whole) return {src.qr, x, nullptr};
+        if (!quant || whole_blocks(width)) return {src.qr, x, nullptr};
     }
     if (op.norm < 0 && !quant) return {{}, x, idx};
     if (rows <= 2) {
@@ -36,16 +40,18 @@ Engine::Prepared Engine::prepare(const Op& op, int thread, int& phase, int rows,
         }
         return {w.qr, op.norm >= 0 ? (const float*)w.norm.data() : x, nullptr};
     }
+    QRows q = shared_.qr;
+    q.group = rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
     for (int r; (r = next(phase)) < rows;) {
         const float* row = x + (int64_t)(idx ? idx[r] : r) * width;
         float* y = (float*)shared_.f.data() + (int64_t)r * width;
         if (op.norm >= 0) norm_row(op, row, width, y);
         else std::memcpy(y, row, (size_t)width * 4);
-        if (quant) quantise_row(shared_.qr, r, y, width);
+        if (quant) quantise_row(q, r, y, width);
     }
     phase++;
     team_.barrier();
-    return {shared_.qr, (const float*)shared_.f.data(), nullptr};
+    return {q, (const float*)shared_.f.data(), nullptr};
 }
 
 void Engine::embed(const Op& op, int& phase) {
@@ -132,15 +138,22 @@ void Engine::qkv(const Op& op, int thread, int& phase) {
     Prepared in = prepare(op, thread, phase, rows, nullptr, n, quant);
     float* tile = (float*)workers_[thread]->tile.data();
     int heads[3] = {shape.heads, shape.kv_heads, shape.kv_heads}, per = vdim_ / 16;
-    for (int u; (u = next(phase)) < heads[0] + heads[1] + heads[2];) {
-        int part = u < heads[0] ? 0 : u < heads[0] + heads[1] ? 1 : 2;
-        int head = u - (part > 0 ? heads[0] : 0) - (part > 1 ? heads[1] : 0);
+    auto place = [&](int u, int& part, int& head) {
+        part = u < heads[0] ? 0 : u < heads[0] + heads[1] ? 1 : 2;
+        head = u - (part > 0 ? heads[0] : 0) - (part > 1 ? heads[1] : 0);
+    };
+    const int units = heads[0] + heads[1] + heads[2];
+    for (int u = next(phase), v; u < units; u = v) {
+        int part, head, part2, head2;
+        place(u, part, head);
+        v = next(phase);
+        place(v, part2, head2);
         const Packed& w = matrices_[op.mat[part]]->p;
+        const uint8_t* then = v < units ? panel(op.mat[part2], head2 * per) : nullptr;
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
-            QRows q = in.q;
-            q.q += (int64_t)r * n; q.dx += (int64_t)r * (n / 32); q.ds += (int64_t)r * (n / 32); q.s16 += (int64_t)r * (n / 16);
-            kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile, vdim_);
+            QRows q = in.q.from(in.q.first(r, n / 32));
+            kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile, vdim_, r + ROWS < rows ? nullptr : then);
             qkv_head(op, thread, part, head, r, m, tile);
         }
     }
@@ -159,16 +172,18 @@ void Engine::linear(const Op& op, int thread, int& phase, int rows, const int32_
     const float* bias = op.bias[0] >= 0 ? vectors_[op.bias[0]].data() : nullptr;
     constexpr int MOST = 4;
     int step_p = panels_at_once(w.panels, team_.size(), MOST), units = (w.panels + step_p - 1) / step_p;
-    for (int u; (u = next(phase)) < units;) {
+    for (int u = next(phase), v; u < units; u = v) {
+        v = next(phase);
+        const uint8_t* then = v < units ? panel(op.mat[0], v * step_p) : nullptr;
         int p = u * step_p, np = std::min(step_p, w.panels - p), cols = std::min(16 * np, w.n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
-            QRows q = in.q;
-            q.q += (int64_t)r * w.k; q.dx += (int64_t)r * (w.k / 32); q.ds += (int64_t)r * (w.k / 32); q.s16 += (int64_t)r * (w.k / 16);
+            QRows q = in.q.from(in.q.first(r, w.k / 32));
             int32_t rebased[ROWS];
             if (in.idx)
                 for (int i = 0; i < m; i++) rebased[i] = in.idx[r + i];
-            kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k, in.idx ? rebased : nullptr, m, tile, 16 * MOST);
+            kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k, in.idx ? rebased : nullptr, m, tile, 16 * MOST,
+                               r + ROWS < rows ? nullptr : then);
             if (bias) add_bias(tile, 16 * MOST, m, bias + 16 * p, cols);
             for (int i = 0; i < m; i++) {
                 float* o = y + (int64_t)(r + i) * w.n + 16 * p;
@@ -193,27 +208,28 @@ void Engine::gateup(const Op& op, int thread, int& phase) {
     bool quant = KIND[up.kind].quantised || (gated && KIND[gate->kind].quantised);
     bool out_quant = up.n % 32 == 0;
     Prepared in = prepare(op, thread, phase, rows, nullptr, up.k, quant);
-    float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + ROWS * 32, *y = (float*)workers_[thread]->act.data();
+    float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + ROWS * 64, *y = (float*)workers_[thread]->act.data();
     Buffer& dst = *buffers_[op.dst];
-    int units = (up.panels + 1) / 2, n = up.n;
-    for (int u; (u = next(phase)) < units;) {
-        int p = 2 * u, np = std::min(2, up.panels - p), cols = std::min(32, n - 16 * p);
+    int n = up.n, most = up.panels >= 16 * team_.size() ? 4 : 2, width = 16 * most, units = (up.panels + most - 1) / most;
+    for (int u = next(phase), v; u < units; u = v) {
+        v = next(phase);
+        const uint8_t* then = v < units ? panel(op.mat[1], v * most) : nullptr;
+        int p = most * u, np = std::min(most, up.panels - p), cols = std::min(width, n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
-            QRows q = in.q;
-            q.q += (int64_t)r * up.k; q.dx += (int64_t)r * (up.k / 32); q.ds += (int64_t)r * (up.k / 32); q.s16 += (int64_t)r * (up.k / 16);
+            QRows q = in.q.from(in.q.first(r, up.k / 32));
             const float* x = in.x + (int64_t)r * up.k;
-            kernels.mm[up.kind](up, p, np, q, x, nullptr, m, tu, 32);
-            if (op.bias[1] >= 0) add_bias(tu, 32, m, vectors_[op.bias[1]].data() + 16 * p, cols);
+            const bool last = r + ROWS >= rows;
+            kernels.mm[up.kind](up, p, np, q, x, nullptr, m, tu, width, !last ? nullptr : gated ? panel(op.mat[0], p) : then);
+            if (op.bias[1] >= 0) add_bias(tu, width, m, vectors_[op.bias[1]].data() + 16 * p, cols);
             if (gated) {
-                kernels.mm[gate->kind](*gate, p, np, q, x, nullptr, m, tg, 32);
-                if (op.bias[0] >= 0) add_bias(tg, 32, m, vectors_[op.bias[0]].data() + 16 * p, cols);
+                kernels.mm[gate->kind](*gate, p, np, q, x, nullptr, m, tg, width, last ? then : nullptr);
+                if (op.bias[0] >= 0) add_bias(tg, width, m, vectors_[op.bias[0]].data() + 16 * p, cols);
             }
-            kernels.gate(shape.activation, gated ? tg : nullptr, tu, 32 * m, y);
+            kernels.gate(shape.activation, gated ? tg : nullptr, tu, width * m, y);
             for (int i = 0; i < m; i++) {
-                int64_t row = r + i, at = row * n + 16 * p;
-                std::memcpy((float*)dst.f.data() + at, y + 32 * i, (size_t)cols * 4);
-                if (out_quant) kernels.quantise(y + 32 * i, 32, dst.qr.q + at, dst.qr.dx + at / 32, dst.qr.ds + at / 32, dst.qr.s16 + at / 16);
+                if (out_quant) kernels.quantise(y + width * i, cols, dst.qr.from(dst.qr.first(r + i, n / 32) + (int64_t)p / 2 * dst.qr.group));
+                if (dst.floats) std::memcpy((float*)dst.f.data() + (int64_t)(r + i) * n + 16 * p, y + width * i, (size_t)cols * 4);
             }
         }
     }

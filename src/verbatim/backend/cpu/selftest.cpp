@@ -62,14 +62,14 @@ std::vector<uint8_t> blocks(const Type& t, Noise& noise, int64_t rows, int64_t k
 }
 
 void quantise_rows(const Kernels& k, const std::vector<float>& x, int rows, int width, std::vector<uint8_t>& store, QRows& q) {
-    size_t nb = width / 32;
-    store.assign((size_t)rows * (width + nb * 16) + 256, 0);
+    size_t nb = width / 32, blocks = (rows + SIDE_BY_SIDE) * nb;
+    store.assign(blocks * 48 + 256, 0);
     q.q = (int8_t*)store.data();
-    q.dx = (float*)(store.data() + (size_t)rows * width);
-    q.ds = q.dx + rows * nb;
-    q.s16 = (int32_t*)(q.ds + rows * nb);
-    for (int r = 0; r < rows; r++)
-        k.quantise(x.data() + (size_t)r * width, width, q.q + (size_t)r * width, q.dx + r * nb, q.ds + r * nb, q.s16 + r * 2 * nb);
+    q.dx = (float*)(store.data() + blocks * 32);
+    q.ds = q.dx + blocks;
+    q.s16 = (int32_t*)(q.ds + blocks);
+    q.group = rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+    for (int r = 0; r < rows; r++) k.quantise(x.data() + (size_t)r * width, width, q.from(q.first(r, (int)nb)));
 }
 
 uint64_t product(const Kernels& k, const Type& t, Noise noise) {
@@ -94,7 +94,7 @@ uint64_t product(const Kernels& k, const Type& t, Noise noise) {
             QRows q{};
             if (KIND[w.kind].quantised) quantise_rows(k, x, rows, width, store, q);
             std::vector<float> out((size_t)rows * panels * 16);
-            k.mm[w.kind](w, 0, panels, q, x.data(), nullptr, rows, out.data(), panels * 16);
+            k.mm[w.kind](w, 0, panels, q, x.data(), nullptr, rows, out.data(), panels * 16, nullptr);
             hash.floats(out.data(), out.size());
         }
     }
