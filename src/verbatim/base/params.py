@@ -233,7 +233,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        return any(rule.history and getattr(self, name) != rule.default for name, rule in FIELDS.items())
+        return any(getattr(self, name) != default for name, default in _HISTORY)
 
     @property
     def structured(self) -> bool:
@@ -244,6 +244,9 @@ class SamplingParams:
         """Sequences that run for this request at once."""
         return self.num_beams if self.num_beams > 1 else (self.best_of or self.n)
 
+
+# asked of every row of every step, so the table is read once
+_HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
 
 # fmt: off
 BEAM_REFUSES = (

@@ -145,6 +145,10 @@ void Engine::add_op(Op op) {
 void Engine::finish() {
     phases_ = 8 * (int)ops_.size() + 8;
     counters_ = std::make_unique<Counter[]>(phases_);
+    auto reads = [](const Op& op) { return op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP || op.type == O_HEAD; };
+    for (size_t i = 0; i < ops_.size(); i++)
+        for (size_t j = 1; j <= ops_.size() && ops_[i].then < 0; j++)
+            if (reads(ops_[(i + j) % ops_.size()])) ops_[i].then = (int)((i + j) % ops_.size());
     for (auto& b : buffers_) b->floats = !b->inner;
     for (const Op& op : ops_) {
         if (op.src < 0 || !buffers_[op.src]->inner) continue;

@@ -60,6 +60,7 @@ struct Op {
     int used = 0;
     bool renormalise = true;
     bool outputs = false;               // O_NORM: rows of the outputs only
+    int then = -1;                      // the next operation that reads weights
 };
 
 struct Shape {
@@ -147,6 +148,7 @@ class Engine {
     void plan_attention();
     void execute(int thread);
     int next(int phase) { return counters_[phase].value.fetch_add(1, std::memory_order_relaxed); }
+    int later(int phase) { return team_.size() + next(phase); }  // of phases whose first units go to each thread by its number
 
     bool whole_blocks(int width) const;
     Prepared prepare(const Op& op, int thread, int& phase, int rows, const int32_t* idx, int width, bool quant);
@@ -165,6 +167,9 @@ class Engine {
     void norm(const Op& op, int& phase);
     void moe(const Op& op, int thread, int& phase);
 
+    int linear_panels(const Op& op) const;
+    int gateup_panels(const Op& op) const;
+    const uint8_t* following(const Op& op, int thread) const;
     const uint8_t* panel(int matrix, int p) const { return matrices_[matrix]->p.data + (size_t)p * matrices_[matrix]->p.panel_bytes; }
     uint8_t* cell(int layer, int64_t block, int kv) const;
     void expect(const Op& op, const Item& item) const;

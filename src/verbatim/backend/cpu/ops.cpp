@@ -143,13 +143,13 @@ void Engine::qkv(const Op& op, int thread, int& phase) {
         head = u - (part > 0 ? heads[0] : 0) - (part > 1 ? heads[1] : 0);
     };
     const int units = heads[0] + heads[1] + heads[2];
-    for (int u = next(phase), v; u < units; u = v) {
+    for (int u = thread, v; u < units; u = v) {
         int part, head, part2, head2;
         place(u, part, head);
-        v = next(phase);
+        v = later(phase);
         place(v, part2, head2);
         const Packed& w = matrices_[op.mat[part]]->p;
-        const uint8_t* then = v < units ? panel(op.mat[part2], head2 * per) : nullptr;
+        const uint8_t* then = v < units ? panel(op.mat[part2], head2 * per) : following(op, thread);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
             QRows q = in.q.from(in.q.first(r, n / 32));
@@ -162,7 +162,17 @@ void Engine::qkv(const Op& op, int thread, int& phase) {
 }
 
 // Panels a thread takes at once: enough units for balance, few enough that taking them costs nothing.
-static int panels_at_once(int panels, int threads, int most) { return std::clamp(panels / (threads * 6), 1, most); }
+constexpr int MOST = 4;
+int Engine::linear_panels(const Op& op) const { return std::clamp(matrices_[op.mat[0]]->p.panels / (team_.size() * 6), 1, MOST); }
+int Engine::gateup_panels(const Op& op) const { return matrices_[op.mat[1]]->p.panels >= 16 * team_.size() ? MOST : 2; }
+
+// The weights with which this thread will begin the next product.
+const uint8_t* Engine::following(const Op& op, int thread) const {
+    const Op& n = ops_[op.then];
+    if (n.type == O_QKV) return thread < shape.heads ? panel(n.mat[0], thread * (vdim_ / 16)) : nullptr;
+    int matrix = n.type == O_GATEUP ? n.mat[1] : n.mat[0], p = thread * (n.type == O_GATEUP ? gateup_panels(n) : linear_panels(n));
+    return p < matrices_[matrix]->p.panels ? panel(matrix, p) : nullptr;
+}
 
 void Engine::linear(const Op& op, int thread, int& phase, int rows, const int32_t* idx) {
     const Packed& w = matrices_[op.mat[0]]->p;
@@ -170,11 +180,10 @@ void Engine::linear(const Op& op, int thread, int& phase, int rows, const int32_
     float* tile = (float*)workers_[thread]->tile.data();
     float* y = (float*)buffers_[op.dst]->f.data();
     const float* bias = op.bias[0] >= 0 ? vectors_[op.bias[0]].data() : nullptr;
-    constexpr int MOST = 4;
-    int step_p = panels_at_once(w.panels, team_.size(), MOST), units = (w.panels + step_p - 1) / step_p;
-    for (int u = next(phase), v; u < units; u = v) {
-        v = next(phase);
-        const uint8_t* then = v < units ? panel(op.mat[0], v * step_p) : nullptr;
+    int step_p = linear_panels(op), units = (w.panels + step_p - 1) / step_p;
+    for (int u = thread, v; u < units; u = v) {
+        v = later(phase);
+        const uint8_t* then = v < units ? panel(op.mat[0], v * step_p) : following(op, thread);
         int p = u * step_p, np = std::min(step_p, w.panels - p), cols = std::min(16 * np, w.n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
@@ -210,10 +219,10 @@ void Engine::gateup(const Op& op, int thread, int& phase) {
     Prepared in = prepare(op, thread, phase, rows, nullptr, up.k, quant);
     float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + ROWS * 64, *y = (float*)workers_[thread]->act.data();
     Buffer& dst = *buffers_[op.dst];
-    int n = up.n, most = up.panels >= 16 * team_.size() ? 4 : 2, width = 16 * most, units = (up.panels + most - 1) / most;
-    for (int u = next(phase), v; u < units; u = v) {
-        v = next(phase);
-        const uint8_t* then = v < units ? panel(op.mat[1], v * most) : nullptr;
+    int n = up.n, most = gateup_panels(op), width = 16 * most, units = (up.panels + most - 1) / most;
+    for (int u = thread, v; u < units; u = v) {
+        v = later(phase);
+        const uint8_t* then = v < units ? panel(op.mat[1], v * most) : following(op, thread);
         int p = most * u, np = std::min(most, up.panels - p), cols = std::min(width, n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
