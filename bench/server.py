@@ -1,36 +1,51 @@
-"""What the server costs and how it behaves under load, on this machine: `python bench/server.py [--model MODEL] [--tokens N]`.
+"""What the server costs and how it behaves under load, on this machine: `python bench/server.py [--model MODEL] [--tokens N] [--only PART]`.
 
-    1  tokens/s of 16 streams: the bare engine (AsyncEngine, in a process of its own) and over HTTP, in turns; the share that HTTP costs
-    2  a long prompt that arrives among 16 streams: their time between tokens, with and without it, beside the time of one chunk
-    3  ten times as many requests as there is room for: how fast a 429 comes, and what the accepted ones get done
+    overhead  tokens/s of 16 streams: the bare engine (AsyncEngine, in a process of its own) and over HTTP, in turns; the share that HTTP costs
+    prompt    a long prompt that arrives among 16 streams: their time between tokens, with and without it, beside the time of one chunk
+    overload  requests arrive at ten times the rate at which they can be served: how fast a 429 comes, and what the accepted ones get done
 
-The limit is printed before the result: over HTTP nothing can be faster than the bare engine. Ends in one line of JSON.
+The limit is printed before the result: over HTTP nothing can be faster than the bare engine. The client shares the machine with the server, so it
+does next to nothing (prebuilt bytes out, a count of events in), and what it takes of a core is printed too. Ends in one line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import itertools
 import json
+import os
+import random
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
+
+import uvloop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
 
+T = TypeVar("T")
 PROMPT = "Tell me a long story about a lighthouse keeper and the sea. "
 STREAMS = 16
+CHUNK = 512  # tokens of a step: the engine's default
 
 BARE = """
 import asyncio, json, sys, time
 from verbatim.base.params import SamplingParams
 from verbatim.engine.aio import AsyncEngine
+from verbatim.server.place import give_places, native_threads
 
 async def main(model, prompt, streams, tokens):
+    before = native_threads()
     async with AsyncEngine(model, speculate="off") as engine:
+        give_places(engine, before)  # as the server's engine has it
         async def one(seed):
             stream = await engine.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed))
             async for _ in stream:
@@ -51,35 +66,97 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
-async def follow(port: int, body: dict[str, Any]) -> tuple[int, float, list[float]]:
-    """(status, seconds to the status line, times at which pieces arrived). No JSON is parsed: the client must not be the limit."""
+# ------------------------------------------------------------------------------------------------------------- the client
+
+
+class Asked:
+    """One request: when its status came, and when pieces did."""
+
+    def __init__(self) -> None:
+        self.begun = time.perf_counter()
+        self.status = 0
+        self.answered = 0.0  # seconds to the status
+        self.times: list[float] = []
+        self.over: asyncio.Future[Asked] = asyncio.get_running_loop().create_future()
+
+
+class Client:
+    """Bare sockets that are used again after an answer, as the pools of real clients do. Nothing is parsed but the status."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._idle: list[socket.socket] = []
+        self._loop = asyncio.get_running_loop()
+
+    def ask(self, data: bytes) -> asyncio.Future[Asked]:
+        asked = Asked()
+        sock = self._idle.pop() if self._idle else self._connect()
+        sock.send(data)
+        self._loop.add_reader(sock, self._read, sock, asked)
+        return asked.over
+
+    def _connect(self) -> socket.socket:
+        sock = socket.create_connection(("127.0.0.1", self._port))
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def _read(self, sock: socket.socket, asked: Asked) -> None:
+        data, now = sock.recv(1 << 16), time.perf_counter()
+        if not data:
+            self._loop.remove_reader(sock)
+            asked.over.set_exception(ConnectionError("the server closed a connection"))
+            return
+        if not asked.status:
+            asked.status, asked.answered = int(data[9:12]), now - asked.begun
+        asked.times += [now] * data.count(b"data: {")
+        if data.endswith(b"}}" if asked.status != 200 else b"0\r\n\r\n"):
+            self._loop.remove_reader(sock)
+            self._idle.append(sock)
+            asked.over.set_result(asked)
+
+    def close(self) -> None:
+        for sock in self._idle:
+            sock.close()
+
+
+def request(tokens: int, seed: int = 0, prompt: str = PROMPT, **more: Any) -> bytes:
     from streams import request_bytes
 
-    begun = time.perf_counter()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-    writer.write(request_bytes("/v1/completions", body))
-    head = await reader.readuntil(b"\r\n\r\n")
-    answered = time.perf_counter() - begun
-    times: list[float] = []
-    while line := await reader.readline():
-        if line.startswith(b"data: {"):
-            times.append(time.perf_counter())
-    writer.close()
-    return int(head.split(b" ", 2)[1]), answered, times
+    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed, "stream": True, **more}
+    return request_bytes("/v1/completions", body).replace(b"Connection: close\r\n", b"")
 
 
-def completion(tokens: int, seed: int = 0, prompt: str = PROMPT) -> dict[str, Any]:
-    return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed, "stream": True}
+def run(port: int, work: Callable[[Client], Awaitable[T]]) -> T:
+    async def main() -> T:
+        client = Client(port)
+        try:
+            return await work(client)
+        finally:
+            client.close()
+
+    return uvloop.run(main())
 
 
-async def wave(port: int, count: int, tokens: int) -> list[tuple[int, float, list[float]]]:
-    return await asyncio.gather(*(follow(port, completion(tokens, s)) for s in range(count)))
+def cpu_seconds(pid: int) -> float:
+    """Of a whole process; 0 where there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# -------------------------------------------------------------------------------------------------------------- overhead
 
 
 def rate(port: int, tokens: int) -> float:
-    begun = time.perf_counter()
-    asyncio.run(wave(port, STREAMS, tokens))
-    return STREAMS * tokens / (time.perf_counter() - begun)
+    async def wave(client: Client) -> float:
+        begun = time.perf_counter()
+        await asyncio.gather(*(client.ask(request(tokens, s)) for s in range(STREAMS)))
+        return STREAMS * tokens / (time.perf_counter() - begun)
+
+    return run(port, wave)
 
 
 def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float]:
@@ -102,47 +179,142 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
     bare.stdin.close()
     bare.wait()
     best = {name: max(values) for name, values in rates.items()}
-    return {"bare_tokens_s": best["bare"], "http_tokens_s": best["http"], "http_cost": 1 - best["http"] / best["bare"]}
+    made = {"bare_tokens_s": best["bare"], "http_tokens_s": best["http"], "http_cost": 1 - best["http"] / best["bare"]}
+    print(
+        f"16 streams: bare engine {made['bare_tokens_s']:.0f} tokens/s (the limit), over HTTP {made['http_tokens_s']:.0f}: "
+        f"HTTP costs {made['http_cost']:.1%} (at most 10 %)"
+    )
+    return made
 
 
-async def with_long_prompt(port: int, tokens: int, long: int) -> tuple[list[float], float]:
-    """Gaps between tokens of 16 streams while a prompt of `long` tokens (0: none) is computed, and how long that took."""
-    streams = [asyncio.create_task(follow(port, completion(tokens, s))) for s in range(STREAMS)]
-    await asyncio.sleep(1.0)
-    begun, took = time.perf_counter(), 0.0
-    if long:
-        await follow(port, completion(1, prompt="sea " * long))
-        took = time.perf_counter() - begun
-    gaps: list[float] = []
-    for _, _, times in await asyncio.gather(*streams):
-        late = [t for t in times if t >= begun and (not took or t <= begun + took)]
-        gaps += [b - a for a, b in pairwise(late)]
-    return gaps, took
+# ---------------------------------------------------------------------------------------------------------- a long prompt
 
 
-async def flood(port: int, capacity: int, tokens: int, seconds: float) -> dict[str, float]:
-    """Ten clients for each place, each asking again as soon as it was answered."""
-    refused: list[float] = []
-    written = 0
-    end = time.perf_counter() + seconds
+def chunk_seconds(port: int, long: int) -> float:
+    """Of the last chunk of a long prompt, the dearest one, alone: what its tokens add to a prompt that is shorter by them."""
 
-    async def client(seed: int) -> None:
-        nonlocal written
-        while time.perf_counter() < end:
-            status, answered, times = await follow(port, completion(tokens, seed))
-            if status == 429:
-                refused.append(answered)
-                await asyncio.sleep(0.25)
-            else:
-                written += len(times)
+    async def alone(client: Client) -> float:
+        seconds: dict[int, list[float]] = {long: [], long - CHUNK: []}
+        for _ in range(2):
+            for tokens, found in seconds.items():
+                begun = time.perf_counter()
+                await client.ask(request(1, prompt="sea " * tokens, cache_salt=f"{tokens}-{begun}"))
+                found.append(time.perf_counter() - begun)
+        return min(seconds[long]) - min(seconds[long - CHUNK])
 
-    begun = time.perf_counter()
-    await asyncio.gather(*(client(s) for s in range(10 * capacity)))
+    return run(port, alone)
+
+
+def gaps_with(port: int, tokens: int, long: int) -> list[float]:
+    """Gaps between tokens of 16 streams while a prompt of `long` tokens (0: none) is computed."""
+
+    async def watch(client: Client) -> list[float]:
+        streams = [client.ask(request(tokens, s)) for s in range(STREAMS)]
+        await asyncio.sleep(1.0)
+        begun, end = time.perf_counter(), float("inf")
+        if long:
+            await client.ask(request(1, prompt="sea " * long, cache_salt=str(begun)))
+            end = time.perf_counter()
+        times = [asked.times for asked in await asyncio.gather(*streams)]
+        return [b - a for each in times for a, b in pairwise(each) if a < end and b >= begun]
+
+    return run(port, watch)
+
+
+def long_prompt(port: int, tokens: int, long: int) -> dict[str, float]:
+    chunk = chunk_seconds(port, long)
+    calm = quantile(gaps_with(port, tokens, 0), 0.99)
+    stirred = quantile(gaps_with(port, max(tokens, 400), long), 0.99)
+    print(
+        f"a prompt of {long} tokens among them: its last chunk alone takes {chunk * 1e3:.0f} ms (the limit of the rise); "
+        f"p99 between tokens {calm * 1e3:.0f} ms, then {stirred * 1e3:.0f} ms: a rise of {(stirred - calm) * 1e3:.0f} ms"
+    )
+    return {"calm_p99_s": calm, "stirred_p99_s": stirred, "rise_s": stirred - calm, "chunk_s": chunk}
+
+
+# --------------------------------------------------------------------------------------------------------------- overload
+
+
+class Crowd:
+    """As many clients as there are places, each asking again as soon as it was answered: the most that can be served. Beside them, while
+    `flood` is above 0, requests that arrive at random moments, so many a second, whatever becomes of the earlier ones."""
+
+    def __init__(self, client: Client, tokens: int) -> None:
+        self.flood = 0.0
+        self.found: list[Asked] = []
+        self._client = client
+        self._bodies = itertools.cycle([request(tokens, seed) for seed in range(64)])
+        self._open = True
+        self._tasks = [asyncio.create_task(self._place()) for _ in range(STREAMS)]
+        self._tasks.append(asyncio.create_task(self._arrivals()))
+
+    def _ask(self) -> asyncio.Future[Asked]:
+        future = self._client.ask(next(self._bodies))
+        future.add_done_callback(lambda done: self.found.append(done.result()))
+        return future
+
+    async def _place(self) -> None:
+        while self._open:
+            if (await self._ask()).status == 429:
+                await asyncio.sleep(0.05)
+
+    async def _arrivals(self) -> None:
+        rng, due = random.Random(7), time.perf_counter()
+        while self._open:
+            due = max(due + rng.expovariate(self.flood or 20.0), time.perf_counter() - 0.1)
+            await asyncio.sleep(due - time.perf_counter())
+            if self.flood:
+                self._ask()
+
+    async def close(self) -> None:
+        self._open = False
+        await asyncio.gather(*self._tasks)
+
+
+async def in_turns(client: Client, tokens: int, rounds: int, seconds: float, pids: dict[str, int]) -> dict[str, Any]:
+    """Calm, flood, calm, flood: what the machine itself does from moment to moment hits both alike."""
+    crowd = Crowd(client, tokens)
+    await asyncio.sleep(3)  # until every place is taken
+    windows: list[tuple[float, float]] = []
+    cores: dict[str, list[float]] = {name: [] for name in pids}
+    for turn in range(2 * rounds):
+        served = sum(len(a.times) for a in crowd.found) / (time.perf_counter() - crowd.found[0].begun) if crowd.found else 300.0
+        crowd.flood = 10 * served / tokens if turn % 2 else 0.0
+        before, begun = {n: cpu_seconds(pid) for n, pid in pids.items()}, time.perf_counter()
+        await asyncio.sleep(seconds)
+        windows.append((begun, time.perf_counter()))
+        for name, pid in pids.items():
+            cores[name].append((cpu_seconds(pid) - before[name]) / seconds)
+    crowd.flood = 0.0
+    await crowd.close()
+    rates = [sum(a <= t < b for asked in crowd.found for t in asked.times) / (b - a) for a, b in windows]
+    refused = [asked.answered for asked in crowd.found if asked.status == 429]
     return {
-        "tokens_s": written / (time.perf_counter() - begun),
-        "refused": len(refused),
+        "calm_tokens_s": median(rates[::2]),
+        "flooded_tokens_s": median(rates[1::2]),
+        "share": median(flooded / calm for calm, flooded in batched(rates)),
+        "refused_s": len(refused) / (rounds * seconds),
+        "refusal_p50_s": quantile(refused, 0.5),
         "refusal_p99_s": quantile(refused, 0.99),
+        "calm_cores": {name: median(values[::2]) for name, values in cores.items()},
+        "flooded_cores": {name: median(values[1::2]) for name, values in cores.items()},
+        "rates": [round(r) for r in rates],
     }
+
+
+def batched(values: list[float]) -> list[tuple[float, float]]:
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+def overload(port: int, tokens: int, pids: dict[str, int], seconds: float, rounds: int) -> dict[str, Any]:
+    made = run(port, lambda client: in_turns(client, tokens, rounds, seconds, pids))
+    cores = [", ".join(f"{n} {c:.2f}" for n, c in made[f"{when}_cores"].items()) for when in ("calm", "flooded")]
+    print(
+        f"10 x capacity ({10 * made['calm_tokens_s'] / tokens:.0f} requests/s): {made['flooded_tokens_s']:.0f} tokens/s after a calm of "
+        f"{made['calm_tokens_s']:.0f}: {made['share']:.1%} (at least 95 %); {made['refused_s']:.0f} refused a second, p50 "
+        f"{made['refusal_p50_s'] * 1e3:.1f} ms, p99 {made['refusal_p99_s'] * 1e3:.1f} ms (at most 50 ms); cores: {cores[0]}, then {cores[1]}"
+    )
+    return made
 
 
 def main() -> None:
@@ -151,32 +323,32 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long", type=int, default=6000)
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--only", choices=["overhead", "prompt", "overload"], default=None)
     args = parser.parse_args()
+    made: dict[str, Any] = {}
+    if args.only in (None, "overhead", "prompt"):
+        with serving(args.model, STREAMS + 1) as live:
+            if args.only != "prompt":
+                made["overhead"] = overhead(args.model, live.port, args.tokens, args.rounds)
+            if args.only != "overhead":
+                made["long_prompt"] = long_prompt(live.port, args.tokens, args.long)
+    if args.only in (None, "overload"):
+        with serving(args.model, STREAMS) as live:
+            pids = {"http": live.process.pid, "engine": live.engine_pid(), "client": os.getpid()}
+            made["overload"] = overload(live.port, args.tokens, pids, args.seconds, 3 * args.rounds)
+    print(json.dumps({"bench": "server", "model": args.model, **made}))
+
+
+@contextlib.contextmanager
+def serving(model: str, places: int) -> Iterator[Any]:
     from live_server import Live
 
-    live = Live("--model", args.model, "--speculate", "off", "--max-queue", str(STREAMS + 4), engine=None).wait_ready()
+    live = Live("--model", model, "--speculate", "off", "--max-queue", str(places), engine=None).wait_ready()
     try:
-        made = {"overhead": overhead(args.model, live.port, args.tokens, args.rounds)}
-        o = made["overhead"]
-        print(
-            f"16 streams: bare engine {o['bare_tokens_s']:.0f} tokens/s (the limit), over HTTP {o['http_tokens_s']:.0f}: HTTP costs {o['http_cost']:.1%}"
-        )
-        calm, _ = asyncio.run(with_long_prompt(live.port, args.tokens, 0))
-        stirred, took = asyncio.run(with_long_prompt(live.port, max(args.tokens, 400), args.long))
-        chunk = took * 512 / args.long
-        made["long_prompt"] = {"calm_p99_s": quantile(calm, 0.99), "stirred_p99_s": quantile(stirred, 0.99), "chunk_s": chunk}
-        print(
-            f"a prompt of {args.long} tokens among them: p99 between tokens {quantile(calm, 0.99) * 1e3:.0f} ms, then {quantile(stirred, 0.99) * 1e3:.0f} ms; one chunk takes {chunk * 1e3:.0f} ms"
-        )
-        peak = max(rate(live.port, args.tokens) for _ in range(2))
-        made["overload"] = {"peak_tokens_s": peak, **asyncio.run(flood(live.port, STREAMS + 4, args.tokens, 10))}
-        v = made["overload"]
-        print(
-            f"10 x capacity: {v['tokens_s']:.0f} tokens/s of a peak of {peak:.0f}; {v['refused']} refused, p99 {v['refusal_p99_s'] * 1e3:.0f} ms"
-        )
+        yield live
     finally:
         live.stop()
-    print(json.dumps({"bench": "server", "model": args.model, **made}))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,12 +168,28 @@ def test_the_log_has_ids_and_never_text_or_keys(locked: Live) -> None:
     marker = "a-very-recognisable-prompt"
     answer = locked.post("/v1/completions", {"prompt": marker, "max_tokens": 2, "user": "someone"})
     locked.post("/v1/completions", {"prompt": marker, "temperature": marker})
+    time.sleep(0.3)  # lines leave together, now and then
     said = locked.said()
     assert answer.headers["x-request-id"] in said
     assert marker not in said
     assert ONE not in said
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert any(line.get("id") == answer.headers["x-request-id"] and line["status"] == 200 for line in lines)
+    (mine,) = [line for line in lines if line.get("id") == answer.headers["x-request-id"]]
+    assert (mine["status"], mine["user"], mine["time"][-1]) == (200, "someone", "Z")
+
+
+def test_a_label_cannot_forge_a_line_of_the_log(fake: Any) -> None:
+    forged = "x\n2026-01-01 00:00:00,000 INFO id=req_forged method=GET"
+    answer = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "user": forged, "seed": 1})
+    assert answer.status_code == 200
+    claude = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "metadata": {"user_id": "some one"}}
+    assert fake.post("/v1/messages", claude).status_code == 200
+    time.sleep(0.3)
+    said = fake.said()
+    assert f"id={answer.headers['x-request-id']} " in said
+    assert not any(line.startswith("2026-01-01") for line in said.splitlines())
+    assert 'user="x\\n2026-01-01' in said
+    assert 'user="some one"' in said
 
 
 def test_error_bodies_come_from_a_closed_list_and_hold_no_path(locked: Live) -> None:

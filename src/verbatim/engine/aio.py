@@ -13,12 +13,14 @@ failure of the loop ends every request with an error, and is kept in `error`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from functools import partial
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -33,6 +35,8 @@ from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request
 
 CALM_SECONDS = 0.2
+T = TypeVar("T")
+R = TypeVar("R", bound="AsyncStream | Line")
 
 
 class AsyncStream:
@@ -147,8 +151,54 @@ class AsyncStream:
             self._engine.abort(self.request_id)
 
 
+class Feed:
+    """One reader of many requests: what a step gives them all arrives in one call, on the event loop on which this was made.
+
+    `take` gets (request id, Delta | Completion | VerbatimError), in order; a request's last item is its Completion or its error. There
+    is nothing to collect or to close: a request that nobody wants any more is aborted by its id."""
+
+    def __init__(self, take: Callable[[list[tuple[str, Output | VerbatimError]]], None]) -> None:
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._pending: list[tuple[str, Output | VerbatimError]] = []
+
+    def _put(self, items: Sequence[tuple[str, Output | VerbatimError]]) -> None:
+        """From the engine's thread: one call is on its way for all that comes before it arrives."""
+        with self._lock:
+            wake = not self._pending
+            self._pending += items
+        if wake:
+            with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody will read this
+                self._loop.call_soon_threadsafe(self._arrive)
+
+    def _arrive(self) -> None:
+        with self._lock:
+            items, self._pending = self._pending, []
+        self._take(items)
+
+
+class Line:
+    """One request of a Feed, in the place of a stream."""
+
+    def __init__(self, feed: Feed, request_id: str) -> None:
+        self._feed = feed
+        self._id = request_id
+        self._hidden = HiddenMean()
+
+    def _put(self, outputs: Sequence[Output]) -> None:
+        self._feed._put([(self._id, output) for output in outputs])
+
+    def _fail(self, error: VerbatimError) -> None:
+        self._feed._put([(self._id, error)])
+
+
 def _nobody() -> None:
     """In the place of a stream that is not made yet."""
+
+
+def _same(value: T) -> T:
+    return value
 
 
 def join(first: Delta, second: Delta) -> Delta:
@@ -170,7 +220,9 @@ class AsyncEngine(OpenedModel):
 
     def _open(self, parts: Parts, config: EngineConfig) -> None:
         super()._open(parts, config)
-        self._streams: dict[str, Callable[[], AsyncStream | None]] = {}  # weak: a stream that nobody holds any more is aborted
+        self._streams: dict[
+            str, Callable[[], AsyncStream | Line | None]
+        ] = {}  # weak: a stream that nobody holds any more is aborted
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
         self._compilers = ThreadPoolExecutor(4, "verbatim-compile")
         self._inbox: list[tuple[str, Any]] = []
@@ -194,6 +246,11 @@ class AsyncEngine(OpenedModel):
         return not self._draining and not self._closing and self._error is None
 
     @property
+    def step_thread(self) -> int | None:
+        """The system's number of the thread that steps: the first of the backend's team."""
+        return self._thread.native_id
+
+    @property
     def error(self) -> BaseException | None:
         """What ended the loop, if it failed."""
         return self._error
@@ -211,7 +268,7 @@ class AsyncEngine(OpenedModel):
         """Accept a request or refuse it now: RequestError (400), OverloadedError (429, the queue is full),
         UnavailableError (503, draining or closed), BackendError (the engine died). Tokenising and grammar compilation run
         off the event loop and off the engine's thread."""
-        return await self._submit(lambda: prompt, params, request_id, tenant)
+        return await self._submit(partial(_same, prompt), params, request_id, tenant, self._stream)
 
     async def chat(
         self,
@@ -223,14 +280,35 @@ class AsyncEngine(OpenedModel):
         template: Mapping[str, Any] | None = None,
     ) -> AsyncStream:
         """submit() of a conversation through the chat template; `template` holds its options (tools, ...)."""
-        return await self._submit(lambda: self.encode_chat(messages, **(template or {})), params, request_id, tenant)
+        conversation = partial(self.encode_chat, messages, **(template or {}))
+        return await self._submit(conversation, params, request_id, tenant, self._stream)
+
+    async def submit_to(
+        self,
+        feed: Feed,
+        request_id: str,
+        prompt: str | Sequence[int] | None,
+        params: SamplingParams | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        template: Mapping[str, Any] | None = None,
+        tenant: str = "",
+    ) -> None:
+        """submit(), or chat() where there are messages, for a reader of many requests."""
+        make: Callable[[], str | Sequence[int]]
+        if messages is not None:
+            make = partial(self.encode_chat, messages, **(template or {}))
+        else:
+            assert prompt is not None
+            make = partial(_same, prompt)
+        await self._submit(make, params, request_id, tenant, partial(Line, feed))
 
     async def embed(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""
     ) -> tuple[np.ndarray, int]:
         """Mean of the final hidden states over all tokens (float32 [hidden]), and how many tokens there were."""
         params = SamplingParams(max_tokens=0)
-        stream = await self._submit(lambda: prompt, params, request_id, tenant, hidden=True)
+        stream = await self._submit(partial(_same, prompt), params, request_id, tenant, self._stream, hidden=True)
         completion = await stream.result()
         return stream._hidden.mean(), len(completion.prompt_ids)
 
@@ -240,8 +318,9 @@ class AsyncEngine(OpenedModel):
         params: SamplingParams | None,
         request_id: str | None,
         tenant: str,
+        reader_of: Callable[[str], R],
         hidden: bool = False,
-    ) -> AsyncStream:
+    ) -> R:
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         self._reserve(request_id)
 
@@ -254,15 +333,18 @@ class AsyncEngine(OpenedModel):
             # Grammars may take a second to compile: they have workers of their own, and nobody else's text waits behind them.
             workers = self._compilers if params is not None and params.structured else self._encoders
             request = await asyncio.get_running_loop().run_in_executor(workers, make)
-            stream = AsyncStream(self, request_id)
+            reader = reader_of(request_id)  # not before: a stream that is dropped aborts the request of its name
             with self._lock:
                 self._check_open()
-                self._streams[request_id] = weakref.ref(stream)
+                self._streams[request_id] = weakref.ref(reader) if isinstance(reader, AsyncStream) else partial(_same, reader)
         except BaseException:
             self._give_up(request_id)
             raise
         self._note("add", request)
-        return stream
+        return reader
+
+    def _stream(self, request_id: str) -> AsyncStream:
+        return AsyncStream(self, request_id)
 
     def _reserve(self, request_id: str) -> None:
         """A place in the queue, before any work is done for it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from verbatim.server import anthropic, info, ollama, responses, simple
-from verbatim.server.call import Call, ClientGone, EventStream, Handler, Json, answer_of, new_id
+from verbatim.server.call import Call, ClientGone, EventStream, Handler, Json, answer_of, dumps, new_id
 from verbatim.server.chat import chat
 from verbatim.server.completions import completions
 from verbatim.server.problems import Problem
@@ -30,8 +29,9 @@ from verbatim.server.state import State
 from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
-access = logging.getLogger("verbatim.access")
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
+LOOKED_AT = (b"host", b"authorization", b"x-api-key", b"origin")
+Refused = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
 # path -> method -> (handler, takes room in the queue)
 ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
@@ -69,7 +69,7 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
 ROOM_ROUTES = {path for path, methods in ROUTES.items() if any(needs_room for _, needs_room in methods.values())}
 
 
-def make_app(state: State) -> Callable[[Scope, Receive, Send], Awaitable[None]]:
+def make_app(state: State) -> Door:
     routes = [
         Route(path, _endpoint(state, path, methods), methods=list(methods))
         for path, methods in ROUTES.items()
@@ -100,14 +100,15 @@ def _endpoint(state: State, path: str, methods: dict[str, tuple[Handler, bool]])
     return run
 
 
-def spell_problem(path: str, problem: Problem) -> Response:
+def problem_body(path: str, problem: Problem) -> dict[str, Any]:
     """In the protocol's own shape: clients look for the words where they expect them."""
-    body = problem.body()
     if path.startswith("/v1/messages"):
-        body = anthropic.error_body(problem)
-    elif path.startswith("/api/"):
-        body = {"error": problem.message}
-    return Json(body, problem.status, headers=problem.headers())
+        return anthropic.error_body(problem)
+    return {"error": problem.message} if path.startswith("/api/") else problem.body()
+
+
+def spell_problem(path: str, problem: Problem) -> Response:
+    return Json(problem_body(path, problem), problem.status, headers=problem.headers())
 
 
 async def _http_exception(request: Request, error: Exception) -> Response:
@@ -129,41 +130,59 @@ class Door:
         self._keys = [(hashlib.sha256(k.encode()).digest(), hashlib.sha256(k.encode()).hexdigest()[:16]) for k in settings.keys]
         self._hosts = {"localhost", settings.host.lower(), *(h.lower() for h in settings.allowed_hosts)}
 
+    def early(self, scope: Scope) -> Refused | None:
+        """What can be said before anything of the request but its head is looked at: no, or nothing. The connection asks this before it
+        begins an exchange, so that a flood is answered in a fraction of the time that it would take from the requests that run."""
+        headers = {k: v for k, v in scope["headers"] if k in LOOKED_AT}
+        request_id = new_id("req_")
+        scope["verbatim.id"] = request_id
+        scope["verbatim.arrived"] = time.monotonic()
+        scope["verbatim.tenant"] = ""
+        scope["verbatim.headers"] = [(b"x-request-id", request_id.encode()), *self._cors(headers)]
+        problem, route = self._refuse(scope, headers), "other"
+        if problem is None and scope["method"] == "POST" and scope["path"] in ROOM_ROUTES:
+            problem, route = self._state.no_room(scope["verbatim.tenant"]), scope["path"]
+        if problem is None:
+            return None
+        body = dumps(problem_body(scope["path"], problem))
+        answer = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *scope["verbatim.headers"]]
+        answer += [(name.encode(), value.encode()) for name, value in problem.headers().items()]
+        self._count(scope, route, problem.status)
+        return problem.status, answer, body
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers = {
-            k: v
-            for k, v in scope["headers"]
-            if k in (b"host", b"authorization", b"x-api-key", b"origin", b"access-control-request-method")
-        }
-        scope["verbatim.id"] = request_id = new_id("req_")
-        scope["verbatim.arrived"] = arrived = time.monotonic()
-        scope["verbatim.tenant"] = ""
-        extra: list[tuple[bytes, bytes]] = [(b"x-request-id", request_id.encode()), *self._cors(headers)]
-        status, route = 0, "other"
+        refused = self.early(scope) if "verbatim.id" not in scope else None
+        if refused is not None:
+            status, headers, body = refused
+            await send({"type": "http.response.start", "status": status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+            return
+        status = 0
 
         async def out(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], *extra]}
+                message = {**message, "headers": [*message["headers"], *scope["verbatim.headers"]]}
             await send(message)
 
-        refusal = self._refuse(scope, headers)
-        if refusal is None and scope["method"] == "POST" and scope["path"] in ROOM_ROUTES:
-            # A flood is answered here, in a fraction of the time that routing and reading would take from the requests that run.
-            refusal, route = self._state.no_room(scope["verbatim.tenant"]), scope["path"]
-        if refusal is not None:
-            await spell_problem(scope["path"], refusal)(scope, receive, out)
-        elif scope["method"] == "OPTIONS" and b"access-control-request-method" in headers:
+        if scope["method"] == "OPTIONS" and any(k == b"access-control-request-method" for k, _ in scope["headers"]):
             await Response(status_code=204)(scope, receive, out)
         else:
-            with trace(scope, request_id):
+            with trace(scope, scope["verbatim.id"]):
                 await self._inner(scope, receive, out)
-        route = getattr(scope.get("route"), "path", route)
+        self._count(scope, getattr(scope.get("route"), "path", "other"), status)
+
+    def _count(self, scope: Scope, route: str, status: int) -> None:
+        """In the metrics and in the log. Never the text of a prompt, never a key; the tenant is a digest."""
         self._state.metrics.answers[(route, status)] += 1
-        self._log(scope, route, status, time.monotonic() - arrived)
+        if self._state.access is not None:
+            line = {"id": scope["verbatim.id"], "method": scope["method"], "route": route, "status": status}
+            seconds = round(time.monotonic() - scope["verbatim.arrived"], 4)
+            labels = scope.get("verbatim.labels", {})
+            self._state.access.add({**line, "seconds": seconds, "tenant": scope["verbatim.tenant"], **labels})
 
     # ------------------------------------------------------------------------------------------------------ who may
 
@@ -222,17 +241,6 @@ class Door:
             (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
             (b"vary", b"origin"),
         ]
-
-    def _log(self, scope: Scope, route: str, status: int, seconds: float) -> None:
-        """Never the text of a prompt, never a key; the tenant is a digest."""
-        if not access.isEnabledFor(logging.INFO):
-            return
-        line: dict[str, Any] = {"id": scope["verbatim.id"], "method": scope["method"], "route": route, "status": status,
-                                "seconds": round(seconds, 4), "tenant": scope["verbatim.tenant"]}  # fmt: skip
-        if self._state.settings.log_format == "json":
-            access.info(json.dumps(line))
-        else:
-            access.info(" ".join(f"{k}={v}" for k, v in line.items() if v != ""))
 
 
 def route_list() -> Sequence[tuple[str, str]]:

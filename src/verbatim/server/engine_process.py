@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.server import wire
 from verbatim.server.jobs import Jobs
+from verbatim.server.place import give_places, native_threads
 
 if TYPE_CHECKING:
     from verbatim.engine.aio import AsyncEngine
@@ -34,7 +35,11 @@ def open_engine(start: dict[str, Any]) -> AsyncEngine:
         from verbatim import testing
 
         return AsyncEngine.from_parts(testing.server_parts(start["test_engine"]), **start["engine"])
-    return AsyncEngine(start["model"], revision=start["revision"], offline=start["offline"], **start["engine"])
+    before = native_threads()
+    engine = AsyncEngine(start["model"], revision=start["revision"], offline=start["offline"], **start["engine"])
+    if give_places(engine, before):
+        log.info("each of the engine's threads has a processor of its own")
+    return engine
 
 
 async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:

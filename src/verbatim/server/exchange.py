@@ -51,6 +51,12 @@ class Exchange:
         self.gone = not self.complete
         self._news.set()
 
+    def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """At once, without an app."""
+        self.started = True
+        self._head = self._spell_head(status, headers)
+        self._end(body)
+
     async def run(self, app: ASGIApp) -> None:
         try:
             await app(self.scope, self.receive, self.send)
@@ -87,15 +93,18 @@ class Exchange:
             return
         assert self.started, "a body before its head"
         assert not self.complete, "a body after its end"
-        more = message.get("more_body", False)
-        self._connection.write(self._take_head() + self._framed(message.get("body", b""), more))
-        if more:
+        if message.get("more_body", False):
+            self._connection.write(self._take_head() + self._framed(message.get("body", b""), True))
             await self._connection.drained()
         else:
-            self.complete = True
-            self._body.clear()
-            self._news.set()
-            self._connection.answered(self)
+            self._end(message.get("body", b""))
+
+    def _end(self, body: bytes) -> None:
+        self._connection.write(self._take_head() + self._framed(body, False))
+        self.complete = True
+        self._body.clear()
+        self._news.set()
+        self._connection.answered(self)
 
     def _spell_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         lines = [STATUS_LINES[status]] if status in STATUS_LINES else [b"HTTP/1.1 %d \r\n" % status]

@@ -16,13 +16,16 @@ Reading never pauses, so a client that leaves is noticed at once, even with requ
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import urllib.parse
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import httptools
+from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
@@ -30,6 +33,7 @@ from verbatim.server.exchange import Exchange
 from verbatim.server.problems import Problem
 from verbatim.server.settings import Limits
 
+log = logging.getLogger("verbatim.server")
 LINGER_SECONDS = 5.0
 MAX_AHEAD = 16  # requests a client may send before the answer to its first
 MAX_AHEAD_BYTES = 64 * 1024  # and the bytes of their bodies
@@ -38,6 +42,7 @@ MAX_AHEAD_BYTES = 64 * 1024  # and the bytes of their bodies
 class HttpProtocol(asyncio.Protocol):
     limits: ClassVar[Limits] = Limits()
     max_connections: ClassVar[int] = 0  # 0: as many as come
+    early: ClassVar[Callable[[Scope], tuple[int, list[tuple[bytes, bytes]], bytes] | None] | None] = None  # app.Door.early
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class HttpProtocol(asyncio.Protocol):
         self._ahead_bytes = 0
         self._no_body = 0  # bytes since the request began, or its last chunk, that were not of a body
         self._resumed = False  # a second parser reads the body of a request that offered an upgrade
+        self._in_head = self._head_timed = False  # the first byte has come, the last line has not; and its clock runs
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
 
@@ -74,6 +80,9 @@ class HttpProtocol(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        info = transport.get_extra_info
+        self._ends = [tuple(end[:2]) if isinstance(end, tuple) else None for end in (info("sockname"), info("peername"))]
+        self._scheme = "https" if info("sslcontext") else "http"
         self._shared.connections.add(self)  # type: ignore[arg-type]
         self._clock(self.limits.idle_seconds)
 
@@ -110,10 +119,16 @@ class HttpProtocol(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError:
+            log.exception("a fault in the HTTP protocol")
+            self.refuse("500 Internal Server Error", "internal_error", "the server failed on this request")
         except httptools.HttpParserError:
             self.refuse("400 Bad Request", "invalid_request", "this is not HTTP")
         if self._no_body > self.limits.max_header_bytes and not self._cut:
             self._refuse_head()
+        if self._in_head and not self._head_timed and not self._busy() and not self._cut:
+            self._head_timed = True
+            self._clock(self.limits.header_seconds)
 
     def _decline_upgrade(self, rest: bytes) -> None:
         """A request that offers HTTP/2 or a web socket is answered in HTTP/1.1. The parser drops its body, so a new one is told of it."""
@@ -133,11 +148,8 @@ class HttpProtocol(asyncio.Protocol):
         self.data_received(head + rest)
 
     def on_message_begin(self) -> None:
-        if self._resumed:
-            return
-        self._url, self._headers = b"", []
-        if not self._busy():
-            self._clock(self.limits.header_seconds)
+        if not self._resumed:
+            self._url, self._headers, self._in_head = b"", [], True
 
     def on_url(self, url: bytes) -> None:
         if not self._resumed:
@@ -150,7 +162,7 @@ class HttpProtocol(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._resumed or self._cut:
             return
-        self._no_body = 0
+        self._no_body, self._in_head, self._head_timed = 0, False, False
         if sum(len(k) + len(v) + 4 for k, v in self._headers) + len(self._url) > self.limits.max_header_bytes:
             self._refuse_head()
         elif any(k == b"transfer-encoding" and v.lower() != b"chunked" for k, v in self._headers):
@@ -158,15 +170,23 @@ class HttpProtocol(asyncio.Protocol):
         elif self.max_connections and len(self._shared.connections) > self.max_connections:
             self.refuse("503 Service Unavailable", "unavailable", "too many connections are open", retry_after=1)
         else:
-            self._begin(self._scope())
+            self._begin()
 
-    def _begin(self, scope: dict[str, Any]) -> None:
+    def _begin(self) -> None:
+        try:
+            scope = self._scope()
+        except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
+            self.refuse("400 Bad Request", "invalid_request", "this is not an address")
+            return
         expects = any(k == b"expect" and v.lower() == b"100-continue" for k, v in self._headers)
         keep_alive = scope["http_version"] == "1.1" and self._parser.should_keep_alive()
         self._latest = Exchange(self, scope, keep_alive=keep_alive, expects_continue=expects)
         if not self._busy():
             self._stop_clock()
-            self._start(self._latest)
+            self._active = self._latest
+            early = type(self).early
+            refused = None if early is None else early(scope)
+            self._start(self._latest) if refused is None else self._latest.answer(*refused)
         elif len(self._ahead) < MAX_AHEAD:
             self._ahead.append(self._latest)
         else:
@@ -199,15 +219,13 @@ class HttpProtocol(asyncio.Protocol):
         url = httptools.parse_url(self._url)
         raw_path = url.path or b"/"
         path = raw_path.decode("ascii")
-        info = self._transport.get_extra_info
-        peer, ours = info("peername"), info("sockname")
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1" if self._parser.get_http_version() == "1.1" else "1.0",
-            "server": tuple(ours[:2]) if isinstance(ours, tuple) else None,
-            "client": tuple(peer[:2]) if isinstance(peer, tuple) else None,
-            "scheme": "https" if info("sslcontext") else "http",
+            "server": self._ends[0],
+            "client": self._ends[1],
+            "scheme": self._scheme,
             "method": self._parser.get_method().decode("ascii"),
             "root_path": "",
             "path": urllib.parse.unquote(path) if "%" in path else path,

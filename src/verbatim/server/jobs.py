@@ -12,9 +12,10 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
+from verbatim.base.errors import BackendError, ParameterError, UnsupportedError, VerbatimError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Timings, TokenLogprob, Usage
+from verbatim.engine.aio import Feed
 from verbatim.observe.receipt import digest_of
 from verbatim.server import wire
 from verbatim.server.fair import FairQueue, Waiting
@@ -22,7 +23,8 @@ from verbatim.server.problems import Problem, problem_of
 from verbatim.server.toolformat import detect_format
 
 if TYPE_CHECKING:
-    from verbatim.engine.aio import AsyncEngine, AsyncStream
+    from verbatim.engine.aio import AsyncEngine
+    from verbatim.engine.job import Output
 
 log = logging.getLogger("verbatim.engine")
 
@@ -32,12 +34,13 @@ class Gone(Exception):
 
 
 class Job:
-    """One request here. `aborted` may come before its stream exists: a client can leave while its prompt is tokenised."""
+    """One request here. `aborted` may come before the engine knows of it: a client can leave while its prompt is tokenised."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.stream: AsyncStream | None = None
         self.turn: asyncio.Future[None] | None = None  # while it waits for its turn
+        self.end: asyncio.Future[Completion] | None = None  # once the engine has it
+        self.streamed = False
         self.aborted = False
 
 
@@ -51,6 +54,7 @@ class Jobs:
             engine.config.max_running // 8, 1
         )  # a few in reserve, so that no step waits for us
         self._fair = FairQueue(slots, self._cache_tokens(), start["cache_share"])
+        self._feed = Feed(self._hear)
 
     def _cache_tokens(self) -> int:
         scheduler = self._engine.core.scheduler
@@ -84,7 +88,7 @@ class Jobs:
         job = self._jobs.get(request_id)
         if job is not None and not job.aborted:
             job.aborted = True
-            if job.stream is not None:
+            if job.end is not None:
                 self._engine.abort(request_id)
             elif job.turn is not None and not job.turn.done():
                 job.turn.cancel()
@@ -157,32 +161,42 @@ class Jobs:
         return params.width * min(known + max(longest, 0), self._engine.context)
 
     async def _run(self, job: Job, message: wire.Message, params: SamplingParams) -> None:
-        request_id, tenant = message["id"], message["tenant"]
-        if message.get("messages") is not None:
-            template = message.get("template") or {}
-            job.stream = await self._engine.chat(
-                message["messages"], params, request_id=request_id, tenant=tenant, template=template
-            )
-        else:
-            job.stream = await self._engine.submit(message["prompt"], params, request_id=request_id, tenant=tenant)
+        request_id = message["id"]
+        end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        job.end, job.streamed = end, message["stream"]
+        await self._engine.submit_to(
+            self._feed,
+            request_id,
+            message.get("prompt"),
+            params,
+            messages=message.get("messages"),
+            template=message.get("template"),
+            tenant=message["tenant"],
+        )
         if job.aborted:
             self._engine.abort(request_id)
         accepted: wire.Message = {"t": "accepted", "id": request_id}
         if message.get("echo"):
             accepted["text"] = self._echo(message["prompt"])
         self._outbox.put(accepted)
-        if message["stream"]:
-            await self._follow(job, message)
-        else:
-            self._done(await job.stream.result())
+        self._done(await end)
 
-    async def _follow(self, job: Job, message: wire.Message) -> None:
-        assert job.stream is not None
-        async for item in job.stream:
+    def _hear(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
+        """What a step gave to all requests: their deltas leave in one message, their ends one by one, each from its own task."""
+        deltas = []
+        for request_id, item in items:
+            job = self._jobs.get(request_id)
+            if job is None or job.end is None or job.end.done():
+                continue
             if isinstance(item, Delta):
-                self._outbox.put({"t": "delta", "id": message["id"], "d": self._delta(item, message)})
+                if job.streamed:
+                    deltas.append([request_id, self._delta(item)])
+            elif isinstance(item, Completion):
+                job.end.set_result(item)
             else:
-                self._done(item)
+                job.end.set_exception(item)
+        if deltas:
+            self._outbox.put({"t": "deltas", "d": deltas})
 
     def _echo(self, prompt: str | Sequence[int]) -> str:
         if isinstance(prompt, str):
@@ -190,7 +204,7 @@ class Jobs:
         text: str = self._engine.tokenizer.decode(list(prompt), skip_special=False)
         return text
 
-    def _delta(self, delta: Delta, message: wire.Message) -> list[Any]:
+    def _delta(self, delta: Delta) -> list[Any]:
         finish = None if delta.finish is None else [delta.finish.reason, delta.finish.detail]
         return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
 

@@ -12,7 +12,6 @@ import json
 import logging
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 
 import uvicorn
@@ -20,6 +19,7 @@ import uvicorn
 from verbatim.base.errors import ModelError
 from verbatim.server.app import make_app
 from verbatim.server.http import HttpProtocol
+from verbatim.server.logs import AccessLog, set_up_logs
 from verbatim.server.problems import Problem
 from verbatim.server.settings import Settings
 from verbatim.server.state import State
@@ -35,26 +35,6 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-class JsonLines(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        if text.startswith("{"):
-            return text
-        return json.dumps({"level": record.levelname.lower(), "logger": record.name, "message": text})
-
-
-def set_up_logs(settings: Settings) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonLines() if settings.log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
-    for name in ("verbatim", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
-        logger.propagate = False
-        logger.setLevel(logging.INFO if name == "verbatim" else logging.ERROR)  # what else uvicorn says, we say ourselves
 
 
 def bind(settings: Settings) -> socket.socket:
@@ -75,12 +55,15 @@ async def serve(settings: Settings) -> int:
     sock = bind(settings)
     supervisor = Supervisor(settings)
     state = State(settings, supervisor)
+    state.access = AccessLog(settings.log_format)
+    app = make_app(state)
     config = uvicorn.Config(
-        make_app(state), http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        app, http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
         backlog=4096, proxy_headers=False,
         ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
     )  # fmt: skip
     HttpProtocol.limits = settings.limits
+    HttpProtocol.early = app.early
     HttpProtocol.max_connections = room_for_connections(settings.limits.max_connections)
     server = Server(config)
     stop = asyncio.Event()
@@ -109,6 +92,7 @@ async def serve(settings: Settings) -> int:
         server.should_exit = True
         await serving
         await supervisor.close()
+        state.access.flush()
     if supervisor.fatal.done():
         raise ModelError(supervisor.fatal.result())
     assert supervisor.ledger.balanced()
@@ -159,7 +143,7 @@ def room_for_connections(asked: int) -> int:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
     if asked and asked <= files:
         return asked
-    if asked:
+    if asked > 2 * files:
         log.warning("the system allows %d open files: at most %d connections, not %d", files + SPARE_FILES, files, asked)
     return max(files, 1)
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from verbatim.server.logs import AccessLog
 from verbatim.server.metrics import Metrics
 from verbatim.server.problems import Problem
 from verbatim.server.settings import Settings
@@ -25,6 +26,7 @@ class State:
         self.supervisor = supervisor
         self.metrics = Metrics()
         self.store = Store(settings.store_items)
+        self.access: AccessLog | None = None
         self.started = int(time.time())
         self.draining = False
         self.open = 0

@@ -183,10 +183,10 @@ class Supervisor:
 
     def _hear(self, message: wire.Message) -> None:
         kind = message["t"]
-        if kind == "delta":
-            running = self._running.get(message["id"])
-            if running is not None:
-                running.push(message["d"])
+        if kind == "deltas":
+            for name, delta in message["d"]:
+                if name in self._running:
+                    self._running[name].push(delta)
         elif kind == "beat":
             self._last_beat = time.monotonic()
             self.stats = message["stats"]
