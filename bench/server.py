@@ -191,16 +191,16 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
 
 
 def chunk_seconds(port: int, long: int) -> float:
-    """Of the last chunk of a long prompt, the dearest one, alone: what its tokens add to a prompt that is shorter by them."""
+    """Of the last chunk of a long prompt, the dearest one, alone: all before it comes out of the prefix cache."""
 
     async def alone(client: Client) -> float:
-        seconds: dict[int, list[float]] = {long: [], long - CHUNK: []}
-        for _ in range(2):
-            for tokens, found in seconds.items():
-                begun = time.perf_counter()
-                await client.ask(request(1, prompt="sea " * tokens, cache_salt=f"{tokens}-{begun}"))
-                found.append(time.perf_counter() - begun)
-        return min(seconds[long]) - min(seconds[long - CHUNK])
+        found = []
+        for salt in ("first", "second"):
+            await client.ask(request(1, prompt="sea " * (long - CHUNK), cache_salt=salt))
+            begun = time.perf_counter()
+            await client.ask(request(1, prompt="sea " * (long - 1), cache_salt=salt))  # and one token of the beginning
+            found.append(time.perf_counter() - begun)
+        return min(found)
 
     return run(port, alone)
 

@@ -55,6 +55,7 @@ def limit_options(command: F) -> F:
 @click.option(
     "--backoff-seconds", cls=Option, default=0.5, type=float, help="wait before a dead engine is started again; doubles [0.5]"
 )
+@click.option("--backoff-limit", cls=Option, default=30.0, type=float, help="the longest such wait [30]")
 @click.option(
     "--store-items", cls=Option, default=1000, type=int, help="answers kept in memory for store: true; 0 refuses it [1000]"
 )
@@ -98,6 +99,7 @@ def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> i
         keepalive_seconds=flags["keepalive_seconds"],
         engine_silence_seconds=flags["engine_silence_seconds"],
         backoff_seconds=flags["backoff_seconds"],
+        backoff_limit=flags["backoff_limit"],
         store_items=flags["store_items"],
         log_format=flags["log_format"],
         log_prompts=flags["log_prompts"],

@@ -1,0 +1,132 @@
+"""The engine's side of the wire: a Feed that carries a step's news in one call, and the places of the engine's threads."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verbatim import LLM, AsyncEngine, SamplingParams
+from verbatim.base.errors import BackendError, VerbatimError
+from verbatim.base.records import Completion, Delta
+from verbatim.engine.aio import Feed
+from verbatim.server.place import give_places, native_threads
+from verbatim.testing import FakeBackend, fake_parts
+
+PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
+
+
+class GatedBackend(FakeBackend):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.broken = False
+
+    def execute(self, plan: Any) -> Any:
+        assert self.gate.wait(30)
+        if self.broken:
+            raise RuntimeError("a kernel failed")
+        return super().execute(plan)
+
+
+def test_a_feed_brings_each_request_its_deltas_in_order_and_one_end() -> None:
+    names = [f"r{i}" for i in range(9)]
+    news: dict[str, list[Any]] = defaultdict(list)
+    calls: list[int] = []
+
+    async def main() -> None:
+        over = asyncio.Event()
+
+        def take(items: list[tuple[str, Any]]) -> None:
+            assert threading.current_thread() is threading.main_thread()
+            calls.append(len(items))
+            for name, item in items:
+                news[name].append(item)
+            if sum(isinstance(v[-1], Completion) for v in news.values()) == len(names):
+                over.set()
+
+        async with AsyncEngine.from_parts(fake_parts(), kv_blocks=256) as engine:
+            feed = Feed(take)
+            for name in names:
+                await engine.submit_to(feed, name, f"prompt of {name}", PARAMS)
+            await asyncio.wait_for(over.wait(), 30)
+
+    asyncio.run(main())
+    with LLM.from_parts(fake_parts(), kv_blocks=256) as llm:
+        for name in names:
+            *deltas, last = news[name]
+            assert isinstance(last, Completion)
+            assert all(isinstance(d, Delta) for d in deltas)
+            alone = llm.generate(f"prompt of {name}", PARAMS)
+            assert "".join(d.text for d in deltas) == last.text == alone.text
+    assert len(calls) < sum(map(len, news.values())) / 2  # the news of one step come together
+
+
+def test_a_feed_tells_of_an_engine_that_died() -> None:
+    async def main() -> list[tuple[str, Any]]:
+        found: asyncio.Future[list[tuple[str, Any]]] = asyncio.get_running_loop().create_future()
+        backend = GatedBackend()
+        engine = AsyncEngine.from_parts(fake_parts(backend), kv_blocks=64)
+        try:
+            await engine.submit_to(Feed(found.set_result), "a", "hello", PARAMS)
+            backend.broken = True
+            backend.gate.set()
+            return await asyncio.wait_for(found, 30)
+        finally:
+            engine.close()
+
+    ((name, error),) = asyncio.run(main())
+    assert name == "a"
+    assert isinstance(error, BackendError)
+
+
+def test_a_refused_request_never_reaches_the_feed() -> None:
+    async def main() -> None:
+        async with AsyncEngine.from_parts(fake_parts(), kv_blocks=64) as engine:
+            feed = Feed(lambda items: pytest.fail(f"{items}"))
+            with pytest.raises(VerbatimError):
+                await engine.submit_to(feed, "a", [10**6], PARAMS)
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+
+
+# ------------------------------------------------------------------------------------------------------------ the places
+
+
+def allowed(pid: int) -> list[str]:
+    """The processors of each thread."""
+    out = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        line = next(row for row in (task / "status").read_text().splitlines() if row.startswith("Cpus_allowed_list"))
+        out.append(line.split()[1])
+    return out
+
+
+@pytest.mark.server
+@pytest.mark.model
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no affinity to look at")
+def test_each_thread_of_a_step_has_a_processor_of_its_own(real: Any) -> None:
+    """Where there are as many as processors (the default, on processors without hyperthreads); otherwise the kernel decides."""
+    processors = sorted(os.sched_getaffinity(0))
+    single = [p for p in allowed(real.engine_pid()) if p.isdigit()]
+    if "processor of its own" in real.said():
+        assert sorted(map(int, single)) == processors
+    else:
+        assert single == [] or len(processors) == 1
+
+
+def test_a_team_that_leaves_a_processor_free_is_left_to_the_kernel() -> None:
+    async def main() -> None:
+        before = native_threads()
+        async with AsyncEngine.from_parts(fake_parts(), kv_blocks=64) as engine:
+            assert not give_places(engine, before)  # the fake has one thread
+
+    asyncio.run(main())
+    assert len(os.sched_getaffinity(0)) >= 1
