@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim.base.params import SamplingParams
-from verbatim.speculate.adapt import Acceptance, Speculator, StepCost, draft_length
+from verbatim.speculate.adapt import SHARE, START, Acceptance, Speculator, StepCost, draft_length
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.speculate.suffix import SuffixAutomaton, SuffixProposer
@@ -92,6 +92,19 @@ def test_step_cost_recovers_the_line() -> None:
     assert abs(slope - 0.0003) < 1e-5
 
 
+def test_a_slow_second_does_not_make_drafts_look_free() -> None:
+    """Steps of one row are seen all the time, of four seldom. When everything takes twice as long, a row still costs its share."""
+    cost = StepCost()
+    for _ in range(50):
+        cost.learn(1, 0.004)
+        cost.learn(4, 0.004 + 3 * 0.0008)
+    for _ in range(200):
+        cost.learn(1, 0.008)
+    seconds, slope = cost.at(1) or (0, 0)
+    assert abs(seconds - 0.008) < 1e-3
+    assert 0.7 < slope / seconds / 0.2 < 1.3
+
+
 def test_draft_length_by_the_rule() -> None:
     assert draft_length(0.8, 4.0, 0.3, 16) == 10
     assert draft_length(0.8, 4.0, 4.0, 16) == 0, "a compute-bound batch drafts nothing"
@@ -108,7 +121,8 @@ def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
     lengths = []
     for _ in range(60):
         lengths.append(len(speculator.drafts([view(repeating)]).get(0, ())))
-        repeating = [*repeating, repeating[-4]]
+        for _ in range(1 + lengths[-1]):  # what came true, and one token more
+            repeating = [*repeating, repeating[-4]]
     assert lengths[-1] >= 2, "a text that keeps repeating itself earns drafts"
     surprising, lengths = [1, 2, 9, 1, 2], []
     for step in range(200):
@@ -117,12 +131,30 @@ def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
     assert sum(lengths[100:]) == 0, "guesses that never come true are no longer submitted"
 
 
+def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
+    """Every fifth guess comes true for others, none for this text: by rates alone it would go on trying."""
+    speculator = Speculator([NgramProposer()])
+    for _ in range(40):
+        speculator.cost.learn(1, 0.0040)
+        speculator.cost.learn(2, 0.0048)
+    speculator.acceptance.rate = lambda seq_id, draft: 0.9  # type: ignore[method-assign]
+    text, lost = [1, 2, 9, 1, 2], 0.0
+    for step in range(400):
+        lost += 0.2 * len(speculator.drafts([view(text)]).get(0, ()))
+        text = [*text, 100 + step, 1, 2]
+        speculator.drafts([view(text)])
+        assert lost <= START + SHARE * len(text) + 0.2
+    assert lost > 1, "it did try"
+
+
 def test_finished_sequences_leave_nothing() -> None:
     speculator = Speculator([NgramProposer(), SuffixProposer()])
     done = view([1, 2, 3, 1, 2])
     speculator.drafts([done])
     speculator.finish(done)
     assert not speculator._pending
+    assert not speculator._purse
+    assert not speculator._begun
     assert not speculator.acceptance._own
     assert all(not getattr(p, "_index", None) and not getattr(p, "_texts", None) for p in speculator.proposers)
 

@@ -8,6 +8,10 @@ the slope of t. The j-th draft comes true with probability a^j, so drafts are wo
 On weights that are read once a step the slope is small and long drafts pay; when the batch is compute-bound, slope * B is t(B)
 and no draft pays. Worked: t(1) = 4 ms, slope 0.3 ms, a = 0.8: a^j > 1.15 * 0.075 = 0.086 gives j = 10.
 
+An estimate can be wrong, so there is a purse as well: drafts that came true fill it by the time they saved, the others empty it by the time they cost,
+and a sequence that has lost what it may lose (START, and SHARE of what it wrote since) drafts no more until it has written on. However
+badly the guesses turn out, the loss stays within that.
+
 Learning goes on when nothing is drafted: a guess that was only made, not submitted, is compared with what the target then wrote.
 """
 
@@ -20,8 +24,10 @@ from verbatim.speculate.protocol import Draft, Proposer, SeqView
 
 MARGIN = 1.15  # a draft must promise this much more than it costs: measured times are noisy
 PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
-FASTER, SLOWER = 0.5, 0.02  # how far an estimate of cost moves towards a faster and towards a slower step
+PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
+LEAST = 0.02  # a row is never free, whatever was measured: this much of the step it is added to
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
+START, SHARE = 1.0, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 LONGEST = 16  # drafts of one sequence in one step
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
 EXPLORE = (
@@ -32,33 +38,34 @@ EXPLORE = (
 class StepCost:
     """Seconds of a step against its rows, from what was measured: a line between the sizes nearest by.
 
-    A step is slowed by many things (a page fault, another program) and sped up by none, so the estimate follows a faster step at once
-    and a slower one reluctantly: it stays near what a step costs when nothing disturbs it, and still finds out when the machine is
-    really slower now."""
+    The machine's pace and the shape of the curve are learnt apart. Another program may halve the pace for a second, and steps of one size may not
+    be seen for as long: were each size a time of its own, a slow second would make whatever was measured before it look cheap."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[float, float]] = {}  # size class -> (mean rows, seconds)
+        self._pace = 0.0  # seconds of a step whose shape is 1
+        self._shape: dict[int, tuple[float, float]] = {}  # size class -> (mean rows, times the pace)
 
     def learn(self, rows: int, seconds: float) -> None:
         if rows < 1 or seconds <= 0:
             return
+        self._pace = self._pace or seconds
         bucket = rows.bit_length()
-        mean_rows, known = self._sums.get(bucket, (float(rows), seconds))
-        pace = FASTER if seconds < known else SLOWER
-        seconds = min(seconds, 2 * known)
-        self._sums[bucket] = (mean_rows + PATIENCE * (rows - mean_rows), known + pace * (seconds - known))
+        mean_rows, known = self._shape.get(bucket, (float(rows), seconds / self._pace))
+        self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** PACE
+        found = min(seconds / self._pace, 2 * known)
+        self._shape[bucket] = (mean_rows + PATIENCE * (rows - mean_rows), known + SHAPE * (found - known))
 
     def at(self, rows: float) -> tuple[float, float] | None:
         """(seconds, slope) near `rows`; None until steps of two sizes were seen."""
-        if len(self._sums) < 2:
+        if len(self._shape) < 2:
             return None
-        points = sorted(self._sums.values())
+        points = sorted(self._shape.values())
         lower = max((p for p in points if p[0] <= rows), default=points[0])
         upper = min((p for p in points if p[0] > max(rows, lower[0])), default=None)
         if upper is None:
             lower, upper = points[-2], points[-1]
-        slope = max((upper[1] - lower[1]) / (upper[0] - lower[0]), 0.0)
-        return max(lower[1] + slope * (rows - lower[0]), 1e-9), slope
+        slope = max((upper[1] - lower[1]) / (upper[0] - lower[0]), LEAST * lower[1])
+        return max(lower[1] + slope * (rows - lower[0]), 1e-9) * self._pace, slope * self._pace
 
 
 class Acceptance:
@@ -104,6 +111,8 @@ class _Pending:
 
     draft: Draft
     start: int
+    submitted: int
+    price: float  # of one draft, in times of a token
 
 
 def draft_length(rate: float, value: float, price: float, limit: int) -> int:
@@ -123,6 +132,15 @@ def draft_length(rate: float, value: float, price: float, limit: int) -> int:
     return count
 
 
+def _came_true(guesses: Sequence[int], written: Sequence[int]) -> int:
+    count = 0
+    for guess, token in zip(guesses, written, strict=False):
+        if guess != token:
+            break
+        count += 1
+    return count
+
+
 class Speculator:
     """Asks the proposers, cheapest first, decides how much of each guess to submit, and learns from what came."""
 
@@ -133,6 +151,8 @@ class Speculator:
         self.adaptive = adaptive
         self.longest = longest
         self._pending: dict[int, _Pending] = {}
+        self._purse: dict[int, float] = {}  # times of a token gained by drafts, less those lost
+        self._begun: dict[int, int] = {}  # length of the text when its first draft was considered
         self._resting: dict[int, int] = {}
         self._explored = 0  # steps since something was submitted
 
@@ -147,15 +167,27 @@ class Speculator:
             if not asking:
                 break
             for seq_id, draft in proposer.propose(self._afford(asking, running, proposer), self.longest).items():
-                count = self._length(seq_id, draft, running, proposer.token_cost)
                 start = next(len(v.tokens) for v in asking if v.seq_id == seq_id)
-                self._pending[seq_id] = _Pending(draft, start)
+                price = self._price(running, proposer.token_cost)
+                count = self._length(seq_id, draft, running, proposer.token_cost)
+                if self.adaptive and price:
+                    count = min(count, int(self._may_lose(seq_id, start) / price))
+                self._pending[seq_id] = _Pending(draft, start, count, price)
                 if count:
                     out[seq_id] = draft.tokens[:count]
                 elif self.adaptive:
                     self._resting[seq_id] = REST
             asking = [view for view in asking if view.seq_id not in out]
         return out
+
+    def _price(self, running: int, guess_cost: float) -> float:
+        """What one more draft costs, in times of a token; 0 while nothing is known."""
+        measured = self.cost.at(running)
+        return (measured[1] + guess_cost) * running / measured[0] if measured else 0.0
+
+    def _may_lose(self, seq_id: int, length: int) -> float:
+        begun = self._begun.setdefault(seq_id, length)
+        return max(self._purse.get(seq_id, 0.0) + START + SHARE * (length - begun), 0.0)
 
     def _afford(self, asking: Sequence[SeqView], running: int, proposer: Proposer) -> list[SeqView]:
         """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for."""
@@ -197,12 +229,19 @@ class Speculator:
     def _settle(self, views: Sequence[SeqView]) -> None:
         for view in views:
             pending = self._pending.pop(view.seq_id, None)
-            if pending is not None:
-                self.acceptance.learn(view.seq_id, pending.draft, view.tokens[pending.start :])
+            if pending is None:
+                continue
+            written = view.tokens[pending.start :]
+            self.acceptance.learn(view.seq_id, pending.draft, written)
+            if pending.submitted:
+                won = _came_true(pending.draft.tokens[: pending.submitted], written)
+                self._purse[view.seq_id] = self._purse.get(view.seq_id, 0.0) + won - pending.submitted * pending.price
 
     def finish(self, view: SeqView) -> None:
         self._pending.pop(view.seq_id, None)
         self._resting.pop(view.seq_id, None)
+        self._purse.pop(view.seq_id, None)
+        self._begun.pop(view.seq_id, None)
         self.acceptance.forget(view.seq_id)
         for proposer in self.proposers:
             proposer.finish(view)
