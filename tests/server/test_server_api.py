@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from typing import Any
 
 import pytest
 
 from verbatim import LLM, SamplingParams
+from verbatim.server.store import Store
 
 pytestmark = pytest.mark.server
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
@@ -169,6 +172,63 @@ def test_responses_continue_a_stored_one(fake: Any) -> None:
     assert fake.client.delete(f"/v1/responses/{first['id']}").json()["deleted"] is True
 
 
+@pytest.mark.parametrize("more", [{}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"tools": True}])
+def test_a_stored_response_can_be_streamed_again(fake: Any, more: dict[str, Any]) -> None:
+    """The same kinds of events in the same order; the deltas of a text become one."""
+    body = {"input": "hi", "max_output_tokens": 200 if more.get("tools") else 8, "seed": 3, "store": True, **more}
+    if more.get("tools"):
+        schema = {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        }
+        body |= {"tools": [{"type": "function", "name": "f", "parameters": schema}], "tool_choice": "required"}
+    first = fake.events("/v1/responses", body)
+    made = first[-1]["response"]
+    again = [
+        json.loads(line[6:])
+        for line in fake.client.get(f"/v1/responses/{made['id']}?stream=true").text.splitlines()
+        if line.startswith("data: ")
+    ]
+    kinds = [k for k, _ in itertools.groupby(e["type"] for e in first)]
+    assert [e["type"] for e in again] == kinds
+    assert [e["sequence_number"] for e in again] == list(range(len(again)))
+    assert again[-1]["response"] == made == fake.client.get(f"/v1/responses/{made['id']}").json()
+    for kind, field in (("response.output_text.delta", "delta"), ("response.function_call_arguments.delta", "delta")):
+        said = ["".join(e[field] for e in events if e["type"] == kind) for events in (first, again)]
+        assert said[0] == said[1]
+    assert set(again[0]) == set(first[0])
+    late = fake.client.get(f"/v1/responses/{made['id']}?stream=true&starting_after=2&include_obfuscation=true").text
+    assert '"sequence_number":2,' not in late
+    assert '"sequence_number":3,' in late
+    refused = fake.client.get(f"/v1/responses/{made['id']}?starting_after=2")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "starting_after")
+
+
+def test_a_stored_answer_is_found_under_its_own_kind_only(fake: Any) -> None:
+    chat = fake.post("/v1/chat/completions", {**CHAT, "store": True}).json()["id"]
+    response = fake.post("/v1/responses", {"input": "hi", "max_output_tokens": 2, "store": True}).json()["id"]
+    for path in (f"/v1/responses/{chat}", f"/v1/responses/{chat}/input_items", f"/v1/chat/completions/{response}"):
+        assert fake.client.get(path).status_code == 404
+    assert fake.client.delete(f"/v1/responses/{chat}").status_code == 404
+    assert fake.post("/v1/responses", {"input": "x", "previous_response_id": chat}).status_code == 404
+    assert fake.client.get(f"/v1/chat/completions/{chat}").status_code == 200
+
+
+def test_the_store_is_bounded_in_number_and_bytes() -> None:
+    store = Store(3, 1000)
+    for i in range(5):
+        store.put("t", "chat", f"c{i}", {"object": {"id": f"c{i}"}})
+    assert [item["object"]["id"] for item in store.of("t", "chat")] == ["c2", "c3", "c4"]
+    store.put("t", "chat", "large", {"object": {"id": "large", "text": "x" * 950}})
+    assert len(store.of("t", "chat")) < 3
+    store.put("t", "chat", "huge", {"object": {"id": "huge", "text": "x" * 2000}})
+    assert [item["object"]["id"] for item in store.of("t", "chat")] == ["large"]  # what would never fit displaces nothing
+    store.pop("t", "chat", "large")
+    assert store._bytes == 0
+
+
 def test_embeddings_are_unit_vectors_in_both_encodings(fake: Any) -> None:
     import base64
     import struct
@@ -219,8 +279,6 @@ def test_anthropic_stream_equals_the_whole(fake: Any) -> None:
 
 
 def test_ollama_lines_equal_the_whole(fake: Any) -> None:
-    import json
-
     body = {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 9, "seed": 3}}
     whole = fake.post("/api/chat", {**body, "stream": False}).json()
     lines = [json.loads(line) for line in fake.post("/api/chat", body).text.splitlines()]

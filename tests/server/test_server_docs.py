@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from verbatim.server.fields import PROTOCOLS
+from verbatim.server.fields import PROTOCOLS, QUERIES
 from verbatim.server.problems import CODES
 from verbatim.server.settings import limits_table
 
@@ -32,6 +32,12 @@ Made from `src/verbatim/server/fields.py`, the table that also checks the reques
 Any other field is unknown: 400, naming it. `null` means "not given". Ranges of Verbatim's own parameters are in [sampling.md](sampling.md).
 """
 
+QUERY_HEAD = """
+## Parameters in the address
+
+Any other parameter of any route is unknown: 400, naming it; only `/health`, `/metrics` and `/openapi.json` take no notice of theirs.
+"""
+
 
 def fields_page() -> str:
     parts = [HEAD]
@@ -43,6 +49,10 @@ def fields_page() -> str:
             text = (rule.help + passes).replace("|", "\\|")
             rows.append(f"| `{name}` | {rule.kind}{needed} | {text} |")
         parts.append(f"\n## POST {route}\n\n" + "\n".join(rows) + "\n")
+    parts.append(QUERY_HEAD)
+    for route, queries in QUERIES.items():
+        rows = [f"| `{name}` | {rule.help} |" for name, rule in queries.items()]
+        parts.append(f"\n### {route}\n\n" + "\n".join(["| parameter | |", "|---|---|", *rows]) + "\n")
     return "".join(parts)
 
 

@@ -5,6 +5,7 @@ Every bad request is answered 4xx and names its field, none 5xx, no process dies
 
 from __future__ import annotations
 
+import functools
 import json
 import socket
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ pytestmark = pytest.mark.server
 BASE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/chat/completions/{id}": {"metadata": {"k": "v"}},
     "/v1/responses": {"model": "m", "input": "x", "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/embeddings": {"model": "m", "input": "x"},
@@ -50,7 +52,14 @@ def probe(fake: Any) -> Iterator[Any]:
     assert fake.metrics()["verbatim_engine_restarts_total"] == 0
 
 
+@functools.cache
+def stored(fake: Any) -> str:
+    """The id of a completion that was kept."""
+    return str(fake.post("/v1/chat/completions", {**BASE["/v1/chat/completions"], "store": True}).json()["id"])
+
+
 def send(fake: Any, path: str, body: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    path = path.replace("{id}", stored(fake)) if "{id}" in path else path
     answer = fake.client.post(path, content=body, headers={"content-type": "application/json", **headers})
     return answer.status_code, answer.json()
 
@@ -187,6 +196,38 @@ def test_an_exponential_regex_costs_nobody_anything(fake: Any, probe: Any, value
     status, answer = send(fake, "/v1/completions", json.dumps({**BASE["/v1/completions"], "regex": value}))
     assert status == 200 or "regex" in words("", answer)[0], answer
     assert probe()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "name"),
+    [
+        ("POST", "/v1/completions?temperature=0", "temperature"),
+        ("POST", "/v1/messages?nope=1", "nope"),
+        ("POST", "/v1/messages?beta=false", "beta"),
+        ("GET", "/v1/models?limit=3", "limit"),
+        ("GET", "/v1/chat/completions?limit=0", "limit"),
+        ("GET", "/v1/chat/completions?limit=1&limit=2", "limit"),
+        ("GET", "/v1/chat/completions?order=up", "order"),
+        ("GET", "/v1/chat/completions?after=nothing", "after"),
+        ("GET", "/v1/chat/completions?metadata%5Bk=v", "metadata[k"),
+        ("GET", "/v1/responses/x?stream=maybe", "stream"),
+        ("GET", "/v1/responses/x?starting_after=-1", "starting_after"),
+        ("GET", "/v1/responses/x?include%5B%5D=file_search_call.results", "include[]"),
+        ("DELETE", "/v1/responses/x?force=true", "force"),
+        ("GET", "/api/tags?%00=%ff", "\u0000"),
+    ],
+)
+def test_parameters_in_the_address_are_known_or_refused_by_name(fake: Any, method: str, path: str, name: str) -> None:
+    body = {"json": BASE.get(path.partition("?")[0])} if method == "POST" else {}
+    answer = fake.client.request(method, path, **body)
+    assert answer.status_code == 400
+    assert name in words(path, answer.json())[1]
+
+
+def test_probes_may_add_what_they_like(fake: Any) -> None:
+    assert fake.client.get("/health?cachebuster=1").status_code == 200
+    assert fake.client.get("/metrics?x").status_code == 200
+    assert fake.client.post("/v1/messages?beta=true", json=BASE["/v1/messages"]).status_code == 200
 
 
 STRINGS = ['"a\\u0000b"', '"\\ud83d\\ude00"', '"<|assistant|><s></s>"', '"' + "é" * 1000 + '"', '"\\u202e\\ufeff"']

@@ -20,10 +20,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from verbatim.server import anthropic, info, ollama, responses, simple
-from verbatim.server.call import Call, ClientGone, EventStream, Handler, Json, answer_of, dumps, new_id
+from verbatim.server import anthropic, info, ollama, responses, simple, stored
+from verbatim.server.call import Call, ClientGone, EventStream, Handler, Json, answer_of, new_id
 from verbatim.server.chat import chat
+from verbatim.server.check import check_query
 from verbatim.server.completions import completions
+from verbatim.server.jsons import dumps
 from verbatim.server.problems import Problem
 from verbatim.server.state import State
 from verbatim.server.traces import trace
@@ -36,17 +38,17 @@ Refused = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 # path -> method -> (handler, takes room in the queue)
 ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/v1/completions": {"POST": (completions, True)},
-    "/v1/chat/completions": {"POST": (chat, True), "GET": (info.list_chats, False)},
+    "/v1/chat/completions": {"POST": (chat, True), "GET": (stored.list_chats, False)},
     "/v1/chat/completions/{id}": {
-        "GET": (info.get_chat, False),
-        "POST": (info.update_chat, False),
-        "DELETE": (info.delete_chat, False),
+        "GET": (stored.get_chat, False),
+        "POST": (stored.update_chat, False),
+        "DELETE": (stored.delete_chat, False),
     },
-    "/v1/chat/completions/{id}/messages": {"GET": (info.chat_messages, False)},
+    "/v1/chat/completions/{id}/messages": {"GET": (stored.chat_messages, False)},
     "/v1/responses": {"POST": (responses.create, True)},
     "/v1/responses/input_tokens": {"POST": (responses.count, True)},
-    "/v1/responses/{id}": {"GET": (responses.retrieve, False), "DELETE": (responses.delete, False)},
-    "/v1/responses/{id}/input_items": {"GET": (responses.input_items, False)},
+    "/v1/responses/{id}": {"GET": (stored.get_response, False), "DELETE": (stored.delete_response, False)},
+    "/v1/responses/{id}/input_items": {"GET": (stored.input_items, False)},
     "/v1/models": {"GET": (info.models, False)},
     "/v1/models/{id:path}": {"GET": (info.model, False)},
     "/v1/embeddings": {"POST": (simple.embeddings, True)},
@@ -87,6 +89,9 @@ def _endpoint(state: State, path: str, methods: dict[str, tuple[Handler, bool]])
         try:
             if needs_room:
                 call.room.enter_context(state.admit(call.tenant))
+            call.query = check_query(
+                "GET" if request.method == "HEAD" else request.method, path, request.query_params.multi_items()
+            )
             response = await handler(call)
         except (ClientGone, ClientDisconnect):
             response = Response(status_code=499)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
 import time
@@ -20,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.server.check import check, parse_json
+from verbatim.server.jsons import dumps
 from verbatim.server.problems import Problem, problem_of
 from verbatim.server.running import Running, Signal
 from verbatim.server.state import State
@@ -30,13 +30,6 @@ WRITE_GRACE = 10.0  # seconds a reader has to take the last bytes before its con
 
 class ClientGone(Exception):
     """Nobody is left to answer."""
-
-
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
-
-def dumps(value: Any) -> bytes:
-    return _encode(value).encode()
 
 
 class Json(Response):
@@ -54,6 +47,7 @@ class Call:
         self.id: str = request.scope["verbatim.id"]
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
+        self.query: dict[str, str] = {}  # checked against the table
         self.signal = Signal()
         self.runs: list[Running] = []
         self.deadline: asyncio.Timeout | None = None  # of an open event stream

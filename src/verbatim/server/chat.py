@@ -238,8 +238,8 @@ class Chat:
     def keep(self, answer: dict[str, Any]) -> None:
         if self.ask.body.get("store"):
             kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
-            item = {"kind": "chat", "object": kept, "messages": self.ask.body["messages"]}
-            self.call.state.store.put(self.call.tenant, answer["id"], item)
+            item = {"object": kept, "messages": self.ask.body["messages"]}
+            self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
         text, calls = self.ask.read(choice["text"])

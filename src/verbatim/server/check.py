@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
-from verbatim.server.fields import PROTOCOLS, Rule
+from verbatim.server.fields import ANY_QUERY, PROTOCOLS, QUERIES, Rule
 from verbatim.server.problems import Problem
 
 
@@ -129,6 +130,24 @@ def check(route: str, data: Any) -> dict[str, Any]:
     for name, value in given.items():
         if _has_huge(value):
             raise Problem("invalid_parameter", f"{name}: holds a whole number of more than 64 bits", param=name)
+    return given
+
+
+def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """The parameters of an address, each known, in its form, and there once."""
+    if route in ANY_QUERY:
+        return {}
+    known = QUERIES.get(f"{method} {route}", {})
+    given: dict[str, str] = {}
+    for name, value in pairs:
+        rule = known.get("metadata[KEY]" if name.startswith("metadata[") and name.endswith("]") else name)
+        if rule is None:
+            raise Problem("unknown_parameter", f"{name[:64]}: no such parameter of {method} {route}", param=name[:64])
+        if name in given:
+            raise Problem("invalid_parameter", f"{name[:64]}: is there twice", param=name[:64])
+        if re.fullmatch(rule.pattern, value, re.DOTALL) is None:
+            raise Problem("invalid_parameter", f"{name[:64]}: {value[:40]!r} is not its form; {rule.help}", param=name[:64])
+        given[name] = value
     return given
 
 

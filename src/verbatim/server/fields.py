@@ -322,10 +322,15 @@ COUNT_TOKENS: dict[str, Rule] = {
     if name in ("model", "messages", "system", "tools", "tool_choice", "thinking", "cache_control", "output_config", "mcp_servers", "context_management")
 }  # fmt: skip
 
+CHAT_UPDATE: dict[str, Rule] = {
+    "metadata": Rule("label", "takes the place of the metadata that was kept", parts.Metadata, required=True),
+}
+
 # route -> (title, table): the order of the documentation
 PROTOCOLS: dict[str, tuple[str, dict[str, Rule]]] = {
     "/v1/completions": ("Completions", COMPLETIONS),
     "/v1/chat/completions": ("ChatCompletions", CHAT),
+    "/v1/chat/completions/{id}": ("ChatCompletionUpdate", CHAT_UPDATE),
     "/v1/responses": ("Responses", RESPONSES),
     "/v1/responses/input_tokens": ("ResponsesInputTokens", INPUT_TOKENS),
     "/v1/embeddings": ("Embeddings", EMBEDDINGS),
@@ -338,3 +343,40 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Rule]]] = {
     "/api/generate": ("OllamaGenerate", OLLAMA_GENERATE),
     "/api/show": ("OllamaShow", OLLAMA_SHOW),
 }
+
+# ------------------------------------------------------------------------------------------------------------- queries
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A parameter in the address. It is text there: `pattern` is what the text may be."""
+
+    help: str
+    pattern: str = ".*"
+
+
+_PAGE = {
+    "after": Query("the id after which the page begins"),
+    "limit": Query("most entries of a page, 1 to 100; missing: 20", "[1-9][0-9]?|100"),
+    "order": Query("asc or desc, by age", "asc|desc"),
+}
+_INCLUDE = Query("message.output_text.logprobs: those that were asked for are always there", "message\\.output_text\\.logprobs")
+# method and route -> the parameters in its address; those of a route that is not listed are all unknown, except where nothing depends on them
+QUERIES: dict[str, dict[str, Query]] = {
+    "GET /v1/chat/completions": {
+        **_PAGE,
+        "model": Query("only answers of this model"),
+        "metadata[KEY]": Query("only answers whose metadata has this value under KEY"),
+    },
+    "GET /v1/chat/completions/{id}/messages": _PAGE,
+    "GET /v1/responses/{id}": {
+        "include[]": _INCLUDE,
+        "stream": Query("true: as the events of a stream", "true|false"),
+        "starting_after": Query("with stream: only events of a higher number", "[0-9]{1,9}"),
+        "include_obfuscation": Query("with stream: pad the deltas", "true|false"),
+    },
+    "GET /v1/responses/{id}/input_items": {**_PAGE, "include[]": _INCLUDE},
+    "POST /v1/messages": {"beta": Query("Anthropic's clients mark their beta calls; the fields say what they want", "true")},
+    "POST /v1/messages/count_tokens": {"beta": Query("as above", "true")},
+}
+ANY_QUERY = ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json")  # probes and browsers add their own

@@ -30,6 +30,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from verbatim.server.exchange import Exchange
+from verbatim.server.jsons import dumps
 from verbatim.server.problems import Problem
 from verbatim.server.settings import Limits
 
@@ -281,8 +282,6 @@ class HttpProtocol(asyncio.Protocol):
 
     def refuse(self, status: str, code: str, message: str, retry_after: float | None = None) -> None:
         """Before any exchange, or in the place of one that failed. In the middle of an answer nothing can be said any more."""
-        from verbatim.server.call import dumps
-
         if self._cut:
             return
         if self._active is not None and self._busy() and (self._active.started or self._latest is not self._active):

@@ -14,10 +14,11 @@ from starlette.responses import Response
 
 from verbatim import __version__
 from verbatim.server import asks
-from verbatim.server.call import Call, EventStream, Json, dumps, new_id
+from verbatim.server.call import Call, EventStream, Json, new_id
 from verbatim.server.chat import Ask
 from verbatim.server.fields import OLLAMA_CHAT
 from verbatim.server.generate import extras, finish_reason, observe, pieces
+from verbatim.server.jsons import dumps
 from verbatim.server.problems import Problem
 
 # Ollama's option -> ours

@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from verbatim import __version__
 from verbatim.server.check import request_model
-from verbatim.server.fields import PROTOCOLS
+from verbatim.server.fields import PROTOCOLS, QUERIES
 from verbatim.server.problems import CODES
 
 ERROR_STATUS = {
@@ -35,7 +35,9 @@ def document(names: tuple[str, ...] = ()) -> dict[str, Any]:
         [(request_model(route), "validation") for route in PROTOCOLS], ref_template="#/components/schemas/{model}"
     )
     components = dict(schemas.get("$defs", {}))
-    for title, _ in PROTOCOLS.values():
+    for title, table in PROTOCOLS.values():
+        if "model" not in table:
+            continue
         model = components[title]["properties"]["model"]
         spelled = model["anyOf"][0] if "anyOf" in model else model
         spelled.update({"enum": list(names)} if names else {})
@@ -66,22 +68,25 @@ def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
             "description": text,
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
         }
-    if "{id}" in plain:
-        operation["parameters"] = [{"name": "id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    parameters = [] if "{id}" not in plain else [_parameter("id", "path", {"type": "string", "minLength": 1}, required=True)]
+    for name, rule in QUERIES.get(f"{method} {path}", {}).items():
+        if name != "metadata[KEY]":  # a family of names, which OpenAPI cannot spell
+            parameters.append(
+                _parameter(name, "query", {"type": "string", "pattern": f"^({rule.pattern})$"}, description=rule.help)
+            )
+    if parameters:
+        operation["parameters"] = parameters
     if path in PROTOCOLS and method == "POST":
         schema = {"$ref": f"#/components/schemas/{PROTOCOLS[path][0]}"}
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         refused = [f"`{name}` ({rule.help})" for name, rule in PROTOCOLS[path][1].items() if rule.kind == "refused"]
         if refused:
             operation["description"] = "Refused by name: " + "; ".join(refused)
-    elif method == "POST":
-        metadata = {
-            "type": "object",
-            "properties": {"metadata": {"type": "object", "additionalProperties": {"type": "string"}}},
-            "required": ["metadata"],
-        }
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": metadata}}}
     return operation
+
+
+def _parameter(name: str, where: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"name": name, "in": where, "schema": schema, **more}
 
 
 def _error_schema() -> dict[str, Any]:

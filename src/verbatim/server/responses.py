@@ -15,7 +15,6 @@ from verbatim.server.call import KEEP_ALIVE, Call, EventStream, Json, new_id, ss
 from verbatim.server.chat import Ask
 from verbatim.server.fields import RESPONSES
 from verbatim.server.generate import Piece, extras, finish_reason, floor, obfuscation, observe, pieces, spelled, usage_of
-from verbatim.server.info import _page
 from verbatim.server.problems import Problem
 from verbatim.server.tools import plain_text, template_messages
 
@@ -51,7 +50,7 @@ def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     items = body.get("input", "")
     messages = chat_messages(items) or [{"role": "user", "content": ""}]
     if "previous_response_id" in body:
-        messages = [*call.state.store.get(call.tenant, body["previous_response_id"])["messages"], *messages]
+        messages = [*call.state.store.get(call.tenant, "response", body["previous_response_id"])["messages"], *messages]
     if "instructions" in body:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
     chat: dict[str, Any] = {
@@ -142,12 +141,11 @@ class Answer:
                 if not (m["role"] == "system" and m["content"] == self.body.get("instructions"))
             ]
             item = {
-                "kind": "response",
                 "object": made,
                 "messages": [*asked, *chat_messages(self.output)],
                 "input": input_rows(self.body),
             }
-            self.call.state.store.put(self.call.tenant, self.id, item)
+            self.call.state.store.put(self.call.tenant, "response", self.id, item)
 
     # ---------------------------------------------------------------------------------------------------------- whole
 
@@ -340,23 +338,3 @@ async def count(call: Call) -> Response:
     call.submit("tokenize", messages=messages, template=template)
     (done,) = await call.results()
     return Json({"object": "response.input_tokens", "input_tokens": len(done["ids"])})
-
-
-def _stored(call: Call) -> dict[str, Any]:
-    return call.state.store.get(call.tenant, call.request.path_params["id"])
-
-
-async def retrieve(call: Call) -> Response:
-    if call.request.query_params.get("stream") == "true":
-        raise Problem("unsupported_parameter", "stream: a stored answer is sent whole", "stream")
-    return Json(_stored(call)["object"])
-
-
-async def delete(call: Call) -> Response:
-    name = call.request.path_params["id"]
-    call.state.store.pop(call.tenant, name)
-    return Json({"id": name, "object": "response", "deleted": True})
-
-
-async def input_items(call: Call) -> Response:
-    return _page(_stored(call)["input"], call)

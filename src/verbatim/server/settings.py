@@ -51,6 +51,9 @@ class Limits:
     max_stream_bytes: int = field(
         default=4 * MIB, metadata={"help": "text a slow reader may leave unread", "error": "error event slow_reader"}
     )
+    max_store_bytes: int = field(
+        default=64 * MIB, metadata={"help": "answers kept with store: true, all together", "error": "the oldest leave"}
+    )
     idle_seconds: float = field(
         default=75.0, metadata={"help": "time a connection may stay open without a request on it", "error": "connection closed"}
     )

@@ -25,7 +25,7 @@ class State:
         self.limits = settings.limits
         self.supervisor = supervisor
         self.metrics = Metrics()
-        self.store = Store(settings.store_items)
+        self.store = Store(settings.store_items, settings.limits.max_store_bytes)
         self.access: AccessLog | None = None
         self.started = int(time.time())
         self.draining = False
