@@ -51,7 +51,7 @@ class Blocks:
 
 
 def params(text: Text) -> DrawSpec:
-    return DrawSpec(SamplingParams(temperature=1.0, seed=7), key=text.id + 1000, prompt_len=1)
+    return DrawSpec(SamplingParams(temperature=1.0, seed=7, logprobs=0), key=text.id + 1000, prompt_len=1)
 
 
 def advance(spec: ModelSpec, size: int, texts: list[Text], counts: list[int], *, forget: bool = False) -> StepPlan:

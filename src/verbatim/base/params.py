@@ -236,6 +236,11 @@ class SamplingParams:
         return any(getattr(self, name) != default for name, default in _HISTORY)
 
     @property
+    def wants_logprob(self) -> bool:
+        """Somebody will read the log-probability of the drawn tokens; without, none is computed."""
+        return self.logprobs is not None or self.best_of is not None
+
+    @property
     def structured(self) -> bool:
         return any(getattr(self, f) is not None for f in STRUCTURE)
 

@@ -95,7 +95,7 @@ class TokenLogprob:
 
 
 class Drawn(NamedTuple):
-    """One draw. `logprob` follows params.logprobs_mode: the model's own distribution, or the processed one."""
+    """One draw. `logprob` follows params.logprobs_mode: the model's own distribution, or the processed one; 0.0 unless params.wants_logprob."""
 
     token: int
     logprob: float

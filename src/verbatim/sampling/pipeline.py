@@ -121,6 +121,8 @@ def _run(stages: Sequence[Stage], state: RowState, recorder: Recorder | None) ->
 
 def _report(raw: F64, state: RowState, processed: F64, token: int, use_processed: bool) -> tuple[float, Any]:
     """(log-probability, best alternatives) from the model's own distribution or from the one that was drawn from."""
+    if not state.params.wants_logprob:
+        return 0.0, ()
     row = processed if use_processed else raw
     norm = None
     if use_processed and len(state.ids):  # the filters have the masses already

@@ -12,6 +12,7 @@ struct SampleParams {
     double temperature = 1, top_p = 1, min_p = 0, typical_p = 1, top_n_sigma = 0, xtc_probability = 0, xtc_threshold = 0.1;
     double repetition = 1, frequency = 0, presence = 0, dry_multiplier = 0, dry_base = 1.75;
     int64_t top_k = 0, dry_allowed_length = 2, dry_range = 0, no_repeat_ngram = 0, min_tokens = 0, logprobs = 0;
+    bool report = false;      // somebody reads the log-probability; without, it stays 0 and costs nothing
     bool processed = false;   // report log-probabilities of the distribution that was drawn from
     bool restricted = false;  // allowed_token_ids was given
     std::vector<std::pair<int32_t, double>> bias;

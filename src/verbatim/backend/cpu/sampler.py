@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from verbatim.base.errors import BackendError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
@@ -33,18 +31,23 @@ class NativeSampler:
         self._made: dict[tuple[int, tuple[int, ...], int], tuple[DrawSpec, Any]] = {}
 
     def draw(self, rows: Sequence[Row]) -> list[Drawn]:
-        """Row i is drawn from row i of the engine's logits."""
-        if any(row.spec.beam or row.spec.params.explain for row in rows):
+        """Row i is drawn from row i of the engine's logits. A row that the pipeline must draw does not slow its neighbours' kernels."""
+        apart = [i for i, row in enumerate(rows) if row.spec.beam or row.spec.params.explain]
+        if len(apart) == len(rows):
             return sample_rows(self._engine.logits(), rows)
+        asked = [None if row.spec.beam or row.spec.params.explain else self.native_row(row) for row in rows]
         try:
-            found = self._engine.sample([self.native_row(row) for row in rows])
+            found = self._engine.sample(asked)
         except ValueError as error:
             raise BackendError(str(error)) from None
-        return [Drawn(token, logprob, top) for token, logprob, top in found]
+        drawn = [Drawn(*one) if one else None for one in found]
+        if apart:
+            for i, one in zip(apart, sample_rows(self._engine.logits()[apart], [rows[i] for i in apart]), strict=True):
+                drawn[i] = one
+        return [one for one in drawn if one is not None]
 
     def native_row(self, row: Row) -> tuple[Any, ...]:
-        history = np.array(row.history, np.int32) if row.history else None
-        return self._params(row.spec), row.spec.key, row.position, row.spec.prompt_len, history, row.mask
+        return self._params(row.spec), row.spec.key, row.position, row.spec.prompt_len, row.history, row.mask
 
     def _params(self, spec: DrawSpec) -> Any:
         """Made once a request. The key is the identity of what the spec holds on to, which the kept spec keeps alive."""
@@ -61,6 +64,7 @@ class NativeSampler:
         for name in _SAME:
             setattr(out, name, getattr(p, name))
         out.logprobs = p.logprobs or 0
+        out.report = p.wants_logprob
         out.processed = p.logprobs_mode == "processed"
         out.logit_bias = list(p.logit_bias)
         out.restricted = p.allowed_token_ids is not None

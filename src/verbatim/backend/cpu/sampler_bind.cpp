@@ -18,14 +18,12 @@ using vb::SampleRow;
 namespace verbatim {
 namespace {
 
-using Ids = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
 void check_ids(const std::vector<int32_t>& ids, int64_t vocab) {
     for (int32_t id : ids)
         if (id < 0 || id >= vocab) throw std::invalid_argument("a token id of the sampler's parameters is outside the vocabulary");
 }
 
-// Every id is checked here, once a row at most, so that the kernel may index without looking.
+// Every id is checked here and in read_history, once a row, so that the kernel may index without looking.
 void check_row(const SampleRow& row, int64_t vocab) {
     const SampleParams& p = *row.params;
     for (auto [id, value] : p.bias)
@@ -34,68 +32,99 @@ void check_row(const SampleRow& row, int64_t vocab) {
     check_ids(p.banned, vocab);
     check_ids(p.withheld, vocab);
     if (row.prompt_len < 0 || row.position < 0) throw std::invalid_argument("a position is out of range");
-    for (int64_t i = 0; i < row.history_len; i++)
-        if (row.history[i] < 0 || row.history[i] >= vocab) throw std::invalid_argument("a token of the history is outside the vocabulary");
 }
 
-SampleRow read_row(nb::tuple t) {
-    SampleRow row{};
+// A tuple of ints, read here: making an array of it first costs four times as much.
+std::vector<int32_t> read_history(nb::handle ids, int64_t vocab) {
+    Py_ssize_t count = PyTuple_Size(ids.ptr());
+    if (count < 0) throw nb::python_error();
+    std::vector<int32_t> out((size_t)count);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        long id = PyLong_AsLong(PyTuple_GET_ITEM(ids.ptr(), i));
+        if (id == -1 && PyErr_Occurred()) throw nb::python_error();
+        if (id < 0 || id >= vocab) throw std::invalid_argument("a token of the history is outside the vocabulary");
+        out[(size_t)i] = (int32_t)id;
+    }
+    return out;
+}
+
+struct Asked {
+    SampleRow row{};  // params == nullptr: nothing is asked
+    std::vector<int32_t> history;
+};
+
+Asked read_row(nb::tuple t, int64_t vocab) {
+    Asked out;
+    SampleRow& row = out.row;
     row.params = nb::cast<const SampleParams*>(t[0]);
     row.key = nb::cast<uint64_t>(t[1]);
     row.position = nb::cast<int64_t>(t[2]);
     row.prompt_len = nb::cast<int64_t>(t[3]);
-    if (!t[4].is_none()) {
-        Ids history = nb::cast<Ids>(t[4]);
-        row.history = history.data();
-        row.history_len = (int64_t)history.size();
-    }
+    out.history = read_history(t[4], vocab);
+    row.history = out.history.data();
+    row.history_len = (int64_t)out.history.size();
     if (!t[5].is_none()) {
         nb::bytes mask = nb::cast<nb::bytes>(t[5]);
         row.mask = (const uint8_t*)mask.c_str();
         row.mask_bytes = (int64_t)mask.size();
     }
-    return row;
+    check_row(row, vocab);
+    return out;
+}
+
+nb::object told(const SampleOut& o) {
+    if (!o.finite) throw std::invalid_argument("the model computed logits that are not finite numbers; its file or a kernel is broken");
+    nb::list top;
+    for (auto [id, value] : o.top) top.append(nb::make_tuple(id, value));
+    return nb::make_tuple(o.token, o.logprob, nb::tuple(top));
 }
 
 }  // namespace
 
 nb::list sample_rows(Team& team, vb::SampleFn sample, const float* logits, int64_t vocab, nb::list rows) {
-    std::vector<SampleRow> work;
-    for (nb::handle h : rows) {  // `rows` keeps histories and masks alive while the GIL is released
-        work.push_back(read_row(nb::cast<nb::tuple>(h)));
-        check_row(work.back(), vocab);
-    }
+    std::vector<Asked> work;
+    work.reserve(nb::len(rows));
+    for (nb::handle h : rows)  // `rows` keeps parameters and masks alive while the GIL is released
+        work.push_back(h.is_none() ? Asked{} : read_row(nb::cast<nb::tuple>(h), vocab));
     std::vector<SampleOut> outs(work.size());
     {
         nb::gil_scoped_release nogil;
         std::atomic<size_t> next{0};
         auto run = [&](int) {
-            for (size_t i; (i = next.fetch_add(1)) < work.size();) sample(logits + i * vocab, vocab, work[i], outs[i]);
+            for (size_t i; (i = next.fetch_add(1)) < work.size();)
+                if (work[i].row.params) sample(logits + (int64_t)i * vocab, vocab, work[i].row, outs[i]);
         };
         if (work.size() > 1) team.run(run);
-        else if (work.size() == 1) run(0);
+        else run(0);
     }
     nb::list out;
-    for (const SampleOut& o : outs) {
-        if (!o.finite) throw std::invalid_argument("the model computed logits that are not finite numbers; its file or a kernel is broken");
-        nb::list top;
-        for (auto [id, value] : o.top) top.append(nb::make_tuple(id, value));
-        out.append(nb::make_tuple(o.token, o.logprob, nb::tuple(top)));
-    }
+    for (size_t i = 0; i < outs.size(); i++) out.append(work[i].row.params ? told(outs[i]) : nb::none());
     return out;
 }
 
-void bind_sampler(nb::module_& m) {
+namespace {
+
+// The sampler without an engine: for tests and benchmarks.
+class RowSampler {
+  public:
     using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-    m.def(
-        "sample_logits",
-        [](const std::string& isa, int threads, Rows logits, nb::list rows) {
-            if (logits.shape(0) != nb::len(rows)) throw std::invalid_argument("one row of parameters for each row of logits");
-            Team team(threads);
-            return sample_rows(team, select_isa(isa).sample, logits.data(), (int64_t)logits.shape(1), rows);
-        },
-        nb::arg("isa"), nb::arg("threads"), nb::arg("logits"), nb::arg("rows"),
-        "Draw from given logits with one instruction set's sampler: for tests and benchmarks.");
+    RowSampler(const std::string& isa, int threads) : sample_(select_isa(isa).sample), team_(threads) {}
+    nb::list draw(Rows logits, nb::list rows) {
+        if (logits.shape(0) != nb::len(rows)) throw std::invalid_argument("one row of parameters for each row of logits");
+        return sample_rows(team_, sample_, logits.data(), (int64_t)logits.shape(1), rows);
+    }
+
+  private:
+    vb::SampleFn sample_;
+    Team team_;
+};
+
+}  // namespace
+
+void bind_sampler(nb::module_& m) {
+    nb::class_<RowSampler>(m, "RowSampler", "Draws from given logits with one instruction set's sampler: for tests and benchmarks.")
+        .def(nb::init<const std::string&, int>(), nb::arg("isa"), nb::arg("threads"))
+        .def("draw", &RowSampler::draw, nb::arg("logits"), nb::arg("rows"));
     nb::class_<SampleParams>(m, "SampleParams", "What a request asks of the sampler; fields as in SamplingParams.")
         .def(nb::init<>())
         .def_rw("temperature", &SampleParams::temperature)
@@ -116,6 +145,7 @@ void bind_sampler(nb::module_& m) {
         .def_rw("no_repeat_ngram", &SampleParams::no_repeat_ngram)
         .def_rw("min_tokens", &SampleParams::min_tokens)
         .def_rw("logprobs", &SampleParams::logprobs)
+        .def_rw("report", &SampleParams::report)
         .def_rw("processed", &SampleParams::processed)
         .def_rw("restricted", &SampleParams::restricted)
         .def_rw("logit_bias", &SampleParams::bias)
