@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import lzma
+import os
 import random
 import sys
 from collections import Counter
@@ -19,6 +20,7 @@ from sampling_rows import sample
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.sampling import grammar
+from verbatim.sampling import guard as guard_module
 from verbatim.sampling.finite import endless
 from verbatim.sampling.grammar import Matcher, Structure, compile_structure
 from verbatim.sampling.guard import Guard, TooMuch
@@ -462,34 +464,58 @@ def test_many_steps_in_large_structures_stay_small() -> None:
     assert set(refused) <= {"regex", "json_schema", "choice", "grammar"}
 
 
+HEAVY = json.dumps({"type": "integer", "multipleOf": 7919 * 7907})
+
+
 def test_a_compilation_that_takes_too_long_is_killed() -> None:
     guard = Guard(grammar.LIMITS)
-    import llguidance
-
-    endless = llguidance.LLMatcher.grammar_from_json_schema({"type": "integer", "multipleOf": 7919 * 7907})
     try:
         with pytest.raises(TooMuch, match="seconds"):
-            guard.check(endless, 0.2)
+            guard.translate("json_schema", HEAVY, 0.2)
         assert guard._idle == []  # the child is gone, not kept
-        assert guard.check('start: "a"', 10.0) == ""  # and the next request has a new one
+        assert guard.translate("regex", "a", 10.0)  # and the next request has a new one
         (child,) = guard._idle
         child.kill()
         child.wait()
-        assert guard.check('start: "b"', 10.0) == ""  # as after one that died while idle
+        assert guard.translate("regex", "b", 10.0)  # as after one that died while idle
         (other,) = guard._idle
         assert other is not child
     finally:
         guard.close()
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
+def test_a_long_compilation_stands_back_for_running_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After BRISK seconds a child gets only what nobody else wants of the processors. In a session of its own that would mean nothing:
+    Linux shares out among sessions first. A child that stood back is not used again."""
+    guard = Guard(grammar.LIMITS)
+    seen: list[tuple[int, bool]] = []
+    honest = guard_module._stand_back
+
+    def watched(child: Any) -> None:
+        honest(child)
+        seen.append((os.sched_getscheduler(child.pid), os.getsid(child.pid) == os.getsid(0)))
+
+    monkeypatch.setattr(guard_module, "_stand_back", watched)
+    try:
+        with pytest.raises(TooMuch):
+            guard.translate("json_schema", HEAVY, guard_module.BRISK + 0.2)
+        assert seen == [(os.SCHED_IDLE, True)]
+        assert guard.translate("regex", "a", 20.0)
+        (child,) = guard._idle
+        assert os.sched_getscheduler(child.pid) == os.SCHED_OTHER
+        answered = guard._ask(child, ["json_schema", json.dumps({"type": "integer", "multipleOf": 40_009})], 60.0, brisk=0.0)
+        assert answered[1] is False
+    finally:
+        guard.close()
+
+
 def test_a_compilation_that_takes_too_much_memory_is_refused() -> None:
     guard = Guard(grammar.LIMITS, memory=200 << 20)
-    import llguidance
-
     schema = {"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*b"} for i in range(200)]}
     try:
         with pytest.raises(TooMuch):
-            guard.check(llguidance.LLMatcher.grammar_from_json_schema(schema), 20.0)
+            guard.translate("json_schema", json.dumps(schema), 20.0)
     finally:
         guard.close()
 

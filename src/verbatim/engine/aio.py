@@ -33,6 +33,7 @@ from verbatim.engine.job import HiddenMean, Output
 from verbatim.engine.opened import OpenedModel
 from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request
+from verbatim.sampling.grammar import prepare
 
 CALM_SECONDS = 0.2
 T = TypeVar("T")
@@ -225,6 +226,7 @@ class AsyncEngine(OpenedModel):
         ] = {}  # weak: a stream that nobody holds any more is aborted
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
         self._compilers = ThreadPoolExecutor(4, "verbatim-compile")
+        self._compilers.submit(prepare, parts.tokenizer)  # now, while nobody's answer waits for it
         self._inbox: list[tuple[str, Any]] = []
         self._lock = (
             threading.RLock()

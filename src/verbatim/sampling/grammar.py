@@ -14,26 +14,21 @@ steps of the parser, and the time to compile. What cannot be honoured is refused
 
 from __future__ import annotations
 
-import json
-import re
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.sampling.finite import endless
+from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.sampling.guard import Guard, TooMuch
-from verbatim.sampling.schema import check_schema
-
-if TYPE_CHECKING:
-    from verbatim.base.params import SamplingParams
+from verbatim.sampling.translate import first_line, refusal
 
 COMPILE_SECONDS = 1.5  # a refusal comes within two seconds, this plus what surrounds it
 MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
 MAX_REGEX = 16 * 1024
-WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON's parts: free, but a model that likes blanks must come to an end
 
 # Half of llguidance's defaults or less: one step stays within milliseconds, one matcher within some 50 MB.
 LIMITS = {
@@ -133,35 +128,37 @@ class Matcher:
     def _check(self) -> None:
         if self._inner.is_error():
             raise UnsupportedError(
-                self._field, f"became too complex to follow at this point of the text: {_first_line(self._inner.get_error())}"
+                self._field, f"became too complex to follow at this point of the text: {first_line(self._inner.get_error())}"
             )
 
 
 def compile_structure(params: SamplingParams, tokenizer: GrammarTokenizer) -> Structure | None:
     """The request's structure, or None if it asks for none. Raises ParameterError (what was given is wrong) or
     UnsupportedError (we do not offer it); both name the field. Call it off the engine's thread."""
-    for field, text in _WRITERS.items():
+    for field in STRUCTURE:
         value = getattr(params, field)
         if value is not None:
             limit = MAX_REGEX if field == "regex" else MAX_TEXT
-            size = sum(map(len, value))
+            size = sum(map(len, value)) if field == "choice" else len(value)
             if size > limit:
                 raise ParameterError(field, f"{size} characters are more than {limit}")
             lib = _llguidance(field)
             ours = _tokenizer(lib, tokenizer)  # once for a model, so outside the request's time
-            try:
-                return _compile(field, lib, partial(text, lib, value), ours, tokenizer)
-            except RecursionError:
-                raise ParameterError(field, "is nested too deeply") from None
+            return _compile(field, lib, _survivor(field, value), ours, tokenizer)
     return None
 
 
-def _compile(field: str, lib: Any, text: Callable[[], str], ours: Any, tokenizer: GrammarTokenizer) -> Structure:
-    grammar = text()
-    _survives(field, grammar)
+def prepare(tokenizer: GrammarTokenizer) -> None:
+    """Build now what every structure of this model needs: over a large vocabulary llguidance holds Python's lock for some tenths of a second, in which
+    no answer goes on. Without llguidance, or an end token, nothing happens: the request that asks will be told."""
+    with contextlib.suppress(UnsupportedError):
+        _tokenizer(_llguidance("structure"), tokenizer)
+
+
+def _compile(field: str, lib: Any, grammar: str, ours: Any, tokenizer: GrammarTokenizer) -> Structure:
     matcher = lib.LLMatcher(ours, grammar, log_level=0, limits=lib.LLParserLimits(**LIMITS))
     if matcher.is_error():
-        raise _refusal(field, matcher.get_error())
+        raise refusal(field, matcher.get_error())
     probe = matcher.deep_copy()
     impossible = not any(probe.compute_bitmask()) or (probe.is_error() and "NoExtension" in probe.get_error())
     if impossible:
@@ -171,80 +168,19 @@ def _compile(field: str, lib: Any, text: Callable[[], str], ours: Any, tokenizer
     return structure
 
 
-@lru_cache(maxsize=256)
-def _survives(field: str, grammar: str) -> None:
-    """Compiled by a child process first (guard.py). What passed is remembered: most servers see few schemas, often."""
+@lru_cache(maxsize=64)
+def _survivor(field: str, value: str | tuple[str, ...]) -> str:
+    """llguidance's text, compiled by a child process first (guard.py). Remembered: most servers see few schemas, often."""
     global _guard
     with _BUILDING:
         _guard = _guard or Guard(LIMITS)
     try:
-        complaint = _guard.check(grammar, COMPILE_SECONDS)
+        return _guard.translate(field, value, COMPILE_SECONDS)
     except TooMuch as reason:
         raise UnsupportedError(field, f"{reason}; make it simpler") from None
-    if complaint:
-        raise _refusal(field, complaint)
 
 
 _guard: Guard | None = None
-
-
-# ------------------------------------------------------------------------------------ the four kinds, as llguidance text
-
-
-def _json_text(lib: Any, schema: str) -> str:
-    value = json.loads(schema)
-    check_schema(value)
-    if value is False:
-        raise ParameterError("json_schema", "false: no text can satisfy it")
-    value = {} if value is True else value
-    try:
-        keyword = endless(value)
-    except (TypeError, ValueError, AttributeError):  # an ill-typed keyword, which llguidance will name
-        keyword = None
-    if keyword is not None:
-        raise ParameterError("json_schema", f"{keyword}: no finite text can satisfy it; every document would contain itself")
-    options = {"lenient": False, "whitespace_pattern": WHITESPACE, "coerce_one_of": False}
-    return str(lib.LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options))
-
-
-def _regex_text(lib: Any, pattern: str) -> str:
-    return str(lib.LLMatcher.grammar_from_regex(pattern))
-
-
-def _grammar_text(lib: Any, grammar: str) -> str:
-    """Lark as llguidance reads it; a grammar with `::=` is GBNF (llama.cpp's form) and translated."""
-    if "::=" in grammar:
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        try:
-            grammar = gbnf_to_lark(grammar)
-        except RecursionError:
-            raise
-        except Exception as error:
-            raise ParameterError("grammar", f"is not GBNF that we can read: {error}") from None
-    if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
-        raise UnsupportedError("grammar", "the attribute `temperature` inside a grammar is not offered; set the parameter")
-    for found in re.finditer(r"%json\s*(?=[{])", grammar):  # schemas inside a grammar are held to the same rule
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
-        except ValueError:
-            continue  # llguidance will say what is wrong with it
-        check_schema(schema, "grammar")
-    return str(lib.LLMatcher.grammar_from_lark(grammar))
-
-
-def _choice_text(lib: Any, choices: tuple[str, ...]) -> str:
-    """One terminal of alternatives: the lexer follows thousands of them at once, the parser would not."""
-    quoted = (json.dumps(text, ensure_ascii=False) for text in choices)
-    return str(lib.LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted)))
-
-
-_WRITERS: dict[str, Callable[[Any, Any], str]] = {
-    "json_schema": _json_text,
-    "regex": _regex_text,
-    "grammar": _grammar_text,
-    "choice": _choice_text,
-}
 
 
 # -------------------------------------------------------------------------------------------------------- llguidance
@@ -296,30 +232,3 @@ def _tokenizer(lib: Any, tokenizer: GrammarTokenizer) -> Any:
 
 def _allows(mask: bytes, token: int) -> bool:
     return token // 8 < len(mask) and bool(mask[token // 8] >> (token % 8) & 1)
-
-
-def _first_line(text: str) -> str:
-    """Its first line; of a regex that cannot be read also the last, which says why.
-
-    >>> _first_line("invalid regex (in regex): regex parse error:\\n    (\\n    ^\\nerror: unclosed group\\n")
-    'invalid regex (in regex): regex parse error: unclosed group'
-    """
-    first, *more = text.strip().splitlines() or ["unknown reason"]
-    why = next((line.removeprefix("error: ") for line in reversed(more) if line.startswith("error: ")), "")
-    return f"{first[:300]} {why[:100]}".strip()
-
-
-# What llguidance says of things that are right in themselves but that it does not offer.
-_NOT_OFFERED = re.compile(
-    r"unimplemented|not supported|unsupported|too complex|too large|too many|limit|fuel|unknown format|not disjoint|registry",
-    re.I,
-)
-
-
-def _refusal(field: str, message: str) -> ParameterError | UnsupportedError:
-    message = _first_line(message)
-    if "unknown special token" in message:
-        return UnsupportedError(field, "control tokens (<|...|>) inside a grammar are not offered; write text in quotes")
-    if "registry" in message:
-        message = f"$ref outside the schema is not supported, nothing is ever fetched ({message.split(' is not')[0]})"
-    return UnsupportedError(field, message) if _NOT_OFFERED.search(message) else ParameterError(field, message)

@@ -1,10 +1,11 @@
 """A first compilation of every structure in a process that may be killed.
 
 llguidance bounds most of what it does, but not all: the product of two hundred patterns, or a `multipleOf` of eight digits, takes
-minutes and gigabytes. A thread cannot be stopped, so an untrusted structure is compiled once in a child process with a limit on
-memory and time; what survives is compiled again here. In: the grammar's text. Out: llguidance's complaint, or "".
+minutes and gigabytes. A thread cannot be stopped, and Python in a thread takes turns with the engine; so an untrusted structure is looked over, translated
+and compiled once in a child process with a limit on memory and time (translate.py); what survives is compiled again here, by llguidance without Python's lock. In: a field
+of a request. Out: llguidance's text for it.
 
-A child costs some 50 ms to start, is kept for the next request, and ends by itself when this process does: at the end of its input, or
+A child costs some 100 ms to start, is kept for the next request, and ends by itself when this process does: at the end of its input, or
 by an alarm if it is compiling then.
 """
 
@@ -13,43 +14,25 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from verbatim.base.errors import ParameterError, UnsupportedError
 
 MEMORY = 1 << 30  # bytes of address space of a child
 MOST = 4  # children at once
+BRISK = 0.2  # seconds at an ordinary priority: enough for nearly all. What takes longer gets only what nobody else wants
 
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-try:
-    import os, resource
-    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]), int(sys.argv[2])))
-    os.nice(5)  # a running answer goes first, but an honest schema must still make its time
-except (ImportError, OSError, ValueError):
-    pass
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-class Bytes:  # the smallest vocabulary that makes llguidance build its lexer
-    is_tokenizer_wrapper = True
-    bos_token_id, eos_token_id, special_token_ids = None, 256, [256]
-    tokens = [bytes([i]) for i in range(256)] + [b"\\xff<end>"]
-    def __call__(self, text):
-        return list(text.encode())
-tokenizer = LLTokenizer(Bytes(), n_vocab=257, eos_token=256, slices=[])
-limits = LLParserLimits(**json.loads(sys.argv[3]))
-alarm = getattr(__import__("signal"), "alarm", lambda seconds: None)
-for line in sys.stdin:
-    alarm(10)  # kills this process, whatever it is doing: nobody waits that long
-    matcher = LLMatcher(tokenizer, json.loads(line), log_level=0, limits=limits)
-    found = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
-    if not found:
-        matcher.compute_bitmask()
-    alarm(0)
-    sys.stdout.write(json.dumps("\\n".join(found)) + "\\n")
-    sys.stdout.flush()
+from verbatim.sampling.translate import main
+main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 
 
@@ -59,22 +42,29 @@ class TooMuch(Exception):
 
 class Guard:
     def __init__(self, limits: Mapping[str, Any], memory: int = MEMORY) -> None:
-        self._command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(memory), json.dumps(dict(limits))]
+        path = [*sys.path, str(Path(__file__).parents[2])]  # an editable install may not be on the path
+        self._command = [sys.executable, "-c", _CHILD, json.dumps(path), str(memory), json.dumps(dict(limits))]
         self._free = threading.BoundedSemaphore(MOST)
         self._idle: list[subprocess.Popen[str]] = []
         atexit.register(self.close)
 
-    def check(self, grammar: str, seconds: float) -> str:
-        """llguidance's errors and warnings about a grammar, "" if there are none; TooMuch after `seconds`."""
+    def translate(self, field: str, value: Any, seconds: float) -> str:
+        """llguidance's text of a structure that compiles; ParameterError or UnsupportedError where it cannot be; TooMuch after `seconds`."""
         if not self._free.acquire(timeout=seconds):
             raise TooMuch("too many others are being compiled; try again")
         try:
             child = self._child()
-            answer = self._ask(child, grammar, seconds)
-            self._idle.append(child)
-            return answer
+            answer, brisk = self._ask(child, [field, value], seconds)
+            if brisk:
+                self._idle.append(child)
+            else:
+                _kill(child)  # its priority is low for good
         finally:
             self._free.release()
+        if "grammar" in answer:
+            return answer["grammar"]
+        kind = UnsupportedError if answer["error"] == "UnsupportedError" else ParameterError
+        raise kind(answer["param"], answer["message"])
 
     def close(self) -> None:
         while self._idle:
@@ -90,17 +80,27 @@ class Guard:
 
     def _start(self) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        child = subprocess.Popen(  # a session of its own: Ctrl-C in our terminal is not meant for it
-            self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8", start_new_session=True
+        # A group of its own: Ctrl-C in our terminal is not meant for it. Not a session of its own: to each session Linux gives the same share of the
+        # processors, whatever the priorities in it, and two sessions of two cores are half an engine.
+        group = 0 if os.name == "posix" else -1
+        child = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8", process_group=group
         )
-        self._ask(child, 'start: "a"', 30.0)  # starting is not the request's time
+        self._ask(child, ["choice", ["a"]], 30.0, brisk=30.0)  # starting is not the request's time
         return child
 
-    def _ask(self, child: subprocess.Popen[str], grammar: str, seconds: float) -> str:
+    def _ask(
+        self, child: subprocess.Popen[str], question: Any, seconds: float, brisk: float = BRISK
+    ) -> tuple[dict[str, str], bool]:
+        """The child's answer, and whether it came while the child had its ordinary priority."""
         answers: list[str] = []
-        reader = threading.Thread(target=_talk, args=(child, json.dumps(grammar), answers), daemon=True)
+        reader = threading.Thread(target=_talk, args=(child, json.dumps(question), answers), daemon=True)
         reader.start()
-        reader.join(seconds)
+        reader.join(min(brisk, seconds))
+        slow = not answers
+        if slow and brisk < seconds:
+            _stand_back(child)
+            reader.join(seconds - brisk)
         line = answers[0] if answers else None
         if not line:
             child.kill()
@@ -109,8 +109,17 @@ class Guard:
             raise TooMuch(
                 f"takes more than {seconds:g} seconds to compile" if line is None else "takes too much memory to compile"
             )
-        answer: str = json.loads(line)
-        return answer
+        answer: dict[str, str] = json.loads(line)
+        return answer, not slow
+
+
+def _stand_back(child: subprocess.Popen[str]) -> None:
+    """From now on the child runs only where nobody else wants a processor: running answers keep their pace."""
+    try:
+        os.sched_setscheduler(child.pid, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError):  # not Linux
+        with contextlib.suppress(AttributeError, OSError):
+            os.setpriority(os.PRIO_PROCESS, child.pid, 19)
 
 
 def _talk(child: subprocess.Popen[str], question: str, answers: list[str]) -> None:

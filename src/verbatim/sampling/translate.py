@@ -1,0 +1,206 @@
+"""A request's structure -> the grammar that llguidance compiles, or a refusal that names the field. Runs in a child process (guard.py).
+
+    translate("json_schema", '{"type": "integer"}') -> llguidance's text
+
+Everything slow that is ours to do happens here, in Python and beside the engine's process: the keywords of a schema are looked over, GBNF is read, and
+the result is compiled once to see whether it can be. `main` is the child: one line of JSON in, one out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
+from verbatim.sampling.finite import endless
+from verbatim.sampling.schema import check_schema
+
+WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON's parts: free, but a model that likes blanks must come to an end
+
+
+def translate(field: str, value: Any) -> str:
+    """Raises ParameterError (what was given is wrong) or UnsupportedError (we do not offer it)."""
+    try:
+        return _WRITERS[field](value)
+    except RequestError:
+        raise
+    except RecursionError:
+        raise ParameterError(field, "is nested too deeply") from None
+    except ValueError as error:  # llguidance's own reader
+        raise refusal(field, str(error)) from None
+
+
+# ------------------------------------------------------------------------------------ the four kinds, as llguidance text
+
+
+def _json_text(schema: str) -> str:
+    from llguidance import LLMatcher
+
+    value = json.loads(schema)
+    check_schema(value)
+    if value is False:
+        raise ParameterError("json_schema", "false: no text can satisfy it")
+    value = {} if value is True else value
+    try:
+        keyword = endless(value)
+    except (TypeError, ValueError, AttributeError):  # an ill-typed keyword, which llguidance will name
+        keyword = None
+    if keyword is not None:
+        raise ParameterError("json_schema", f"{keyword}: no finite text can satisfy it; every document would contain itself")
+    options: Any = {"lenient": False, "whitespace_pattern": WHITESPACE, "coerce_one_of": False}
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options))
+
+
+def _regex_text(pattern: str) -> str:
+    from llguidance import LLMatcher
+
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance would drop it
+        raise ParameterError("regex", "ends in a backslash that escapes nothing; write two of them for the character itself")
+    return str(LLMatcher.grammar_from_regex(pattern))
+
+
+def _grammar_text(grammar: str) -> str:
+    """Lark as llguidance reads it; a grammar with `::=` is GBNF (llama.cpp's form) and translated."""
+    from llguidance import LLMatcher
+
+    if "::=" in grammar:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
+        try:
+            grammar = gbnf_to_lark(grammar)
+        except RecursionError:
+            raise
+        except Exception as error:
+            raise ParameterError("grammar", f"is not GBNF that we can read: {error}") from None
+    if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
+        raise UnsupportedError("grammar", "the attribute `temperature` inside a grammar is not offered; set the parameter")
+    for found in re.finditer(r"%json\s*(?=[{])", grammar):  # schemas inside a grammar are held to the same rule
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except ValueError:
+            continue  # llguidance will say what is wrong with it
+        check_schema(schema, "grammar")
+    return str(LLMatcher.grammar_from_lark(grammar))
+
+
+def _choice_text(choices: list[str]) -> str:
+    """One terminal of alternatives: the lexer follows thousands of them at once, the parser would not."""
+    from llguidance import LLMatcher
+
+    quoted = (json.dumps(text, ensure_ascii=False) for text in choices)
+    return str(LLMatcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(quoted)))
+
+
+_WRITERS: dict[str, Callable[[Any], str]] = {
+    "json_schema": _json_text,
+    "regex": _regex_text,
+    "grammar": _grammar_text,
+    "choice": _choice_text,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+# What llguidance says of things that are right in themselves but that it does not offer.
+_NOT_OFFERED = re.compile(
+    r"unimplemented|not supported|unsupported|too complex|too large|too many|limit|fuel|unknown format|not disjoint|registry",
+    re.I,
+)
+_BAD_REGEX = re.compile(r"regex parse error:\n    (?P<pattern>[^\n]*)\n    (?P<before> *)\^+\nerror: (?P<why>[^\n]*)")
+
+
+def refusal(field: str, message: str) -> ParameterError | UnsupportedError:
+    """llguidance's complaint in our words."""
+    if found := _BAD_REGEX.search(message):
+        message = _about_regex(field, found["pattern"], len(found["before"]), found["why"])
+    elif "regex parse error" in message and (why := re.search(r"^error: (.*)$", message, re.M)):  # a pattern of several lines
+        message = f"is not a regular expression: {why[1]}; {_SYNTAX}"
+    else:
+        message = first_line(message)
+    if "unknown special token" in message:
+        return UnsupportedError(field, "control tokens (<|...|>) inside a grammar are not offered; write text in quotes")
+    if "registry" in message:
+        message = f"$ref outside the schema is not supported, nothing is ever fetched ({message.split(' is not')[0]})"
+    return UnsupportedError(field, message) if _NOT_OFFERED.search(message) else ParameterError(field, message)
+
+
+_SYNTAX = "the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
+
+
+def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
+    """
+    >>> _about_regex("regex", "ab(c", 2, "unclosed group")
+    "'ab(c' is not a regular expression: unclosed group, at character 3 ('(c'); the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
+    """
+    shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
+    what = f"{shown!r} is not a regular expression" + ("" if field == "regex" else " (a pattern inside)")
+    return f"{what}: {why}, at character {at + 1} ({pattern[at : at + 12]!r}); {_SYNTAX}"
+
+
+def first_line(text: str) -> str:
+    return text.strip().splitlines()[0][:300] if text.strip() else "unknown reason"
+
+
+# --------------------------------------------------------------------------------------------------------- the child
+
+
+class _Bytes:
+    """The smallest vocabulary that makes llguidance build its lexer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"\xff<end>")
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+def _confine(memory: int) -> None:
+    try:
+        import os
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        os.nice(5)  # a running answer goes first, but an honest schema must still make its time
+    except (ImportError, OSError, ValueError):
+        pass
+
+
+def judge(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, str]:
+    """{"grammar": text} if it translates and compiles, else {"error": the class, "param": the field, "message": why}."""
+    from llguidance import LLMatcher
+
+    try:
+        grammar = translate(field, value)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        found = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
+        if found:
+            raise refusal(field, "\n".join(found))
+        matcher.compute_bitmask()  # the first step costs most
+    except (ParameterError, UnsupportedError) as error:
+        return {
+            "error": type(error).__name__,
+            "param": str(error.param),
+            "message": str(error).removeprefix(f"{error.param}: "),
+        }
+    return {"grammar": grammar}
+
+
+def main(memory: int, limits: dict[str, Any]) -> None:
+    _confine(memory)
+    from llguidance import LLParserLimits, LLTokenizer
+
+    vocabulary: Any = _Bytes()
+    tokenizer = LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
+    bounds = LLParserLimits(**limits)
+    alarm: Callable[[int], object] = getattr(__import__("signal"), "alarm", lambda seconds: None)
+    for line in sys.stdin:
+        alarm(10)  # kills this process, whatever it is doing: nobody waits that long
+        field, value = json.loads(line)
+        answer = judge(field, value, tokenizer, bounds)
+        alarm(0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
