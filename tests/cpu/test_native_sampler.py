@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row, sample_rows
 
@@ -205,6 +205,21 @@ def test_a_row_that_is_not_finite_is_an_error_and_an_empty_one_draws_nothing() -
             native_draws("scalar", logits, [row])
     nothing = Row(DrawSpec(SamplingParams(), 1, 0), 0, mask=bytes(5))
     assert native_draws("scalar", np.zeros((1, 40), np.float32), [nothing])[0][0] == -1
+
+
+def test_the_ends_of_every_range_reach_the_kernel() -> None:
+    """A number that the parameters allow and the kernel cannot hold would end the engine, with everyone's answers."""
+    from verbatim.backend.cpu.sampler import _SAME
+
+    logits = np.random.default_rng(2).normal(size=(1, 50)).astype(np.float32)
+    for name in _SAME:
+        for end in (FIELDS[name].low, FIELDS[name].high):
+            if end is not None:
+                params = SamplingParams.from_mapping(
+                    {name: end, **({"dry_multiplier": 1.0} if name.startswith("dry_") else {})}
+                )
+                row = Row(DrawSpec(params, 1, 0), 9, (1, 2, 3, 1, 2, 3, 1, 2, 3) if params.needs_history else ())
+                assert native_draws("", logits, [row]) == expected_draws(logits, [row]), (name, end)
 
 
 def test_ids_outside_the_vocabulary_never_reach_a_kernel() -> None:

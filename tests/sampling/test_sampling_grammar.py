@@ -184,6 +184,44 @@ def test_impossible_or_wrong_structures_are_refused(structure: dict[str, Any]) -
     assert caught.value.param == next(iter(structure))
 
 
+SYNTAX = "; the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "kind", "said"),
+    [
+        ("(", ParameterError, "regex: '(' is not a regular expression: unclosed group, at character 1 ('(')" + SYNTAX),
+        ("ab[z-a]c", ParameterError, "character class range, the start must be <= the end, at character 4 ('z-a]c')" + SYNTAX),
+        (
+            "x" * 100 + "*)",
+            ParameterError,
+            f"regex: '{'x' * 57}...' is not a regular expression: unopened group, at character 102",
+        ),
+        ("a\nb(\nc", ParameterError, "unclosed group"),
+        ("(?=a)b", UnsupportedError, "look-around, including look-ahead and look-behind, is not supported, at character 1"),
+        (r"(a)\1", UnsupportedError, "backreferences are not supported, at character 4"),
+        ("a\\", ParameterError, "regex: ends in a backslash that escapes nothing; write two of them for the character itself"),
+    ],
+)
+def test_a_bad_regex_is_told_what_why_and_what_to_do(pattern: str, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind) as caught:
+        build(regex=pattern)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_pattern_in_a_schema_is_told_the_same() -> None:
+    with pytest.raises(
+        ParameterError,
+        match=r"json_schema: '\(' is not a regular expression \(a pattern inside\): unclosed group, at character 1",
+    ):
+        build(json_schema={"type": "string", "pattern": "("})
+
+
+def test_two_backslashes_are_one_in_the_text() -> None:
+    assert takes(build(regex="a\\\\"), "a\\")
+
+
 ILL_TYPED = [5, "x", None, True, [], {}, [5], {"a": 5}, -1, 1e400, [[]], 0.5]
 
 

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import pickle
 from typing import Any
 
 import pytest
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ParameterError, UnknownParameterError
 from verbatim.base.params import FIELDS, Field, SamplingParams
 from verbatim.sampling.advice import warnings_for
 
 WRONG_KIND: dict[str, list[Any]] = {
-    "int": [1.5, "3", True, [], {}, b"1", math.nan],
+    "int": [1.5, "3", True, [], {}, b"1", math.nan, 2**63, -(2**64), 10**30, 10**5000],
     "float": ["0.5", True, [], {}, b"1", math.nan, math.inf, -math.inf, 10**400],
     "bool": [1, 0, "true", [], 1.0],
     "str": [1, True, [], b"x", "\ud800"],
     "ids": [1, "abc", [1.5], ["1"], [-1], [True], [None], [2**31], {"a": 1}],
     "strings": [1, [1], [b"x"], [""], [None], ["\ud800"], ["x" * 1025], {"a": 1}],
-    "bias": [1, "abc", {"x": 1.0}, {1: "2"}, {1: math.nan}, {1: 1000.0}, {-1: 1.0}, {True: 1.0}, {1.5: 1.0}, [1]],
+    "bias": [
+        1,
+        "abc",
+        {5: 1.0, "5": 2.0},
+        [(5, 1.0), (5, 1.0)],
+        {"x": 1.0},
+        {1: "2"},
+        {1: math.nan},
+        {1: 1000.0},
+        {-1: 1.0},
+        {True: 1.0},
+        {1.5: 1.0},
+        [1],
+    ],
     "choice": ["no such", 5, None, [], 1.0],
-    "schema": [5, [], "{", "[1]", {"a": math.nan}, {"a": {1, 2}}],
+    "schema": [5, [], "{", "[1]", {"a": math.nan}, {"a": {1, 2}}, {"a": "\ud800"}, '{"a": "\\ud800"}', '{"a":' * 10_000],
 }
+CYCLE: dict[str, Any] = {"type": "object", "properties": {}}
+CYCLE["properties"]["next"] = CYCLE
+WRONG_KIND["schema"].append(CYCLE)
 
 
 def refused(rule: Field) -> list[Any]:
@@ -41,7 +60,7 @@ def refused(rule: Field) -> list[Any]:
 CASES = [(name, value) for name, rule in FIELDS.items() for value in refused(rule)]
 
 
-@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda v: repr(v)[:30])
+@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda v: repr(v)[:30] if v != 10**5000 else "1e5000")
 def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ParameterError) as caught:
         SamplingParams.from_mapping({name: value})
@@ -51,12 +70,43 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    for name in ("temprature", "Temperature", "top-p", "", "params", "with_"):
+    """As a keyword, by with_ and from a mapping: one error, of ours and a TypeError too, that knows what may have been meant."""
+    near = {"temprature": "temperature", "top-p": "top_p", "max_token": "max_tokens", "params": None, "with_": None, "": None}
+    for name, meant in near.items():
+        for make in (SamplingParams, SamplingParams().with_, lambda **values: SamplingParams.from_mapping(values)):
+            with pytest.raises(UnknownParameterError) as caught:
+                make(**{name: 1})
+            assert caught.value.param == name
+            assert caught.value.status == 400
+            assert isinstance(caught.value, TypeError)
+            assert str(caught.value) == f"{name}: no such parameter" + (f"; did you mean {meant}?" if meant else "")
+
+
+def test_help_and_copies_know_the_fields() -> None:
+    assert list(inspect.signature(SamplingParams).parameters) == list(FIELDS)
+    params = SamplingParams(seed=3, top_p=0.5, json_schema={"type": "null"})
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params == params.with_()
+
+
+def test_limits_are_shown_as_they_are() -> None:
+    for name, value, said in (
+        ("seed", 2**63, "seed: 9223372036854775808 is above 9223372036854775807"),
+        ("stop_token_ids", [2**31], "stop_token_ids: 2147483648 is above 2147483647"),
+        ("top_p", 0.0, "top_p: 0.0 must be above 0"),
+        ("top_k", 10**5000, "top_k: a number of thousands of digits is above 2147483647"),
+        ("json_schema", CYCLE, "json_schema: contains itself, and so has no end; it cannot be written as JSON"),
+    ):
         with pytest.raises(ParameterError) as caught:
-            SamplingParams.from_mapping({name: 1})
-        assert caught.value.param == name
-    with pytest.raises(TypeError):
-        SamplingParams(temprature=1)  # type: ignore[call-arg]
+            SamplingParams.from_mapping({name: value})
+        assert str(caught.value) == said
+
+
+def test_every_whole_number_has_ends_that_a_backend_can_hold() -> None:
+    for name, rule in FIELDS.items():
+        if rule.kind == "int":
+            assert rule.low is not None, name
+            assert rule.high is not None, name
+            assert -(2**63) <= rule.low <= rule.high < 2**63, name
 
 
 def test_defaults_are_accepted_and_silent() -> None:

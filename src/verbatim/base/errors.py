@@ -3,6 +3,7 @@
 VerbatimError                500  something of ours went wrong
 ├── RequestError             400  this request cannot be served as asked; `param` says which field
 │   ├── ParameterError       400  a value is outside its rule, or two values contradict each other
+│   │   └── UnknownParameterError  400  there is no such parameter (a TypeError too, as Python calls it)
 │   ├── ContextError         400  the prompt (plus what was asked for) does not fit the context
 │   ├── CapacityError        400  the request could never fit the cache of this engine
 │   └── UnsupportedError     400  a known field that this model, mode or build does not offer
@@ -16,6 +17,9 @@ VerbatimError                500  something of ours went wrong
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class VerbatimError(Exception):
@@ -42,6 +46,18 @@ class ParameterError(RequestError):
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(f"{param}: {message}", param=param)
+
+
+class UnknownParameterError(ParameterError, TypeError):
+    """A name that is not a parameter; says which one it may have been meant to be.
+
+    >>> str(UnknownParameterError("temprature", ["top_p", "temperature"]))
+    'temprature: no such parameter; did you mean temperature?'
+    """
+
+    def __init__(self, param: str, known: Iterable[str] = ()) -> None:
+        near = difflib.get_close_matches(param, list(known), n=1)
+        super().__init__(param, "no such parameter" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 class ContextError(RequestError):

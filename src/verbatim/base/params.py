@@ -7,19 +7,22 @@ one place and be forgotten in another.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ParameterError, UnknownParameterError
 
 Kind = Literal["int", "float", "bool", "str", "ids", "strings", "bias", "choice", "schema"]
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 1024
+MOST = 2**31 - 1  # more than any count of tokens; every backend can hold it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Field:
 
 FIELDS: dict[str, Field] = {
     # length and stopping
-    "max_tokens": Field("int", None, "most tokens to write; missing: up to the context's end", low=0, optional=True),
-    "min_tokens": Field("int", 0, "no end-of-sequence or stop before this many tokens", low=0),
+    "max_tokens": Field("int", None, "most tokens to write; missing: up to the context's end", low=0, high=MOST, optional=True),
+    "min_tokens": Field("int", 0, "no end-of-sequence or stop before this many tokens", low=0, high=MOST),
     "stop": Field("strings", (), "strings that end the answer; they are not part of it"),
     "stop_token_ids": Field("ids", (), "token ids that end the answer"),
     "include_stop": Field("bool", False, "keep the stop string in the text"),
@@ -61,11 +64,11 @@ FIELDS: dict[str, Field] = {
     ),
     "dry_base": Field("float", 1.75, "DRY: growth for each further token of the repeat", low=1, high=8),
     "dry_allowed_length": Field("int", 2, "DRY: repeats up to this length are free", low=1, high=1000),
-    "dry_range": Field("int", 0, "DRY: look back this many tokens; 0 is all", low=0),
+    "dry_range": Field("int", 0, "DRY: look back this many tokens; 0 is all", low=0, high=MOST),
     "dry_breakers": Field("strings", ("\n", ":", '"', "*"), "DRY: a repeat never reaches across these strings"),
     "no_repeat_ngram": Field("int", 0, "no run of this many tokens appears twice; 0 is off", low=0, high=1000, history=True),
     "temperature": Field("float", 1.0, "0 is the most likely token, always; 1 the model's own distribution", low=0, high=100),
-    "top_k": Field("int", 0, "keep the k most likely; 0 is off", low=0),
+    "top_k": Field("int", 0, "keep the k most likely; 0 is off", low=0, high=MOST),
     "top_p": Field("float", 1.0, "keep the smallest set with at least this mass", above=0, high=1),
     "min_p": Field("float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1),
     "typical_p": Field("float", 1.0, "keep the most typical set with at least this mass", above=0, high=1),
@@ -208,9 +211,6 @@ class SamplingParams:
             raise ParameterError("diversity_penalty", "has no effect with one group; set num_beam_groups above 1")
 
     def with_(self, **changes: Any) -> SamplingParams:
-        for name in changes:
-            if name not in FIELDS:
-                raise ParameterError(name, "no such parameter")
         return replace(self, **changes)
 
     @classmethod
@@ -253,6 +253,21 @@ class SamplingParams:
 # asked of every row of every step, so the table is read once
 _HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
 
+
+_made = SamplingParams.__init__
+
+
+@functools.wraps(_made)
+def _named(self: SamplingParams, *args: Any, **values: Any) -> None:
+    """Python would call an unknown name an unexpected argument, without a word about the one that was meant."""
+    for name in values:
+        if name not in FIELDS:
+            raise UnknownParameterError(name, FIELDS)
+    _made(self, *args, **values)
+
+
+SamplingParams.__init__ = _named  # type: ignore[method-assign]
+
 # fmt: off
 BEAM_REFUSES = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed",
@@ -274,12 +289,13 @@ def _checked(name: str, rule: Field, value: Any) -> Any:
 
 
 def _number(name: str, rule: Field, value: float) -> None:
+    shown = _show(value)
     if rule.low is not None and value < rule.low:
-        raise ParameterError(name, f"{value} is below {rule.low:g}")
+        raise ParameterError(name, f"{shown} is below {_show(rule.low)}")
     if rule.above is not None and value <= rule.above:
-        raise ParameterError(name, f"{value} must be above {rule.above:g}")
+        raise ParameterError(name, f"{shown} must be above {_show(rule.above)}")
     if rule.high is not None and value > rule.high:
-        raise ParameterError(name, f"{value} is above {rule.high:g}")
+        raise ParameterError(name, f"{shown} is above {_show(rule.high)}")
 
 
 def _int(name: str, rule: Field, value: Any) -> int:
@@ -364,7 +380,10 @@ def _bias(name: str, rule: Field, value: Any) -> tuple[tuple[int, float], ...]:
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise ParameterError(name, f"{_show(key)} is not a token id")
             key = int(key)
-        out[_int(name, _ID, key)] = _float(name, rule, number)
+        token = _int(name, _ID, key)
+        if token in out:
+            raise ParameterError(name, f"token id {token} is given twice")
+        out[token] = _float(name, rule, number)
     return tuple(sorted(out.items()))
 
 
@@ -380,18 +399,31 @@ def _schema(name: str, rule: Field, value: Any) -> str:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ParameterError(name, "is not valid JSON") from None
+        except RecursionError:
+            raise ParameterError(name, "is nested too deeply") from None
+        except ValueError as error:
+            raise ParameterError(name, f"is not valid JSON: {error}") from None
     if not isinstance(value, (Mapping, bool)):
         raise ParameterError(name, f"{_show(value)} is not a schema (an object, true or false)")
     try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        raise ParameterError(name, "cannot be written as JSON") from None
+        text = json.dumps(value, allow_nan=False)
+        if re.search(r"\\ud[89a-f]", text):  # an escaped half: is there a whole pair?
+            _sound(name, json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise ParameterError(name, "is nested too deeply") from None
+    except ValueError as error:
+        why = "contains itself, and so has no end" if "ircular" in str(error) else "holds a number that is not finite"
+        raise ParameterError(name, f"{why}; it cannot be written as JSON") from None
+    except TypeError as error:
+        raise ParameterError(name, f"cannot be written as JSON: {error}") from None
+    return text
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4,300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 40 else text[:37] + "..."
 
 
