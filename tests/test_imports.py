@@ -49,7 +49,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "httptools": ("server",),
     "pydantic": ("server",),
     "msgpack": ("server", "backend"),
-    "llguidance": ("sampling/grammar.py", "sampling/grammar"),
+    "llguidance": ("sampling/grammar.py", "sampling/translate.py"),
     "huggingface_hub": ("weights/catalog.py",),
     "tokenizers": ("text",),
     "jinja2": ("text",),

@@ -54,7 +54,7 @@ class Guard:
             raise TooMuch("too many others are being compiled; try again")
         try:
             child = self._child()
-            answer, brisk = self._ask(child, [field, value], seconds)
+            answer, brisk = self._ask(child, field, value, seconds, BRISK)
             if brisk:
                 self._idle.append(child)
             else:
@@ -86,15 +86,16 @@ class Guard:
         child = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8", process_group=group
         )
-        self._ask(child, ["choice", ["a"]], 30.0, brisk=30.0)  # starting is not the request's time
+        self._ask(child, "choice", ["a"], 30.0, 30.0)  # starting is not the request's time
         return child
 
     def _ask(
-        self, child: subprocess.Popen[str], question: Any, seconds: float, brisk: float = BRISK
+        self, child: subprocess.Popen[str], field: str, value: Any, seconds: float, brisk: float
     ) -> tuple[dict[str, str], bool]:
-        """The child's answer, and whether it came while the child had its ordinary priority."""
+        """The child's answer, and whether it came within `brisk` seconds, while the child had its ordinary priority."""
         answers: list[str] = []
-        reader = threading.Thread(target=_talk, args=(child, json.dumps(question), answers), daemon=True)
+        question = json.dumps([field, value, seconds])
+        reader = threading.Thread(target=_talk, args=(child, question, answers), daemon=True)
         reader.start()
         reader.join(min(brisk, seconds))
         slow = not answers
