@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -196,7 +197,7 @@ def main(memory: int, limits: dict[str, Any]) -> None:
     vocabulary: Any = _Bytes()
     tokenizer = LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
     bounds = LLParserLimits(**limits)
-    alarm: Callable[[int], object] = getattr(__import__("signal"), "alarm", lambda seconds: None)
+    alarm: Callable[[int], object] = getattr(signal, "alarm", lambda seconds: None)
     for line in sys.stdin:
         field, value, seconds = json.loads(line)
         alarm(int(seconds) + 10)  # kills this process, whatever it is doing: nobody waits that long
