@@ -6,9 +6,13 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import json
 import os
 import re
+import shutil
+import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -165,6 +169,42 @@ def test_deployment_files_call_the_command_with_flags_that_exist() -> None:
         assert used
         assert used - known == set(), name
     assert CliRunner().invoke(command, ["--help"]).exit_code == 0
+
+
+def test_the_image_is_made_of_files_that_are_there() -> None:
+    """Every path that is copied or let into the build exists, and all that pyproject.toml needs is let in."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    copied = [words.split()[:-1] for words in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)]
+    assert copied
+    assert all((ROOT / path).exists() for paths in copied for path in paths)
+    stages = set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
+    assert set(re.findall(r"--from=(\w+)", text)) <= stages
+    kept = {line[1:] for line in (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert all((ROOT / path).exists() for path in kept)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {project["readme"], *project["license-files"], "pyproject.toml", "CMakeLists.txt", "src"} <= kept
+    extras = re.search(r"\.whl\)\[([\w,]+)\]", text)
+    assert extras is not None
+    assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
+    user, volume = re.search(r"^USER (\w+)$", text, re.MULTILINE), re.search(r"^VOLUME (\S+)$", text, re.MULTILINE)
+    assert user is not None
+    assert volume is not None
+    assert f"install -d -o {user[1]} -g {user[1]} {volume[1]}" in text  # or the volume would be root's
+
+
+def test_the_systemd_unit_is_sound() -> None:
+    unit = ROOT / "deploy" / "verbatim.service"
+    parsed = configparser.ConfigParser(interpolation=None)
+    parsed.optionxform = str  # type: ignore[assignment, method-assign]
+    parsed.read_string(unit.read_text())  # no section or key twice
+    assert set(parsed.sections()) == {"Unit", "Service", "Install"}
+    drain = re.search(r"--drain-seconds (\d+)", parsed["Service"]["ExecStart"])
+    assert drain is not None
+    assert int(parsed["Service"]["TimeoutStopSec"]) > int(drain[1]) + 10  # or systemd would kill it in the middle of its drain
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not here")
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_serving_md_names_real_routes(tmp_path: Path) -> None:

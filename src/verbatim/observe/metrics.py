@@ -45,6 +45,12 @@ class Gauge(Counter):
         self.value = value
 
 
+class Tally(Gauge):
+    """A count that somebody else keeps: only grows, and is told whole."""
+
+    kind = "counter"
+
+
 class Histogram:
     """How many observations were at most each bound; `le` is inclusive, as Prometheus has it."""
 
@@ -74,7 +80,7 @@ class Histogram:
 
 
 Metric = Counter | Gauge | Histogram
-M = TypeVar("M", Counter, Gauge, Histogram)
+M = TypeVar("M", Counter, Gauge, Tally, Histogram)
 
 
 class Registry:
@@ -86,6 +92,9 @@ class Registry:
 
     def gauge(self, name: str, help: str, **labels: str) -> Gauge:
         return self._keep(name, help, labels, Gauge())
+
+    def tally(self, name: str, help: str, **labels: str) -> Tally:
+        return self._keep(name, help, labels, Tally())
 
     def histogram(self, name: str, help: str, bounds: Sequence[float] = SECONDS, **labels: str) -> Histogram:
         return self._keep(name, help, labels, Histogram(bounds))
@@ -187,7 +196,8 @@ class EngineMetrics:
     def gauges(self, **values: float) -> None:
         for name, value in values.items():
             if name not in self._gauges:
-                self._gauges[name] = self.registry.gauge(f"verbatim_{name}", _GAUGES[name])
+                make = self.registry.tally if name in _TALLIES else self.registry.gauge
+                self._gauges[name] = make(f"verbatim_{name}", (_GAUGES | _TALLIES)[name])
             self._gauges[name].set(value)
 
 
@@ -198,6 +208,8 @@ _GAUGES = {
     "blocks_total": "cache blocks, all groups",
     "blocks_used": "cache blocks that sequences refer to",
     "blocks_cached": "cache blocks kept for reuse",
+}
+_TALLIES = {
     "preemptions": "sequences that gave up their blocks since the start",
     "evictions": "cached blocks given to others since the start",
     "prefix_queries": "prompt tokens looked up in the prefix cache since the start",
