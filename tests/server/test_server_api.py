@@ -278,6 +278,31 @@ def test_anthropic_stream_equals_the_whole(fake: Any) -> None:
     assert "thinking" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_last_message_of_the_assistants_is_continued(fake: Any, stream: bool) -> None:
+    """Anthropic's prefill: the tokens of the library's continue_final, and the answer is what follows."""
+    from verbatim.testing import server_parts
+
+    ask = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I"}]
+    body = {"messages": ask, "max_tokens": 9, "temperature": 0}
+    with LLM.from_parts(server_parts("pipeline")) as llm:
+        ids = llm.encode_chat(ask, continue_final=True)
+        alone = llm.generate(ids, SamplingParams(max_tokens=9, temperature=0)).text
+        other = llm.chat(ask, SamplingParams(max_tokens=9, temperature=0)).text
+    assert alone != other
+    if stream:
+        events = fake.events("/v1/messages", body)
+        text = "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
+    else:
+        text = fake.post("/v1/messages", body).json()["content"][0]["text"]
+    assert text == alone
+    counted = fake.post("/v1/messages/count_tokens", {"messages": ask}).json()
+    assert counted["input_tokens"] == len(ids)
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    refused = fake.post("/v1/messages", {**body, "output_config": {"format": schema}})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+
+
 def test_ollama_lines_equal_the_whole(fake: Any) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 9, "seed": 3}}
     whole = fake.post("/api/chat", {**body, "stream": False}).json()

@@ -281,6 +281,10 @@ LARGE: list[tuple[str, str, Any, str]] = [
     ("/v1/chat/completions", "chat_template_kwargs", {"x": -(2**64)}, "chat_template_kwargs"),
     ("/v1/messages", "tools", [{"name": "f", "input_schema": {"x": [2**64]}}], "tools"),
     ("/v1/chat/completions", "messages", [], "messages"),
+    ("/v1/chat/completions", "messages", [{"role": "wizard", "content": "x"}], "messages"),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "x", "mood": "good"}], "messages[0].mood"),
+    ("/v1/responses", "input", [{"role": "user", "content": "x", "mood": "good"}], "input[0].mood"),
+    ("/v1/messages", "messages", [{"role": "system", "content": "x"}], "messages"),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": "x"}] * 5000, "messages"),
     (
         "/v1/chat/completions",
@@ -297,7 +301,14 @@ LARGE: list[tuple[str, str, Any, str]] = [
     ("/v1/chat/completions", "stream_options", {"include_usage": True}, "stream_options"),
     ("/v1/embeddings", "input", ["a"] * 1000, "input"),
     ("/detokenize", "tokens", [65] * 100_000, "tokens"),
-    ("/v1/messages", "messages", [{"role": "assistant", "content": "x"}], "messages"),
+    ("/v1/messages", "messages", [{"role": "assistant", "content": "x "}], "messages"),
+    ("/v1/messages", "messages", [{"role": "assistant", "content": ""}], "messages"),
+    (
+        "/v1/messages",
+        "messages",
+        [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}],
+        "messages",
+    ),
     ("/v1/responses", "previous_response_id", "resp_nope", ""),
 ]
 

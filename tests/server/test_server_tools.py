@@ -122,6 +122,17 @@ def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
     assert native[3]["tool_call_id"] == "c1"
 
 
+def test_thoughts_and_names_reach_the_template() -> None:
+    from verbatim.server.ollama import messages_of
+
+    said = [{"role": "assistant", "content": "yes", "reasoning_content": "hm", "name": "Ada"}]
+    assert template_messages(said, [], in_template=True) == said
+    (row,) = messages_of([{"role": "assistant", "content": "yes", "thinking": "hm"}])
+    assert template_messages([row], [], in_template=False) == [
+        {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    ]
+
+
 def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
     import jsonschema
 

@@ -1,6 +1,6 @@
 """POST /v1/messages in Anthropic's shapes, streamed or not. Its fields become chat fields; its blocks become messages and back.
 
-Not offered: a last message of the assistant's to be continued (prefill), images, documents, thinking, server tools; each is refused by name.
+A last message of the assistant's is continued (prefill). Not offered: images, documents, thinking, server tools; each is refused by name.
 """
 
 from __future__ import annotations
@@ -64,14 +64,11 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
-    if body["messages"][-1]["role"] == "assistant":
-        raise Problem(
-            "unsupported_parameter",
-            "messages: the last one must be the user's; continuing an answer is not offered",
-            "messages",
-        )
     chat: dict[str, Any] = {name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens") if name in body}
     chat["messages"] = chat_messages(body)
+    if body["messages"][-1]["role"] == "assistant":
+        _check_prefill(chat["messages"][-1])
+        chat["continue_final"] = True
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if "tools" in body:
@@ -89,6 +86,14 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     if form:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
     return chat
+
+
+def _check_prefill(last: dict[str, Any]) -> None:
+    """Anthropic's own rules; the second because templates trim, and what the client sent would not be what is continued."""
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        raise Problem("invalid_parameter", "messages: the last one, the assistant's, has no text to be continued", "messages")
+    if last["content"] != last["content"].rstrip():
+        raise Problem("invalid_parameter", "messages: the last one, the assistant's, cannot end in white space", "messages")
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -219,6 +224,9 @@ async def count(call: Call) -> Response:
     chat, facts = as_chat(body), call.state.facts
     tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
     messages = template_messages(chat["messages"], tools, facts["template_tools"])
-    call.submit("tokenize", messages=messages, template={"tools": tools} if tools and facts["template_tools"] else {})
+    template: dict[str, Any] = {"tools": tools} if tools and facts["template_tools"] else {}
+    call.submit(
+        "tokenize", messages=messages, template=template | ({"continue_final": True} if "continue_final" in chat else {})
+    )
     (done,) = await call.results()
     return Json({"input_tokens": len(done["ids"])})

@@ -60,11 +60,13 @@ class Ask:
         self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False
+        self.continues = bool(body.get("continue_final"))  # the last message; only protocols that know this set it
         self.values = asks.sampling_values(body, table)
         self._length()
         self._logprobs()
         self._structure()
         self._tools()
+        self._check_continued()
         self._lengths_of_text()
         state = call.state
         self.params = asks.finish_params(
@@ -151,6 +153,13 @@ class Ask:
         self.values["grammar"] = grammar
         self.names = {"grammar": self._own("tools"), **self.names}
 
+    def _check_continued(self) -> None:
+        if self.continues and any(name in self.values for name in STRUCTURES):
+            own = self._own("messages")
+            raise Problem(
+                "invalid_parameter", f"{own}: an answer whose beginning is given cannot be held to a structure or a tool", own
+            )
+
     def _lengths_of_text(self) -> None:
         messages = self.body["messages"]
         limit, own = self.call.state.limits.max_messages, self._own("messages")
@@ -173,6 +182,8 @@ class Ask:
                 )
         if self.tools and facts["template_tools"]:
             template["tools"] = self.tools
+        if self.continues:
+            template["continue_final"] = True
         self.call.submit("generate", messages=self.messages, template=template, params=self.params, stream=stream)
 
     async def accepted(self) -> None:
@@ -187,7 +198,8 @@ class Ask:
             return None
         names = {tool["function"]["name"] for tool in self.tools}
         single = self.body.get("parallel_tool_calls") is False
-        return ToolParser(self.call.state.facts["tool_format"], names, forced=self.forced, single=single)
+        form = self.call.state.facts["tool_format"]
+        return ToolParser(form, names, forced=self.forced, single=single, midway=self.continues)
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
         """A whole answer's text and calls."""

@@ -244,7 +244,7 @@ MESSAGES: dict[str, Rule] = {
     "model": MODEL,
     "messages": Rule(
         "honoured",
-        "text, tool_use and tool_result blocks",
+        "text, tool_use and tool_result blocks; a last message of the assistant's is continued",
         Annotated[list[parts.AnthropicMessage], P(min_length=1)],
         required=True,
     ),

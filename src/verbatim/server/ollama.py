@@ -62,6 +62,8 @@ def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 }
                 for c in row["tool_calls"]
             ]
+        if "thinking" in row:
+            made["reasoning_content"] = row["thinking"]
         if row["role"] == "tool":
             made["tool_call_id"] = row.get("tool_call_id", "")
             if "tool_name" in row:

@@ -49,8 +49,9 @@ def template_messages(
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
         made: dict[str, Any] = {"role": role, "content": plain_text(message.get("content", message.get("refusal")))}
-        if "name" in message:
-            made["name"] = message["name"]
+        for key in ("name", "reasoning_content"):  # for templates that have a place for them
+            if key in message:
+                made[key] = message[key]
         calls = message.get("tool_calls") or []
         if calls and in_template:
             made["tool_calls"] = [
@@ -160,7 +161,7 @@ def read_calls(text: str, names: set[str]) -> list[Call]:
 class ToolParser:
     """push(text) and finish() give ("text", str) and ("call", Call) in order; their texts and the calls' spellings make up the answer."""
 
-    def __init__(self, form: str, names: set[str], *, forced: bool = False, single: bool = False) -> None:
+    def __init__(self, form: str, names: set[str], *, forced: bool = False, single: bool = False, midway: bool = False) -> None:
         self._open, self._close = (MISTRAL, "") if form == "mistral" else (OPEN, CLOSE)
         self._names = names
         self._single = single
@@ -168,7 +169,7 @@ class ToolParser:
         self._inside = False
         self._called = False  # a call has just ended
         self._whole = forced  # hold everything: only the end can tell
-        self._begun = forced
+        self._begun = forced or midway  # midway: the text goes on from one that was given
         self.calls = 0
 
     def push(self, text: str) -> list[tuple[str, Any]]:

@@ -8,6 +8,7 @@ does by itself (a default system prompt, for instance) stays. `encode_chat` give
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from verbatim.text.tokenizer import Tokenizer
 MAX_DEPTH = 64  # nesting of messages and tools
 PROBE_SECONDS = 0.1
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same thing
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _PLAIN_TURN = [{"role": "user", "content": "Hello"}]
 
@@ -129,6 +132,7 @@ class ChatTemplate:
             raise RequestError(f"{where} is {type(message).__name__}, not an object with a role", param="messages")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{where} has no role", param="messages")
+        self._check_known(message, where)
         content = message.get("content")
         if isinstance(content, (list, tuple)):
             texts = [_text_of(part, where) for part in content]
@@ -139,6 +143,21 @@ class ChatTemplate:
         plain: dict[str, Any] = _plain(message, shield, where)
         thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
         return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
+
+    def _check_known(self, message: Mapping[str, Any], where: str) -> None:
+        """Most templates write any role as it comes, and look at no key that they do not know: a typing error would be dropped without a word,
+        or sent to the model as a speaker it has never heard of. So only usual ones pass, and those that the template itself names."""
+        role = message["role"]
+        if role not in ROLES and not self._names(role, quoted=True):
+            raise RequestError(f"{where}.role is {role[:40]!r}; known are {', '.join(ROLES)}", param="messages")
+        for key in message:
+            if key not in KEYS and not (isinstance(key, str) and self._names(key, quoted=False)):
+                raise RequestError(f"{where} has the key {str(key)[:40]!r}; known are {', '.join(KEYS)}", param="messages")
+
+    def _names(self, word: str, *, quoted: bool) -> bool:
+        """Whether the template speaks of this word: as a text of its own, or in any way."""
+        form = rf"""(['"]){re.escape(word)}\1""" if quoted else rf"\b{re.escape(word)}\b"
+        return bool(word) and any(isinstance(s, str) and re.search(form, s) for s in self.sources.values())
 
     def _reads_parts(self, name: str) -> bool:
         """Whether the template understands content as a list of parts; found out by trying, once, when a list first comes."""
