@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
+import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -233,6 +237,42 @@ def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> N
 def test_tls_by_flags_and_both_of_them() -> None:
     with pytest.raises(ParameterError):
         Settings(tls_cert="x")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate with")
+def test_a_server_with_a_certificate(tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    names = "subjectAltName=DNS:localhost,IP:127.0.0.1"
+    words = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-subj",
+        "/CN=localhost",
+    ]
+    subprocess.run([*words, "-addext", names, "-days", "2", "-keyout", key, "-out", cert], check=True, capture_output=True)
+    live = Live("--tls-cert", cert, "--tls-key", key, "--header-seconds", "0.3", "--idle-seconds", "20", engine="hash")
+    trust = ssl.create_default_context(cafile=cert)
+    live.client = httpx.Client(base_url=live.url.replace("http:", "https:"), verify=trust, timeout=30)
+    live.wait_ready()
+    whole = live.complete("x", max_tokens=30, ignore_eos=True)["choices"][0]["text"]
+    events = live.events("/v1/completions", {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "seed": 7})
+    assert "".join(c["text"] for e in events[:-1] for c in e["choices"]) == whole
+    plain = socket.create_connection(("127.0.0.1", live.port), timeout=10)
+    with trust.wrap_socket(plain, server_hostname="localhost") as sock:
+        sock.sendall(b"GET /hea")
+        assert sock.recv(10) == b""  # the clocks run here too
+    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert b"200 OK" not in sock.recv(100)
+    begun = time.monotonic()
+    assert live.stop() == 0
+    assert time.monotonic() - begun < 4  # the client's idle connection does not hold it up
 
 
 def test_traces_have_the_route_and_the_callers_trace_and_no_text(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import functools
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verbatim.base.params import FIELDS
-from verbatim.server.check import request_model
+from verbatim.server.check import request_model, too_many_values
 from verbatim.server.fields import PROTOCOLS
 
 pytestmark = pytest.mark.server
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.server
 BASE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
-    "/v1/chat/completions/{id}": {"metadata": {"k": "v"}},
+    "/v1/chat/completions/{id}": {"metadata": {"hostile": "table"}},
     "/v1/responses": {"model": "m", "input": "x", "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/embeddings": {"model": "m", "input": "x"},
@@ -190,6 +193,44 @@ def test_unknown_refused_missing_and_null_fields(fake: Any, path: str) -> None:
     assert status == 200, answer
 
 
+def test_a_body_of_a_million_small_values_holds_nobody_up(fake: Any, probe: Any) -> None:
+    """Reading and checking it would take the HTTP process seconds; it is refused by a count of its separators."""
+    values = {
+        "prompt": b"[" + b"1," * 2_000_000 + b"1]",
+        "logit_bias": b"{" + b",".join(b'"%d":1' % i for i in range(400_000)) + b"}",
+    }
+    for name, value in values.items():
+        body = b'{"model": "m", "' + name.encode() + b'": ' + value + b"}"
+        begun = time.monotonic()
+        status, answer = send(fake, "/v1/completions", body)
+        assert (status, answer["error"]["code"]) == (400, "json_too_large")
+        assert time.monotonic() - begun < 1.5  # it was four seconds on a quiet machine
+    commas = '","\\",[{' * 30_000
+    status, answer = send(fake, "/tokenize", json.dumps({"prompt": commas}))
+    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded") or status == 200  # text is one value
+    assert probe()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(alphabet='ab,"\\[{:', max_size=6),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='ab,"\\[{', max_size=4), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def count_values(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(count_values(v) for v in inner)
+
+
+@given(json_values, st.booleans())
+def test_values_are_counted_as_if_they_were_read(value: Any, spaced: bool) -> None:
+    raw = json.dumps(value, separators=None if spaced else (",", ":")).encode()
+    found = count_values(value)
+    assert not too_many_values(raw, found)
+    assert too_many_values(raw, (found - 1) // 2 - 1) or found < 5
+
+
 @pytest.mark.parametrize("value", ["(a{1,9999}){1,9999}", "(a|aa)*b", "(x+x+)+y", "[\\s\\S]{0,5000}"])
 def test_an_exponential_regex_costs_nobody_anything(fake: Any, probe: Any, value: str) -> None:
     """Refused, or served within the request's own share: a neighbour's answer comes, and is the same."""
@@ -300,7 +341,8 @@ LARGE: list[tuple[str, str, Any, str]] = [
     ("/v1/chat/completions", "top_logprobs", 2, "top_logprobs"),
     ("/v1/chat/completions", "stream_options", {"include_usage": True}, "stream_options"),
     ("/v1/embeddings", "input", ["a"] * 1000, "input"),
-    ("/detokenize", "tokens", [65] * 100_000, "tokens"),
+    ("/detokenize", "tokens", [65] * 50_000, "tokens"),
+    ("/v1/responses", "input", [{"role": "user", "content": "x"}] * 5000, "input"),
     ("/v1/messages", "messages", [{"role": "assistant", "content": "x "}], "messages"),
     ("/v1/messages", "messages", [{"role": "assistant", "content": ""}], "messages"),
     (

@@ -117,6 +117,12 @@ def check_vocabulary(name: str, ids: list[int], facts: Facts) -> None:
             raise Problem("invalid_parameter", f"{name}: {token} is not a token id of this model (0 to {size - 1})", name)
 
 
+def check_id_count(name: str, ids: list[int], facts: Facts) -> None:
+    if len(ids) > facts["context"]:
+        message = f"{name}: {len(ids)} tokens are more than the context of {facts['context']}"
+        raise Problem("context_length_exceeded", message, name)
+
+
 def check_text_length(name: str, text: str, facts: Facts) -> None:
     """A text of more bytes than the longest token times the context cannot fit: no need to tokenise it to know."""
     most = facts["context"] * facts["longest_token"]

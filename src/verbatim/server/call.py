@@ -58,7 +58,7 @@ class Call:
 
     async def body(self, route: str | None = None) -> dict[str, Any]:
         raw = await self.read_raw()
-        data = parse_json(raw, self.state.limits.max_json_depth)
+        data = parse_json(raw, self.state.limits.max_json_depth, self.state.max_json_values)
         if self.state.settings.log_prompts:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
         body = check(route or self.route, data)

@@ -19,7 +19,9 @@ from verbatim.server.fields import ANY_QUERY, PROTOCOLS, QUERIES, Rule
 from verbatim.server.problems import Problem
 
 
-def parse_json(raw: bytes, max_depth: int) -> Any:
+def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
+    if too_many_values(raw, max_values):
+        raise Problem("json_too_large", f"the body holds more than {max_values} values (--max-json-values)")
     try:
         data = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object)
     except Problem:
@@ -36,6 +38,22 @@ def parse_json(raw: bytes, max_depth: int) -> Any:
         except UnicodeEncodeError:
             raise Problem("invalid_json", "a string holds half a surrogate pair, which is not text") from None
     return data
+
+
+def too_many_values(raw: bytes, limit: int) -> bool:
+    """Whether a body surely holds more values than that, before anything is made of them: yes above twice the limit, no up to the limit.
+    Reading and checking a million small values takes seconds in which nobody else is served; counting commas takes milliseconds."""
+    if _fewest_values(raw) <= limit:
+        return False
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is inside strings does not count
+    if plain.count(b'"') > 4 * limit:  # a string has two, and may be a key
+        return True
+    return _fewest_values(b"".join(plain.split(b'"')[::2])) > limit
+
+
+def _fewest_values(raw: bytes) -> int:
+    """A comma stands between two values, and a list or an object is one."""
+    return max(raw.count(b",") + 1, raw.count(b"[") + raw.count(b"{"))
 
 
 def _plain(error: ValueError) -> str:
@@ -67,6 +85,17 @@ def _depth(data: Any, limit: int) -> int:
         depth += 1
     return depth
 
+
+OF_ANOTHER_KIND = (
+    "string_type",
+    "int_type",
+    "float_type",
+    "bool_type",
+    "list_type",
+    "dict_type",
+    "model_type",
+    "literal_error",
+)
 
 # -------------------------------------------------------------------------------------------------------------- models
 
@@ -184,9 +213,10 @@ def _without_nulls(value: Any, depth: int = 3) -> Any:
 
 
 def _problem(error: ValidationError, data: Any) -> Problem:
-    """Of a union's many complaints, the one that got deepest into the data is the one the client can use."""
+    """Of a union's many complaints, the one that got deepest into the data is the one the client can use; of two, not the one that
+    only says that the value is of another branch's kind."""
     paths = [(_path(e, data), e) for e in error.errors(include_url=False, include_context=False)]
-    path, chosen = max(paths, key=lambda item: len(item[0]))
+    path, chosen = max(paths, key=lambda item: (len(item[0]), item[1]["type"] not in OF_ANOTHER_KIND))
     param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")[:256]
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)

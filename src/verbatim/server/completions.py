@@ -43,6 +43,7 @@ def prompts_of(value: Any, name: str, call: Call) -> list[str | list[int]]:
         if isinstance(prompt, str):
             asks.check_text_length(where, prompt, call.state.facts)
         else:
+            asks.check_id_count(where, prompt, call.state.facts)
             asks.check_vocabulary(where, prompt, call.state.facts)
     return prompts
 

@@ -36,6 +36,7 @@ from verbatim.server.settings import Limits
 
 log = logging.getLogger("verbatim.server")
 LINGER_SECONDS = 5.0
+GOODBYE_SECONDS = 0.5
 MAX_AHEAD = 16  # requests a client may send before the answer to its first
 MAX_AHEAD_BYTES = 64 * 1024  # and the bytes of their bodies
 
@@ -105,10 +106,12 @@ class HttpProtocol(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """From the server, when it ends: whoever is at rest goes now, the others after their answer."""
-        if self._active is None or self._active.complete:
-            self._transport.close()
-        else:
+        if self._active is not None and not self._active.complete:
             self._active.keep_alive = False
+            return
+        self._transport.close()
+        if self._scheme == "https":  # a peer that does not say goodbye is not waited for
+            self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)
 
     # --------------------------------------------------------------------------------------------------------- the parser
 

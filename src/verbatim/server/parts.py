@@ -36,7 +36,7 @@ class RefusalPart(Strict):
     refusal: Text
 
 
-Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(max_length=4096)]
+Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(max_length=4096, fail_fast=True)]
 
 
 class CalledFunction(Strict):
@@ -130,8 +130,14 @@ class StreamOptions(Strict):
 
 
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
-PromptIds = Annotated[list[TokenId], Field(min_length=1)]
-Prompt = Text | PromptIds | Annotated[list[Text], Field(min_length=1)] | Annotated[list[PromptIds], Field(min_length=1)]
+# fail_fast: of a long list that is not of this kind the first entry says so, and the others need not
+PromptIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Prompt = (
+    Text
+    | PromptIds
+    | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
+    | Annotated[list[PromptIds], Field(min_length=1, fail_fast=True)]
+)
 
 # ---------------------------------------------------------------------------------------------------------- responses
 

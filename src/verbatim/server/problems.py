@@ -32,6 +32,7 @@ CODES = {
     "invalid_request": (400, "the request cannot be served as asked"),
     "invalid_json": (400, "the body is not JSON, or holds NaN, infinity or half a character"),
     "json_too_deep": (400, "the body is nested too deeply"),
+    "json_too_large": (400, "the body holds too many values"),
     "invalid_parameter": (400, "a field's value breaks its rule; `param` names it"),
     "unknown_parameter": (400, "no such field in this protocol; `param` names it"),
     "unsupported_parameter": (400, "a known field that is not offered; `param` names it"),

@@ -22,6 +22,13 @@ class Limits:
     max_header_bytes: int = field(default=64 * 1024, metadata={"help": "request line and headers together", "error": "431"})
     max_body_bytes: int = field(default=8 * MIB, metadata={"help": "request body", "error": "413 body_too_large"})
     max_json_depth: int = field(default=64, metadata={"help": "nesting of the JSON body", "error": "400 json_too_deep"})
+    max_json_values: int = field(
+        default=65_536,
+        metadata={
+            "help": "values in the JSON body, and as many besides as the context has tokens",
+            "error": "400 json_too_large",
+        },
+    )
     max_prompts: int = field(default=128, metadata={"help": "prompts in one request", "error": "400 on prompt or input"})
     max_messages: int = field(default=4096, metadata={"help": "messages in one conversation", "error": "400 on messages"})
     max_width: int = field(default=64, metadata={"help": "n x best_of x beams x prompts of one request", "error": "400 on n"})

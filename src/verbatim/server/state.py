@@ -39,6 +39,11 @@ class State:
             raise Problem("unavailable", "the model is still being loaded; try again shortly", retry_after=2)
         return self.supervisor.facts
 
+    @property
+    def max_json_values(self) -> int:
+        """The limit, and room for a prompt of token ids."""
+        return self.limits.max_json_values + int(self.supervisor.facts.get("context", 0))
+
     def names(self) -> tuple[str, ...]:
         return self.settings.served_names or (self.settings.model,)
 
