@@ -536,8 +536,9 @@ def test_a_long_compilation_stands_back_for_running_answers(monkeypatch: pytest.
 
     monkeypatch.setattr(guard_module, "_stand_back", watched)
     try:
+        guard.translate("regex", "a", 60.0)  # starts a child
         with pytest.raises(TooMuch):
-            guard.translate("json_schema", HEAVY, guard_module.BRISK + 0.2)
+            guard.translate("json_schema", HEAVY, guard_module.BRISK + 0.3)
         assert seen == [(os.SCHED_IDLE, True)]
         assert guard.translate("regex", "a", 20.0)
         (child,) = guard._idle

@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,18 +50,25 @@ class Guard:
         atexit.register(self.close)
 
     def translate(self, field: str, value: Any, seconds: float) -> str:
-        """llguidance's text of a structure that compiles; ParameterError or UnsupportedError where it cannot be; TooMuch after `seconds`."""
-        if not self._free.acquire(timeout=seconds):
+        """llguidance's text of a structure that compiles; ParameterError or UnsupportedError where it cannot be; TooMuch after `seconds`, waiting
+        for a child included (a third of them is always left to compile in)."""
+        began = time.monotonic()
+        if not self._free.acquire(timeout=seconds * 2 / 3):
             raise TooMuch("too many others are being compiled; try again")
         try:
             child = self._child()
-            answer, brisk = self._ask(child, field, value, seconds, BRISK)
-            if brisk:
+            line, brisk = self._ask(child, field, value, max(seconds / 3, began + seconds - time.monotonic()), BRISK)
+            if line and brisk:
                 self._idle.append(child)
-            else:
+            elif line:
                 _kill(child)  # its priority is low for good
         finally:
             self._free.release()
+        if line is None:
+            raise TooMuch(f"takes more than {seconds:g} seconds to compile")
+        if not line:
+            raise TooMuch("takes too much memory to compile")
+        answer: dict[str, str] = json.loads(line)
         if "grammar" in answer:
             return answer["grammar"]
         kind = UnsupportedError if answer["error"] == "UnsupportedError" else ParameterError
@@ -86,13 +94,14 @@ class Guard:
         child = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8", process_group=group
         )
-        self._ask(child, "choice", ["a"], 30.0, 30.0)  # starting is not the request's time
+        self._ask(child, "choice", ["a"], 30.0, 30.0)
         return child
 
     def _ask(
         self, child: subprocess.Popen[str], field: str, value: Any, seconds: float, brisk: float
-    ) -> tuple[dict[str, str], bool]:
-        """The child's answer, and whether it came within `brisk` seconds, while the child had its ordinary priority."""
+    ) -> tuple[str | None, bool]:
+        """The child's line, None if none came in time, "" if the child died; and whether it came within `brisk` seconds, while the child had its
+        ordinary priority. A child without an answer is on its way out."""
         answers: list[str] = []
         question = json.dumps([field, value, seconds])
         reader = threading.Thread(target=_talk, args=(child, question, answers), daemon=True)
@@ -105,13 +114,14 @@ class Guard:
         line = answers[0] if answers else None
         if not line:
             child.kill()
-            reader.join()  # it hears the end of the pipe
-            _kill(child)
-            raise TooMuch(
-                f"takes more than {seconds:g} seconds to compile" if line is None else "takes too much memory to compile"
-            )
-        answer: dict[str, str] = json.loads(line)
-        return answer, not slow
+            # A child that stood back dies, too, only when it is its turn: the refusal does not wait for that.
+            threading.Thread(target=_bury, args=(child, reader), daemon=True).start()
+        return line, not slow
+
+
+def _bury(child: subprocess.Popen[str], reader: threading.Thread) -> None:
+    reader.join()  # it hears the end of the pipe
+    _kill(child)
 
 
 def _stand_back(child: subprocess.Popen[str]) -> None:
