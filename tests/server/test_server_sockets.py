@@ -152,7 +152,7 @@ def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         texts = set()
         for whole in wholes:
-            for cut in range(1, len(whole), 11):
+            for cut in range(1, len(whole), 17):
                 sock.sendall(whole[:cut])
                 time.sleep(0.001)
                 sock.sendall(whole[cut:])

@@ -183,15 +183,12 @@ class Line:
     """One request of a Feed, in the place of a stream."""
 
     def __init__(self, feed: Feed, request_id: str) -> None:
-        self._feed = feed
+        self.feed = feed
         self._id = request_id
         self._hidden = HiddenMean()
 
-    def _put(self, outputs: Sequence[Output]) -> None:
-        self._feed._put([(self._id, output) for output in outputs])
-
     def _fail(self, error: VerbatimError) -> None:
-        self._feed._put([(self._id, error)])
+        self.feed._put([(self._id, error)])
 
 
 def _nobody() -> None:
@@ -491,14 +488,19 @@ class AsyncEngine(OpenedModel):
         by_request: dict[str, list[Output]] = {}
         for output in outputs:
             by_request.setdefault(output.request_id, []).append(output)
+        fed: dict[Feed, list[tuple[str, Output | VerbatimError]]] = {}
         for request_id, items in by_request.items():
             with self._lock:
                 held = (
                     self._streams.pop(request_id, None) if isinstance(items[-1], Completion) else self._streams.get(request_id)
                 )
-            stream = held() if held is not None else None
-            if stream is not None:
-                stream._put(items)
+            reader = held() if held is not None else None
+            if isinstance(reader, Line):
+                fed.setdefault(reader.feed, []).extend((request_id, item) for item in items)
+            elif reader is not None:
+                reader._put(items)
+        for feed, news in fed.items():
+            feed._put(news)
 
     def _die(self, error: BaseException) -> None:
         """The loop has failed: whoever waits is told, nobody hangs."""

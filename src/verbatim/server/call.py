@@ -26,6 +26,7 @@ from verbatim.server.state import State
 
 log = logging.getLogger("verbatim.server")
 WRITE_GRACE = 10.0  # seconds a reader has to take the last bytes before its connection is cut
+SLOW_GRACE = 1.0  # one that is cut because it did not read has had its time
 
 
 class ClientGone(Exception):
@@ -106,9 +107,11 @@ class Call:
 
     def _failed(self) -> None:
         """The request is over and only its last words are left to write: a reader that takes nothing is not waited for."""
-        loop = asyncio.get_running_loop()
+        now = asyncio.get_running_loop().time()
+        known_slow = any(run.problem is not None and run.problem.code == "slow_reader" for run in self.runs)
+        end = now + (SLOW_GRACE if known_slow else WRITE_GRACE)
         if self.deadline is not None and not self.deadline.expired():
-            self.deadline.reschedule(min(self.deadline.when() or loop.time() + WRITE_GRACE, loop.time() + WRITE_GRACE))
+            self.deadline.reschedule(min(self.deadline.when() or end, end))
 
     def close(self) -> None:
         """Ends what still runs and gives the room back. Twice is fine."""

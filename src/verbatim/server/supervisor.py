@@ -136,6 +136,7 @@ class Supervisor:
         try:
             while (message := await wire.read(reader)) is not None:
                 self._hear(message)
+                await asyncio.sleep(0)  # many may lie ready: whoever reads a stream must be able to keep up with them
         finally:
             watchdog.cancel()
             self.ready.clear()
