@@ -147,6 +147,21 @@ def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
     assert lost > 1, "it did try"
 
 
+def test_what_drafts_saved_is_told_at_the_end() -> None:
+    """Three drafts that come true save three tokens' time less what their rows cost; one that does not costs its row."""
+    for text, told in (([1, 2, 3, 4] * 4, 1), ([1, 2, 9, 1, 2], -1)):
+        speculator = Speculator([NgramProposer()])
+        for _ in range(40):
+            speculator.cost.learn(1, 0.0040)
+            speculator.cost.learn(2, 0.0048)
+        drafts = speculator.drafts([view(text)])[0]
+        written = drafts if told > 0 else (77,)
+        saved = speculator.finish(view([*text, *written, 5]))
+        expected = (len(drafts) if told > 0 else 0) * 0.004 - len(drafts) * 0.0008
+        assert abs(saved - expected) < 1e-4
+        assert saved * told > 0
+
+
 def test_finished_sequences_leave_nothing() -> None:
     speculator = Speculator([NgramProposer(), SuffixProposer()])
     done = view([1, 2, 3, 1, 2])
@@ -154,6 +169,7 @@ def test_finished_sequences_leave_nothing() -> None:
     speculator.finish(done)
     assert not speculator._pending
     assert not speculator._purse
+    assert not speculator._saved
     assert not speculator._begun
     assert not speculator.acceptance._own
     assert all(not getattr(p, "_index", None) and not getattr(p, "_texts", None) for p in speculator.proposers)

@@ -171,6 +171,7 @@ class Timings:
     first_token: float = 0.0
     total: float = 0.0
     preemptions: int = 0
+    saved: float = 0.0  # by drafts, estimated from the measured costs of steps; below zero: lost; 0 while costs are unknown
 
     def decode_rate(self, output_tokens: int) -> float:
         """Tokens a second after the first one."""

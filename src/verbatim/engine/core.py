@@ -213,15 +213,14 @@ class EngineCore:
         return outputs
 
     def _complete(self, job: Job) -> Completion:
-        completion = job.completion(self.fingerprint)
+        saved = sum(self.drafting.finish(seq, job.request.tenant) for seq in job.sequences)
+        completion = job.completion(self.fingerprint, saved)
         if job.request.params.receipt:
             completion = replace(completion, receipt=self._receipt(job.request, completion))
         del self.jobs[job.request.id]
         self._structured -= bool(job.matchers)
         for seq_id in job.ids:
             del self._by_seq[seq_id]
-        for seq in job.sequences:
-            self.drafting.finish(seq, job.request.tenant)
         self.metrics.completed(completion)
         return completion
 

@@ -109,10 +109,12 @@ class Drafting:
         if all(step.draws == len(step.tokens) for step in plan.sequences):
             self.cost.learn(plan.rows, seconds)
 
-    def finish(self, seq: Sequence, tenant: str) -> None:
+    def finish(self, seq: Sequence, tenant: str) -> float:
+        """Seconds that drafts saved this sequence."""
         speculator = self._speculators.get(self._mode(seq.params))
-        if speculator is not None:
-            speculator.finish(SeqView(seq.id, seq.tokens, seq.prompt_len, seq.params, seq.key, 0, tenant))
+        if speculator is None:
+            return 0.0
+        return speculator.finish(SeqView(seq.id, seq.tokens, seq.prompt_len, seq.params, seq.key, 0, tenant))
 
     def close(self) -> None:
         for speculator in self._speculators.values():

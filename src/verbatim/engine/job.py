@@ -167,7 +167,7 @@ class Job:
     def preemptions(self) -> int:
         return sum(seq.preemptions for seq in self.sequences)
 
-    def completion(self, fingerprint: str) -> Completion:
+    def completion(self, fingerprint: str, saved: float = 0.0) -> Completion:
         request, now = self.request, time.perf_counter()
         prompt: tuple[TokenLogprob | None, ...] = ()
         if request.params.prompt_logprobs is not None:
@@ -188,6 +188,7 @@ class Job:
                 (self.first or now) - request.arrival,
                 now - request.arrival,
                 self.preemptions,
+                saved,
             ),
             request.seed,
             fingerprint,

@@ -153,6 +153,7 @@ class EngineMetrics:
         self.cached_tokens = r.counter("verbatim_cached_tokens_total", "prompt tokens taken from the prefix cache")
         self.drafted = r.counter("verbatim_drafted_tokens_total", "tokens guessed by speculation")
         self.accepted_drafts = r.counter("verbatim_accepted_tokens_total", "guesses that came true")
+        self.saved = r.gauge("verbatim_speculation_saved_seconds", "time saved by guesses so far, estimated; below zero: lost")
         self.steps = r.counter("verbatim_steps_total", "steps of the engine")
         self.rows = r.counter("verbatim_computed_tokens_total", "tokens that went through the model")
         self.step_seconds = r.histogram("verbatim_step_seconds", "a whole step, bookkeeping included")
@@ -185,6 +186,7 @@ class EngineMetrics:
         self.cached_tokens.add(usage.cached_tokens)
         self.drafted.add(usage.drafted_tokens)
         self.accepted_drafts.add(usage.accepted_tokens)
+        self.saved.set(self.saved.value + times.saved)
         self.queued.observe(times.queued)
         self.total.observe(times.total)
         if usage.output_tokens:

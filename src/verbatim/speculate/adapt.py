@@ -112,7 +112,8 @@ class _Pending:
     draft: Draft
     start: int
     submitted: int
-    price: float  # of one draft, in times of a token
+    running: int  # sequences of that step
+    guess_cost: float  # of making one draft, in seconds
 
 
 def draft_length(rate: float, value: float, price: float, limit: int) -> int:
@@ -152,6 +153,7 @@ class Speculator:
         self.longest = longest
         self._pending: dict[int, _Pending] = {}
         self._purse: dict[int, float] = {}  # times of a token gained by drafts, less those lost
+        self._saved: dict[int, float] = {}  # the same in seconds, for people
         self._begun: dict[int, int] = {}  # length of the text when its first draft was considered
         self._resting: dict[int, int] = {}
         self._explored = 0  # steps since something was submitted
@@ -172,7 +174,7 @@ class Speculator:
                 count = self._length(seq_id, draft, running, proposer.token_cost)
                 if self.adaptive and price:
                     count = min(count, int(self._may_lose(seq_id, start) / price))
-                self._pending[seq_id] = _Pending(draft, start, count, price)
+                self._pending[seq_id] = _Pending(draft, start, count, running, proposer.token_cost)
                 if count:
                     out[seq_id] = draft.tokens[:count]
                 elif self.adaptive:
@@ -184,6 +186,10 @@ class Speculator:
         """What one more draft costs, in times of a token; 0 while nothing is known."""
         measured = self.cost.at(running)
         return (measured[1] + guess_cost) * running / measured[0] if measured else 0.0
+
+    def _seconds(self, running: int) -> float:
+        measured = self.cost.at(running)
+        return measured[0] / running if measured else 0.0
 
     def _may_lose(self, seq_id: int, length: int) -> float:
         begun = self._begun.setdefault(seq_id, length)
@@ -235,16 +241,20 @@ class Speculator:
             self.acceptance.learn(view.seq_id, pending.draft, written)
             if pending.submitted:
                 won = _came_true(pending.draft.tokens[: pending.submitted], written)
-                self._purse[view.seq_id] = self._purse.get(view.seq_id, 0.0) + won - pending.submitted * pending.price
+                gain = won - pending.submitted * self._price(pending.running, pending.guess_cost)
+                self._purse[view.seq_id] = self._purse.get(view.seq_id, 0.0) + gain
+                self._saved[view.seq_id] = self._saved.get(view.seq_id, 0.0) + gain * self._seconds(pending.running)
 
-    def finish(self, view: SeqView) -> None:
-        self._pending.pop(view.seq_id, None)
+    def finish(self, view: SeqView) -> float:
+        """Forget the sequence. What its drafts saved, in seconds, by the measured costs of steps; below zero if they cost more."""
+        self._settle([view])
         self._resting.pop(view.seq_id, None)
         self._purse.pop(view.seq_id, None)
         self._begun.pop(view.seq_id, None)
         self.acceptance.forget(view.seq_id)
         for proposer in self.proposers:
             proposer.finish(view)
+        return self._saved.pop(view.seq_id, 0.0)
 
     def close(self) -> None:
         for proposer in self.proposers:
