@@ -30,7 +30,9 @@ def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: floa
     if rate:
         parts.append(f"{rate:.1f} tokens/s" + (f" of {limit:.0f} possible" if limit and rate <= limit else ""))
     if usage.drafted_tokens:
-        effect = f", {abs(timings.saved):.2f} s {'saved' if timings.saved > 0 else 'lost'}" if abs(timings.saved) >= 0.005 else ""
+        effect = (
+            f", {abs(timings.saved):.2f} s {'saved' if timings.saved > 0 else 'lost'}" if abs(timings.saved) >= 0.005 else ""
+        )
         parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted{effect}")
     parts.append("; ".join(dict.fromkeys(finish_words(choice.finish) for choice in completion.choices)))
     parts.append(backend_words(llm))
