@@ -164,6 +164,7 @@ class Door:
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
             return
+        scope["verbatim.send"] = send
         status = 0
 
         async def out(message: Message) -> None:

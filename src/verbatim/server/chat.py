@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server import asks
-from verbatim.server.call import DONE, KEEP_ALIVE, Call, EventStream, Json, error_event, new_id, sse
+from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, error_event, new_id
 from verbatim.server.completions import closing, loop_of, stream_options
 from verbatim.server.fields import CHAT, Rule
 from verbatim.server.generate import (
@@ -270,7 +270,7 @@ class Chat:
 
     async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
         head = {**self.head, "object": "chat.completion.chunk"}
-        blank = {"usage": None} if with_usage else {}
+        chunks = Chunks(head, {"usage": None} if with_usage else {})
         parsers: dict[int, ToolParser | None] = {}
         try:
             async for piece in pieces(self.call):
@@ -278,10 +278,7 @@ class Chat:
                     yield KEEP_ALIVE
                     continue
                 for choice in self._deltas(piece, parsers):
-                    chunk = {**head, "choices": [choice], **blank}
-                    if pad:
-                        chunk["obfuscation"] = obfuscation(choice["delta"].get("content") or "")
-                    yield sse(chunk)
+                    yield chunks.spell(choice, obfuscation(choice["delta"].get("content") or "") if pad else None)
         except Problem as problem:
             yield error_event(asks.renamed(problem, self.ask.names))
         else:

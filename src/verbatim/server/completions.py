@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server import asks
-from verbatim.server.call import DONE, KEEP_ALIVE, Call, EventStream, Json, error_event, new_id, sse
+from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, error_event, new_id, sse
 from verbatim.server.fields import COMPLETIONS
 from verbatim.server.generate import (
     Piece,
@@ -128,7 +128,7 @@ class Completions:
 
     async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
         started: set[tuple[int, int]] = set()
-        blank = {"usage": None} if with_usage else {}
+        chunks = Chunks(self.head, {"usage": None} if with_usage else {})
         try:
             async for piece in pieces(self.call):
                 if piece is None:
@@ -138,10 +138,7 @@ class Completions:
                 if self.echo and key not in started:
                     started.add(key)
                     piece.text = self.call.runs[piece.run].text + piece.text
-                chunk = {**self.head, "choices": [self.delta(piece)], **blank}
-                if pad:
-                    chunk["obfuscation"] = obfuscation(piece.text)
-                yield sse(chunk)
+                yield chunks.spell(self.delta(piece), obfuscation(piece.text) if pad else None)
         except Problem as problem:
             yield error_event(problem)
         else:

@@ -60,6 +60,9 @@ async def pieces(call: Call) -> AsyncIterator[Piece | None]:
 
 
 def _merged(run: int, deltas: Sequence[Sequence[Any]]) -> list[Piece]:
+    if len(deltas) == 1:  # by far the most frequent: one token, as soon as it is there
+        index, text, finish, ids, logprobs, explain = deltas[0]
+        return [Piece(run, index, text, ids, logprobs, explain, tuple(finish) if finish is not None else None)]
     out: dict[int, Piece] = {}
     for index, text, finish, ids, logprobs, explain in deltas:
         piece = out.setdefault(index, Piece(run, index))

@@ -71,7 +71,9 @@ class Running:
         if self.first_delta_at is None:
             self.first_delta_at = self._loop.time()
         self._deltas.append(delta)
-        self._bytes += DELTA_COST + len(delta[1]) * 4 + sum(64 + 48 * len(lp[3]) for lp in delta[4]) + 512 * len(delta[5])
+        self._bytes += DELTA_COST + len(delta[1]) * 4
+        if delta[4] or delta[5]:
+            self._bytes += sum(64 + 48 * len(lp[3]) for lp in delta[4]) + 512 * len(delta[5])
         if self._bytes > self._max_bytes:
             self.fail(Problem("slow_reader", "the stream was not read fast enough and its buffer is full"))
             self._abort(self)
