@@ -15,16 +15,16 @@ import pytest
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
 from verbatim.base.records import Completion, Delta
-from verbatim.testing import FakeBackend, fake_parts
+from verbatim.testing import PacedBackend, fake_parts
 
 OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
 
 
-class GatedBackend(FakeBackend):
+class GatedBackend(PacedBackend):
     """Computes a step only when told to."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(pause=0.002, **options)
         self.gate = threading.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -37,9 +37,8 @@ class GatedBackend(FakeBackend):
 
 
 def engine(backend: Any = None, **options: Any) -> AsyncEngine:
-    return AsyncEngine.from_parts(
-        fake_parts(backend, canary=True) if backend is None else fake_parts(backend), **{**OPTIONS, **options}
-    )
+    """Steps take a moment, as real ones do: a fake that never lets go of the interpreter would keep its readers waiting."""
+    return AsyncEngine.from_parts(fake_parts(backend or PacedBackend(canary=True, pause=0.0003)), **{**OPTIONS, **options})
 
 
 def whole(prompt: str, params: SamplingParams) -> Completion:
@@ -91,7 +90,7 @@ async def test_many_clients_get_what_each_would_get_alone() -> None:
 
 @pytest.mark.parametrize("how", ["abort", "aclose", "async with", "cancel", "drop", "break"])
 async def test_leaving_frees_everything(how: str) -> None:
-    async with engine() as e:
+    async with engine(PacedBackend(canary=True, pause=0.002)) as e:  # still writing when the client leaves, on any machine
         stream = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True))
         await anext(stream)
         if how == "abort":
@@ -271,7 +270,7 @@ async def test_metrics_add_up() -> None:
 
 
 async def test_close_ends_what_runs() -> None:
-    e = engine()
+    e = engine(PacedBackend(pause=0.002))
     stream = await e.submit("x", SamplingParams(max_tokens=1000, ignore_eos=True))
     await anext(stream)
     await asyncio.to_thread(e.close)
