@@ -144,6 +144,17 @@ def test_broken_chunks_are_refused(quick: Live) -> None:
         assert answer.split(b" ", 2)[1:2] == [b"400"], (size, answer)
 
 
+def test_what_is_no_request_is_counted_and_logged_with_its_id(quick: Live) -> None:
+    name = 'verbatim_http_answers_total{route="broken",status="400"}'
+    before = quick.metrics().get(name, 0)
+    answer = ask(quick, b"NOT HTTP\r\n\r\n")
+    found = re.search(rb"x-request-id: (req_\w+)", answer)
+    assert found is not None
+    assert quick.metrics()[name] == before + 1
+    time.sleep(0.2)
+    assert f"id={found[1].decode()} method=- route=broken status=400" in quick.said()
+
+
 def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
     data = body()
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x;x=y\r\n%s\r\n%x\r\n%s\r\n0\r\nX: y\r\n\r\n"

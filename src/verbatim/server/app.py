@@ -155,6 +155,12 @@ class Door:
         self._count(scope, route, problem.status)
         return problem.status, answer, body
 
+    def broken(self, status: int) -> str:
+        """What the connection itself refused, because it was no request: counted and logged like any answer. Returns its id."""
+        scope = {"verbatim.id": new_id("req_"), "verbatim.arrived": time.monotonic(), "verbatim.tenant": "", "method": "-"}
+        self._count(scope, "broken", status)
+        return str(scope["verbatim.id"])
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return

@@ -45,6 +45,7 @@ class HttpProtocol(asyncio.Protocol):
     limits: ClassVar[Limits] = Limits()
     max_connections: ClassVar[int] = 0  # 0: as many as come
     early: ClassVar[Callable[[Scope], tuple[int, list[tuple[bytes, bytes]], bytes] | None] | None] = None  # app.Door.early
+    broken: ClassVar[Callable[[int], str] | None] = None  # app.Door.broken
 
     def __init__(
         self,
@@ -292,7 +293,9 @@ class HttpProtocol(asyncio.Protocol):
             return
         problem = Problem(code, message, retry_after=retry_after)
         body = dumps(problem.body())
-        more = "".join(f"{name}: {value}\r\n" for name, value in problem.headers().items())
+        broken = type(self).broken
+        headers = problem.headers() | ({} if broken is None else {"x-request-id": broken(int(status[:3]))})
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
         self.write(head.encode() + body)
         self._leave_politely()

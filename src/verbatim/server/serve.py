@@ -64,6 +64,7 @@ async def serve(settings: Settings) -> int:
     )  # fmt: skip
     HttpProtocol.limits = settings.limits
     HttpProtocol.early = app.early
+    HttpProtocol.broken = app.broken
     HttpProtocol.max_connections = room_for_connections(settings.limits.max_connections)
     server = Server(config)
     stop = asyncio.Event()
