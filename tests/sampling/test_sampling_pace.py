@@ -159,8 +159,8 @@ def test_the_average_holds_whatever_a_turn_costs() -> None:
                 else:
                     turn.used = cost
                     had += cost
-            assert had <= turns.BURST + turns.SHARE * now + cost
-        assert had >= turns.SHARE * 600 - cost
+            assert had <= turns.BURST + turns.SHARE * now + cost + 1e-6
+        assert had >= turns.SHARE * 600 - cost - 1e-6
 
 
 def test_with_nothing_beside_it_a_turn_costs_nothing() -> None:
