@@ -126,7 +126,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
         idle = await idle_times(engine, kinds, numbers)
         print("idle engine, ms to compile:", ", ".join(f"{name} {value:.1f}" for name, value in idle.items()))
         for turn in range(asked.rounds):
-            for name in (*kinds, PLAIN):
+            for name in asked.loads.split(","):
                 pause, make = 0.0, None
                 if name == PLAIN:
                     rate = rows.get("small-regex", [({}, {"compiled": 10.0})])[-1][1]["compiled"]
@@ -151,7 +151,9 @@ def summary(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any
         "refused_a_second": middle(b["refused"] for _, b in pairs),
         "slowest_refusal_s": max(b["slowest"] for _, b in pairs),
     }
-    return {**{k: round(v, 3) for k, v in out.items()}, "messages": sorted({m for _, b in pairs for m in b["messages"]})}
+    windows = [(round(a["pace"]), round(b["pace"])) for a, b in pairs]
+    messages = sorted({m for _, b in pairs for m in b["messages"]})
+    return {**{k: round(v, 3) for k, v in out.items()}, "windows": windows, "messages": messages}
 
 
 def main() -> None:
@@ -159,7 +161,7 @@ def main() -> None:
     ask.add_argument("--model", default="smollm2")
     ask.add_argument("--seconds", type=float, default=5.0)
     ask.add_argument("--rounds", type=int, default=3)
-    ask.add_argument("--loads", default=",".join(structures()))
+    ask.add_argument("--loads", default=",".join((*structures(), PLAIN)))
     result = asyncio.run(measure(ask.parse_args()))
     print(
         f"{'load':16} {'alone':>7} {'beside':>7} {'ratio':>6}  {'longest gap, ms':>15}  {'done/s':>7} {'refused/s':>9} {'slowest':>8}"

@@ -381,7 +381,7 @@ def test_a_caller_with_many_delays_himself() -> None:
 
 
 def thing(size: int) -> Any:
-    return SimpleNamespace(size=size)
+    return SimpleNamespace(size=size, spent=False)
 
 
 def test_structures_are_kept_by_bytes() -> None:
@@ -402,6 +402,11 @@ def test_structures_are_kept_by_bytes() -> None:
     assert cache.bytes == 80
     get(b"a", 40)
     assert made[6:] == []
+    cache._done[b"a"].spent = True  # nothing new is begun with it
+    get(b"a", 50)
+    get(b"a", 50)
+    assert made[6:] == [b"a"]
+    assert cache.bytes == 90
 
 
 def test_what_many_ask_for_at_once_is_compiled_once() -> None:

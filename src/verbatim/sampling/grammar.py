@@ -33,6 +33,8 @@ COMPILE_SECONDS = 0.75  # of a processor, in the child; and about as many again 
 PATIENCE = 1.8  # seconds on the wall: a refusal comes within two, this plus what surrounds it
 MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
 MAX_REGEX = 16 * 1024
+AGAIN = 0.1  # seconds that one structure may be compiled anew for matchers that ran out of what they share
+SHARED = ("too many states", "too many expressions", "PoisonError")  # signs of that in llguidance's errors
 PLAIN = 64 * 1024  # choices of so many characters cannot take long (some 40 ms), and need no child
 
 # Half of llguidance's defaults or less: one step stays within milliseconds, one matcher within some 50 MB.
@@ -60,11 +62,13 @@ class GrammarTokenizer(Protocol):
 class Structure:
     """One compiled structure; start() gives a matcher for each sequence that must follow it.
 
-    llguidance's copies share the states of one lexer, and their number is limited: what one answer's text used up, another's would miss. So a
-    matcher that finds no room for more is made anew, for itself alone: `fresh`."""
+    llguidance's copies share one lexer. The number of its states is limited: what one answer's text used up, another's would miss; and a failure inside it in one
+    copy ends them all. So a matcher that finds it so is made anew, for itself alone (`again`), and nothing new is begun with what is `spent`."""
 
     def __init__(self, make: Callable[[], Any], field: str, eos_ids: Sequence[int]) -> None:
-        self.fresh, self.field = make, field
+        self._make, self.field = make, field
+        self.spent = False
+        self.seconds = self._again = 0.0  # of making it; of making it anew
         self._eos = frozenset(eos_ids)
         began = time.thread_time()
         self._first: bytes | None = None
@@ -86,6 +90,14 @@ class Structure:
     def size(self) -> int:
         """Bytes, as far as we can tell: measured on many kinds, a millisecond of compiling leaves 80 to 170 KB."""
         return int(100_000 + 200_000_000 * self.seconds)
+
+    def again(self) -> Any:
+        """A new one from the beginning, that shares nothing; None after some of them, since a step of the engine waits for each."""
+        self.spent = True
+        if self._again and self._again + self.seconds > AGAIN:
+            return None
+        self._again += self.seconds
+        return self._make()
 
     def start(self) -> Matcher:
         return Matcher(self, self._matcher.deep_copy(), self._eos, self._first)
@@ -160,11 +172,11 @@ class Matcher:
         return twin
 
     def _renew(self) -> None:
-        """Out of room for lexer states: once more, with room that nobody shares, up to here. What is too much even so, and any other
-        failure, is raised."""
-        if "too many states" in self._inner.get_error():
-            self._inner = self._structure.fresh()
-            self._inner.consume_tokens(self._taken)
+        """What may be the doing of another who shares the lexer: once more, with one that nobody shares, up to here. What fails even so, and
+        any other failure, is raised."""
+        if any(sign in self._inner.get_error() for sign in SHARED) and (anew := self._structure.again()) is not None:
+            anew.consume_tokens(self._taken)
+            self._inner = anew
         self._check()
 
     def _check(self) -> None:

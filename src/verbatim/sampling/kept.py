@@ -35,7 +35,7 @@ class Kept:
     def get(self, name: bytes, until: float, make: Callable[[], Any]) -> Any:
         """What make() gave for this name, now or before. Whoever comes while another makes it waits for him, until `until` at most."""
         with self._lock:
-            if name in self._done:
+            if name in self._done and not self._done[name].spent:
                 self._done.move_to_end(name)
                 return self._done[name]
             if name in self._refused and self._clock() - self._refused[name][0] < MEMORY_OF_REFUSALS:
@@ -71,6 +71,8 @@ class Kept:
             mine.set_exception(error if isinstance(error, Exception) else Busy())
 
     def _keep(self, name: bytes, found: Any) -> None:
+        if name in self._done:
+            self.bytes -= self._done.pop(name).size
         if found.size > self._limit:
             return
         self._done[name] = found

@@ -147,6 +147,8 @@ def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
 
 
 def first_line(text: str) -> str:
+    if text.startswith("panic:"):  # a fault of its own, whose words say nothing to whoever asked
+        return "llguidance, which follows it, failed"
     return text.strip().splitlines()[0][:300] if text.strip() else "unknown reason"
 
 

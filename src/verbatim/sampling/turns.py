@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 SHARE = 0.03  # of one processor, beside answers that want all of them
 BURST = 0.06  # seconds: some twenty small structures, or a large one, at once
-LOOK = 0.02  # seconds between two looks at `share`, which nobody announces
+LOOK = 0.1  # seconds between two looks at `share`, which nobody announces
 
 Share = Callable[[], float | None]
 
@@ -79,7 +79,8 @@ class Turns:
                         return Turn(metered=True)
                     if now >= until:
                         return None
-                    self._changed.wait(min(LOOK, until - now))
+                    short = max(0.001, -self._account / rate) if rate and not self._taken else LOOK
+                    self._changed.wait(min(LOOK, short, until - now))
             finally:
                 self._waiting.remove(ticket)
                 heapq.heapify(self._waiting)
