@@ -5,7 +5,7 @@ minutes and gigabytes. A thread cannot be stopped, and Python in a thread takes 
 and compiled once in a child process with a limit on memory and processor time (translate.py); what survives is compiled again here, by llguidance without Python's lock. In: a field
 of a request. Out: llguidance's text for it.
 
-Beside running answers a child goes on in short slices (turns.py), stopped between them. It costs some 100 ms to start, and is kept for the next
+Beside running answers a child goes on in short slices (turns.py), stopped between them and at the lowest priority within. It costs some 100 ms to start, and is kept for the next
 request: the child is a pair, one that compiles and may be killed, and one that has everything loaded and puts a fork of itself in its place. Both end when this process does:
 at the end of their input, by the hangup that the system sends to those who are stopped then, or by an alarm.
 """
@@ -63,6 +63,7 @@ class Child:
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8", process_group=group
         )
         self.worker = 0  # the one that compiles; 0: the next has not reported yet
+        self.low = False  # the worker runs only where nobody else wants a processor, for good
         self._spent = 0.0
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="verbatim-guard", daemon=True).start()
@@ -74,8 +75,17 @@ class Child:
                 self._lines.put(line)
         self._lines.put("")  # it is gone
 
-    def ready(self, until: float) -> bool:
-        """Whether there is a worker, waiting for one to report."""
+    def stand_back(self) -> None:
+        """From now on the worker runs only where nobody else wants a processor: its slices end at once where an answer goes on."""
+        if not self.low and self.worker:
+            self.low = True
+            with contextlib.suppress(AttributeError, OSError):  # not Linux
+                os.sched_setscheduler(self.worker, os.SCHED_IDLE, os.sched_param(0))
+
+    def ready(self, until: float, low: bool = True) -> bool:
+        """Whether there is a worker, waiting for one to report. `low`: one that stood back will do."""
+        if self.low and not low:
+            self.end_worker()
         while True:
             try:
                 wait = until - time.monotonic() if not self.worker else 0
@@ -100,7 +110,7 @@ class Child:
             return None
         answer: dict[str, Any] = json.loads(line) if line else {"worker": 0, "last": 0}
         if "worker" in answer:
-            self.worker = answer["worker"]
+            self.worker, self.low = answer["worker"], False
             return {"died": answer["last"]}
         return answer
 
@@ -121,7 +131,7 @@ class Child:
 
     def end_worker(self) -> None:
         self.signal("SIGKILL")
-        self.worker = 0
+        self.worker, self.low = 0, False
 
     def kill(self) -> None:
         self.end_worker()
@@ -151,7 +161,7 @@ class Guard:
         if not self._free.acquire(timeout=max(0.0, until - time.monotonic())):
             raise Busy
         try:
-            child = self._child()
+            child = self._child(share)
             try:
                 answer, had = self._follow(child, field, value, seconds, until, share)
                 if answer.get("died") == _KILLED:  # somebody else did that, perhaps before we asked: once more
@@ -182,6 +192,8 @@ class Guard:
             with self.turns.turn(had, until, share) as turn:
                 if turn is None:
                     raise Busy
+                if turn.metered:
+                    child.stand_back()
                 if asked:
                     child.signal("SIGCONT")
                 else:
@@ -202,10 +214,10 @@ class Guard:
         while self._idle:
             self._idle.pop().kill()
 
-    def _child(self) -> Child:
+    def _child(self, share: Share) -> Child:
         while self._idle:
             child = self._idle.pop()
-            if child.process.poll() is None and child.ready(time.monotonic() + START):
+            if child.process.poll() is None and child.ready(time.monotonic() + START, low=share() is not None):
                 return child
             child.kill()
         child = Child(self._command)
