@@ -57,9 +57,9 @@ def check_schema(schema: Any, field: str = "json_schema") -> None:
 def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
     """llguidance 1.9 takes a multiple of -2 for one of 2, and writes the bound itself, "0" for {"exclusiveMinimum": 0, "maximum": 0.5}, where the other
     bound lies within one of it."""
-    step = node.get("multipleOf")
-    if _is_number(step) and step <= 0:
-        raise ParameterError(field, f"multipleOf (at {path}): {step} is not above 0")
+    for step in _bounds(node, "multipleOf"):
+        if step <= 0:
+            raise ParameterError(field, f"multipleOf (at {path}): {step} is not above 0")
     if node.get("type") == "integer":
         return
     for open_end, others, sign in (
@@ -78,11 +78,7 @@ def _bounds(node: Mapping[str, Any], name: str) -> list[float]:
     """The numbers behind a keyword, here and in the parts that hold as well."""
     parts = node.get("allOf")
     inner = [part.get(name) for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-    return [value for value in (node.get(name), *inner) if _is_number(value)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return [value for value in (node.get(name), *inner) if isinstance(value, (int, float)) and not isinstance(value, bool)]
 
 
 def _inside(keyword: str, value: Any, path: str, field: str) -> list[tuple[Any, str]]:
