@@ -5,7 +5,7 @@ minutes and gigabytes. A thread cannot be stopped, and Python in a thread takes 
 and compiled once in a child process with a limit on memory and processor time (translate.py); what survives is compiled again here, by llguidance without Python's lock. In: a field
 of a request. Out: llguidance's text for it.
 
-Beside running answers a child goes on in short slices (turns.py), stopped between them and at the lowest priority within. It costs some 100 ms to start, and is kept for the next
+Beside running answers a child goes on in short slices (turns.py), stopped between them, after the first few milliseconds at the lowest priority. It costs some 100 ms to start, and is kept for the next
 request: the child is a pair, one that compiles and may be killed, and one that has everything loaded and puts a fork of itself in its place. Both end when this process does:
 at the end of their input, by the hangup that the system sends to those who are stopped then, or by an alarm.
 """
@@ -31,6 +31,7 @@ from verbatim.sampling.turns import Share, Turns, alone
 
 MEMORY = 1 << 30  # bytes of address space of a child
 MOST = 4  # children at once
+BRISK = 0.004  # processor seconds at an ordinary priority, enough for most structures
 SLICE = 0.005  # seconds of a turn beside running answers
 LOOK = 0.02  # seconds of a turn with nothing beside it: then it is seen whether that is still so
 _KILLED = getattr(signal, "SIGKILL", -1)
@@ -82,9 +83,9 @@ class Child:
             with contextlib.suppress(AttributeError, OSError):  # not Linux
                 os.sched_setscheduler(self.worker, os.SCHED_IDLE, os.sched_param(0))
 
-    def ready(self, until: float, low: bool = True) -> bool:
-        """Whether there is a worker, waiting for one to report. `low`: one that stood back will do."""
-        if self.low and not low:
+    def ready(self, until: float) -> bool:
+        """Whether there is a worker at an ordinary priority, waiting for one to report."""
+        if self.low:
             self.end_worker()
         while True:
             try:
@@ -161,7 +162,7 @@ class Guard:
         if not self._free.acquire(timeout=max(0.0, until - time.monotonic())):
             raise Busy
         try:
-            child = self._child(share)
+            child = self._child()
             try:
                 answer, had = self._follow(child, field, value, seconds, until, share)
                 if answer.get("died") == _KILLED:  # somebody else did that, perhaps before we asked: once more
@@ -192,7 +193,7 @@ class Guard:
             with self.turns.turn(had, until, share) as turn:
                 if turn is None:
                     raise Busy
-                if turn.metered:
+                if turn.metered and had > BRISK:
                     child.stand_back()
                 if asked:
                     child.signal("SIGCONT")
@@ -214,10 +215,10 @@ class Guard:
         while self._idle:
             self._idle.pop().kill()
 
-    def _child(self, share: Share) -> Child:
+    def _child(self) -> Child:
         while self._idle:
             child = self._idle.pop()
-            if child.process.poll() is None and child.ready(time.monotonic() + START, low=share() is not None):
+            if child.process.poll() is None and child.ready(time.monotonic() + START):
                 return child
             child.kill()
         child = Child(self._command)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SHARE = 0.015  # of one processor, beside answers that want all of them
-BURST = 0.04  # seconds: some fifteen small structures, or a large one, at once
+BURST = 0.025  # seconds: some ten small structures, or a large one, at once
 LOOK = 0.1  # seconds between two looks at `share`, which nobody announces
 
 Share = Callable[[], float | None]
