@@ -239,6 +239,15 @@ def test_ten_thousand_disconnects_leak_nothing(serve: Any) -> None:
     assert live.stop() == 0
 
 
+@pytest.mark.soak
+@pytest.mark.model
+@pytest.mark.timeout(3600)
+def test_a_thousand_disconnects_from_a_model_leak_nothing(serve: Any, default_model: Path) -> None:
+    live = serve("--max-queue", "1000", "--model", str(default_model), engine=None)
+    check_disconnects(live, 1000, 300)
+    assert live.stop() == 0
+
+
 def test_a_disconnect_frees_the_request_at_once_streamed_or_not(serve: Any) -> None:
     """A request that would run for minutes is gone from the engine right after its client, and counts as cancelled."""
     live = serve(engine="hash,pause=0.05")
