@@ -105,7 +105,7 @@ FIELDS: dict[str, Field] = {
     "explain": Field("int", 0, "explain each token with this many top candidates", low=0, high=MAX_LOGPROBS),
     "receipt": Field("bool", False, "return all that is needed to replay the answer"),
     # the engine
-    "speculate": Field("str", None, "off, ngram, suffix, draft or auto; missing: the engine's setting", optional=True),
+    "speculate": Field("str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting", optional=True),
     "priority": Field("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1),
     "cache_salt": Field("str", "", "requests share cached prefixes only under the same salt"),
 }

@@ -37,7 +37,7 @@ ENGINE_HELP = {
     "kv_type": "f16 or q8: how the cache is kept",
     "prefix_cache": "reuse the keys and values of equal beginnings",
     "use_cache": "keep keys and values; without it every step recomputes everything",
-    "speculate": "off, ngram, suffix, draft:MODEL or auto; changes the time, never the text",
+    "speculate": "off, ngram, suffix, head, head:FILE, draft:MODEL or auto; changes the time, never the text",
     "suffix_tenants": "tenant whose recent answers the suffix proposer may reuse for it; *: each (may be repeated)",
     "quant": "quantise float weights while loading: q8_0 or q4_0",
     "check": "prove the block accounting after every step",

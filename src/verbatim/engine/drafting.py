@@ -17,6 +17,7 @@ from verbatim.schedule.sequence import Sequence
 from verbatim.speculate.adapt import Speculator, StepCost
 from verbatim.speculate.draft import DraftProposer
 from verbatim.speculate.forced import ForcedProposer
+from verbatim.speculate.head import Guesser, HeadProposer
 from verbatim.speculate.ngram import NgramProposer
 from verbatim.speculate.protocol import Proposer, SeqView
 from verbatim.speculate.suffix import SuffixProposer
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from verbatim.engine.parts import Parts
     from verbatim.schedule.scheduler import Scheduler
 
-MODES = ("off", "ngram", "suffix", "draft", "auto")
+MODES = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
 class Drafting:
@@ -37,7 +38,9 @@ class Drafting:
     def __init__(self, parts: Parts, config: EngineConfig, scheduler: Scheduler) -> None:
         self.default = config.speculate.partition(":")[0]
         if self.default not in MODES:
-            raise ParameterError("speculate", f"{config.speculate!r} is not one of off, ngram, suffix, draft:MODEL, auto")
+            raise ParameterError(
+                "speculate", f"{config.speculate!r} is not one of off, ngram, suffix, head, head:FILE, draft:MODEL, auto"
+            )
         self.adaptive = True
         self.longest: int | None = None
         self.cost = StepCost()
@@ -45,6 +48,9 @@ class Drafting:
         self._draft: Proposer | None = None
         if parts.draft is not None:
             self._draft = DraftProposer(parts.draft, blocks=max(pool.total for pool in scheduler.cache.pools))
+        self._head: HeadProposer | None = None
+        if parts.head is not None and isinstance(parts.backend, Guesser):
+            self._head = HeadProposer(parts.backend, parts.head)
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
 
@@ -52,6 +58,10 @@ class Drafting:
         if self._mode(params) == "draft" and self._draft is None:
             raise UnsupportedError(
                 "speculate", "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)"
+            )
+        if self._mode(params) == "head" and self._head is None:
+            raise UnsupportedError(
+                "speculate", "no draft head comes with this model; open the engine with speculate=head:FILE and the cpu backend"
             )
 
     def _mode(self, params: SamplingParams) -> str:
@@ -70,8 +80,12 @@ class Drafting:
         if mode == "draft":
             assert self._draft is not None, "check() refuses such a request"
             return [ForcedProposer(), self._draft]
+        if mode == "head":
+            assert self._head is not None, "check() refuses such a request"
+            return [ForcedProposer(), self._head]
         lookup = NgramProposer() if mode == "ngram" else SuffixProposer(remember=self._remember)
-        return [ForcedProposer(), lookup, *([self._draft] if mode == "auto" and self._draft else [])]
+        models = (self._head, self._draft) if mode == "auto" else ()
+        return [ForcedProposer(), lookup, *(m for m in models if m is not None)]
 
     # ---------------------------------------------------------------------------------------------------- step by step
 
@@ -106,6 +120,8 @@ class Drafting:
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Only steps in which every row is drawn from tell what one more draft costs: a prompt's rows skip the head."""
+        if self._head is not None:
+            self._head.observe(plan)
         if all(step.draws == len(step.tokens) for step in plan.sequences):
             self.cost.learn(plan.rows, seconds)
 

@@ -10,11 +10,15 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
+
+if TYPE_CHECKING:
+    from verbatim.model.draft_head import DraftHead
+    from verbatim.model.load import Model
 
 Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of how much); 0 where it is not known
 
@@ -51,6 +55,7 @@ class Parts:
     context: int | None = None  # None: the backend's spec says
     template: Any = None  # text.chat.ChatTemplate
     draft: Backend | None = None  # a smaller model with the same vocabulary, for speculation
+    head: DraftHead | None = None  # a net that guesses from the model's own states, likewise
     generation_config: dict[str, Any] = field(default_factory=dict)  # what the model's authors suggest; never applied silently
 
 
@@ -75,11 +80,13 @@ def load_parts(
         words, template = text.result()
         words.fit(loaded.spec.vocab)  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
         draft = _load_draft(config, loaded.spec.vocab, offline=offline, progress=progress)
+        head = _find_head(config, loaded)
     except BaseException:
         backend.close()
         raise
     return Parts(
         draft=draft,
+        head=head,
         backend=backend,
         tokenizer=words,
         eos_ids=tuple(sorted({*loaded.eos_ids, *words.eos_ids})),
@@ -122,6 +129,14 @@ class _Aside(threading.Thread):
         if self._error is not None:
             raise self._error
         return self._value
+
+
+def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
+    """The draft head that `speculate=head:FILE` names, or the one that comes with the engine for this model."""
+    from verbatim.model.draft_head import find_head, read_head
+
+    mode, _, file = config.speculate.partition(":")
+    return read_head(file, model) if mode == "head" and file else find_head(model)
 
 
 def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None) -> Backend | None:

@@ -16,7 +16,7 @@ from verbatim.engine.parts import Parts, Tokenizer
 from verbatim.sampling.turns import Share, alone
 
 MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
-SPECULATE = ("off", "ngram", "suffix", "draft", "auto")
+SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
 @dataclass(frozen=True, slots=True)

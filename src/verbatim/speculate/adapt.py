@@ -28,6 +28,7 @@ PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape
 LEAST = 0.02  # a row is never free, whatever was measured: this much of the step it is added to
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
 START, SHARE = 1.0, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
+NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONGEST = 16  # drafts of one sequence in one step
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
 EXPLORE = (
@@ -76,6 +77,9 @@ class Acceptance:
     def __init__(self) -> None:
         self._shared: dict[tuple[str, int], float] = {}
         self._own: dict[tuple[int, str], float] = {}
+        self._trust: dict[
+            tuple[int, str], tuple[float, float]
+        ] = {}  # of stated odds: what came true, what was stated; -1: all sequences
 
     def rate(self, seq_id: int, draft: Draft) -> float:
         start = PRIOR + 0.07 * min(draft.evidence, 6)
@@ -95,6 +99,26 @@ class Acceptance:
         self._own[(seq_id, draft.source)] = own
         self._shared[(draft.source, draft.evidence)] = shared
 
+    def trust(self, seq_id: int, source: str) -> float:
+        """What the stated odds of this source are worth: came true / stated, of all sequences and of this one."""
+        shared = self._trust.get((-1, source), NEUTRAL)
+        own = self._trust.get((seq_id, source), NEUTRAL)
+        return float(min(max((shared[0] / shared[1] * own[0] / own[1]) ** 0.5, 0.2), 1.2))
+
+    def learn_odds(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
+        before = 1.0
+        for guess, token, odds in zip(draft.tokens, written, draft.odds, strict=False):
+            hit = 1.0 if guess == token else 0.0
+            for key, memory in (((-1, draft.source), 0.995), ((seq_id, draft.source), 0.95)):
+                true, stated = self._trust.get(key, NEUTRAL)
+                self._trust[key] = (
+                    memory * true + (1 - memory) * NEUTRAL[0] + hit,
+                    memory * stated + (1 - memory) * NEUTRAL[1] + odds / before,
+                )
+            before = odds
+            if not hit:
+                break
+
     def relax(self, seq_id: int, draft: Draft) -> None:
         """Forget a little of a bad record, so that a guess which is only learnt from by making it gets another chance in time."""
         own = self._own.get((seq_id, draft.source), PRIOR)
@@ -103,6 +127,8 @@ class Acceptance:
     def forget(self, seq_id: int) -> None:
         for key in [k for k in self._own if k[0] == seq_id]:
             del self._own[key]
+        for key in [k for k in self._trust if k[0] == seq_id]:
+            del self._trust[key]
 
 
 @dataclass(slots=True)
@@ -151,11 +177,11 @@ class Speculator:
         self.acceptance = Acceptance()
         self.adaptive = adaptive
         self.longest = longest
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, list[_Pending]] = {}
         self._purse: dict[int, float] = {}  # times of a token gained by drafts, less those lost
         self._saved: dict[int, float] = {}  # the same in seconds, for people
         self._begun: dict[int, int] = {}  # length of the text when its first draft was considered
-        self._resting: dict[int, int] = {}
+        self._resting: dict[tuple[int, str], int] = {}  # steps for which a proposer is not asked again
         self._explored = 0  # steps since something was submitted
 
     def drafts(self, views: Sequence[SeqView], running: int | None = None) -> dict[int, tuple[int, ...]]:
@@ -164,23 +190,35 @@ class Speculator:
         self._explored += 1
         self._settle(views)
         out: dict[int, tuple[int, ...]] = {}
-        asking = [view for view in views if view.room > 0 and not self._rests(view.seq_id)]
+        asking = [view for view in views if view.room > 0]
         for proposer in self.proposers:
-            if not asking:
-                break
-            for seq_id, draft in proposer.propose(self._afford(asking, running, proposer), self.longest).items():
-                start = next(len(v.tokens) for v in asking if v.seq_id == seq_id)
-                price = self._price(running, proposer.token_cost)
-                count = self._length(seq_id, draft, running, proposer.token_cost)
-                if self.adaptive and price:
-                    count = min(count, int(self._may_lose(seq_id, start) / price))
-                self._pending[seq_id] = _Pending(draft, start, count, running, proposer.token_cost)
+            able = [view for view in asking if not self._rests(view.seq_id, proposer.name)]
+            floor = MARGIN * self._price(running, proposer.token_cost) if self.adaptive else 0.0
+            able = self._afford(able, running, proposer)
+            starts = {view.seq_id: len(view.tokens) for view in able}
+            for seq_id, draft in (proposer.propose(able, self.longest, floor) if able else {}).items():
+                count = self._decide(seq_id, draft, starts[seq_id], running, proposer.token_cost)
+                self._pending.setdefault(seq_id, []).append(
+                    _Pending(draft, starts[seq_id], count, running, proposer.token_cost)
+                )
                 if count:
                     out[seq_id] = draft.tokens[:count]
-                elif self.adaptive:
-                    self._resting[seq_id] = REST
             asking = [view for view in asking if view.seq_id not in out]
+            if not asking:
+                break
         return out
+
+    def _decide(self, seq_id: int, draft: Draft, start: int, running: int, guess_cost: float) -> int:
+        """How much of a guess is submitted."""
+        count = self._length(seq_id, draft, running, guess_cost)
+        if not self.adaptive:
+            return count
+        price = self._price(running, guess_cost)
+        if price:
+            count = min(count, int(self._may_lose(seq_id, start) / price))
+        if not count and not draft.odds:  # stated odds change with every token; a match that does not pay stays so for a while
+            self._resting[(seq_id, draft.source)] = REST
+        return count
 
     def _price(self, running: int, guess_cost: float) -> float:
         """What one more draft costs, in times of a token; 0 while nothing is known."""
@@ -196,18 +234,23 @@ class Speculator:
         return max(self._purse.get(seq_id, 0.0) + START + SHARE * (length - begun), 0.0)
 
     def _afford(self, asking: Sequence[SeqView], running: int, proposer: Proposer) -> list[SeqView]:
-        """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for."""
+        """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for. Where the
+        guesser states its odds, it is asked as long as a sure guess would pay, and the purse is not empty."""
         if not (self.adaptive and proposer.token_cost):
             return list(asking)
         out = []
         for view in asking:
-            unmade = Draft((0,) * self.longest, proposer.name, 0)
-            count = self._length(view.seq_id, unmade, running, proposer.token_cost)
+            if proposer.name == "head":
+                price = self._price(running, proposer.token_cost)
+                pays = price * MARGIN < self.acceptance.trust(view.seq_id, proposer.name)
+                count = LONGEST if pays and self._may_lose(view.seq_id, len(view.tokens)) >= price else 0
+            else:
+                count = self._length(view.seq_id, Draft((0,) * self.longest, proposer.name, 0), running, proposer.token_cost)
             if count:
                 out.append(replace(view, room=min(view.room, count)))
             else:
-                self._resting[view.seq_id] = 4 * REST
-                self.acceptance.relax(view.seq_id, unmade)
+                self._resting[(view.seq_id, proposer.name)] = 4 * REST
+                self.acceptance.relax(view.seq_id, Draft((), proposer.name, 0))
         return out
 
     def _length(self, seq_id: int, draft: Draft, running: int, guess_cost: float) -> int:
@@ -215,6 +258,9 @@ class Speculator:
         if not self.adaptive:
             return limit
         measured = self.cost.at(running)
+        if draft.odds and measured:
+            least = MARGIN * self._price(running, guess_cost) / self.acceptance.trust(seq_id, draft.source)
+            return sum(odds > least for odds in draft.odds[:limit])
         rate = self.acceptance.rate(seq_id, draft)
         if measured is None:  # nothing known yet: a short guess is a cheap way to learn what rows cost
             return min(limit, 2)
@@ -226,29 +272,38 @@ class Speculator:
             self._explored = 0
         return count
 
-    def _rests(self, seq_id: int) -> bool:
-        left = self._resting.get(seq_id, 0)
+    def _rests(self, seq_id: int, source: str) -> bool:
+        left = self._resting.get((seq_id, source), 0)
         if left:
-            self._resting[seq_id] = left - 1
+            self._resting[(seq_id, source)] = left - 1
         return left > 0
 
     def _settle(self, views: Sequence[SeqView]) -> None:
         for view in views:
-            pending = self._pending.pop(view.seq_id, None)
-            if pending is None:
-                continue
-            written = view.tokens[pending.start :]
-            self.acceptance.learn(view.seq_id, pending.draft, written)
-            if pending.submitted:
-                won = _came_true(pending.draft.tokens[: pending.submitted], written)
-                gain = won - pending.submitted * self._price(pending.running, pending.guess_cost)
-                self._purse[view.seq_id] = self._purse.get(view.seq_id, 0.0) + gain
-                self._saved[view.seq_id] = self._saved.get(view.seq_id, 0.0) + gain * self._seconds(pending.running)
+            for pending in self._pending.pop(view.seq_id, ()):
+                written = view.tokens[pending.start :]
+                if pending.draft.odds:
+                    self.acceptance.learn_odds(view.seq_id, pending.draft, written)
+                else:
+                    self.acceptance.learn(view.seq_id, pending.draft, written)
+                self._account(view.seq_id, pending, written)
+
+    def _account(self, seq_id: int, pending: _Pending, written: Sequence[int]) -> None:
+        """What a guess won, less what its rows and the making of it cost, in times of a token."""
+        if not (pending.submitted or pending.guess_cost):
+            return
+        seconds = self._seconds(pending.running)
+        made = len(pending.draft.tokens) * pending.guess_cost / seconds if seconds else 0.0
+        won = _came_true(pending.draft.tokens[: pending.submitted], written)
+        gain = won - pending.submitted * self._price(pending.running, 0.0) - made
+        self._purse[seq_id] = self._purse.get(seq_id, 0.0) + gain
+        self._saved[seq_id] = self._saved.get(seq_id, 0.0) + gain * seconds
 
     def finish(self, view: SeqView) -> float:
         """Forget the sequence. What its drafts saved, in seconds, by the measured costs of steps; below zero if they cost more."""
         self._settle([view])
-        self._resting.pop(view.seq_id, None)
+        for key in [k for k in self._resting if k[0] == view.seq_id]:
+            del self._resting[key]
         self._purse.pop(view.seq_id, None)
         self._begun.pop(view.seq_id, None)
         self.acceptance.forget(view.seq_id)

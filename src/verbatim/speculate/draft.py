@@ -43,7 +43,7 @@ class DraftProposer:
         self._cached: OrderedDict[int, _Cached] = OrderedDict()  # least recently used first
         self._step = 0
 
-    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         began = time.perf_counter()
         guesses: dict[int, list[int]] = {}
         live: list[SeqView] = []

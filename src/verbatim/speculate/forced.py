@@ -13,7 +13,7 @@ class ForcedProposer:
     name = "forced"
     token_cost = 0.0
 
-    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         found = {view.seq_id: view.forced[: min(limit, view.room)] for view in views if view.forced}
         return {seq_id: Draft(tokens, self.name, 0) for seq_id, tokens in found.items() if tokens}
 

@@ -50,7 +50,7 @@ class NgramProposer:
     def __init__(self) -> None:
         self._index: dict[int, _Index] = {}
 
-    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         out: dict[int, Draft] = {}
         for view in views:
             index = self._index.get(view.seq_id)

@@ -29,19 +29,21 @@ class SeqView:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A guess. `evidence` groups guesses of like reliability (the length of the match): acceptance is learnt for each group."""
+    """A guess. `evidence` groups guesses of like reliability (the length of the match): acceptance is learnt for each group.
+    `odds`, where the proposer can tell: the chance that each token and all before it come true."""
 
     tokens: tuple[int, ...]
     source: str
     evidence: int
+    odds: tuple[float, ...] = ()
 
 
 class Proposer(Protocol):
     name: str
     token_cost: float  # seconds that one guessed token costs to make, 0 where it is next to nothing
 
-    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
-        """Guesses by sequence id; a sequence without a good guess is left out."""
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        """Guesses by sequence id; a sequence without a good guess is left out. Guesses with odds below `floor` are not worth making."""
 
     def finish(self, view: SeqView) -> None:
         """The sequence ended or was dropped: release what was kept for it."""

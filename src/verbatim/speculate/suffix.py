@@ -122,7 +122,7 @@ class SuffixProposer:
         self._remember = remember
         self._recent: dict[str, deque[tuple[int, ...]]] = {}
 
-    def propose(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         out: dict[int, Draft] = {}
         for view in views:
             text = self._texts.get(view.seq_id)

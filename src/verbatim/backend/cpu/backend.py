@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import SeqResult, StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import rows_of
+
+if TYPE_CHECKING:
+    from verbatim.model.draft_head import DraftHead
 
 native: Any = import_module("verbatim.backend.cpu._native")
 
@@ -50,6 +54,7 @@ class CpuBackend:
         self.spec = spec = model.spec
         self.block_size = BLOCK_SIZE
         self.config = config
+        self._model = model
         try:
             self._engine: Any = native.Engine(
                 isa=os.environ.get("VERBATIM_ISA", ""),
@@ -64,7 +69,7 @@ class CpuBackend:
                 eps=spec.norm_eps,
                 q8=config.kv_type == "q8",
             )
-            record(model, self._engine)
+            self._embed = record(model, self._engine)
         except ValueError as error:
             raise BackendError(str(error)) from None
         _forget_pages(model)
@@ -101,6 +106,19 @@ class CpuBackend:
             results.append(SeqResult(s.seq_id, tuple(drawn[at : at + s.draws])))
             at += s.draws
         return StepResult(plan.step, tuple(results))
+
+    def load_head(self, head: DraftHead) -> None:
+        """Pack a draft head; its scores are rows of the model's own head."""
+        rows = self._model.weights["embed" if self.spec.tied else "head"]
+        known = np.ascontiguousarray(rows.row_view()[head.words]).reshape(-1)
+        mats = [self._engine.matrix(t.type, np.ascontiguousarray(t.data), t.rows, t.shape[-1], 0) for t in (head.up, head.down)]
+        mats += [self._engine.matrix(rows.type, known, len(head.words), rows.shape[-1], 0), self._embed]
+        scales = (head.state_scale, head.word_scale, head.keep, head.out)
+        self._engine.draft_head(mats, *scales, head.words.tolist())
+
+    def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
+        """speculate.head.Guesser, over the final states of the last step."""
+        return list(self._engine.guess(list(asks), floor))
 
     def close(self) -> None:
         self._engine = None

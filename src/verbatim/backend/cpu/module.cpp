@@ -8,6 +8,7 @@
 #include <stdexcept>
 
 #include "engine.h"
+#include "guess.h"
 #include "isa.h"
 #include "sampler_bind.h"
 #include "selftest.h"
@@ -166,12 +167,39 @@ class PyEngine {
     static nb::object view(const float* p, size_t rows, size_t width, nb::handle owner) {
         return nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(p, {rows, width}, owner));
     }
+    // A draft head over this engine's final states: matrices made by matrix(), scales of the width of a state, the ids it may guess.
+    void draft_head(const std::vector<int>& mats, Floats state_scale, Floats word_scale, Floats keep, Floats out, const std::vector<int>& words) {
+        if (mats.size() != 4) throw std::invalid_argument("a draft head has four matrices");
+        auto copy = [](Floats v) { return std::vector<float>(v.data(), v.data() + v.size()); };
+        head_ = std::make_unique<DraftHead>(engine_, DraftHead::Net{mats[0], mats[1], mats[2], mats[3], copy(state_scale), copy(word_scale), copy(keep),
+                                                                    copy(out), std::vector<int32_t>(words.begin(), words.end())});
+    }
+    nb::list guess(nb::list asked, float floor) {
+        if (!head_) throw std::invalid_argument("no draft head was loaded");
+        std::vector<DraftHead::Ask> asks;
+        for (nb::handle h : asked) {
+            auto t = nb::cast<nb::tuple>(h);
+            DraftHead::Ask a{nb::cast<int>(t[0]), nb::cast<int32_t>(t[1]), nb::cast<int>(t[2]), nb::cast<float>(t[3])};
+            if (a.row < 0 || a.row >= (int)engine_.step.outputs.size() || a.token < 0 || a.token >= engine_.shape.vocab)
+                throw std::invalid_argument("a guess is asked for a row or a token that does not exist");
+            asks.push_back(a);
+        }
+        std::vector<DraftHead::Guess> found;
+        {
+            nb::gil_scoped_release nogil;
+            found = head_->guess(asks, floor);
+        }
+        nb::list out;
+        for (auto& g : found) out.append(nb::make_tuple(nb::tuple(nb::cast(g.tokens)), nb::tuple(nb::cast(g.odds))));
+        return out;
+    }
     std::vector<int> argmax() {
         std::vector<int> out(engine_.step.logits.size());
         for (size_t i = 0; i < out.size(); i++) engine_.argmax((int)i, &out[i]);
         return out;
     }
     Engine engine_;
+    std::unique_ptr<DraftHead> head_;
     int groups_ = 0;
     std::vector<int64_t> blocks_;
 };
@@ -248,6 +276,8 @@ NB_MODULE(_native, m) {
         .def("step", &PyEngine::step)
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })
+        .def("draft_head", &PyEngine::draft_head)
+        .def("guess", &PyEngine::guess)
         .def("argmax", &PyEngine::argmax)
         .def("sample", [](PyEngine& e, nb::list rows) {
             if (nb::len(rows) != e.engine_.step.logits.size()) throw std::invalid_argument("one row for each row of logits");

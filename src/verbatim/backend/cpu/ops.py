@@ -172,12 +172,14 @@ class Recorder:
         return Handle(self._logits)
 
 
-def record(model: Model, engine: Any) -> None:
-    """Pack the model's weights into `engine` and write its forward pass there."""
+def record(model: Model, engine: Any) -> int:
+    """Pack the model's weights into `engine` and write its forward pass there. The number of the embedding is returned, for a draft head."""
     for group in model.spec.groups:
         engine.group(group.window or 0, list(group.layers))
-    forward(model.spec, Recorder(model, engine))
+    recorder = Recorder(model, engine)
+    forward(model.spec, recorder)
     engine.finish()
+    return recorder._matrix("embed")
 
 
 def _bytes(t: Tensor) -> np.ndarray:

@@ -1,0 +1,80 @@
+"""A draft head guesses from the target's own final state. In: the rows of the last step. Out: a few tokens, each with its odds.
+
+The state knows the whole text, so a net of a few hundred thousand weights guesses nearly every second token of plain prose, where looking back finds nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from verbatim.base.records import StepPlan
+from verbatim.speculate.protocol import Draft, SeqView
+
+if TYPE_CHECKING:
+    from verbatim.model.draft_head import DraftHead
+
+DEEPEST = 5  # odds multiply: what is further away hardly ever pays
+PATIENCE = 0.1
+
+
+@runtime_checkable
+class Guesser(Protocol):
+    """A backend that can run a draft head over the states of its last step."""
+
+    def load_head(self, head: DraftHead) -> None: ...
+
+    def guess(
+        self, asks: Sequence[tuple[int, int, int, float]], floor: float
+    ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """For each (row of the last step's final states, token drawn from it, most tokens, temperature): tokens and odds,
+        up to the first whose odds are below `floor`."""
+
+
+class HeadProposer:
+    name = "head"
+
+    def __init__(self, backend: Guesser, head: DraftHead) -> None:
+        self.token_cost = 1e-6  # replaced by what is measured
+        self._backend = backend
+        self._head: DraftHead | None = head  # until it is loaded
+        self._rows: dict[
+            int, tuple[int, int, int]
+        ] = {}  # sequence: row of its first draw, index of the token drawn there, draws
+
+    def observe(self, plan: StepPlan) -> None:
+        """Which row each token of the last step was drawn from."""
+        self._rows.clear()
+        row = 0
+        for s in plan.sequences:
+            rows, first = len(s.tokens), len(s.tokens) - s.draws
+            outputs = rows if s.hidden else min(len(s.targets), first) + s.draws
+            self._rows[s.seq_id] = (row + outputs - s.draws, s.start + first + 1, s.draws)
+            row += outputs
+
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        asking, asks = [], []
+        for view in views:
+            row, index, draws = self._rows.get(view.seq_id, (0, 0, 0))
+            at = len(view.tokens) - 1 - index
+            if 0 <= at < draws:
+                asking.append(view.seq_id)
+                asks.append((row + at, view.tokens[-1], min(limit, view.room, DEEPEST), float(view.params.temperature)))
+        if not asks:
+            return {}
+        if self._head is not None:
+            self._backend.load_head(self._head)
+            self._head = None
+        began = time.perf_counter()
+        found = self._backend.guess(asks, floor)
+        made = sum(len(tokens) for tokens, _ in found)
+        spent = (time.perf_counter() - began) / max(made, 1)
+        self.token_cost += PATIENCE * (min(spent, 4 * self.token_cost) - self.token_cost) if self.token_cost > 1e-6 else spent
+        return {i: Draft(tokens, self.name, 0, odds) for i, (tokens, odds) in zip(asking, found, strict=True) if tokens}
+
+    def finish(self, view: SeqView) -> None:
+        self._rows.pop(view.seq_id, None)
+
+    def close(self) -> None:
+        self._rows.clear()
