@@ -98,7 +98,7 @@ int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t byt
         for (int i; (i = counter.fetch_add(8)) < p.panels;)
             for (int j = i; j < std::min(i + 8, p.panels); j++) {
                 int64_t first = j / gp * per + j % gp * 16, n = std::min<int64_t>(16, j / gp * per + per - first);
-                pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.layout,
+                pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
                            to + (size_t)j * p.panel_bytes);
             }
     });

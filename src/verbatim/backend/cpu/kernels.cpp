@@ -28,7 +28,7 @@ void sample_row(const float* logits, int64_t vocab, const ::vb::SampleRow& row, 
 
 static const Kernels TABLE = {
     VB_NAME,
-    {BYTE_BIAS, ROW_PAIRS},
+    BYTE_BIAS,
     quantise,
     {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, VB_MM<F4>, VB_MM<F4M>, VB_MM<F5>, VB_MM<F5M>, VB_MM<F8>, VB_MM<F8W>, VB_MM<F4K>, VB_MM<F5K>,
      VB_MM_HALVES<F6K>, VB_MM_HALVES<F3K>, VB_MM_HALVES<F2K>},

@@ -80,15 +80,9 @@ struct AttendTile {
     float m[MAXQ], l[MAXQ];      // out: maximum and sum
 };
 
-// What a set asks of the packed weights.
-struct Layout {
-    int byte_bias;   // 128 where 8-bit weights are stored unsigned
-    bool row_pairs;  // of every 4 rows and 8 inputs, the first vector holds rows 0 and 1 with all 8 inputs, the second rows 2 and 3
-};
-
 struct Kernels {
     const char* name;
-    Layout layout;
+    int byte_bias;  // 128 where 8-bit weights are stored unsigned
     void (*quantise)(const float* x, int n, const QRows& to);  // `to` starts at the row's first block
     // out[r * ldo + 16 * (p - p0) + lane] for rows r (through idx if given); at most ROWS rows. `then`: weights that this thread will want
     // afterwards, to be asked for from memory in time; may be null.
@@ -123,8 +117,8 @@ const Kernels& kernels_i8mm();
 size_t panel_bytes(Kind kind, int k);
 bool kind_of(const char* type, Kind* kind);
 // rows r0 .. r0+15 (fewer at the end: padded with zeros) of a GGUF tensor into one panel
-void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, const Layout& layout, uint8_t* dst);
-void unpack_row(const Packed& w, int row, const Layout& layout, float* out);
+void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst);
+void unpack_row(const Packed& w, int row, int byte_bias, float* out);
 // rope.cpp: portable
 void rope_angles(int64_t position, const double* inv_freq, int half, double factor, float* cosv, float* sinv);
 

@@ -60,7 +60,7 @@ void Engine::embed(const Op& op, int& phase) {
     float* x = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = next(phase)) < rows;) {
         float* y = x + (int64_t)r * n;
-        unpack_row(w, step.tokens[r], kernels.layout, y);
+        unpack_row(w, step.tokens[r], kernels.byte_bias, y);
         if (op.scale != 1.0f)
             for (int i = 0; i < n; i++) y[i] *= op.scale;
         for (size_t k = 0; k < ropes_.size(); k++) {
@@ -78,7 +78,7 @@ void Engine::positions(const Op& op, int& phase) {
     float* x = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = next(phase)) < rows;) {
         float* y = (float*)shared_.f.data() + (int64_t)r * n;
-        unpack_row(w, step.positions[r], kernels.layout, y);
+        unpack_row(w, step.positions[r], kernels.byte_bias, y);
         for (int i = 0; i < n; i++) x[(int64_t)r * n + i] += y[i];
     }
     phase++;

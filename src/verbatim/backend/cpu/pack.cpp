@@ -175,20 +175,6 @@ void put_quants(Kind kind, const Plain& o, int lane, int bias, uint8_t* q) {
         }
 }
 
-// Of four rows' blocks: group g = 2i + e of row 2p + m becomes group 2i + p of lane 2m + e (Layout::row_pairs).
-void pair_rows(Plain* rows) {
-    Plain from[4];
-    std::memcpy(from, rows, sizeof from);
-    for (int r = 0; r < 4; r++)
-        for (int g = 0; g < 8; g++) put(rows[2 * (r % 2) + g % 2].q + 4 * (g - g % 2 + r / 2), word(from[r].q, g));
-}
-// Where pair_rows put input i of a lane.
-void find_paired(int& lane, int& i) {
-    int g = i / 4, r = lane % 4;
-    lane = lane - r + 2 * (r % 2) + g % 2;
-    i = 4 * (g - g % 2 + r / 2) + i % 4;
-}
-
 uint8_t get_quant(Kind kind, const uint8_t* q, int lane, int i) {
     int g = i / 4, at = lane * 4 + i % 4;
     switch (kind) {
@@ -264,7 +250,7 @@ int offset_of(Kind kind, int bias) {
 
 }  // namespace
 
-void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, const Layout& layout, uint8_t* dst) {
+void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst) {
     Kind kind;
     if (!kind_of(type, &kind)) return;
     if (rows < 16) std::memset(dst, 0, panel_bytes(kind, k));
@@ -278,25 +264,16 @@ void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows
     int nb = k / 32;
     uint8_t* scales = dst + (size_t)nb * info.qb;
     uint8_t* supers = scales + (size_t)nb * info.sb;
-    const int step = layout.row_pairs ? 4 : 1;
-    for (int r = 0; r < rows; r += step) {
-        Plain o[4] = {};
+    Plain o{};
+    for (int r = 0; r < rows; r++)
         for (int b = 0; b < nb; b++) {
-            for (int j = 0; j < step; j++) {
-                if (r + j >= rows) {  // beyond the last row: zeros, also after pair_rows has mixed the block before
-                    o[j] = {};
-                    continue;
-                }
-                read_block(kind, src + (r + j) * row_bytes, b, o[j]);
-                put_scales(kind, o[j], b, r + j, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub);
-            }
-            if (layout.row_pairs) pair_rows(o);
-            for (int j = 0; j < step; j++) put_quants(kind, o[j], r + j, layout.byte_bias, dst + (size_t)b * info.qb);
+            read_block(kind, src + r * row_bytes, b, o);
+            put_quants(kind, o, r, byte_bias, dst + (size_t)b * info.qb);
+            put_scales(kind, o, b, r, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub);
         }
-    }
 }
 
-void unpack_row(const Packed& w, int row, const Layout& layout, float* out) {
+void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
     const uint8_t* p = w.data + (size_t)(row / 16) * w.panel_bytes;
     int lane = row % 16;
     if (w.kind == K_F32) {
@@ -313,17 +290,15 @@ void unpack_row(const Packed& w, int row, const Layout& layout, float* out) {
         return;
     }
     const KindInfo& info = KIND[w.kind];
-    int nb = w.k / 32, offset = offset_of(w.kind, layout.byte_bias);
+    int nb = w.k / 32, offset = offset_of(w.kind, byte_bias);
     const uint8_t* scales = p + (size_t)nb * info.qb;
     const uint8_t* supers = scales + (size_t)nb * info.sb;
-    bool is_signed = (w.kind == K_8 || w.kind == K_8W) && layout.byte_bias == 0;
+    bool is_signed = (w.kind == K_8 || w.kind == K_8W) && byte_bias == 0;
     for (int b = 0; b < nb; b++) {
         float s[2], m[2];
         for (int j = 0; j < 2; j++) get_scales(w.kind, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub, lane, j, &s[j], &m[j]);
         for (int i = 0; i < 32; i++) {
-            int l = lane, at = i;
-            if (layout.row_pairs) find_paired(l, at);
-            uint8_t v = get_quant(w.kind, p + (size_t)b * info.qb, l, at);
+            uint8_t v = get_quant(w.kind, p + (size_t)b * info.qb, lane, i);
             int q = is_signed ? (int)(int8_t)v : (int)v - offset;
             out[32 * b + i] = std::fma(s[i / 16], (float)q, m[i / 16]);
         }

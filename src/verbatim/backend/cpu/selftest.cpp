@@ -83,10 +83,10 @@ uint64_t product(const Kernels& k, const Type& t, Noise noise) {
         Pages pages((size_t)panels * w.panel_bytes + 8192);
         size_t row_bytes = (size_t)width / t.values * t.bytes;
         for (int p = 0; p < panels; p++)
-            pack_panel(t.name, file.data() + p * 16 * row_bytes, row_bytes, p * 16 + 16 <= n ? 16 : n - p * 16, width, k.layout, pages.data() + p * w.panel_bytes);
+            pack_panel(t.name, file.data() + p * 16 * row_bytes, row_bytes, p * 16 + 16 <= n ? 16 : n - p * 16, width, k.byte_bias, pages.data() + p * w.panel_bytes);
         w.data = pages.data();
         std::vector<float> row(width);
-        unpack_row(w, n - 1, k.layout, row.data());
+        unpack_row(w, n - 1, k.byte_bias, row.data());
         hash.floats(row.data(), width);
         for (int rows : {1, 2, 3, 4, 5, 7, 8, 11, 16, 17, 33, 64}) {
             auto x = noise.floats((size_t)rows * width, 2.0f);

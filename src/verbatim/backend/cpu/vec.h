@@ -1,6 +1,6 @@
 // The vector layer: the few primitives that every kernel is written on, once for each instruction set.
 //
-// A native vector has VL lanes (scalar 4, NEON 4 (with i8mm too), AVX2 8, AVX-512 16); kernels treat 16 lanes as NQ = 16 / VL of them. Every primitive
+// A native vector has VL lanes (scalar 4, NEON 4, AVX2 8, AVX-512 16); kernels treat 16 lanes as NQ = 16 / VL of them. Every primitive
 // gives the same bits on every set: IEEE single operations, explicit fused multiply-adds, round-to-nearest-even conversions, exact
 // integer dot products. Nothing here may be reassociated or contracted by the compiler (-ffp-contract=off).
 //
@@ -30,11 +30,6 @@
 namespace VB_NS {
 
 constexpr int NQ = 16 / VL;
-#if defined(VB_ISA_I8MM)
-constexpr bool ROW_PAIRS = true;
-#else
-constexpr bool ROW_PAIRS = false;
-#endif
 
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 

@@ -1,4 +1,4 @@
-// ARM NEON with the dot-product instructions (Armv8.2 dotprod), with or without the matrix ones (i8mm: matmul_i8mm.inc).
+// ARM NEON with the dot-product instructions (Armv8.2 dotprod); the matrix ones of i8mm are in matmul_i8mm.inc.
 #pragma once
 #include <arm_neon.h>
 
@@ -70,24 +70,6 @@ template <int N> static inline vb bpick(vb a, uint8_t m) {
 }
 static inline vb bor(vb a, vb b) { return vorrq_u8(a, b); }
 
-#if defined(VB_ISA_I8MM)
-#define VB_HAS_DOTS
-// Weights lie in pairs of rows (Layout::row_pairs): a pair of groups gives partial sums of rows 0 and 1 in one vector, of rows 2 and 3 in the other.
-template <int MAXW, int G, int N, int R> static inline void dots(vi* c, const vb* w, const int8_t* const* a, int at) {
-VB_UNROLL(8)
-    for (int r = 0; r < R; r++) {
-        vi low = iset1(0), high = iset1(0);
-VB_UNROLL(4)
-        for (int g = G; g < G + N; g += 2) {
-            int64_t eight; std::memcpy(&eight, a[r] + at + 4 * g, 8);
-            int8x16_t x = vreinterpretq_s8_s64(vdupq_n_s64(eight));
-            low = vdotq_s32(low, vreinterpretq_s8_u8(w[g]), x);
-            high = vdotq_s32(high, vreinterpretq_s8_u8(w[g + 1]), x);
-        }
-        c[r] = iadd(c[r], vpaddq_s32(low, high));
-    }
-}
-#else
 static inline act32 aload(const int8_t* p) { return {vld1q_s8(p), vld1q_s8(p + 16)}; }
 template <int MAXW, int G, int N> static inline vi dot(vi c, const vb* w, act32 a) {
 #define VB_STEP(g, part, lane) \
@@ -97,6 +79,5 @@ template <int MAXW, int G, int N> static inline vi dot(vi c, const vb* w, act32 
 #undef VB_STEP
     return c;
 }
-#endif
 
 }  // namespace VB_NS
