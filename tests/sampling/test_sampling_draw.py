@@ -7,6 +7,7 @@ failing for one arbitrary choice of keys.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -176,3 +177,51 @@ def test_a_seed_moves_with_its_position_not_with_its_batch() -> None:
     alone = [sample_rows(logits[i : i + 1], [rows[i]])[0] for i in range(20)]
     backwards = sample_rows(logits[::-1], rows[::-1])[::-1]
     assert together == alone == backwards
+
+
+def tied_row(lower: int, higher: int, first: int, vocab: int = 400) -> tuple[np.ndarray, int]:
+    """Logits, and a position of the default key, at which two ids far above all others have the same score to the last bit. `first` of them has the
+    greater logit, so the other one the greater noise; their difference is split over two floats, 48 bits of it, and positions are tried
+    until the sums are equal."""
+    other = lower + higher - first
+    for position in range(20_000):
+        noise = draw.gumbel(7, position, np.array([first, other]))
+        gap = float(noise[0] - noise[1])
+        row = np.full(vocab, -1000.0, np.float32)
+        row[other] = gap
+        row[first] = float(row[other]) - gap
+        down = float(row[other]) - float(row[first])
+        if down < 0 and down + noise[1] == noise[0]:
+            return row, position
+    raise AssertionError("no tie was found")
+
+
+TIES = [(lower, higher, first) for lower, higher in ((3, 5), (3, 70), (64, 399), (130, 131)) for first in (lower, higher)]
+
+
+@pytest.mark.parametrize(("lower", "higher", "first"), TIES)
+def test_of_equal_scores_the_lower_id_is_drawn(lower: int, higher: int, first: int) -> None:
+    row, position = tied_row(lower, higher, first)
+    params = SamplingParams(explain=2)
+    drawn = sample(row, params, position=position)
+    assert drawn.explain is not None
+    scores = {entry["id"]: entry["score"] for entry in drawn.explain["top"]}
+    assert scores[lower] == scores[higher]
+    assert drawn.token == lower
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("lower", "higher", "first"), TIES)
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.999}, {"logit_bias": {0: -1.0}}], ids=str)
+def test_of_equal_scores_the_kernel_draws_the_lower_id_too(
+    lower: int, higher: int, first: int, settings: dict[str, Any]
+) -> None:
+    """Whichever of the two the kernel comes to first."""
+    native = pytest.importorskip("verbatim.backend.cpu._native")
+    from verbatim.backend.cpu.sampler import NativeSampler
+
+    row, position = tied_row(lower, higher, first)
+    asked = NativeSampler(native, None).native_row(make_row(SamplingParams(**settings), position=position))
+    for isa in native.isas():
+        ((token, _, _),) = native.RowSampler(isa, 1).draw(row[None, :], [asked])
+        assert token == lower

@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import random
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,6 @@ from sampling_rows import sample
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.sampling import grammar
-from verbatim.sampling import guard as guard_module
 from verbatim.sampling.finite import endless
 from verbatim.sampling.grammar import Matcher, Structure, compile_structure
 from verbatim.sampling.guard import Guard, TooMuch
@@ -48,13 +48,12 @@ class Bytes:
 
 
 TOKENIZER = Bytes()
-SECONDS = grammar.COMPILE_SECONDS
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine an honest schema may take long; only the hostile ones are tested against the real limit."""
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 60.0)
+    """On a busy machine all takes longer on the wall; the limit on processor time is the real one, and decides alike everywhere."""
+    monkeypatch.setattr(grammar, "PATIENCE", 60.0)
 
 
 def build(**structure: Any) -> Structure:
@@ -378,6 +377,70 @@ def test_forced_tokens_are_the_only_way() -> None:
     assert matcher.forced() == ()
 
 
+def test_what_one_answer_used_up_another_does_not_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance's copies share the states of one lexer, and their number is limited. A long text that uses them up, in another choice or another request,
+    changes nothing: the same masks as alone."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 300)
+    pattern = "(a|b)*a(a|b){8}"
+
+    def walk(structure: Structure, seed: int) -> list[bytes]:
+        rng, matcher, masks = random.Random(seed), structure.start(), []
+        for _ in range(100):
+            masks.append(matcher.mask())
+            matcher.advance(rng.choice([97, 98]))
+        return masks
+
+    def fresh() -> Structure:
+        grammar._KEPT.pop(TOKENIZER, None)
+        return build(regex=pattern)
+
+    alone = [walk(fresh(), seed) for seed in range(5)]
+    shared = fresh()
+    assert [walk(shared, seed) for seed in range(5)] == alone
+    assert shared.spent  # it did run out
+    shared.seconds = grammar.AGAIN  # one that takes long is not made anew time and again: the engine waits for it
+    with pytest.raises(UnsupportedError, match="too many states"):
+        walk(shared, 6)
+    grammar._KEPT.pop(TOKENIZER, None)
+
+
+def test_a_failure_inside_llguidance_ends_one_answer_alone() -> None:
+    """A lazy expression that may be empty trips an assertion of llguidance 1.9 and leaves the lexer of all copies unusable. Whoever shares it goes on with
+    another; with this grammar they fail by themselves, told in our words."""
+    lib = grammar._llguidance("grammar")
+    broken = lib.LLMatcher(
+        grammar._tokenizer(lib, TOKENIZER), lib.LLMatcher.grammar_from_lark('start: a "!"\na[lazy]: /.*?/'), log_level=0
+    )
+    broken.deep_copy().compute_bitmask()
+    poisoned = broken.deep_copy()
+    poisoned.compute_bitmask()
+    assert "PoisonError" in poisoned.get_error()
+    structure = build(regex="poison[0-9]")
+    alone = structure.start().mask()
+    matcher = structure.start()
+    matcher._inner, matcher._mask = poisoned, None
+    assert matcher.mask() == alone
+    assert structure.spent
+    assert build(regex="poison[0-9]") is not structure
+    with pytest.raises(UnsupportedError, match="llguidance, which follows it, failed"):
+        build(grammar='start: a "!"\na[lazy]: /.*?/')
+
+
+def test_what_is_too_much_for_one_answer_alone_still_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 300)
+    grammar._KEPT.pop(TOKENIZER, None)
+    rng, matcher = random.Random(0), build(regex="(a|b)*a(a|b){8}").start()
+
+    def go_on() -> None:
+        for _ in range(1000):
+            matcher.advance(rng.choice([97, 98]))
+            matcher.mask()
+
+    with pytest.raises(UnsupportedError, match="too many states"):
+        go_on()
+    grammar._KEPT.pop(TOKENIZER, None)
+
+
 def test_copies_go_their_own_way() -> None:
     first = build(choice=["ab", "ac"]).start()
     first.advance(97)
@@ -468,10 +531,8 @@ HOSTILE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("structure", HOSTILE, ids=lambda s: f"{next(iter(s))}-{str(next(iter(s.values())))[:24]}")
-def test_hostile_structures_are_refused(structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused, by name. The time is bounded by construction (COMPILE_SECONDS in a child that is killed), not asserted here."""
-    assert SECONDS < 2
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", SECONDS)
+def test_hostile_structures_are_refused(structure: dict[str, Any]) -> None:
+    """Refused, by name, for good: not for lack of time on the wall."""
     with pytest.raises(RequestError) as caught:
         build(**structure)
     assert caught.value.param == next(iter(structure))
@@ -508,43 +569,19 @@ HEAVY = json.dumps({"type": "integer", "multipleOf": 7919 * 7907})
 def test_a_compilation_that_takes_too_long_is_killed() -> None:
     guard = Guard(grammar.LIMITS)
     try:
-        with pytest.raises(TooMuch, match="seconds"):
+        with pytest.raises(TooMuch, match=r"more than 0.2 seconds of a processor"):
             guard.translate("json_schema", HEAVY, 0.2)
-        assert guard._idle == []  # the child is gone, not kept
-        assert guard.translate("regex", "a", 10.0)  # and the next request has a new one
         (child,) = guard._idle
-        child.kill()
-        child.wait()
-        assert guard.translate("regex", "b", 10.0)  # as after one that died while idle
+        before = child.process.pid
+        assert guard.translate("regex", "a", 10.0)  # the next request has a new worker of the same child
+        assert (child.process.pid, child.process.poll()) == (before, None)
+        os.kill(child.worker, signal.SIGKILL)  # as after one that died while idle
+        assert guard.translate("regex", "b", 10.0)
+        child.process.kill()
+        child.process.wait()
+        assert guard.translate("regex", "c", 10.0)  # or where the child is gone altogether
         (other,) = guard._idle
         assert other is not child
-    finally:
-        guard.close()
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
-def test_a_long_compilation_stands_back_for_running_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After BRISK seconds a child gets only what nobody else wants of the processors. In a session of its own that would mean nothing:
-    Linux shares out among sessions first. A child that stood back is not used again."""
-    guard = Guard(grammar.LIMITS)
-    seen: list[tuple[int, bool]] = []
-    honest = guard_module._stand_back
-
-    def watched(child: Any) -> None:
-        honest(child)
-        seen.append((os.sched_getscheduler(child.pid), os.getsid(child.pid) == os.getsid(0)))
-
-    monkeypatch.setattr(guard_module, "_stand_back", watched)
-    try:
-        guard.translate("regex", "a", 60.0)  # starts a child
-        with pytest.raises(TooMuch):
-            guard.translate("json_schema", HEAVY, guard_module.BRISK + 0.3)
-        assert seen == [(os.SCHED_IDLE, True)]
-        assert guard.translate("regex", "a", 20.0)
-        (child,) = guard._idle
-        assert os.sched_getscheduler(child.pid) == os.SCHED_OTHER
-        _, brisk = guard._ask(child, "json_schema", json.dumps({"type": "integer", "multipleOf": 40_009}), 60.0, 0.0)
-        assert not brisk
     finally:
         guard.close()
 

@@ -114,10 +114,38 @@ class Live:
             self.log.close()
 
 
-def check_ledger(m: dict[str, float]) -> None:
-    """Every request ended in exactly one state, and what clients were told they used is what the engine counted."""
+USAGE = ("prompt", "output", "cached", "drafted", "accepted")
+
+
+def told(m: dict[str, float]) -> dict[str, float]:
+    """Tokens that clients were told they used, all lives of the engine together."""
+    return {kind: m.get(f'verbatim_usage_tokens_total{{kind="{kind}"}}', 0) for kind in USAGE}
+
+
+def check_states(m: dict[str, float]) -> None:
+    """Every accepted request ended in exactly one state. (An id that ends twice, or was never opened, fails an assertion of the ledger itself:
+    the supervisor then starts the engine again, which the count of restarts shows.)"""
     ended = sum(v for k, v in m.items() if k.startswith("verbatim_requests_ended_total"))
     assert m["verbatim_requests_opened_total"] == ended + m["verbatim_requests_open"]
-    for kind in ("prompt", "output", "cached", "drafted", "accepted"):
-        told = m.get(f'verbatim_usage_tokens_total{{kind="{kind}"}}', 0)
-        assert told == m[f"verbatim_{kind}_tokens_total"], kind
+
+
+def check_ledger(m: dict[str, float], restarts: int = 0, before: dict[str, float] | None = None) -> None:
+    """States as above, and what clients were told they used is what the engine counted. An engine that was started again counts from 0:
+    `before` is then what had been told when it began."""
+    check_states(m)
+    assert m["verbatim_engine_restarts_total"] == restarts
+    for kind, tokens in told(m).items():
+        assert tokens - (before or {}).get(kind, 0) == m[f"verbatim_{kind}_tokens_total"], kind
+
+
+def check_log(live: Live) -> int:
+    """Every request that was answered has one line in the log, under an id of its own. Returns how many there are."""
+    time.sleep(0.2)  # lines leave together, a little later
+    ids = re.findall(r" id=(req_\w+) ", live.said())
+    assert len(ids) == len(set(ids))
+    return len(ids)
+
+
+def tell(line: str) -> None:
+    """A measured figure; `pytest -s` shows it."""
+    print(f"\nmeasured: {line}", flush=True)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from live_server import Live
 
 from verbatim import LLM, SamplingParams
 from verbatim.server.store import Store
@@ -89,6 +90,51 @@ def test_echo_puts_the_prompt_before_the_answer(fake: Any) -> None:
     assert len(scored["tokens"]) == len(scored["token_logprobs"]) == 6
     streamed = fake.events("/v1/completions", {"prompt": "hello", "max_tokens": 8, "seed": 7, "echo": True})
     assert "".join(e["choices"][0]["text"] for e in streamed[:-1]) == echoed["choices"][0]["text"]
+
+
+def test_text_offsets_count_characters_of_the_text(fake: Any) -> None:
+    """The fake's tokens are bytes: a character that is spread over several counts once, and what is not shown counts nothing."""
+    asked = {"regex": "é€z", "logprobs": 1, "max_tokens": 9}
+    prompt = [0, 0, 1, 1, 2, 3, 3, 3, 4]  # <s>, then h é l € o
+    whole = fake.complete("hél€o", echo=True, **asked)["choices"][0]
+    assert whole["text"] == "hél€oé€z"
+    assert whole["logprobs"]["tokens"][:2] == ["<s>", "h"]
+    assert whole["logprobs"]["text_offset"] == [*prompt, 5, 5, 6, 6, 6, 7]
+    events = fake.events("/v1/completions", {"prompt": "hello", "seed": 7, **asked})
+    assert [at for e in events[:-1] for at in e["choices"][0]["logprobs"]["text_offset"]] == [0, 0, 1, 1, 1, 2]
+    shown = fake.complete([256, 104, 256, 105], echo=True, logprobs=1, max_tokens=0)["choices"][0]
+    assert shown["text"] == "<s>h<s>i"
+    assert shown["logprobs"]["text_offset"] == [0, 3, 4, 7]
+
+
+def test_usage_tells_what_drafts_did(fake: Any) -> None:
+    asked = {"prompt": "abcabcabcabcabcabc", "regex": "(abc){40}", "max_tokens": 130, "seed": 7}
+    for speculate in ("off", "ngram"):
+        usage = fake.post("/v1/completions", {**asked, "speculate": speculate}).json()["usage"]
+        told = usage["completion_tokens_details"]
+        steps = usage["completion_tokens"] - told["accepted_prediction_tokens"]
+        assert told["mean_accepted_length"] == round(usage["completion_tokens"] / steps, 3)
+        assert isinstance(told["saved_seconds"], float)
+        assert (told["mean_accepted_length"] > 1) == (speculate == "ngram")
+    events = fake.events("/v1/completions", {**asked, "speculate": "ngram", "stream_options": {"include_usage": True}})
+    assert events[-2]["usage"]["completion_tokens_details"]["mean_accepted_length"] > 1
+
+
+def test_other_protocols_tell_what_drafts_did_where_there_were_any(fake: Any) -> None:
+    word = {"type": "string", "enum": ["abc" * 20]}
+    tool = {"name": "t", "input_schema": {"type": "object", "properties": {"w": word}, "required": ["w"]}}
+    talk = {"messages": [{"role": "user", "content": "hi"}]}
+    asked = {
+        "/v1/messages": {**talk, "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "any"}},
+        "/api/chat": {**talk, "stream": False, "format": word},
+    }
+    drafting = Live("--speculate", "ngram").wait_ready()
+    for route, body in asked.items():
+        assert "speculation" not in fake.post(route, body).json()
+        told = drafting.post(route, body).json()["speculation"]
+        assert told.keys() == {"drafted_tokens", "accepted_tokens", "mean_accepted_length", "saved_seconds"}
+        assert 0 < told["accepted_tokens"] <= told["drafted_tokens"]
+    assert drafting.stop() == 0
 
 
 def test_best_of_returns_the_best_and_is_refused_in_a_stream(fake: Any) -> None:

@@ -36,6 +36,22 @@ Made from `src/verbatim/server/fields.py`, the table that also checks the reques
 Any other field is unknown: 400, naming it. `null` means "not given". Ranges of Verbatim's own parameters are in [sampling.md](sampling.md).
 """
 
+USAGE = """
+## What an answer tells of its cost
+
+| member of `usage` | |
+|---|---|
+| `prompt_tokens`, `completion_tokens`, `total_tokens` | every token that was read and drawn, those of all choices and prompts together |
+| `prompt_tokens_details.cached_tokens` | of the prompt, out of the prefix cache |
+| `completion_tokens_details.accepted_prediction_tokens` | drafts of speculation that came true |
+| `completion_tokens_details.rejected_prediction_tokens` | drafts that did not |
+| `completion_tokens_details.mean_accepted_length` | tokens a step gave on average, drafts included; 1 without speculation |
+| `completion_tokens_details.saved_seconds` | what the drafts saved, by the measured costs of steps; below zero: lost |
+
+The Responses API calls them `input_tokens`, `output_tokens`, `output_tokens_details`. Where a protocol's usage has no place for drafts (`/v1/messages`, `/api/`),
+an answer that had any carries `speculation`: `drafted_tokens`, `accepted_tokens`, `mean_accepted_length`, `saved_seconds`.
+"""
+
 QUERY_HEAD = """
 ## Parameters in the address
 
@@ -53,6 +69,7 @@ def fields_page() -> str:
             text = (rule.help + passes).replace("|", "\\|")
             rows.append(f"| `{name}` | {rule.kind}{needed} | {text} |")
         parts.append(f"\n## POST {route}\n\n" + "\n".join(rows) + "\n")
+    parts.append(USAGE)
     parts.append(QUERY_HEAD)
     for route, queries in QUERIES.items():
         rows = [f"| `{name}` | {rule.help} |" for name, rule in queries.items()]

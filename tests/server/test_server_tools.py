@@ -29,6 +29,9 @@ TOOL = {
     },
 }
 
+NO_TOOLS = {"template_tools": False, "template_calls": False}  # what the model's chat template knows
+ALL_TOOLS = {"template_tools": True, "template_calls": True}
+
 # (format, text, calls as (name, arguments), text that is left)
 CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
     ("hermes", "just text", [], "just text"),
@@ -111,26 +114,28 @@ def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
-    told = template_messages(history, [TOOL], in_template=False)
+    told = template_messages(history, [TOOL], NO_TOOLS)
     assert told[0]["role"] == "system"
     assert told[0]["content"].startswith("Be brief.")
     assert "get_weather" in told[0]["content"]
     assert '{"name": "get_weather", "arguments": {"city": "Rome"}}' in told[2]["content"]
-    native = template_messages(history, [TOOL], in_template=True)
+    native = template_messages(history, [TOOL], ALL_TOOLS)
     assert native[0] == {"role": "system", "content": "Be brief."}
     assert native[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    assert native[2]["content"] is None  # a template may tell a call from an answer by that
     assert native[3]["tool_call_id"] == "c1"
+    half = template_messages(history, [TOOL], {"template_tools": True, "template_calls": False})
+    assert half[0] == native[0]
+    assert half[2] == told[2]  # a call that the template would drop is spelled out
 
 
 def test_thoughts_and_names_reach_the_template() -> None:
     from verbatim.server.ollama import messages_of
 
     said = [{"role": "assistant", "content": "yes", "reasoning_content": "hm", "name": "Ada"}]
-    assert template_messages(said, [], in_template=True) == said
+    assert template_messages(said, [], ALL_TOOLS) == said
     (row,) = messages_of([{"role": "assistant", "content": "yes", "thinking": "hm"}])
-    assert template_messages([row], [], in_template=False) == [
-        {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
-    ]
+    assert template_messages([row], [], NO_TOOLS) == [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}]
 
 
 def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
@@ -202,6 +207,11 @@ def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
         {"type": "function_call_output", "call_id": answer["output"][-1]["call_id"], "output": "sunny"},
     ]
     assert fake.post("/v1/responses", {"input": follow, "tools": [flat], "max_output_tokens": 4}).status_code == 200
+    counted = [
+        fake.post("/v1/responses/input_tokens", {"input": part, "tools": [flat]}).json()["input_tokens"]
+        for part in (follow, [*ask, follow[-1]])
+    ]
+    assert counted[0] - counted[1] > len(answer["output"][-1]["arguments"])  # the call is in the prompt
     events = fake.events("/v1/responses", {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400})
     assert [e["type"] for e in events if "function_call_arguments" in e["type"]] == [
         "response.function_call_arguments.delta",

@@ -251,6 +251,38 @@ def test_roles_and_keys_that_the_template_names_are_known() -> None:
         template.render([{"role": "user", "content": "x", "weigh": "y"}])
 
 
+def test_a_call_without_text_never_writes_the_word_none() -> None:
+    """Content may be null, or not there, beside a call of a tool. What the template makes of that is its business, unless it never thought of it."""
+    calls = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+    says = "<{{ m.role }}>{{ m.content }}"
+    careless = ChatTemplate("{% for m in messages %}" + says + calls + "{% endfor %}")
+    joins = ChatTemplate("{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] }}" + calls + "{% endfor %}")
+    tells = ChatTemplate(
+        "{% for m in messages %}{% if m.content is none %}" + calls + "{% else %}" + says + "{% endif %}{% endfor %}"
+    )
+    for spelled in ({"content": None}, {}, {"content": ""}):
+        talk = [{"role": "user", "content": "None?"}, {"role": "assistant", "tool_calls": [CALL], **spelled}]
+        for template in (careless, joins):
+            assert template.render(talk) == "<user>None?<assistant>[get_weather]"
+        if spelled:
+            assert tells.render(talk) == "<user>None?" + ("[get_weather]" if spelled["content"] is None else "<assistant>")
+    for template in (careless, joins, tells):
+        for role in ("user", "system", "tool"):
+            with pytest.raises(RequestError, match=r"messages\[0\] has no content"):
+                template.render([{"role": role, "content": None}])
+    with pytest.raises(RequestError, match="no content"):
+        careless.render([{"role": "assistant", "content": None}])
+
+
+def test_calls_and_tools_that_the_template_would_drop_are_refused_by_name() -> None:
+    _, chatml = pair("chatml")
+    with pytest.raises(UnsupportedError, match=r"messages\[1\].tool_calls"):
+        chatml.render(ASKED)
+    with pytest.raises(UnsupportedError, match="tools") as error:
+        chatml.render(ASKED[:1], tools=[TOOL])
+    assert error.value.param == "tools"
+
+
 def test_reserved_variables_and_unknown_templates_are_refused() -> None:
     _, template = pair("chatml")
     hi = [{"role": "user", "content": "x"}]

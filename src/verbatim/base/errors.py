@@ -8,7 +8,7 @@ VerbatimError                500  something of ours went wrong
 │   ├── CapacityError        400  the request could never fit the cache of this engine
 │   └── UnsupportedError     400  a known field that this model, mode or build does not offer
 ├── ModelError               500  a model file is broken, unknown or incomplete; `file` says which
-├── OverloadedError          429  the queue is full; try again after `retry_after` seconds
+├── OverloadedError          429  the queue is full, or others leave no time for this; try again after `retry_after` seconds
 ├── UnavailableError         503  the engine is draining or not ready
 ├── CancelledError           499  the client or the caller went away
 └── BackendError             500  a backend is missing, or failed
@@ -89,8 +89,8 @@ class OverloadedError(VerbatimError):
     status = 429
     code = "overloaded"
 
-    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after: float = 1.0, param: str | None = None) -> None:
+        super().__init__(message, param=param)
         self.retry_after = retry_after
 
 

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,14 +27,15 @@ import numpy as np
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError, VerbatimError
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Completion, Delta, Finish
 from verbatim.engine.core import EngineCore
 from verbatim.engine.job import HiddenMean, Output
 from verbatim.engine.opened import OpenedModel
 from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request
-from verbatim.sampling.grammar import prepare
+from verbatim.engine.workers import Workers
+from verbatim.sampling.grammar import PATIENCE, busy, prepare
 
 CALM_SECONDS = 0.2
 T = TypeVar("T")
@@ -222,8 +224,8 @@ class AsyncEngine(OpenedModel):
             str, Callable[[], AsyncStream | Line | None]
         ] = {}  # weak: a stream that nobody holds any more is aborted
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
-        self._compilers = ThreadPoolExecutor(4, "verbatim-compile")
-        self._compilers.submit(prepare, parts.tokenizer)  # now, while nobody's answer waits for it
+        self._compilers = Workers(4, "verbatim-compile")
+        self._compilers.submit("", partial(prepare, parts.tokenizer))  # now, while nobody's answer waits for it
         self._inbox: list[tuple[str, Any]] = []
         self._lock = (
             threading.RLock()
@@ -322,16 +324,15 @@ class AsyncEngine(OpenedModel):
     ) -> R:
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         self._reserve(request_id)
+        until = time.monotonic() + PATIENCE
 
         def make() -> Request:
-            request = self.core.request(prompt(), params, request_id=request_id, tenant=tenant, hidden=hidden)
+            request = self.core.request(prompt(), params, request_id=request_id, tenant=tenant, hidden=hidden, until=until)
             self.core.check_fits(request)
             return request
 
         try:
-            # Grammars may take a second to compile: they have workers of their own, and nobody else's text waits behind them.
-            workers = self._compilers if params is not None and params.structured else self._encoders
-            request = await asyncio.get_running_loop().run_in_executor(workers, make)
+            request = await self._made(make, params, tenant)
             reader = reader_of(request_id)  # not before: a stream that is dropped aborts the request of its name
             with self._lock:
                 self._check_open()
@@ -341,6 +342,17 @@ class AsyncEngine(OpenedModel):
             raise
         self._note("add", request)
         return reader
+
+    async def _made(self, make: Callable[[], Request], params: SamplingParams | None, tenant: str) -> Request:
+        """Grammars may take a second to compile: they have workers of their own, and nobody else's text waits behind them. Waiting for a
+        worker counts: whoever asks has an answer in time."""
+        if not (isinstance(params, SamplingParams) and params.structured):
+            return await asyncio.get_running_loop().run_in_executor(self._encoders, make)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._compilers.submit(tenant, make)), PATIENCE + 0.1)
+        except TimeoutError:
+            field = next(name for name in STRUCTURE if getattr(params, name) is not None)
+            raise busy(field) from None
 
     def _stream(self, request_id: str) -> AsyncStream:
         return AsyncStream(self, request_id)
@@ -409,7 +421,7 @@ class AsyncEngine(OpenedModel):
             self._note("cancel", Finish("cancel", "shutdown"))
             self._thread.join()
             self._encoders.shutdown(wait=False, cancel_futures=True)
-            self._compilers.shutdown(wait=False, cancel_futures=True)
+            self._compilers.close()
             self.core.close()
 
     async def __aenter__(self) -> Self:

@@ -6,6 +6,7 @@ Not for several threads at once: LLM calls it from the caller's, AsyncEngine fro
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -22,8 +23,11 @@ from verbatim.engine.job import Job, Output
 from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request, make_request
 from verbatim.observe.metrics import EngineMetrics
+from verbatim.sampling.turns import SHARE
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
+
+CALM = 0.1  # seconds without a step, after which an engine with open streams counts as idle
 
 
 class EngineCore:
@@ -61,6 +65,7 @@ class EngineCore:
         self._ids = count()
         self._structured = 0  # requests whose answers have a structure
         self._ready: list[Output] = []  # made between steps, by aborts
+        self._executing, self._executed = False, 0.0  # in a step now; when the last one ended
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------- in and out
@@ -73,9 +78,18 @@ class EngineCore:
         request_id: str | None = None,
         tenant: str = "",
         hidden: bool = False,
+        until: float | None = None,
     ) -> Request:
-        """Check a request and make it ready to run. Safe to call from any thread."""
-        return make_request(self.parts, self.context, prompt, params, request_id=request_id, tenant=tenant, hidden=hidden)
+        """Check a request and make it ready to run. Safe to call from any thread. `until`: when a grammar is given up."""
+        named: dict[str, Any] = {"request_id": request_id, "tenant": tenant, "hidden": hidden}
+        return make_request(self.parts, self.context, prompt, params, **named, share=self.compile_share, until=until)
+
+    def compile_share(self) -> float | None:
+        """What compiling a grammar may take of a processor: all of it (None) when nothing runs, one that the backend leaves free, or hardly
+        anything. A stream that is open but that nobody reads does not run."""
+        if not self.jobs or not (self._executing or time.monotonic() - self._executed < CALM):
+            return None
+        return 1.0 if _processors() > self.backend.info.threads else SHARE
 
     def add(self, request: Request, *, queued: bool = False) -> None:
         """Take it into the queue, or refuse it: CapacityError, OverloadedError. `queued`: its place was promised already."""
@@ -151,11 +165,14 @@ class EngineCore:
         return self._take_ready() + [out for job in touched for out in self._leave(job)]
 
     def _execute(self, plan: StepPlan) -> StepResult:
+        self._executing = True
         try:
             return self.backend.execute(plan)
         except BaseException:  # Ctrl-C too: nobody knows how far it came, so nothing of it is trusted
             self.scheduler.recompute()
             raise
+        finally:
+            self._executing, self._executed = False, time.monotonic()
 
     def _masked(self, plan: StepPlan) -> StepPlan:
         """Structured sequences get the masks of their draws. One whose structure fails ends; the step goes on without it."""
@@ -286,6 +303,10 @@ def _context(parts: Parts, config: EngineConfig) -> int:
     if config.context is not None and config.context > most:
         raise ParameterError("context", f"{config.context} is more than this model's {most} positions; ask for at most that")
     return config.context or most
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _available(backend: Any) -> int | None:

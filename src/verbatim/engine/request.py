@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.engine.parts import Parts, Tokenizer
+from verbatim.sampling.turns import Share, alone
 
 MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
 SPECULATE = ("off", "ngram", "suffix", "draft", "auto")
@@ -43,8 +44,11 @@ def make_request(
     request_id: str | None = None,
     tenant: str = "",
     hidden: bool = False,
+    share: Share = alone,
+    until: float | None = None,
 ) -> Request:
-    """Tokenise and check. May take a while (a long text, a grammar to compile): never called on the engine's thread."""
+    """Tokenise and check. May take a while (a long text, a grammar to compile): never called on the engine's thread.
+    `share` and `until` are for the grammar: how much it may take from others, and when it is given up."""
     arrival = time.perf_counter()
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -63,7 +67,7 @@ def make_request(
         seed=secrets.randbits(32) if params.seed is None else params.seed,
         tenant=tenant,
         arrival=arrival,
-        structure=_structure(params, parts.tokenizer),
+        structure=_structure(params, parts.tokenizer, share, until),
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
         warnings=_warnings(params),
         hidden=hidden,
@@ -133,7 +137,7 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
             raise ParameterError(name, f"{asked} alternatives for {positions} tokens are too many to report; {remedy}")
 
 
-def _structure(params: SamplingParams, tokenizer: Tokenizer) -> Any:
+def _structure(params: SamplingParams, tokenizer: Tokenizer, share: Share, until: float | None) -> Any:
     if not params.structured:
         return None
     try:
@@ -143,7 +147,7 @@ def _structure(params: SamplingParams, tokenizer: Tokenizer) -> Any:
         raise UnsupportedError(
             named, "structured output needs the extra `grammar`: pip install verbatim-llm[grammar]"
         ) from None
-    return compile_structure(params, tokenizer)
+    return compile_structure(params, tokenizer, share=share, until=until)
 
 
 def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,6 @@
 """Structured output: (json_schema | regex | grammar | choice, tokenizer) -> masks, one for each token drawn.
 
-    structure = compile_structure(params, tokenizer)     # off the engine's thread: up to COMPILE_SECONDS
+    structure = compile_structure(params, tokenizer)     # off the engine's thread: up to PATIENCE seconds
     matcher = structure.start()                          # one for each sequence
     matcher.mask() -> bytes                              # bit i of byte i // 8, lowest first: may id i come next?
     matcher.advance(token);  matcher.finished            # finished: nothing but an end token could follow
@@ -9,26 +9,33 @@
 
 llguidance does the parsing (extra `grammar`); it is imported when first used. End tokens are allowed exactly where the text so
 far is complete. Everything that could be hostile is bounded: the size and depth of what is given, the states and
-steps of the parser, and the time to compile. What cannot be honoured is refused by name, never ignored.
+steps of the parser, and the time to compile. What cannot be honoured is refused by name, never ignored. What was compiled lately is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
-from functools import lru_cache
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.sampling.guard import Guard, TooMuch
-from verbatim.sampling.translate import first_line, refusal
+from verbatim.sampling.guard import Busy, Guard, TooMuch
+from verbatim.sampling.kept import Kept, digest
+from verbatim.sampling.translate import choice_text, first_line, refusal
+from verbatim.sampling.turns import Share, alone
 
-COMPILE_SECONDS = 1.5  # a refusal comes within two seconds, this plus what surrounds it
+COMPILE_SECONDS = 0.75  # of a processor, in the child; and about as many again here
+PATIENCE = 1.8  # seconds on the wall: a refusal comes within two, this plus what surrounds it
 MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
 MAX_REGEX = 16 * 1024
+AGAIN = 0.1  # seconds that one structure may be compiled anew for matchers that ran out of what they share
+SHARED = ("too many states", "too many expressions", "PoisonError")  # signs of that in llguidance's errors
+PLAIN = 64 * 1024  # choices of so many characters cannot take long (some 40 ms), and need no child
 
 # Half of llguidance's defaults or less: one step stays within milliseconds, one matcher within some 50 MB.
 LIMITS = {
@@ -53,22 +60,56 @@ class GrammarTokenizer(Protocol):
 
 
 class Structure:
-    """One compiled structure; start() gives a matcher for each sequence that must follow it."""
+    """One compiled structure; start() gives a matcher for each sequence that must follow it.
 
-    def __init__(self, matcher: Any, field: str, eos_ids: Sequence[int]) -> None:
-        self._matcher, self.field = matcher, field
+    llguidance's copies share one lexer. The number of its states is limited: what one answer's text used up, another's would miss; and a failure inside it in one
+    copy ends them all. So a matcher that finds it so is made anew, for itself alone (`again`), and nothing new is begun with what is `spent`."""
+
+    def __init__(self, make: Callable[[], Any], field: str, eos_ids: Sequence[int]) -> None:
+        self._make, self.field = make, field
+        self.spent = False
+        self.seconds = self._again = 0.0  # of making it; of making it anew
         self._eos = frozenset(eos_ids)
+        began = time.thread_time()
+        self._first: bytes | None = None
+        self._matcher = self._checked(make())
+        self._first = (
+            self.start().mask()
+        )  # raises where the very first step is too much; kept, so that no step of the engine waits for it
+        self.seconds = time.thread_time() - began
+
+    def _checked(self, matcher: Any) -> Any:
+        if matcher.is_error():
+            raise refusal(self.field, matcher.get_error())
+        probe = matcher.deep_copy()
+        if not any(probe.compute_bitmask()) or (probe.is_error() and "NoExtension" in probe.get_error()):
+            raise ParameterError(self.field, "no text can satisfy it")
+        return matcher
+
+    @property
+    def size(self) -> int:
+        """Bytes, as far as we can tell: measured on many kinds, a millisecond of compiling leaves 80 to 170 KB."""
+        return int(100_000 + 200_000_000 * self.seconds)
+
+    def again(self) -> Any:
+        """A new one from the beginning, that shares nothing; None after some of them, since a step of the engine waits for each."""
+        self.spent = True
+        if self._again and self._again + self.seconds > AGAIN:
+            return None
+        self._again += self.seconds
+        return self._make()
 
     def start(self) -> Matcher:
-        return Matcher(self._matcher.deep_copy(), self.field, self._eos)
+        return Matcher(self, self._matcher.deep_copy(), self._eos, self._first)
 
 
 class Matcher:
     """Where one sequence stands in its structure."""
 
-    def __init__(self, inner: Any, field: str, eos: frozenset[int]) -> None:
-        self._inner, self._field, self._eos = inner, field, eos
-        self._mask: bytes | None = None
+    def __init__(self, structure: Structure, inner: Any, eos: frozenset[int], mask: bytes | None) -> None:
+        self._structure, self._inner, self._eos = structure, inner, eos
+        self._mask = mask
+        self._taken: list[int] = []
         self._ended = False
 
     @property
@@ -85,7 +126,10 @@ class Matcher:
         """The ids that may come next."""
         if self._mask is None:
             self._mask = bytes(self._inner.compute_bitmask())
-            self._check()
+            if self._inner.is_error():
+                self._renew()
+                self._mask = bytes(self._inner.compute_bitmask())
+                self._check()
         return self._mask
 
     def masks_along(self, drafts: Sequence[int]) -> tuple[bytes | None, ...]:
@@ -108,8 +152,10 @@ class Matcher:
         if token in self._eos and self.accepting:
             self._ended = True
             return
+        self._taken.append(token)
         self._inner.consume_token(token)
-        self._check()
+        if self._inner.is_error():
+            self._renew()
 
     def allowed_prefix(self, drafts: Sequence[int]) -> int:
         """How many of the drafts, from the first on, the structure allows."""
@@ -121,20 +167,32 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """For a fork of the sequence, or to look ahead."""
-        twin = Matcher(self._inner.deep_copy(), self._field, self._eos)
-        twin._mask, twin._ended = self._mask, self._ended
+        twin = Matcher(self._structure, self._inner.deep_copy(), self._eos, self._mask)
+        twin._taken, twin._ended = list(self._taken), self._ended
         return twin
+
+    def _renew(self) -> None:
+        """What may be the doing of another who shares the lexer: once more, with one that nobody shares, up to here. What fails even so, and
+        any other failure, is raised."""
+        if any(sign in self._inner.get_error() for sign in SHARED) and (anew := self._structure.again()) is not None:
+            anew.consume_tokens(self._taken)
+            self._inner = anew
+        self._check()
 
     def _check(self) -> None:
         if self._inner.is_error():
             raise UnsupportedError(
-                self._field, f"became too complex to follow at this point of the text: {first_line(self._inner.get_error())}"
+                self._structure.field,
+                f"became too complex to follow at this point of the text: {first_line(self._inner.get_error())}",
             )
 
 
-def compile_structure(params: SamplingParams, tokenizer: GrammarTokenizer) -> Structure | None:
-    """The request's structure, or None if it asks for none. Raises ParameterError (what was given is wrong) or
-    UnsupportedError (we do not offer it); both name the field. Call it off the engine's thread."""
+def compile_structure(
+    params: SamplingParams, tokenizer: GrammarTokenizer, *, share: Share = alone, until: float | None = None
+) -> Structure | None:
+    """The request's structure, or None if it asks for none. Raises ParameterError (what was given is wrong) or UnsupportedError (we do not offer it);
+    OverloadedError where others left it no time before `until`, on the clock of time.monotonic. All name the field. `share`: what compiling may
+    take beside running answers (turns.py). Call it off the engine's thread."""
     for field in STRUCTURE:
         value = getattr(params, field)
         if value is not None:
@@ -144,8 +202,23 @@ def compile_structure(params: SamplingParams, tokenizer: GrammarTokenizer) -> St
                 raise ParameterError(field, f"{size} characters are more than {limit}")
             lib = _llguidance(field)
             ours = _tokenizer(lib, tokenizer)  # once for a model, so outside the request's time
-            return _compile(field, lib, _survivor(field, value), ours, tokenizer)
+            until = time.monotonic() + PATIENCE if until is None else until
+            kept = _KEPT.setdefault(tokenizer, Kept())
+            try:
+                make = partial(_compile, field, value, lib, ours, tokenizer, share, until)
+                structure: Structure = kept.get(digest(field, value), until, make)
+                return structure
+            except TooMuch as reason:
+                raise UnsupportedError(field, f"{reason}; make it simpler") from None
+            except Busy:
+                raise busy(field) from None
     return None
+
+
+def busy(field: str) -> OverloadedError:
+    """Not a judgement of the structure: at a quieter moment it may be compiled."""
+    why = f"could not be compiled within {PATIENCE:g} seconds beside what else runs here; try again, or make it simpler"
+    return OverloadedError(f"{field}: {why}", param=field, retry_after=2.0)
 
 
 def prepare(tokenizer: GrammarTokenizer) -> None:
@@ -155,32 +228,33 @@ def prepare(tokenizer: GrammarTokenizer) -> None:
         _tokenizer(_llguidance("structure"), tokenizer)
 
 
-def _compile(field: str, lib: Any, grammar: str, ours: Any, tokenizer: GrammarTokenizer) -> Structure:
-    matcher = lib.LLMatcher(ours, grammar, log_level=0, limits=lib.LLParserLimits(**LIMITS))
-    if matcher.is_error():
-        raise refusal(field, matcher.get_error())
-    probe = matcher.deep_copy()
-    impossible = not any(probe.compute_bitmask()) or (probe.is_error() and "NoExtension" in probe.get_error())
-    if impossible:
-        raise ParameterError(field, "no text can satisfy it")
-    structure = Structure(matcher, field, tokenizer.eos_ids)
-    structure.start().mask()  # raises where the very first step is too much
-    return structure
+def _compile(field: str, value: Any, lib: Any, ours: Any, tokenizer: GrammarTokenizer, share: Share, until: float) -> Structure:
+    """First by a child process, which may be stopped; what survives it, here."""
+    guard = the_guard()
+    text, had = None, 0.0
+    if field != "choice" or sum(map(len, value)) > PLAIN:
+        text, had = guard.translate(field, value, COMPILE_SECONDS, until, share)
+    with guard.turns.turn(had, until, share) as turn:
+        if turn is None:
+            raise Busy
+        began = time.thread_time()
+        try:
+            written = choice_text(value) if text is None else text
+            limits = lib.LLParserLimits(**LIMITS)
+            return Structure(partial(lib.LLMatcher, ours, written, log_level=0, limits=limits), field, tokenizer.eos_ids)
+        finally:
+            turn.used = time.thread_time() - began
 
 
-@lru_cache(maxsize=64)
-def _survivor(field: str, value: str | tuple[str, ...]) -> str:
-    """llguidance's text, compiled by a child process first (guard.py). Remembered: most servers see few schemas, often."""
+def the_guard() -> Guard:
     global _guard
     with _BUILDING:
         _guard = _guard or Guard(LIMITS)
-    try:
-        return _guard.translate(field, value, COMPILE_SECONDS)
-    except TooMuch as reason:
-        raise UnsupportedError(field, f"{reason}; make it simpler") from None
+    return _guard
 
 
 _guard: Guard | None = None
+_KEPT: WeakKeyDictionary[GrammarTokenizer, Kept] = WeakKeyDictionary()
 
 
 # -------------------------------------------------------------------------------------------------------- llguidance
@@ -203,7 +277,7 @@ class _Wrapper:
     bos_token_id = None
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
-        self._encode = tokenizer.encode
+        self._tokenizer = ref(tokenizer)  # which keeps what is built for it, not the other way round
         ids = range(tokenizer.vocab_size)
         self.eos_token_id = tokenizer.eos_ids[0]
         # Without this mark, a control token's literal text could be drawn as if it were text.
@@ -211,7 +285,8 @@ class _Wrapper:
         self.tokens = [tokenizer.token_bytes(i) for i in ids]
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text)
+        tokenizer = self._tokenizer()
+        return [] if tokenizer is None else tokenizer.encode(text)
 
 
 _BUILT: WeakKeyDictionary[GrammarTokenizer, Any] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from verbatim.server.call import Call, EventStream, Json, new_id, sse
 from verbatim.server.chat import Ask
 from verbatim.server.fields import MESSAGES
-from verbatim.server.generate import extras, finish_reason, observe, pieces, usage_of
+from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation, usage_of
 from verbatim.server.problems import Problem
 from verbatim.server.tools import plain_text, template_messages
 
@@ -127,8 +127,13 @@ class Answer:
         }
 
     def own(self) -> dict[str, Any]:
-        facts = self.call.state.facts
-        return {"seed": self.ask.params.get("seed"), "system_fingerprint": facts["fingerprint"], **extras(self.call.runs)}
+        facts, runs = self.call.state.facts, self.call.runs
+        return {
+            "seed": self.ask.params.get("seed"),
+            "system_fingerprint": facts["fingerprint"],
+            **speculation(runs),
+            **extras(runs),
+        }
 
     async def whole(self) -> Response:
         (done,) = await self.call.results()
@@ -223,7 +228,7 @@ async def count(call: Call) -> Response:
     call.state.check_model(body["model"])
     chat, facts = as_chat(body), call.state.facts
     tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
-    messages = template_messages(chat["messages"], tools, facts["template_tools"])
+    messages = template_messages(chat["messages"], tools, facts)
     template: dict[str, Any] = {"tools": tools} if tools and facts["template_tools"] else {}
     call.submit(
         "tokenize", messages=messages, template=template | ({"continue_final": True} if "continue_final" in chat else {})

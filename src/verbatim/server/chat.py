@@ -168,9 +168,9 @@ class Ask:
         facts = self.call.state.facts
         if not facts["has_template"]:
             raise Problem("unsupported_parameter", f"{own}: this model has no chat template; use /v1/completions", own)
-        self.messages = template_messages(messages, self.tools, facts["template_tools"])
+        self.messages = template_messages(messages, self.tools, facts)
         for message in self.messages:
-            asks.check_text_length(own, message["content"], facts)
+            asks.check_text_length(own, message["content"] or "", facts)
 
     def submit(self, stream: bool) -> None:
         facts = self.call.state.facts

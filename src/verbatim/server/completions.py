@@ -16,12 +16,14 @@ from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Js
 from verbatim.server.fields import COMPLETIONS
 from verbatim.server.generate import (
     Piece,
+    Places,
     completion_logprobs,
     extras,
     finish_reason,
     obfuscation,
     observe,
     pieces,
+    prompt_items,
     usage_of,
 )
 from verbatim.server.problems import Problem
@@ -60,9 +62,10 @@ def stream_options(body: dict[str, Any]) -> tuple[bool, bool]:
 class Completions:
     """One request's answer. Its name, time and model are the same in every chunk."""
 
-    def __init__(self, call: Call, body: dict[str, Any], model: str) -> None:
+    def __init__(self, call: Call, body: dict[str, Any], model: str, prompts: list[str | list[int]]) -> None:
         self.call = call
         self.body = body
+        self.prompts = prompts
         self.head = {
             "id": new_id("cmpl-"),
             "object": "text_completion",
@@ -74,9 +77,9 @@ class Completions:
         self.top = body.get("logprobs")
         self.params: dict[str, Any] = {}
         self.n = body.get("num_return_sequences") or (1 if body.get("num_beams", 1) > 1 else body.get("n", 1))
-        self.offsets: dict[tuple[int, int], int] = {}
+        self.places: dict[tuple[int, int], Places] = {}
 
-    def ask(self, prompts: int) -> None:
+    def ask(self) -> None:
         values = asks.sampling_values(self.body, COMPLETIONS)
         values["max_tokens"] = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
         if self.top is not None:
@@ -91,15 +94,17 @@ class Completions:
             )
         state = self.call.state
         self.params = asks.finish_params(
-            values, limits=state.limits, facts=state.facts, tenant=self.call.tenant, prompts=prompts
+            values, limits=state.limits, facts=state.facts, tenant=self.call.tenant, prompts=len(self.prompts)
         )
         self.head["seed"] = self.params.get("seed")
 
     def choice(self, run: int, choice: dict[str, Any], done: dict[str, Any], echo: str) -> dict[str, Any]:
         logprobs = None
         if self.top is not None:
-            items = [*(done["prompt_logprobs"] if self.echo else []), *choice["logprobs"]]
-            logprobs, _ = completion_logprobs(items, self.top, 0)
+            logprobs = self.echoed(run, done)
+            places = self.answer_places(len(echo))
+            for name, values in completion_logprobs(choice["logprobs"], self.top, places).items():
+                logprobs[name] = [*logprobs[name], *values] if values is not None else None
         out = {
             "text": echo + choice["text"],
             "index": run * self.n + choice["index"],
@@ -107,6 +112,18 @@ class Completions:
             "finish_reason": finish_reason(choice["finish"]),
         }
         return out | {name: choice[name] for name in ("score", "explain") if choice[name]} | loop_of(choice)
+
+    def echoed(self, run: int, done: dict[str, Any]) -> dict[str, Any]:
+        """Log-probabilities of the prompt that stands before the answer; of nothing without echo. A prompt of ids is shown with its control
+        tokens, one of text without those that the model wants around it."""
+        assert self.top is not None
+        places = Places(self.call.state.facts, skip_special=isinstance(self.prompts[run], str), start=True)
+        return completion_logprobs(prompt_items(done) if self.echo else [], self.top, places)
+
+    def answer_places(self, before: int = 0) -> Places:
+        places = Places(self.call.state.facts, self.params.get("skip_special", True))
+        places.at = before
+        return places
 
     async def whole(self) -> Response:
         results = await self.call.results()
@@ -150,8 +167,8 @@ class Completions:
     def delta(self, piece: Piece) -> dict[str, Any]:
         logprobs = None
         if self.top is not None:
-            key = (piece.run, piece.index)
-            logprobs, self.offsets[key] = completion_logprobs(piece.logprobs, self.top, self.offsets.get(key, 0))
+            places = self.places.setdefault((piece.run, piece.index), self.answer_places())
+            logprobs = completion_logprobs(piece.logprobs, self.top, places)
         out = {
             "text": piece.text,
             "index": piece.run * self.n + piece.index,
@@ -179,8 +196,8 @@ async def completions(call: Call) -> Response:
     model = call.state.check_model(body["model"])
     with_usage, pad = stream_options(body)
     prompts = prompts_of(body["prompt"], "prompt", call)
-    made = Completions(call, body, model)
-    made.ask(len(prompts))
+    made = Completions(call, body, model, prompts)
+    made.ask()
     stream = bool(body.get("stream"))
     for prompt in prompts:
         call.submit("generate", prompt=prompt, params=made.params, stream=stream, echo=made.echo)

@@ -49,11 +49,16 @@ async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4)
     while engine.error is None:
         message: wire.Message = {"t": "beat", "stats": engine.stats(), "alive": engine.alive}
         if count % metrics_every == 0:
-            message["metrics"] = engine.metrics() + bandwidth.text(message["stats"])
+            message["metrics"] = engine.metrics() + bandwidth.text(message["stats"]) + tasks_text()
         outbox.put(message)
         count += 1
         await asyncio.sleep(BEAT_SECONDS)
     log.error("the engine failed: %r", engine.error, exc_info=engine.error)
+
+
+def tasks_text() -> str:
+    name = "verbatim_engine_tasks"
+    return f"# HELP {name} asyncio tasks of the engine process\n# TYPE {name} gauge\n{name} {len(asyncio.all_tasks())}\n"
 
 
 class Bandwidth:

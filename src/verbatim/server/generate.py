@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.server.call import Call
 from verbatim.server.problems import Problem
 from verbatim.server.running import Running
+from verbatim.text.decode import TextDecoder
 
 FLOOR = -9999.0  # OpenAI's spelling of "impossible": JSON has no minus infinity
 
@@ -89,6 +90,7 @@ def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
     """Summed over the prompts of one request, with what the cache and the drafts saved."""
     sums = [sum(column) for column in zip(*(run.done["usage"] for run in runs if run.done is not None), strict=True)] or [0] * 5
     prompt, output, cached, drafted, accepted = sums
+    saved = sum(run.done["timings"][4] for run in runs if run.done is not None)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
@@ -99,8 +101,25 @@ def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
             "rejected_prediction_tokens": drafted - accepted,
             "reasoning_tokens": 0,
             "audio_tokens": 0,
+            "mean_accepted_length": round(accepted_length(output, accepted), 3),
+            "saved_seconds": round(saved, 6),
         },
     }
+
+
+def accepted_length(output: int, accepted: int) -> float:
+    """Tokens that a step of a sequence gave on average: its own and the drafts that came true. 1 without speculation."""
+    return output / max(output - accepted, 1) if output else 0.0
+
+
+def speculation(runs: Sequence[Running]) -> dict[str, Any]:
+    """For the protocols whose usage has no place for drafts; nothing where nothing was drafted."""
+    told = usage_of(runs)["completion_tokens_details"]
+    accepted, rejected = told["accepted_prediction_tokens"], told["rejected_prediction_tokens"]
+    if not accepted + rejected:
+        return {}
+    rest = {name: told[name] for name in ("mean_accepted_length", "saved_seconds")}
+    return {"speculation": {"drafted_tokens": accepted + rejected, "accepted_tokens": accepted, **rest}}
 
 
 def extras(runs: Sequence[Running]) -> dict[str, Any]:
@@ -145,26 +164,48 @@ def chat_logprobs(items: Sequence[Any], top: int) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def completion_logprobs(items: Sequence[Any], top: int, offset: int) -> tuple[dict[str, Any], int]:
-    """The older shape: four parallel lists. Returns the offset after the last token, in characters."""
-    tokens: list[str] = []
-    values: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    offsets: list[int] = []
-    for item in items:
-        offsets.append(offset)
-        if item is None:  # the prompt's first token
-            tokens.append("")
-            values.append(None)
-            tops.append(None)
-            continue
-        _, logprob, raw, best = item
-        text = spelled(raw)
-        tokens.append(text)
-        values.append(floor(logprob))
-        tops.append({spelled(r): floor(p) for _, p, r in best[:top]} if top else None)
-        offset += len(text)
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops if top else None, "text_offset": offsets}, offset
+class Places:
+    """Where in a text its tokens begin, in characters. The text was decoded by text/decode.py, and so are the tokens again: a character that is
+    spread over tokens counts once, for the token that completes it, and a control token that is not shown counts nothing."""
+
+    def __init__(self, facts: Mapping[str, Any], skip_special: bool, *, start: bool = False) -> None:
+        self.at = 0
+        self.space_prefix: bool = facts["space_prefix"]
+        self._control = facts["control"]
+        self._raw = b""
+        self._decoder = TextDecoder(self, skip_special, start=start)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._raw
+
+    def is_control(self, token: int) -> bool:
+        return token in self._control
+
+    def place(self, token: int, raw: bytes) -> int:
+        at, self._raw = self.at, raw
+        self.at += len(self._decoder.push(token))
+        return at
+
+
+def completion_logprobs(items: Sequence[Any], top: int, places: Places) -> dict[str, Any]:
+    """The older shape: four parallel lists."""
+    return {
+        "tokens": [spelled(raw) for _, _, raw, _ in items],
+        "token_logprobs": [logprob if logprob is None else floor(logprob) for _, logprob, _, _ in items],
+        "top_logprobs": [_best(best, top) for _, _, _, best in items] if top else None,
+        "text_offset": [places.place(token, raw) for token, _, raw, _ in items],
+    }
+
+
+def _best(best: Sequence[Any] | None, top: int) -> dict[str, float] | None:
+    """None: the prompt's first token, which nothing foretold."""
+    return None if best is None else {spelled(raw): floor(logprob) for _, logprob, raw in best[:top]}
+
+
+def prompt_items(done: Mapping[str, Any]) -> list[Any]:
+    """A prompt's records; the first token, which has no log-probability, in the same form."""
+    first = [done["prompt_ids"][0], None, done["prompt_first"], None]
+    return [first if item is None else item for item in done["prompt_logprobs"]]
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

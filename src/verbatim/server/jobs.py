@@ -73,8 +73,11 @@ class Jobs:
             "hidden": engine.parts.backend.spec.hidden,
             "has_template": engine.has_template,
             "template_tools": "tools" in source,
+            "template_calls": "tool_calls" in source,
             "tool_format": detect_format(source),
             "embeddings": hasattr(engine, "embed"),
+            "control": [t for t in range(tokenizer.vocab_size) if tokenizer.is_control(t)],
+            "space_prefix": bool(getattr(tokenizer, "space_prefix", False)),
             "longest_token": max((len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)), default=1) or 1,
         }
 
@@ -222,15 +225,23 @@ class Jobs:
                     usage.drafted_tokens,
                     usage.accepted_tokens,
                 ],
-                "timings": [times.queued, times.first_token, times.total, times.preemptions],
+                "timings": [times.queued, times.first_token, times.total, times.preemptions, times.saved],
                 "seed": completion.seed,
                 "fingerprint": completion.fingerprint,
                 "warnings": list(completion.warnings),
                 "prompt_logprobs": self._logprobs(completion.prompt_logprobs),
                 "prompt_ids": list(completion.prompt_ids) if completion.prompt_logprobs else [],
+                "prompt_first": self._first_bytes(completion),
                 "receipt": self._receipt(completion.receipt),
             }
         )
+
+    def _first_bytes(self, completion: Completion) -> bytes:
+        """A prompt's first token has no log-probability, and so no record that would hold its bytes."""
+        if not completion.prompt_logprobs:
+            return b""
+        raw: bytes = self._engine.tokenizer.token_bytes(completion.prompt_ids[0])
+        return raw
 
     def _receipt(self, receipt: dict[str, Any] | None) -> dict[str, Any] | None:
         """Under the name clients know: what the operator typed may be a path."""

@@ -5,6 +5,7 @@ Histograms have fixed bounds; nothing is kept per request, so memory does not gr
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -65,6 +66,7 @@ class Metrics:
             "verbatim_engine_restarts_total", "counter", "times the engine was started again", [("", state.supervisor.restarts)]
         )
         one("verbatim_engine_up", "gauge", "1 when the engine is ready", [("", float(state.supervisor.ready.is_set()))])
+        one("verbatim_http_tasks", "gauge", "asyncio tasks of the HTTP process", [("", len(asyncio.all_tasks()))])
         out += self.first_token.lines("verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side")
         out += self.between_tokens.lines(
             "verbatim_http_between_tokens_seconds", "time between pieces of a stream, at the HTTP side"

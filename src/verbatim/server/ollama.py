@@ -17,7 +17,7 @@ from verbatim.server import asks
 from verbatim.server.call import Call, EventStream, Json, new_id
 from verbatim.server.chat import Ask
 from verbatim.server.fields import OLLAMA_CHAT
-from verbatim.server.generate import extras, finish_reason, observe, pieces
+from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation
 from verbatim.server.jsons import dumps
 from verbatim.server.problems import Problem
 
@@ -95,7 +95,7 @@ class Answer:
         done = self.call.runs[0].done
         assert done is not None
         prompt, output, *_ = done["usage"]
-        queued, first, total, _ = done["timings"]
+        queued, first, total, *_ = done["timings"]
         observe(self.call)
         return {
             "done_reason": finish_reason(finish) or "stop",
@@ -107,6 +107,7 @@ class Answer:
             "eval_duration": int(max(total - first, 0) * 1e9),
             "seed": done["seed"],
             "system_fingerprint": done["fingerprint"],
+            **speculation(self.call.runs),
             **extras(self.call.runs),
         }
 

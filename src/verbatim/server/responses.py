@@ -333,7 +333,7 @@ async def count(call: Call) -> Response:
     chat = as_chat(call, body)
     facts = call.state.facts
     tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
-    messages = template_messages(chat["messages"], tools, facts["template_tools"])
+    messages = template_messages(chat["messages"], tools, facts)
     template = {**(body.get("chat_template_kwargs") or {}), **({"tools": tools} if tools and facts["template_tools"] else {})}
     call.submit("tokenize", messages=messages, template=template)
     (done,) = await call.results()

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from verbatim.server import asks
 from verbatim.server.call import Call, Json
 from verbatim.server.completions import prompts_of
-from verbatim.server.generate import floor, observe, spelled, usage_of
+from verbatim.server.generate import floor, observe, prompt_items, spelled, usage_of
 from verbatim.server.problems import Problem
 from verbatim.server.tools import template_messages
 
@@ -78,15 +78,11 @@ async def score(call: Call) -> Response:
 
 
 def _scored(index: int, done: dict[str, Any]) -> dict[str, Any]:
-    items = done["prompt_logprobs"]
     tokens = []
-    for token, item in zip(done["prompt_ids"], items, strict=True):
-        if item is None:
-            tokens.append({"id": token, "token": None, "logprob": None})
-        else:
-            tokens.append({"id": token, "token": spelled(item[2]), "logprob": floor(item[1])})
-            if item[3]:
-                tokens[-1]["top_logprobs"] = [{"id": t, "token": spelled(raw), "logprob": floor(lp)} for t, lp, raw in item[3]]
+    for token, logprob, raw, best in prompt_items(done):
+        tokens.append({"id": token, "token": spelled(raw), "logprob": None if logprob is None else floor(logprob)})
+        if best:
+            tokens[-1]["top_logprobs"] = [{"id": t, "token": spelled(r), "logprob": floor(lp)} for t, lp, r in best]
     known = [t["logprob"] for t in tokens if t["logprob"] is not None]
     total = math.fsum(known)
     perplexity = math.exp(min(-total / len(known), 700)) if known else None
@@ -102,7 +98,7 @@ async def tokenize(call: Call) -> Response:
         asks.check_text_length("prompt", body["prompt"], call.state.facts)
         call.submit("tokenize", text=body["prompt"], special=body.get("add_special_tokens", True))
     else:
-        messages = template_messages(body["messages"], [], call.state.facts["template_tools"])
+        messages = template_messages(body["messages"], [], call.state.facts)
         call.submit("tokenize", messages=messages)
     (done,) = await call.results()
     answer = {"tokens": done["ids"], "count": len(done["ids"]), "max_model_len": call.state.facts["context"]}

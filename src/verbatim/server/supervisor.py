@@ -204,7 +204,7 @@ class Supervisor:
                 running.id, "refused" if running.problem is not None and running.problem.status < 500 else "error"
             )
         elif kind == "ready":
-            self.facts = message
+            self.facts = {**message, "control": frozenset(message["control"])}
             self._last_progress = (time.monotonic(), -1)
             self.ready.set()
             log.info("ready: %s, context %d, fingerprint %s", message["name"], message["context"], message["fingerprint"])

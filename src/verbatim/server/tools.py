@@ -41,10 +41,10 @@ def plain_text(content: Any) -> str:
 
 
 def template_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], in_template: bool
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """OpenAI's messages as chat templates expect them. Where the template knows no tools, they are told in a system message and
-    earlier calls are spelled out as text, so that nothing the client sent is dropped."""
+    """OpenAI's messages as chat templates expect them. Where the template knows no tools, they are told in a system message; where it
+    knows no earlier calls (it may know tools and not these), they are spelled out as text. So nothing the client sent is dropped."""
     out: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
@@ -53,7 +53,7 @@ def template_messages(
             if key in message:
                 made[key] = message[key]
         calls = message.get("tool_calls") or []
-        if calls and in_template:
+        if calls and facts["template_calls"]:
             made["tool_calls"] = [
                 {
                     "id": c["id"],
@@ -62,12 +62,14 @@ def template_messages(
                 }
                 for c in calls
             ]
+            if message.get("content") is None:
+                made["content"] = None  # a template may tell a call from an answer by that
         elif calls:
             made["content"] += "".join(f"{OPEN}\n{_spell(c['function'])}\n{CLOSE}" for c in calls)
-        if "tool_call_id" in message and in_template:
+        if "tool_call_id" in message and facts["template_calls"]:
             made["tool_call_id"] = message["tool_call_id"]
         out.append(made)
-    if tools and not in_template:
+    if tools and not facts["template_tools"]:
         _tell(out, tools)
     return out
 

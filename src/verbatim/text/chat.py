@@ -45,6 +45,7 @@ class ChatTemplate:
         self._special = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._compiled = {"default": self._compile("default", source)}  # the others when first used
         self._takes_parts: dict[str, bool] = {}
+        self._takes_nothing: dict[tuple[str, bool], bool] = {}
 
     # ------------------------------------------------------------------------------------------------------- rendering
 
@@ -80,6 +81,8 @@ class ChatTemplate:
                 raise RequestError(
                     f"the template variable {key!r} is set by the engine; leave it out", param="chat_template_kwargs"
                 )
+        if tools and name != "tool_use" and not self._names("tools", quoted=False):
+            raise UnsupportedError("tools", "the model's chat template has no place for tools")
         chat = [self._message(shield, name, m, i) for i, m in enumerate(_listed(messages, "messages"))]
         values = {
             **self._special,
@@ -138,11 +141,41 @@ class ChatTemplate:
             texts = [_text_of(part, where) for part in content]
             if not self._reads_parts(name):
                 message = {**message, "content": "\n".join(texts)}
-        elif content is not None and not isinstance(content, str):
+        elif content is None:
+            message = self._without_content(name, message, where)
+        elif not isinstance(content, str):
             raise RequestError(f"{where}.content is {type(content).__name__}, not text or a list of parts", param="messages")
         plain: dict[str, Any] = _plain(message, shield, where)
+        if plain.get("tool_calls") and not self._names("tool_calls", quoted=False):
+            raise UnsupportedError("messages", f"{where}.tool_calls: the model's chat template has no place for calls of tools")
         thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
         return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
+
+    def _without_content(self, name: str, message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """A call of a tool, or a thought, needs no text beside it. A template that has not thought of that would write the word None into the
+        prompt, or fail: it gets an empty text. Whoever says nothing at all is told so."""
+        role = message["role"]
+        if role not in ROLES or (role == "assistant" and self._reads_nothing(name, "content" not in message)):
+            return message
+        if role == "assistant" and any(message.get(key) for key in ("tool_calls", *REASONING)):
+            return {**message, "content": ""}
+        raise RequestError(
+            f"{where} has no content, and the model's chat template does not take this conversation without it",
+            param="messages",
+        )
+
+    def _reads_nothing(self, name: str, missing: bool) -> bool:
+        """Whether the template has a place for a call of a tool whose content is null, or not there; found out by trying, once."""
+        if (name, missing) not in self._takes_nothing:
+            call = {"id": "probe7d1x", "type": "function", "function": {"name": "probe", "arguments": {}}}
+            turn = {"role": "assistant", "tool_calls": [call]}
+            nothing = turn if missing else {**turn, "content": None}
+            try:
+                texts = [self._probe(name, [*_PLAIN_TURN, each]) for each in (nothing, {**turn, "content": ""})]
+            except Exception:
+                texts = ["None", ""]
+            self._takes_nothing[name, missing] = texts[0].count("None") == texts[1].count("None")
+        return self._takes_nothing[name, missing]
 
     def _check_known(self, message: Mapping[str, Any], where: str) -> None:
         """Most templates write any role as it comes, and look at no key that they do not know: a typing error would be dropped without a word,

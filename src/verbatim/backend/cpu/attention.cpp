@@ -178,15 +178,13 @@ void Engine::expect(const Op& op, const Item& item) const {
     }
 }
 
-void Engine::attend(const Op& op, int thread, int& phase) {
+void Engine::attend(const Op& op, Units& units) {
     auto& items = items_[layer_group_[op.layer]];
-    for (int i = next(phase), j; i < (int)items.size(); i = j) {
-        j = next(phase);
-        if (j < (int)items.size()) expect(op, items[j]);
-        attend_item(op, *workers_[thread], items[i]);
+    for (int i = units.next(), j; i >= 0; i = j) {
+        j = units.next();
+        if (j >= 0) expect(op, items[j]);
+        attend_item(op, *workers_[units.thread], items[i]);
     }
-    phase++;
-    team_.barrier();
 }
 
 }  // namespace verbatim

@@ -93,14 +93,12 @@ int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t byt
     m->file_bytes = bytes;
     uint8_t* to = arena_.take((size_t)p.panels * p.panel_bytes);
     p.data = to;
-    std::atomic<int> counter{0};
-    team_.run([&](int) {
-        for (int i; (i = counter.fetch_add(8)) < p.panels;)
-            for (int j = i; j < std::min(i + 8, p.panels); j++) {
-                int64_t first = j / gp * per + j % gp * 16, n = std::min<int64_t>(16, j / gp * per + per - first);
-                pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
-                           to + (size_t)j * p.panel_bytes);
-            }
+    team_.share((p.panels + 7) / 8, [&](int unit, int) {
+        for (int j = 8 * unit; j < std::min(8 * unit + 8, p.panels); j++) {
+            int64_t first = j / gp * per + j % gp * 16, n = std::min<int64_t>(16, j / gp * per + per - first);
+            pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
+                       to + (size_t)j * p.panel_bytes);
+        }
     });
     matrices_.push_back(std::move(m));
     return (int)matrices_.size() - 1;
@@ -143,8 +141,6 @@ void Engine::add_op(Op op) {
     ops_.push_back(std::move(op));
 }
 void Engine::finish() {
-    phases_ = 8 * (int)ops_.size() + 8;
-    counters_ = std::make_unique<Counter[]>(phases_);
     auto reads = [](const Op& op) { return op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP || op.type == O_HEAD; };
     for (size_t i = 0; i < ops_.size(); i++)
         for (size_t j = 1; j <= ops_.size() && ops_[i].then < 0; j++)
@@ -213,8 +209,8 @@ void Engine::run() {
     reserve(rows);
     for (auto& b : buffers_) b->qr.group = rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
     plan_attention();
-    for (int i = 0; i < phases_; i++) counters_[i].value.store(0, std::memory_order_relaxed);
-    team_.run([this](int t) { execute(t); });
+    plan_phases();
+    team_.perform(*this, units_);
 }
 
 void Engine::argmax(int row, int32_t* id) const {

@@ -106,7 +106,7 @@ struct Buffer {
     QRows qr{};
 };
 
-class Engine {
+class Engine : Team::Work {
   public:
     Engine(const Kernels& k, int threads, const Shape& shape, bool q8);
 
@@ -136,6 +136,7 @@ class Engine {
     const Packed& matrix(int i) const { return matrices_[i]->p; }
 
   private:
+    using Units = Team::Units;
     struct Item { int seq, row0, rows, kv, tile0, tile1, chain; };
     struct Chain { int seq, row0, rows, kv, tile0, tile1; int64_t partial; int parts; };
     struct Worker {  // scratch of one thread
@@ -146,26 +147,40 @@ class Engine {
 
     void reserve(int rows);
     void plan_attention();
-    void execute(int thread);
-    int next(int phase) { return counters_[phase].value.fetch_add(1, std::memory_order_relaxed); }
-    int later(int phase) { return team_.size() + next(phase); }  // of phases whose first units go to each thread by its number
+    void plan_phases();
+    void phase(int number, Units& units) override;
 
+    // What a product reads: rows of `width`, through idx if given, normed, quantised or both.
+    struct Input { int rows, width; const int32_t* idx; bool quant; };
+    Input input(const Op& op) const;
+    enum Source { AS_IT_IS, BY_EACH, TOGETHER };
+    Source source(const Op& op, const Input& in) const;
+    int product_units(const Op& op) const;
     bool whole_blocks(int width) const;
-    Prepared prepare(const Op& op, int thread, int& phase, int rows, const int32_t* idx, int width, bool quant);
+    int prepare_rows(int rows) const;  // of one unit
+    void prepare(const Op& op, Units& units);
+    Prepared prepared(const Op& op, int thread);
     void norm_row(const Op& op, const float* x, int n, float* y) const;
     void quantise_row(const QRows& q, int64_t row, const float* x, int n) const;
-    void embed(const Op& op, int& phase);
-    void positions(const Op& op, int& phase);
-    void qkv(const Op& op, int thread, int& phase);
-    void qkv_head(const Op& op, int thread, int part, int head, int row0, int rows, float* tile);
-    void attend(const Op& op, int thread, int& phase);
+    void embed(const Op& op, Units& units);
+    void positions(const Op& op, Units& units);
+    void qkv(const Op& op, Units& units);
+    void qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile);
+    void attend(const Op& op, Units& units);
     void attend_item(const Op& op, Worker& w, const Item& item);
     void fill_tile(AttendTile& t, const Op& op, const Item& item, int tile, int lo_all, int hi_all) const;
     void finish_rows(const Op& op, const Item& item, const float* o, const float* l);
-    void linear(const Op& op, int thread, int& phase, int rows, const int32_t* idx);
-    void gateup(const Op& op, int thread, int& phase);
-    void norm(const Op& op, int& phase);
-    void moe(const Op& op, int thread, int& phase);
+    void linear(const Op& op, Units& units);
+    void gateup(const Op& op, Units& units);
+    void norm(const Op& op, Units& units);
+    int moe_up_units(const Op& op) const;
+    int moe_down_units(const Op& op) const;
+    void moe_plan(const Op& op);
+    void moe_route(const Op& op, Units& units);
+    void moe_sort(const Op& op, Units& units);
+    void moe_up(const Op& op, Units& units);
+    void moe_down(const Op& op, Units& units);
+    void moe_sum(const Op& op, Units& units);
 
     int linear_panels(const Op& op) const;
     int gateup_panels(const Op& op) const;
@@ -185,9 +200,11 @@ class Engine {
     std::vector<std::unique_ptr<Worker>> workers_;
     Buffer shared_;                          // normed rows of a step with many rows
     std::vector<Pages> angles_;              // per rope: [rows][2][half]
-    struct alignas(64) Counter { std::atomic<int> value{0}; };
-    std::unique_ptr<Counter[]> counters_;
-    int phases_ = 0, max_width_ = 0, rows_ = 0;
+    enum Stage : int { S_PREPARE, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM };
+    struct Phase { int op; Stage stage; };
+    std::vector<Phase> phases_;              // of this step
+    std::vector<int> units_;                 // of each phase
+    int max_width_ = 0, rows_ = 0;
     int logits_buffer_ = -1, hidden_buffer_ = -1;
     bool q8_;
     int vdim_;

@@ -7,41 +7,43 @@
 namespace verbatim {
 
 // A slot is (row, rank): the expert that row chose at that rank. Experts see their slots as gathered rows.
-void Engine::moe(const Op& op, int thread, int& phase) {
+constexpr int UP_PANELS = 2, DOWN_PANELS = 4;  // of one unit
+int Engine::moe_up_units(const Op& op) const { return (matrices_[op.experts[1][0]]->p.panels + UP_PANELS - 1) / UP_PANELS; }
+int Engine::moe_down_units(const Op& op) const { return (matrices_[op.experts[2][0]]->p.panels + DOWN_PANELS - 1) / DOWN_PANELS; }
+
+// Memory for this step.
+void Engine::moe_plan(const Op& op) {
     const Packed& router = matrices_[op.mat[0]]->p;
-    int rows = (int)step.tokens.size(), experts = router.n, used = op.used, n = shape.hidden;
-    const Packed &up0 = matrices_[op.experts[1][0]]->p, &down0 = matrices_[op.experts[2][0]]->p;
-    bool quant = KIND[router.kind].quantised || KIND[up0.kind].quantised || KIND[matrices_[op.experts[0][0]]->p.kind].quantised;
-    int inner = up0.n, slots = rows * used;
-    if (thread == 0) {  // memory for this step; the barrier below publishes it
-        auto fit = [&](std::unique_ptr<Buffer>& b, int width, bool q) {
-            size_t bytes = (size_t)slots * width * 4 + 256;
-            if (b && b->width == width && b->f.size() >= bytes) return;
-            b = std::make_unique<Buffer>();
-            b->width = width;
-            b->f = Pages(bytes);
-            if (!q) return;
-            int64_t nb = width / 32;
-            size_t a = (size_t)slots * width + 64, s = (size_t)slots * nb * 4 + 64;
-            a = (a + 63) / 64 * 64; s = (s + 63) / 64 * 64;
-            b->q = Pages(a + 4 * s + 64);
-            b->qr = {(int8_t*)b->q.data(), (float*)(b->q.data() + a), (float*)(b->q.data() + a + s), (int32_t*)(b->q.data() + a + 2 * s)};
-        };
-        fit(slots_inner_, inner, true);
-        fit(slots_out_, n, false);
-        if (scores_.size() < (size_t)rows * router.panels * 64) scores_ = Pages((size_t)rows * router.panels * 64 + 256);
-        slot_expert_.resize(slots);
-        slot_weight_.resize(slots);
-        expert_start_.assign(experts + 1, 0);
-        expert_rows_.resize(slots);
-    }
-    team_.barrier();
-    // 1. normed rows, once for all: the router reads floats, the experts mostly the quantised form
-    Op both = op;
-    Prepared in = prepare(both, thread, phase, rows, nullptr, n, quant);
-    // 2. router scores, then each row's choice
-    int64_t ld = router.panels * 16;
-    for (int u; (u = next(phase)) < (rows + ROWS - 1) / ROWS;) {
+    const int rows = (int)step.tokens.size(), slots = rows * op.used;
+    auto fit = [&](std::unique_ptr<Buffer>& b, int width, bool q) {
+        size_t bytes = (size_t)slots * width * 4 + 256;
+        if (b && b->width == width && b->f.size() >= bytes) return;
+        b = std::make_unique<Buffer>();
+        b->width = width;
+        b->f = Pages(bytes);
+        if (!q) return;
+        int64_t nb = width / 32;
+        size_t a = (size_t)slots * width + 64, s = (size_t)slots * nb * 4 + 64;
+        a = (a + 63) / 64 * 64; s = (s + 63) / 64 * 64;
+        b->q = Pages(a + 4 * s + 64);
+        b->qr = {(int8_t*)b->q.data(), (float*)(b->q.data() + a), (float*)(b->q.data() + a + s), (int32_t*)(b->q.data() + a + 2 * s)};
+    };
+    fit(slots_inner_, matrices_[op.experts[1][0]]->p.n, true);
+    fit(slots_out_, shape.hidden, false);
+    if (scores_.size() < (size_t)rows * router.panels * 64) scores_ = Pages((size_t)rows * router.panels * 64 + 256);
+    slot_expert_.resize(slots);
+    slot_weight_.resize(slots);
+    expert_rows_.resize(slots);
+}
+
+// Router scores, then each row's choice. The router reads floats, the experts mostly the quantised form of the same normed rows.
+void Engine::moe_route(const Op& op, Units& units) {
+    const Packed& router = matrices_[op.mat[0]]->p;
+    const int rows = (int)step.tokens.size(), n = shape.hidden, used = op.used;
+    const bool quant = input(op).quant;
+    Prepared in = prepared(op, units.thread);
+    const int64_t ld = router.panels * 16;
+    for (int u; (u = units.next()) >= 0;) {
         int r = u * ROWS, m = std::min(ROWS, rows - r);
         QRows q = quant ? in.q.from(in.q.first(r, n / 32)) : in.q;
         float* s = (float*)scores_.data() + r * ld;
@@ -49,63 +51,74 @@ void Engine::moe(const Op& op, int thread, int& phase) {
         for (int i = 0; i < m; i++) {
             int32_t* ids = &slot_expert_[(size_t)(r + i) * used];
             float* p = &slot_weight_[(size_t)(r + i) * used];
-            float sum = kernels.soft_top(s + i * ld, experts, used, ids, p);
+            float sum = kernels.soft_top(s + i * ld, router.n, used, ids, p);
             if (op.renormalise)
                 for (int j = 0; j < used; j++) p[j] /= sum;
         }
     }
-    phase++;
-    team_.barrier();
-    if (thread == 0) {  // slots by expert, in order of row
+}
+
+// Slots by expert, in order of row: one unit.
+void Engine::moe_sort(const Op& op, Units& units) {
+    const int experts = matrices_[op.mat[0]]->p.n, slots = (int)step.tokens.size() * op.used;
+    while (units.next() >= 0) {
+        expert_start_.assign(experts + 1, 0);
         for (int s = 0; s < slots; s++) expert_start_[slot_expert_[s] + 1]++;
         for (int e = 0; e < experts; e++) expert_start_[e + 1] += expert_start_[e];
         std::vector<int32_t> at(expert_start_.begin(), expert_start_.end() - 1);
         for (int s = 0; s < slots; s++) expert_rows_[at[slot_expert_[s]]++] = s;
     }
-    team_.barrier();
-    Worker& w = *workers_[thread];
+}
+
+// act(gate) * up for 32 outputs of one expert
+void Engine::moe_up(const Op& op, Units& units) {
+    const int inner = matrices_[op.experts[1][0]]->p.n, chunks = moe_up_units(op);
+    Prepared in = prepared(op, units.thread);
+    Worker& w = *workers_[units.thread];
     float *tu = (float*)w.tile.data(), *tg = tu + ROWS * 32, *y = (float*)w.act.data();
-    // 3. act(gate) * up for 32 outputs of one expert
-    int chunks = (up0.panels + 1) / 2;
-    for (int u; (u = next(phase)) < experts * chunks;) {
-        int e = u / chunks, p = u % chunks * 2, np = std::min(2, up0.panels - p), cols = std::min(32, inner - 16 * p);
+    for (int u; (u = units.next()) >= 0;) {
+        int e = u / chunks, p = u % chunks * UP_PANELS;
         const Packed &up = matrices_[op.experts[1][e]]->p, &gate = matrices_[op.experts[0][e]]->p;
+        int np = std::min(UP_PANELS, up.panels - p), cols = std::min(32, inner - 16 * p);
         for (int i = expert_start_[e]; i < expert_start_[e + 1]; i += ROWS) {
             int m = std::min(ROWS, expert_start_[e + 1] - i);
             int32_t idx[ROWS];
-            for (int j = 0; j < m; j++) idx[j] = expert_rows_[i + j] / used;
+            for (int j = 0; j < m; j++) idx[j] = expert_rows_[i + j] / op.used;
             kernels.mm[up.kind](up, p, np, in.q, in.x, idx, m, tu, 32, nullptr);
             kernels.mm[gate.kind](gate, p, np, in.q, in.x, idx, m, tg, 32, nullptr);
             kernels.gate(shape.activation, tg, tu, 32 * m, y);
             for (int j = 0; j < m; j++) {
                 int64_t at = (int64_t)expert_rows_[i + j] * inner + 16 * p;
-                const QRows& q = slots_inner_->qr;
                 std::memcpy((float*)slots_inner_->f.data() + at, y + 32 * j, (size_t)cols * 4);
-                if (inner % 32 == 0) kernels.quantise(y + 32 * j, 32, q.from(at / 32));
+                if (inner % 32 == 0) kernels.quantise(y + 32 * j, 32, slots_inner_->qr.from(at / 32));
             }
         }
     }
-    phase++;
-    team_.barrier();
-    // 4. down
-    constexpr int MOST = 4;
-    chunks = (down0.panels + MOST - 1) / MOST;
-    for (int u; (u = next(phase)) < experts * chunks;) {
-        int e = u / chunks, p = u % chunks * MOST;
+}
+
+void Engine::moe_down(const Op& op, Units& units) {
+    const int chunks = moe_down_units(op), n = shape.hidden;
+    float* tile = (float*)workers_[units.thread]->tile.data();
+    for (int u; (u = units.next()) >= 0;) {
+        int e = u / chunks, p = u % chunks * DOWN_PANELS;
         const Packed& down = matrices_[op.experts[2][e]]->p;
-        int np = std::min(MOST, down.panels - p), cols = std::min(16 * np, n - 16 * p);
+        int np = std::min(DOWN_PANELS, down.panels - p), cols = std::min(16 * np, n - 16 * p);
         for (int i = expert_start_[e]; i < expert_start_[e + 1]; i += ROWS) {
             int m = std::min(ROWS, expert_start_[e + 1] - i);
-            kernels.mm[down.kind](down, p, np, slots_inner_->qr, (const float*)slots_inner_->f.data(), &expert_rows_[i], m, tu, 16 * MOST, nullptr);
+            kernels.mm[down.kind](down, p, np, slots_inner_->qr, (const float*)slots_inner_->f.data(), &expert_rows_[i], m, tile,
+                                  16 * DOWN_PANELS, nullptr);
             for (int j = 0; j < m; j++)
-                std::memcpy((float*)slots_out_->f.data() + (int64_t)expert_rows_[i + j] * n + 16 * p, tu + (int64_t)j * 16 * MOST, (size_t)cols * 4);
+                std::memcpy((float*)slots_out_->f.data() + (int64_t)expert_rows_[i + j] * n + 16 * p, tile + (int64_t)j * 16 * DOWN_PANELS,
+                            (size_t)cols * 4);
         }
     }
-    phase++;
-    team_.barrier();
-    // 5. weighted sum in order of rank
+}
+
+// The weighted sum of each row, in order of rank.
+void Engine::moe_sum(const Op& op, Units& units) {
+    const int n = shape.hidden, used = op.used;
     float* out = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = next(phase)) < rows;) {
+    for (int r; (r = units.next()) >= 0;) {
         float* o = out + (int64_t)r * n;
         const float* y0 = (const float*)slots_out_->f.data() + (int64_t)r * used * n;
         for (int i = 0; i < n; i++) {
@@ -114,8 +127,6 @@ void Engine::moe(const Op& op, int thread, int& phase) {
             o[i] = op.add ? o[i] + s : s;
         }
     }
-    phase++;
-    team_.barrier();
 }
 
 }  // namespace verbatim

@@ -1,5 +1,5 @@
-// The operations of the recorded program. Every thread of the team runs execute(); a phase is a list of units that the threads take from a
-// counter, and ends with a barrier. Who computes a unit never changes what it is.
+// The operations of the recorded program: one or more phases each, whose units the threads of the team take one by one. Who computes a unit
+// never changes what it is.
 #include <algorithm>
 #include <cstring>
 
@@ -22,43 +22,67 @@ bool Engine::whole_blocks(int width) const {
     return width != shape.heads * shape.head_dim || (shape.heads / shape.kv_heads) * shape.head_dim % 32 == 0;
 }
 
-// The input of a product: normed and quantised as asked. One or two rows are done by every thread for itself, which is cheaper than a barrier.
-Engine::Prepared Engine::prepare(const Op& op, int thread, int& phase, int rows, const int32_t* idx, int width, bool quant) {
-    const Buffer& src = *buffers_[op.src];
-    const float* x = (const float*)src.f.data();
-    if (op.norm < 0 && src.inner && !idx) {
-        if (!quant || whole_blocks(width)) return {src.qr, x, nullptr};
-    }
-    if (op.norm < 0 && !quant) return {{}, x, idx};
-    if (rows <= 2) {
-        Worker& w = *workers_[thread];
-        for (int r = 0; r < rows; r++) {
-            const float* row = x + (int64_t)(idx ? idx[r] : r) * width;
-            float* y = (float*)w.norm.data() + (int64_t)r * width;
-            if (op.norm >= 0) norm_row(op, row, width, y);
-            if (quant) quantise_row(w.qr, r, op.norm >= 0 ? y : row, width);
-        }
-        return {w.qr, op.norm >= 0 ? (const float*)w.norm.data() : x, nullptr};
-    }
-    QRows q = shared_.qr;
-    q.group = rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
-    for (int r; (r = next(phase)) < rows;) {
-        const float* row = x + (int64_t)(idx ? idx[r] : r) * width;
-        float* y = (float*)shared_.f.data() + (int64_t)r * width;
-        if (op.norm >= 0) norm_row(op, row, width, y);
-        else std::memcpy(y, row, (size_t)width * 4);
-        if (quant) quantise_row(q, r, y, width);
-    }
-    phase++;
-    team_.barrier();
-    return {q, (const float*)shared_.f.data(), nullptr};
+Engine::Input Engine::input(const Op& op) const {
+    bool quant = false;
+    for (int m : op.mat)
+        if (m >= 0) quant |= KIND[matrices_[m]->p.kind].quantised;
+    for (int part = 0; part < 2 && !op.experts[part].empty(); part++) quant |= KIND[matrices_[op.experts[part][0]]->p.kind].quantised;
+    if (op.type == O_HEAD) return {(int)step.logits.size(), shape.hidden, step.logits.data(), quant};
+    int width = op.type == O_LINEAR ? matrices_[op.mat[0]]->p.k : shape.hidden;
+    return {(int)step.tokens.size(), width, nullptr, quant};
 }
 
-void Engine::embed(const Op& op, int& phase) {
+// One or two rows are normed by every thread for itself, which is cheaper than a phase of its own.
+Engine::Source Engine::source(const Op& op, const Input& in) const {
+    if (op.norm < 0 && buffers_[op.src]->inner && !in.idx && (!in.quant || whole_blocks(in.width))) return AS_IT_IS;
+    if (op.norm < 0 && !in.quant) return AS_IT_IS;
+    return in.rows <= 2 ? BY_EACH : TOGETHER;
+}
+
+int Engine::prepare_rows(int rows) const { return std::clamp(rows / (4 * team_.size()), 1, 8); }
+
+void Engine::prepare(const Op& op, Units& units) {
+    const Input in = input(op);
+    const float* x = (const float*)buffers_[op.src]->f.data();
+    QRows q = shared_.qr;
+    q.group = in.rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+    const int per = prepare_rows(in.rows);
+    for (int u; (u = units.next()) >= 0;)
+        for (int r = u * per; r < std::min(u * per + per, in.rows); r++) {
+            const float* row = x + (int64_t)(in.idx ? in.idx[r] : r) * in.width;
+            float* y = (float*)shared_.f.data() + (int64_t)r * in.width;
+            if (op.norm >= 0) norm_row(op, row, in.width, y);
+            else std::memcpy(y, row, (size_t)in.width * 4);
+            if (in.quant) quantise_row(q, r, y, in.width);
+        }
+}
+
+Engine::Prepared Engine::prepared(const Op& op, int thread) {
+    const Input in = input(op);
+    const Buffer& src = *buffers_[op.src];
+    const float* x = (const float*)src.f.data();
+    QRows q = shared_.qr;
+    q.group = in.rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+    switch (source(op, in)) {
+        case AS_IT_IS: return {src.qr, x, in.idx};
+        case TOGETHER: return {q, (const float*)shared_.f.data(), nullptr};
+        case BY_EACH: break;
+    }
+    Worker& w = *workers_[thread];
+    for (int r = 0; r < in.rows; r++) {
+        const float* row = x + (int64_t)(in.idx ? in.idx[r] : r) * in.width;
+        float* y = (float*)w.norm.data() + (int64_t)r * in.width;
+        if (op.norm >= 0) norm_row(op, row, in.width, y);
+        if (in.quant) quantise_row(w.qr, r, op.norm >= 0 ? y : row, in.width);
+    }
+    return {w.qr, op.norm >= 0 ? (const float*)w.norm.data() : x, nullptr};
+}
+
+void Engine::embed(const Op& op, Units& units) {
     const Packed& w = matrices_[op.mat[0]]->p;
-    int rows = (int)step.tokens.size(), n = shape.hidden;
+    int n = shape.hidden;
     float* x = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = next(phase)) < rows;) {
+    for (int r; (r = units.next()) >= 0;) {
         float* y = x + (int64_t)r * n;
         unpack_row(w, step.tokens[r], kernels.byte_bias, y);
         if (op.scale != 1.0f)
@@ -68,21 +92,17 @@ void Engine::embed(const Op& op, int& phase) {
             rope_angles(step.positions[r], ropes_[k].inv_freq.data(), ropes_[k].half, ropes_[k].factor, a, a + ropes_[k].half);
         }
     }
-    phase++;
-    team_.barrier();
 }
 
-void Engine::positions(const Op& op, int& phase) {
+void Engine::positions(const Op& op, Units& units) {
     const Packed& w = matrices_[op.mat[0]]->p;
-    int rows = (int)step.tokens.size(), n = shape.hidden;
+    int n = shape.hidden;
     float* x = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = next(phase)) < rows;) {
+    for (int r; (r = units.next()) >= 0;) {
         float* y = (float*)shared_.f.data() + (int64_t)r * n;
         unpack_row(w, step.positions[r], kernels.byte_bias, y);
         for (int i = 0; i < n; i++) x[(int64_t)r * n + i] += y[i];
     }
-    phase++;
-    team_.barrier();
 }
 
 static void add_bias(float* tile, int64_t ld, int rows, const float* bias, int n) {
@@ -91,8 +111,7 @@ static void add_bias(float* tile, int64_t ld, int rows, const float* bias, int n
 }
 
 // One head of q, k or v for some rows: bias, norm, rotation, then to the query buffer or into the cache.
-void Engine::qkv_head(const Op& op, int thread, int part, int head, int row0, int rows, float* tile) {
-    (void)thread;
+void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile) {
     int hd = shape.head_dim, ld = vdim_;
     if (op.bias[part] >= 0) add_bias(tile, ld, rows, vectors_[op.bias[part]].data() + (int64_t)head * hd, hd);
     for (int r = 0; r < rows; r++) {
@@ -131,34 +150,29 @@ void Engine::qkv_head(const Op& op, int thread, int part, int head, int row0, in
     }
 }
 
-void Engine::qkv(const Op& op, int thread, int& phase) {
+void Engine::qkv(const Op& op, Units& units) {
     int rows = (int)step.tokens.size(), n = shape.hidden;
-    bool quant = false;
-    for (int p = 0; p < 3; p++) quant |= KIND[matrices_[op.mat[p]]->p.kind].quantised;
-    Prepared in = prepare(op, thread, phase, rows, nullptr, n, quant);
-    float* tile = (float*)workers_[thread]->tile.data();
+    Prepared in = prepared(op, units.thread);
+    float* tile = (float*)workers_[units.thread]->tile.data();
     int heads[3] = {shape.heads, shape.kv_heads, shape.kv_heads}, per = vdim_ / 16;
     auto place = [&](int u, int& part, int& head) {
         part = u < heads[0] ? 0 : u < heads[0] + heads[1] ? 1 : 2;
         head = u - (part > 0 ? heads[0] : 0) - (part > 1 ? heads[1] : 0);
     };
-    const int units = heads[0] + heads[1] + heads[2];
-    for (int u = thread, v; u < units; u = v) {
+    for (int u = units.next(), v; u >= 0; u = v) {
         int part, head, part2, head2;
         place(u, part, head);
-        v = later(phase);
+        v = units.next();
         place(v, part2, head2);
         const Packed& w = matrices_[op.mat[part]]->p;
-        const uint8_t* then = v < units ? panel(op.mat[part2], head2 * per) : following(op, thread);
+        const uint8_t* then = v >= 0 ? panel(op.mat[part2], head2 * per) : following(op, units.thread);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
             QRows q = in.q.from(in.q.first(r, n / 32));
             kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile, vdim_, r + ROWS < rows ? nullptr : then);
-            qkv_head(op, thread, part, head, r, m, tile);
+            qkv_head(op, part, head, r, m, tile);
         }
     }
-    phase++;
-    team_.barrier();
 }
 
 // Panels a thread takes at once: enough units for balance, few enough that taking them costs nothing.
@@ -166,24 +180,31 @@ constexpr int MOST = 4;
 int Engine::linear_panels(const Op& op) const { return std::clamp(matrices_[op.mat[0]]->p.panels / (team_.size() * 6), 1, MOST); }
 int Engine::gateup_panels(const Op& op) const { return matrices_[op.mat[1]]->p.panels >= 16 * team_.size() ? MOST : 2; }
 
+int Engine::product_units(const Op& op) const {
+    if (op.type == O_QKV) return shape.heads + 2 * shape.kv_heads;
+    int per = op.type == O_GATEUP ? gateup_panels(op) : linear_panels(op);
+    return (matrices_[op.mat[op.type == O_GATEUP]]->p.panels + per - 1) / per;
+}
+
 // The weights with which this thread will begin the next product.
 const uint8_t* Engine::following(const Op& op, int thread) const {
     const Op& n = ops_[op.then];
-    if (n.type == O_QKV) return thread < shape.heads ? panel(n.mat[0], thread * (vdim_ / 16)) : nullptr;
-    int matrix = n.type == O_GATEUP ? n.mat[1] : n.mat[0], p = thread * (n.type == O_GATEUP ? gateup_panels(n) : linear_panels(n));
-    return p < matrices_[matrix]->p.panels ? panel(matrix, p) : nullptr;
+    int unit = team_.first(thread, product_units(n));
+    if (unit < 0) return nullptr;
+    if (n.type == O_QKV) return unit < shape.heads ? panel(n.mat[0], unit * (vdim_ / 16)) : nullptr;
+    return n.type == O_GATEUP ? panel(n.mat[1], unit * gateup_panels(n)) : panel(n.mat[0], unit * linear_panels(n));
 }
 
-void Engine::linear(const Op& op, int thread, int& phase, int rows, const int32_t* idx) {
+void Engine::linear(const Op& op, Units& units) {
     const Packed& w = matrices_[op.mat[0]]->p;
-    Prepared in = prepare(op, thread, phase, rows, idx, w.k, KIND[w.kind].quantised);
+    const int rows = input(op).rows, thread = units.thread, step_p = linear_panels(op);
+    Prepared in = prepared(op, thread);
     float* tile = (float*)workers_[thread]->tile.data();
     float* y = (float*)buffers_[op.dst]->f.data();
     const float* bias = op.bias[0] >= 0 ? vectors_[op.bias[0]].data() : nullptr;
-    int step_p = linear_panels(op), units = (w.panels + step_p - 1) / step_p;
-    for (int u = thread, v; u < units; u = v) {
-        v = later(phase);
-        const uint8_t* then = v < units ? panel(op.mat[0], v * step_p) : following(op, thread);
+    for (int u = units.next(), v; u >= 0; u = v) {
+        v = units.next();
+        const uint8_t* then = v >= 0 ? panel(op.mat[0], v * step_p) : following(op, thread);
         int p = u * step_p, np = std::min(step_p, w.panels - p), cols = std::min(16 * np, w.n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
@@ -204,25 +225,22 @@ void Engine::linear(const Op& op, int thread, int& phase, int rows, const int32_
             }
         }
     }
-    phase++;
-    team_.barrier();
 }
 
 // act(gate) * up, 32 outputs at a time, so that the block can be quantised where it is made.
-void Engine::gateup(const Op& op, int thread, int& phase) {
-    int rows = (int)step.tokens.size();
+void Engine::gateup(const Op& op, Units& units) {
+    const int rows = (int)step.tokens.size(), thread = units.thread, most = gateup_panels(op), width = 16 * most;
     bool gated = op.mat[0] >= 0;
     const Packed& up = matrices_[op.mat[1]]->p;
     const Packed* gate = gated ? &matrices_[op.mat[0]]->p : nullptr;
-    bool quant = KIND[up.kind].quantised || (gated && KIND[gate->kind].quantised);
-    bool out_quant = up.n % 32 == 0;
-    Prepared in = prepare(op, thread, phase, rows, nullptr, up.k, quant);
+    const int n = up.n;
+    bool out_quant = n % 32 == 0;
+    Prepared in = prepared(op, thread);
     float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + ROWS * 64, *y = (float*)workers_[thread]->act.data();
     Buffer& dst = *buffers_[op.dst];
-    int n = up.n, most = gateup_panels(op), width = 16 * most, units = (up.panels + most - 1) / most;
-    for (int u = thread, v; u < units; u = v) {
-        v = later(phase);
-        const uint8_t* then = v < units ? panel(op.mat[1], v * most) : following(op, thread);
+    for (int u = units.next(), v; u >= 0; u = v) {
+        v = units.next();
+        const uint8_t* then = v >= 0 ? panel(op.mat[1], v * most) : following(op, thread);
         int p = most * u, np = std::min(most, up.panels - p), cols = std::min(width, n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
@@ -242,17 +260,15 @@ void Engine::gateup(const Op& op, int thread, int& phase) {
             }
         }
     }
-    phase++;
-    team_.barrier();
 }
 
 // dst = norm(src) of the rows asked for, or dst += norm(src)
-void Engine::norm(const Op& op, int& phase) {
+void Engine::norm(const Op& op, Units& units) {
     bool add = op.type == O_NORMADD;
-    int rows = op.outputs ? (int)step.outputs.size() : (int)step.tokens.size(), n = shape.hidden;
+    int n = shape.hidden;
     const float* x = (const float*)buffers_[op.src]->f.data();
     float* y = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = next(phase)) < rows;) {
+    for (int r; (r = units.next()) >= 0;) {
         const float* row = x + (int64_t)(op.outputs ? step.outputs[r] : r) * n;
         if (!add) {
             norm_row(op, row, n, y + (int64_t)r * n);
@@ -262,23 +278,63 @@ void Engine::norm(const Op& op, int& phase) {
         norm_row(op, row, n, t);
         for (int i = 0; i < n; i++) y[(int64_t)r * n + i] += t[i];
     }
-    phase++;
-    team_.barrier();
 }
 
-void Engine::execute(int thread) {
-    int phase = 0;
-    for (const Op& op : ops_) switch (op.type) {
-            case O_EMBED: embed(op, phase); break;
-            case O_POSITIONS: positions(op, phase); break;
-            case O_QKV: qkv(op, thread, phase); break;
-            case O_ATTEND: attend(op, thread, phase); break;
-            case O_LINEAR: linear(op, thread, phase, (int)step.tokens.size(), nullptr); break;
-            case O_GATEUP: gateup(op, thread, phase); break;
-            case O_NORM: case O_NORMADD: norm(op, phase); break;
-            case O_MOE: moe(op, thread, phase); break;
-            case O_HEAD: linear(op, thread, phase, (int)step.logits.size(), step.logits.data()); break;
+// The phases of this step and how many units each has.
+void Engine::plan_phases() {
+    phases_.clear();
+    units_.clear();
+    auto add = [&](int op, Stage stage, int units) {
+        phases_.push_back({op, stage});
+        units_.push_back(units);
+    };
+    const int rows = (int)step.tokens.size();
+    for (int i = 0; i < (int)ops_.size(); i++) {
+        const Op& op = ops_[i];
+        switch (op.type) {
+            case O_EMBED: case O_POSITIONS: case O_NORMADD: add(i, S_WORK, rows); break;
+            case O_NORM: add(i, S_WORK, op.outputs ? (int)step.outputs.size() : rows); break;
+            case O_ATTEND: add(i, S_WORK, (int)items_[layer_group_[op.layer]].size()); break;
+            case O_QKV: case O_LINEAR: case O_GATEUP: case O_HEAD: case O_MOE: {
+                const Input in = input(op);
+                if (source(op, in) == TOGETHER) add(i, S_PREPARE, (in.rows + prepare_rows(in.rows) - 1) / prepare_rows(in.rows));
+                if (op.type != O_MOE) {
+                    add(i, S_WORK, in.rows ? product_units(op) : 0);
+                    break;
+                }
+                moe_plan(op);
+                const int experts = matrices_[op.mat[0]]->p.n;
+                add(i, S_ROUTE, (rows + ROWS - 1) / ROWS);
+                add(i, S_SORT, 1);
+                add(i, S_UP, experts * moe_up_units(op));
+                add(i, S_DOWN, experts * moe_down_units(op));
+                add(i, S_SUM, rows);
+            }
         }
+    }
+}
+
+void Engine::phase(int number, Units& units) {
+    const Op& op = ops_[phases_[number].op];
+    switch (phases_[number].stage) {
+        case S_PREPARE: return prepare(op, units);
+        case S_ROUTE: return moe_route(op, units);
+        case S_SORT: return moe_sort(op, units);
+        case S_UP: return moe_up(op, units);
+        case S_DOWN: return moe_down(op, units);
+        case S_SUM: return moe_sum(op, units);
+        case S_WORK: break;
+    }
+    switch (op.type) {
+        case O_EMBED: return embed(op, units);
+        case O_POSITIONS: return positions(op, units);
+        case O_QKV: return qkv(op, units);
+        case O_ATTEND: return attend(op, units);
+        case O_LINEAR: case O_HEAD: return linear(op, units);
+        case O_GATEUP: return gateup(op, units);
+        case O_NORM: case O_NORMADD: return norm(op, units);
+        case O_MOE: return;
+    }
 }
 
 }  // namespace verbatim

@@ -89,13 +89,11 @@ nb::list sample_rows(Team& team, vb::SampleFn sample, const float* logits, int64
     std::vector<SampleOut> outs(work.size());
     {
         nb::gil_scoped_release nogil;
-        std::atomic<size_t> next{0};
-        auto run = [&](int) {
-            for (size_t i; (i = next.fetch_add(1)) < work.size();)
-                if (work[i].row.params) sample(logits + (int64_t)i * vocab, vocab, work[i].row, outs[i]);
+        auto draw = [&](int i, int) {
+            if (work[i].row.params) sample(logits + (int64_t)i * vocab, vocab, work[i].row, outs[i]);
         };
-        if (work.size() > 1) team.run(run);
-        else run(0);
+        if (work.size() > 1) team.share((int)work.size(), draw);
+        else if (work.size()) draw(0, 0);
     }
     nb::list out;
     for (size_t i = 0; i < outs.size(); i++) out.append(work[i].row.params ? told(outs[i]) : nb::none());

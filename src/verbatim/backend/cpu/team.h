@@ -1,8 +1,14 @@
-// A team of threads that runs one function at a time, with cheap barriers inside it. Waiting threads spin for a moment, then sleep.
+// A team of threads that works through a list of phases. A phase is some units, taken one by one; it is over when its units are done, not
+// when all threads have come: a thread that the system has put aside for a while holds up nobody, unless it was put aside inside a unit.
+//
+// So a thread may be late, even by whole steps. It reads nothing of a step before it holds one of its units, and a unit can only be taken by
+// who knows the step's number: the counters carry it. Whoever holds a unit can rely on everything staying where it is until the unit is done.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -22,8 +28,36 @@ inline void relax() {
 
 class Team {
   public:
-    explicit Team(int threads) : size_(threads < 1 ? 1 : threads) {
-        for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { work(i); });
+    // The units of a phase, as one thread takes them.
+    class Units {
+      public:
+        const int thread;
+        int next() {  // -1: no more
+            int u = held_;
+            held_ = -1;
+            if (u < 0) u = team_.take(*this);
+            taken_ += u >= 0;
+            return u;
+        }
+
+      private:
+        friend class Team;
+        Units(Team& team, int phase, int thread, uint32_t epoch) : thread(thread), team_(team), phase_(phase), epoch_(epoch) {}
+        Team& team_;
+        const int phase_;
+        int held_ = -1, taken_ = 0;
+        const uint32_t epoch_;
+        uint64_t seen_ = 0;  // the counter as this thread left it
+    };
+    struct Work {
+        virtual void phase(int number, Units& units) = 0;  // takes units until there are no more
+      protected:
+        ~Work() = default;
+    };
+
+    explicit Team(int threads, int phases = 1) : size_(threads < 1 ? 1 : threads) {
+        reserve(phases);
+        for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { wait_for_work(i); });
     }
     ~Team() {
         stop_.store(true);
@@ -36,55 +70,135 @@ class Team {
 
     int size() const { return size_; }
 
-    void run(const std::function<void(int)>& fn) {
-        fn_ = &fn;
-        if (size_ > 1) {
-            epoch_.fetch_add(1, std::memory_order_release);
-            epoch_.notify_all();
+    // Runs all phases in order. What one phase wrote, every later one sees; what all wrote is seen by the caller.
+    void perform(Work& work, const std::vector<int>& units) {
+        reserve((int)units.size());
+        uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+        work_ = &work;
+        count_.store((int)units.size(), std::memory_order_relaxed);
+        for (size_t p = 0; p < units.size(); p++) {
+            Phase& phase = phases_[p];  // the step's number first: from then on nobody who is late can take a unit here
+            phase.next.store(fresh(epoch, kept(units[p])), std::memory_order_relaxed);
+            phase.done.store(epoch << COUNT_BITS, std::memory_order_relaxed);
+            units_[p].store(units[p], std::memory_order_release);
         }
-        fn(0);
-        barrier();  // nobody may still use fn when run returns
+        epoch_.store(epoch, std::memory_order_release);
+        if (size_ > 1) epoch_.notify_all();
+        play(0, epoch);
     }
 
-    // Every thread of the team must call it. What was written before is seen by all afterwards.
-    void barrier() {
-        if (size_ == 1) return;
-        uint32_t g = generation_.load(std::memory_order_acquire);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-            arrived_.store(0, std::memory_order_relaxed);
-            generation_.store(g + 1, std::memory_order_release);
-            generation_.notify_all();
-            return;
-        }
-        spin(generation_, g, 4000);
+    // One phase of `units` calls of fn(unit, thread).
+    void share(int units, const std::function<void(int, int)>& fn) {
+        struct One : Work {
+            const std::function<void(int, int)>& fn;
+            explicit One(const std::function<void(int, int)>& f) : fn(f) {}
+            void phase(int, Units& units) override {
+                for (int u; (u = units.next()) >= 0;) fn(u, units.thread);
+            }
+        } one(fn);
+        perform(one, {units});
     }
+
+    // The unit that a thread begins a phase with, so that it can be prepared for; -1: not known.
+    int first(int thread, int units) const { return thread < kept(units) ? thread : -1; }
 
   private:
-    static void spin(std::atomic<uint32_t>& value, uint32_t old, int turns) {
-        for (int i = 0; i < turns; i++) {
-            if (value.load(std::memory_order_acquire) != old) return;
-            relax();
-        }
-        while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+    static constexpr int COUNT_BITS = 20, KEPT = 16, SPINS = 4000;
+    static constexpr uint32_t EPOCH_MASK = 0xffffff;
+    struct alignas(64) Phase {
+        std::atomic<uint64_t> next{0};  // step number (24 bits), which first units are taken (16), the next of the others (24)
+        std::atomic<uint32_t> done{0};  // step number (12 bits), units done (20)
+    };
+
+    static uint64_t fresh(uint32_t epoch, int index) { return (uint64_t)(epoch & EPOCH_MASK) << 40 | (uint64_t)index; }
+    int kept(int units) const { return std::min({size_, KEPT, units}); }
+
+    // More phases than ever before: the threads must be out of the old ones.
+    void reserve(int phases) {
+        if (phases <= capacity_) return;
+        for (auto& idle : idle_)
+            for (uint32_t e = epoch_.load(), i; (i = idle.load(std::memory_order_acquire)) != e;) idle.wait(i, std::memory_order_acquire);
+        if (idle_.empty()) idle_ = std::vector<std::atomic<uint32_t>>(size_ - 1);
+        phases_ = std::make_unique<Phase[]>(phases);
+        units_ = std::make_unique<std::atomic<int>[]>(phases);
+        capacity_ = phases;
     }
-    void work(int index) {
-        uint32_t seen = 0;
-        for (;;) {
-            spin(epoch_, seen, 8000);  // about a third of a millisecond: the pause between two steps of one answer
-            seen++;
-            if (stop_.load()) return;
-            (*fn_)(index);
-            barrier();
+
+    // Each thread begins with the unit of its own number, whose memory it has asked for; the others come in order; last what nobody began.
+    int take(Units& mine) {
+        const int units = units_[mine.phase_].load(std::memory_order_acquire), own = kept(units), thread = mine.thread;
+        std::atomic<uint64_t>& next = phases_[mine.phase_].next;
+        // Not loaded first: a guess that is mostly right takes the line from the other threads once, not twice.
+        uint64_t word = mine.seen_ ? mine.seen_ : fresh(mine.epoch_, own);
+        for (bool sure = false;;) {
+            if (word >> 40 != (mine.epoch_ & EPOCH_MASK)) return -1;
+            const uint32_t begun = (uint32_t)(word >> 24) & 0xffff;
+            const int index = (int)(word & 0xffffff);
+            int unit = -1;
+            if (thread < own && !(begun >> thread & 1)) unit = thread;
+            else if (index < units) unit = index;
+            else if (begun != (1u << own) - 1) unit = __builtin_ctz(~begun);
+            else if (sure || !units) return -1;
+            mine.seen_ = unit < 0 ? word : unit < own ? word | (uint64_t)1 << (24 + unit) : word + 1;
+            if (next.compare_exchange_strong(word, mine.seen_, std::memory_order_acq_rel, std::memory_order_acquire)) return unit;
+            sure = true;
         }
     }
 
-    int size_;
-    std::vector<std::thread> workers_;
-    const std::function<void(int)>* fn_ = nullptr;
-    alignas(64) std::atomic<uint32_t> epoch_{0};
-    alignas(64) std::atomic<uint32_t> generation_{0};
-    alignas(64) std::atomic<int> arrived_{0};
+    void play(int thread, uint32_t epoch) {
+        const int count = count_.load(std::memory_order_relaxed);
+        for (int p = 0; p < count; p++) {
+            Units units(*this, p, thread, epoch);
+            units.held_ = take(units);
+            if (units.held_ >= 0) {
+                work_->phase(p, units);
+                finish(p, epoch, units.taken_);
+            }
+            if (!over(p, epoch)) return;
+        }
+    }
+
+    void finish(int p, uint32_t epoch, int taken) {
+        Phase& phase = phases_[p];
+        uint32_t whole = epoch << COUNT_BITS | (uint32_t)units_[p].load(std::memory_order_relaxed);
+        if (phase.done.fetch_add((uint32_t)taken, std::memory_order_acq_rel) + (uint32_t)taken == whole) phase.done.notify_all();
+    }
+
+    // Waits for the phase's end; false if the whole step is long over.
+    bool over(int p, uint32_t epoch) {
+        Phase& phase = phases_[p];
+        const uint32_t whole = epoch << COUNT_BITS | (uint32_t)units_[p].load(std::memory_order_relaxed);
+        for (int i = 0;; i++) {
+            uint32_t done = phase.done.load(std::memory_order_acquire);
+            if (done == whole) return true;
+            if (done >> COUNT_BITS != (epoch & 0xfff)) return false;
+            if (i < SPINS) relax();
+            else phase.done.wait(done, std::memory_order_acquire);
+        }
+    }
+
+    void wait_for_work(int index) {
+        for (uint32_t seen = 0;;) {
+            for (int i = 0; i < 2 * SPINS && epoch_.load(std::memory_order_acquire) == seen; i++) relax();  // the pause between two steps of one answer
+            epoch_.wait(seen, std::memory_order_acquire);
+            if (stop_.load()) return;
+            seen = epoch_.load(std::memory_order_acquire);
+            play(index, seen);
+            idle_[index - 1].store(seen, std::memory_order_release);
+            idle_[index - 1].notify_all();
+        }
+    }
+
+    const int size_;
+    int capacity_ = 0;
+    std::unique_ptr<Phase[]> phases_;
+    std::unique_ptr<std::atomic<int>[]> units_;  // of each phase; apart from the counters, because all read and none writes
+    std::vector<std::atomic<uint32_t>> idle_;  // the last step that each worker has left
+    std::atomic<int> count_{0};
+    Work* work_ = nullptr;
     std::atomic<bool> stop_{false};
+    alignas(64) std::atomic<uint32_t> epoch_{0};
+    std::vector<std::thread> workers_;
 };
 
 }  // namespace verbatim
