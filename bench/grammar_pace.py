@@ -24,6 +24,7 @@ from verbatim import SamplingParams
 from verbatim.base.errors import VerbatimError
 from verbatim.base.records import Delta
 from verbatim.engine.aio import AsyncEngine
+from verbatim.server.place import give_places, native_threads
 
 Structure = dict[str, Any]
 PLAIN = "plain"
@@ -120,7 +121,12 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     kinds = {name: make for name, make in structures().items() if name in asked.loads.split(",")}
     numbers = itertools.count(int(time.time()) % 100_000)
     rows: dict[str, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+    before = native_threads()
     async with AsyncEngine(asked.model, context=4096) as engine:
+        placed = not asked.no_places and give_places(engine, before)
+        print(
+            f"{engine.parts.backend.info.threads} threads, {'each with a place of its own' if placed else 'where the system puts them'}"
+        )
         await asyncio.wrap_future(engine._compilers.submit("", lambda: None))
         await window(engine, 1.0)
         idle = await idle_times(engine, kinds, numbers)
@@ -161,6 +167,9 @@ def main() -> None:
     ask.add_argument("--model", default="smollm2")
     ask.add_argument("--seconds", type=float, default=5.0)
     ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument(
+        "--no-places", action="store_true", help="do not give each thread of the engine a processor, as the server does"
+    )
     ask.add_argument("--loads", default=",".join((*structures(), PLAIN)))
     result = asyncio.run(measure(ask.parse_args()))
     print(

@@ -190,46 +190,58 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
 # ---------------------------------------------------------------------------------------------------------- a long prompt
 
 
-def chunk_seconds(port: int, long: int) -> float:
-    """Of the last chunk of a long prompt, the dearest one, alone: all before it comes out of the prefix cache."""
+SALT = "chunk"
+TAILS = ("sky", "sun", "boat", "wind", "night", "storm", "rain", "sand")  # each one token, as "sea" is
 
-    async def alone(client: Client) -> float:
+
+async def chunk_seconds(client: Client, long: int, turn: int) -> float:
+    """Of the last chunk of a long prompt, the dearest one, alone. All before it comes out of the prefix cache; its first word makes it new."""
+    words = "sea " * (long - CHUNK) + TAILS[turn % len(TAILS)] + " " + "sea " * (CHUNK - 2)
+    begun = time.perf_counter()
+    await client.ask(request(1, prompt=words, cache_salt=SALT))
+    return time.perf_counter() - begun
+
+
+async def gaps_around(client: Client, tokens: int, long: int) -> tuple[list[float], list[float]]:
+    """Gaps between tokens of 16 streams before a prompt of `long` tokens comes, and while it is computed."""
+    streams = [client.ask(request(tokens, s)) for s in range(STREAMS)]
+    await asyncio.sleep(1.0)
+    begun = time.perf_counter()
+    await client.ask(request(1, prompt="sea " * long, cache_salt=str(begun)))
+    end = time.perf_counter()
+    pairs = [
+        pair for asked in await asyncio.gather(*streams) for pair in pairwise(asked.times[1:])
+    ]  # the first waited for the others
+    calm = [b - a for a, b in pairs if b < begun]
+    return calm, [b - a for a, b in pairs if a < end and b >= begun]
+
+
+def long_prompt(port: int, tokens: int, long: int, rounds: int) -> dict[str, Any]:
+    """In turns, because the machine itself changes from moment to moment: a chunk alone, and the same chunks among streams."""
+
+    async def turns(client: Client) -> list[tuple[float, float, float]]:
+        await client.ask(request(1, prompt="sea " * (long - CHUNK), cache_salt=SALT))
         found = []
-        for salt in ("first", "second"):
-            await client.ask(request(1, prompt="sea " * (long - CHUNK), cache_salt=salt))
-            begun = time.perf_counter()
-            await client.ask(request(1, prompt="sea " * (long - 1), cache_salt=salt))  # and one token of the beginning
-            found.append(time.perf_counter() - begun)
-        return min(found)
+        for turn in range(rounds):
+            chunk = await chunk_seconds(client, long, turn)
+            calm, stirred = await gaps_around(client, max(tokens, 200), long)
+            found.append((chunk, quantile(calm, 0.99), quantile(stirred, 0.99)))
+        return found
 
-    return run(port, alone)
-
-
-def gaps_with(port: int, tokens: int, long: int) -> list[float]:
-    """Gaps between tokens of 16 streams while a prompt of `long` tokens (0: none) is computed."""
-
-    async def watch(client: Client) -> list[float]:
-        streams = [client.ask(request(tokens, s)) for s in range(STREAMS)]
-        await asyncio.sleep(1.0)
-        begun, end = time.perf_counter(), float("inf")
-        if long:
-            await client.ask(request(1, prompt="sea " * long, cache_salt=str(begun)))
-            end = time.perf_counter()
-        times = [asked.times for asked in await asyncio.gather(*streams)]
-        return [b - a for each in times for a, b in pairwise(each) if a < end and b >= begun]
-
-    return run(port, watch)
-
-
-def long_prompt(port: int, tokens: int, long: int) -> dict[str, float]:
-    chunk = chunk_seconds(port, long)
-    calm = quantile(gaps_with(port, tokens, 0), 0.99)
-    stirred = quantile(gaps_with(port, max(tokens, 400), long), 0.99)
+    found = run(port, turns)
+    chunk, calm, stirred = (median(column) for column in zip(*found, strict=True))
+    share = median((s - c) / k for k, c, s in found)
     print(
-        f"a prompt of {long} tokens among them: its last chunk alone takes {chunk * 1e3:.0f} ms (the limit of the rise); "
-        f"p99 between tokens {calm * 1e3:.0f} ms, then {stirred * 1e3:.0f} ms: a rise of {(stirred - calm) * 1e3:.0f} ms"
+        f"a prompt of {long} tokens among them: its last chunk alone takes {chunk * 1e3:.0f} ms (the limit of the rise); p99 between "
+        f"tokens {calm * 1e3:.0f} ms before it, {stirred * 1e3:.0f} ms while it is computed: a rise of {share:.1%} of that chunk"
     )
-    return {"calm_p99_s": calm, "stirred_p99_s": stirred, "rise_s": stirred - calm, "chunk_s": chunk}
+    return {
+        "calm_p99_s": calm,
+        "stirred_p99_s": stirred,
+        "chunk_s": chunk,
+        "rise_share_of_chunk": share,
+        "turns": [[round(value, 4) for value in each] for each in found],
+    }
 
 
 # --------------------------------------------------------------------------------------------------------------- overload
@@ -323,6 +335,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=8, help="turns that each figure is the median of")
     parser.add_argument("--long", type=int, default=6000)
+    parser.add_argument("--long-rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--only", choices=["overhead", "prompt", "overload"], default=None)
     args = parser.parse_args()
@@ -332,7 +345,7 @@ def main() -> None:
             if args.only != "prompt":
                 made["overhead"] = overhead(args.model, live.port, args.tokens, args.rounds)
             if args.only != "overhead":
-                made["long_prompt"] = long_prompt(live.port, args.tokens, args.long)
+                made["long_prompt"] = long_prompt(live.port, args.tokens, args.long, args.long_rounds)
     if args.only in (None, "overload"):
         with serving(args.model, STREAMS) as live:
             pids = {"http": live.process.pid, "engine": live.engine_pid(), "client": os.getpid()}

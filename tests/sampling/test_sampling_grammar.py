@@ -221,6 +221,43 @@ def test_two_backslashes_are_one_in_the_text() -> None:
     assert takes(build(regex="a\\\\"), "a\\")
 
 
+@pytest.mark.parametrize(
+    ("bounds", "kept"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, False),
+        ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5}, False),
+        ({"minimum": -1.5, "exclusiveMaximum": -1}, False),
+        ({"exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, False),
+        ({"exclusiveMinimum": 0, "allOf": [{"maximum": 0.25}]}, False),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, True),
+        ({"exclusiveMinimum": 0, "maximum": 1.5}, True),
+        ({"exclusiveMinimum": 0.5, "exclusiveMaximum": 0.75}, True),
+        ({"minimum": 0, "maximum": 0.5}, True),
+        ({"exclusiveMinimum": 3}, True),
+    ],
+    ids=str,
+)
+def test_an_open_bound_is_not_written_itself(bounds: dict[str, Any], kept: bool) -> None:
+    """llguidance 1.9 would accept the bound where the other one is near; such schemas are refused by name."""
+    schema = {"type": "number", **bounds}
+    if not kept:
+        with pytest.raises(UnsupportedError, match="exclusiveM"):
+            build(json_schema=schema)
+        return
+    structure = build(json_schema=schema)
+    low, high = bounds.get("exclusiveMinimum"), bounds.get("exclusiveMaximum")
+    for bound in (low, high):
+        for text in {str(bound), f"{bound}.0", "-0"} if bound is not None else ():
+            assert bound != 0 or not takes(structure, text)
+            assert not takes(structure, text) or text == "-0"
+
+
+@pytest.mark.parametrize("step", [-2, -0.5, 0])
+def test_a_multiple_of_nothing_or_less_is_refused(step: float) -> None:
+    with pytest.raises(ParameterError, match="multipleOf"):
+        build(json_schema={"type": "number", "multipleOf": step})
+
+
 ILL_TYPED = [5, "x", None, True, [], {}, [5], {"a": 5}, -1, 1e400, [[]], 0.5]
 
 

@@ -288,13 +288,19 @@ def test_a_child_stands_still_where_it_has_no_turn(guard: Guard) -> None:
     spent = child.spent()
     time.sleep(0.2)
     assert (state(), child.spent()) == ("T", spent)
+    assert os.sched_getscheduler(worker) == os.SCHED_IDLE
     assert spent < 10 * turns.BURST
     over.set()
     thread.join(60)
     assert len(refused) == 1
     guard.turns = Turns()
-    assert guard.translate("regex", "b", 60.0)
+    assert guard.translate("regex", "b", 60.0, share=lambda: 1.0)
     assert child.worker not in (0, worker)
+    assert os.sched_getscheduler(child.worker) == os.SCHED_OTHER
+    child.stand_back()
+    low = child.worker
+    assert guard.translate("regex", "c", 60.0)  # one that stood back serves nobody else
+    assert child.worker not in (0, low)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from typing import Any
 
+import httpx
 import pytest
 from live_server import Live
+from streams import stream
 
 from verbatim import LLM, SamplingParams
 from verbatim.server.store import Store
@@ -162,6 +165,61 @@ def test_http_answers_are_the_librarys_token_for_token(fake: Any) -> None:
             assert [c.text for c in llm.chat(CHAT["messages"], params).choices] == [
                 c["message"]["content"] for c in chat["choices"]
             ]
+
+
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "seed": 1},
+    {"seed": 2, "temperature": 0.8, "top_p": 0.9, "min_p": 0.02},
+    {"seed": 3, "n": 2, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"seed": 4, "stop": ["."], "top_k": 40},
+    {"seed": 5, "regex": "[a-z ]{20,60}", "speculate": "ngram"},
+    {"num_beams": 3},
+]
+TALK = [{"role": "user", "content": "Tell me about the sea."}]
+
+
+async def over_http(live: Any, stream: bool, together: bool) -> list[Any]:
+    """The tokens of every request in ASKED, as a completion and as a chat; all of them at once, or one after the other."""
+    async with httpx.AsyncClient(base_url=live.url, timeout=120) as client:
+
+        async def ids(path: str, body: dict[str, Any]) -> Any:
+            streamed = stream and "num_beams" not in body
+            answer = await client.post(path, json={"model": "m", "max_tokens": 24, "receipt": True, "stream": streamed, **body})
+            assert answer.status_code == 200, answer.text
+            made = json.loads(answer.text.split("data: ")[-2]) if streamed else answer.json()
+            return [(c["token_ids"], c["finish"]) for c in made["receipt"]["choices"]]
+
+        works = [ids("/v1/completions", {"prompt": "The sea is", **values}) for values in ASKED]
+        works += [ids("/v1/chat/completions", {"messages": TALK, **values}) for values in ASKED]
+        return await asyncio.gather(*works) if together else [await work for work in works]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(real: Any, default_model: Any) -> None:
+    with LLM(str(default_model)) as llm:
+        asked = [SamplingParams(max_tokens=24, **{**values, "stop": tuple(values.get("stop", ()))}) for values in ASKED]
+        done = [llm.generate("The sea is", params) for params in asked] + [llm.chat(TALK, params) for params in asked]
+        library = [[(list(c.token_ids), [c.finish.reason, c.finish.detail]) for c in each.choices] for each in done]
+    assert asyncio.run(over_http(real, stream=False, together=False)) == library
+
+    async def under_load() -> None:
+        others = [
+            asyncio.create_task(
+                stream(
+                    real.port,
+                    "/v1/completions",
+                    {"prompt": "word " * 9 * n, "max_tokens": 60, "stream": True, "ignore_eos": True},
+                )
+            )
+            for n in range(1, 17)
+        ]
+        await asyncio.sleep(0.3)
+        for streamed in (False, True):
+            assert await over_http(real, streamed, together=True) == library
+        assert all(other.finished for other in await asyncio.gather(*others))
+
+    asyncio.run(under_load())
 
 
 def test_models_are_the_startup_table(fake: Any) -> None:

@@ -356,6 +356,7 @@ async def kill_under_load(live: Live, after: float) -> tuple[list[Any], float, f
 def kill_engine(live: Live, times: int) -> None:
     rng, first = random.Random(1), live.complete("probe", max_tokens=24)["choices"]
     errors, reloads, cut, before = [], [], 0, {}
+    calm = (inside(live.process.pid), live.wait_at_rest()["verbatim_http_tasks"])
     with Pulse(live.port) as pulse:
         for _ in range(times):
             done, killed, late = asyncio.run(kill_under_load(live, rng.uniform(0.1, 0.6)))
@@ -385,6 +386,7 @@ def kill_engine(live: Live, times: int) -> None:
         )
     )
     check_ledger(numbers, times, before)
+    assert (inside(live.process.pid), numbers["verbatim_http_tasks"]) == calm  # a life that ended leaves nothing behind
     check_log(live)
     assert live.stop() == 0
 

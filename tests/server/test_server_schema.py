@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Live
+from live_server import Live, check_ledger, tell
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
+STATUSES: Counter[str] = Counter()  # of every answer to a case, all runs together
+
+
+def answers(live: Live) -> Counter[str]:
+    """HTTP answers so far, by status."""
+    found: Counter[str] = Counter()
+    for name, value in live.metrics().items():
+        if name.startswith("verbatim_http_answers_total"):
+            found[name.rsplit('"', 2)[1]] += int(value)
+    return found
+
+
 def fuzz(live: Live, python: Path, examples: int, seconds: int, seed: int = 1) -> int:
     """Returns how many cases were sent."""
-    probe = live.complete("probe", max_tokens=16, seed=99)["choices"]
+    probe, before = live.complete("probe", max_tokens=16, seed=99)["choices"], answers(live)
     words = [
         "run",
         live.url + "/openapi.json",
@@ -25,6 +38,8 @@ def fuzz(live: Live, python: Path, examples: int, seconds: int, seed: int = 1) -
         "not_a_server_error",
         "--phases",
         "coverage,fuzzing",
+        "--mode",
+        "all",  # valid and invalid data
     ]
     words += [
         "--max-time",
@@ -45,6 +60,9 @@ def fuzz(live: Live, python: Path, examples: int, seconds: int, seed: int = 1) -
     assert "Server error" not in said, said[-6000:]
     assert live.complete("probe", max_tokens=16, seed=99)["choices"] == probe
     assert live.metrics()["verbatim_engine_restarts_total"] == 0
+    made = answers(live) - before
+    assert not [status for status in made if status[0] == "5"], made  # our own count of them, beside schemathesis's
+    STATUSES.update(made)
     return int(sent[1])
 
 
@@ -59,6 +77,8 @@ def fuzz_until(live: Live, python: Path, wanted: int) -> None:
         found = fuzz(live, python, 100, 90, seed)
         assert found > 300
         sent, seed = sent + found, seed + 1
+    check_ledger(live.wait_at_rest())
+    tell(f"schemathesis: {sent} cases in {seed - 1} runs; answers by status: {dict(sorted(STATUSES.items()))}")
 
 
 @pytest.mark.soak

@@ -5,7 +5,7 @@ minutes and gigabytes. A thread cannot be stopped, and Python in a thread takes 
 and compiled once in a child process with a limit on memory and processor time (translate.py); what survives is compiled again here, by llguidance without Python's lock. In: a field
 of a request. Out: llguidance's text for it.
 
-Beside running answers a child goes on in short slices (turns.py), stopped between them. It costs some 100 ms to start, and is kept for the next
+Beside running answers a child goes on in short slices (turns.py), stopped between them, after the first few milliseconds at the lowest priority. It costs some 100 ms to start, and is kept for the next
 request: the child is a pair, one that compiles and may be killed, and one that has everything loaded and puts a fork of itself in its place. Both end when this process does:
 at the end of their input, by the hangup that the system sends to those who are stopped then, or by an alarm.
 """
@@ -31,6 +31,7 @@ from verbatim.sampling.turns import Share, Turns, alone
 
 MEMORY = 1 << 30  # bytes of address space of a child
 MOST = 4  # children at once
+BRISK = 0.004  # processor seconds at an ordinary priority, enough for most structures
 SLICE = 0.005  # seconds of a turn beside running answers
 LOOK = 0.02  # seconds of a turn with nothing beside it: then it is seen whether that is still so
 _KILLED = getattr(signal, "SIGKILL", -1)
@@ -63,6 +64,7 @@ class Child:
             command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, encoding="utf-8", process_group=group
         )
         self.worker = 0  # the one that compiles; 0: the next has not reported yet
+        self.low = False  # the worker runs only where nobody else wants a processor, for good
         self._spent = 0.0
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._listen, name="verbatim-guard", daemon=True).start()
@@ -74,8 +76,17 @@ class Child:
                 self._lines.put(line)
         self._lines.put("")  # it is gone
 
+    def stand_back(self) -> None:
+        """From now on the worker runs only where nobody else wants a processor: its slices end at once where an answer goes on."""
+        if not self.low and self.worker:
+            self.low = True
+            with contextlib.suppress(AttributeError, OSError):  # not Linux
+                os.sched_setscheduler(self.worker, os.SCHED_IDLE, os.sched_param(0))
+
     def ready(self, until: float) -> bool:
-        """Whether there is a worker, waiting for one to report."""
+        """Whether there is a worker at an ordinary priority, waiting for one to report."""
+        if self.low:
+            self.end_worker()
         while True:
             try:
                 wait = until - time.monotonic() if not self.worker else 0
@@ -100,7 +111,7 @@ class Child:
             return None
         answer: dict[str, Any] = json.loads(line) if line else {"worker": 0, "last": 0}
         if "worker" in answer:
-            self.worker = answer["worker"]
+            self.worker, self.low = answer["worker"], False
             return {"died": answer["last"]}
         return answer
 
@@ -121,7 +132,7 @@ class Child:
 
     def end_worker(self) -> None:
         self.signal("SIGKILL")
-        self.worker = 0
+        self.worker, self.low = 0, False
 
     def kill(self) -> None:
         self.end_worker()
@@ -182,6 +193,8 @@ class Guard:
             with self.turns.turn(had, until, share) as turn:
                 if turn is None:
                     raise Busy
+                if turn.metered and had > BRISK:
+                    child.stand_back()
                 if asked:
                     child.signal("SIGCONT")
                 else:

@@ -49,8 +49,36 @@ def check_schema(schema: Any, field: str = "json_schema") -> None:
             raise ParameterError(field, f"at {path}: a schema is an object, true or false")
         if "additionalItems" in node and not isinstance(node.get("items"), list):
             raise UnsupportedError(field, f"the keyword 'additionalItems' (at {path}) means nothing without a list of items")
+        _check_numbers(node, path, field)
         for keyword, value in node.items():
             stack += [(s, depth + 1, p) for s, p in _inside(keyword, value, path, field)]
+
+
+def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
+    """llguidance 1.9 takes a multiple of -2 for one of 2, and writes the bound itself, "0" for {"exclusiveMinimum": 0, "maximum": 0.5}, where the other
+    bound lies within one of it."""
+    for step in _bounds(node, "multipleOf"):
+        if step <= 0:
+            raise ParameterError(field, f"multipleOf (at {path}): {step} is not above 0")
+    if node.get("type") == "integer":
+        return
+    for open_end, others, sign in (
+        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
+        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    ):
+        for bound in _bounds(node, open_end):
+            for name in others:
+                near = [other for other in _bounds(node, name) if bound == int(bound) and 0 < sign * (other - bound) < 1]
+                if near:
+                    why = f"{open_end} {bound} together with {name} {near[0]}, less than one away (at {path}), is not supported"
+                    raise UnsupportedError(field, f"{why}; use a bound that is not open, or a pattern")
+
+
+def _bounds(node: Mapping[str, Any], name: str) -> list[float]:
+    """The numbers behind a keyword, here and in the parts that hold as well."""
+    parts = node.get("allOf")
+    inner = [part.get(name) for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
+    return [value for value in (node.get(name), *inner) if isinstance(value, (int, float)) and not isinstance(value, bool)]
 
 
 def _inside(keyword: str, value: Any, path: str, field: str) -> list[tuple[Any, str]]:

@@ -9,7 +9,8 @@
 So the average holds whatever a single turn costs. The next turn is for the structure that `had` the least so far: what is cheap passes what is not.
 
 Why an account, and no low priority: all threads of a step wait for each other hundreds of times a step, and what runs for a moment on one of their processors
-delays them all, however low its priority. Measured on two processors (docs/adr/0012): a second of compiling costs a stream 0.9 seconds, as SCHED_IDLE as well.
+delays them all, however low its priority. Measured on two processors (docs/adr/0012): a second of compiling costs a stream 0.9 seconds, as SCHED_IDLE as well;
+and in pieces of a millisecond or two at an ordinary priority two to four, because the system moves threads about each time.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.03  # of one processor, beside answers that want all of them
-BURST = 0.06  # seconds: some twenty small structures, or a large one, at once
+SHARE = 0.015  # of one processor, beside answers that want all of them
+BURST = 0.025  # seconds: some ten small structures, or a large one, at once
 LOOK = 0.1  # seconds between two looks at `share`, which nobody announces
 
 Share = Callable[[], float | None]
