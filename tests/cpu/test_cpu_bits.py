@@ -20,6 +20,7 @@ import pytest
 from cpu_blocks import random_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_file import write_model
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
@@ -128,8 +129,13 @@ def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------------------------------- other machines, sanitizers
 
 EXACT = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest", "digest_main")
-ARM_SETS = {"scalar": ["-DVB_ISA_SCALAR"], "neon": ["-DVB_ISA_NEON", "-march=armv8.2-a+dotprod+fp16"]}
+PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest")
+MAINS = {"digest": SOURCES / "digest_main.cpp", "model": Path(__file__).with_name("model_main.cpp")}
+ARM_SETS = {
+    "scalar": ["-DVB_ISA_SCALAR"],
+    "neon": ["-DVB_ISA_NEON", "-march=armv8.2-a+dotprod+fp16"],
+    "i8mm": ["-DVB_ISA_I8MM", "-march=armv8.2-a+dotprod+fp16+i8mm"],
+}
 AVX512 = [f"-m{f}" for f in ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")]
 X86_SETS = {
     "scalar": ["-DVB_ISA_SCALAR"],
@@ -139,18 +145,18 @@ X86_SETS = {
 }
 
 
-def build(compiler: str, sets: dict[str, list[str]], flags: list[str], folder: Path) -> Path:
-    """The digest program (no Python in it) from the kernels' sources."""
-    jobs = [(name, ["-DVB_HAVE_AMX"] if "amx" in sets else [], name) for name in PORTABLE]
+def build(compiler: str, sets: dict[str, list[str]], flags: list[str], folder: Path) -> None:
+    """The programs of MAINS (no Python in them) from the kernels' sources."""
+    have = [f"-DVB_HAVE_{isa.upper()}" for isa in sets]
+    jobs = [(SOURCES / f"{name}.cpp", have, name) for name in PORTABLE]
     for isa, own in sets.items():
         macros = [f"-DVB_NS=verbatim_{isa}", f'-DVB_NAME="{isa}"', f"-DVB_GETTER=kernels_{isa}"]
-        jobs += [(source, [*macros, *own], f"{source}.{isa}") for source in ("kernels", "sampler")]
+        jobs += [(SOURCES / f"{name}.cpp", [*macros, *own], f"{name}.{isa}") for name in ("kernels", "sampler")]
+    command = [compiler, *EXACT, f"-I{SOURCES}", *flags]
     for source, own, target in jobs:
-        command = [compiler, *EXACT, *flags, *own, "-c", SOURCES / f"{source}.cpp", "-o", folder / f"{target}.o"]
-        subprocess.run(command, check=True)
-    program = folder / "digest"
-    subprocess.run([compiler, *flags, *sorted(folder.glob("*.o")), "-o", program, "-lpthread"], check=True)
-    return program
+        subprocess.run([*command, *own, "-c", source, "-o", folder / f"{target}.o"], check=True)
+    for name, main in MAINS.items():
+        subprocess.run([*command, main, *sorted(folder.glob("*.o")), "-o", folder / name, "-lpthread"], check=True)
 
 
 def check_output(out: str, isas: set[str]) -> None:
@@ -160,16 +166,64 @@ def check_output(out: str, isas: set[str]) -> None:
         assert {name: value for i, name, value in rows if i == isa} == committed()["kernels"], isa
 
 
+class Emulator:
+    """Programs for 64-bit ARM, cross-compiled here and run by qemu. `max` has every instruction set, neoverse-n1 no i8mm, cortex-a72 no dot products."""
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+        if compiler is None or qemu is None:
+            pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
+        self.qemu, self.folder = qemu, folder
+        build(compiler, ARM_SETS, flags, folder)
+
+    def run(self, chip: str, program: str, *arguments: object, code: int = 0) -> tuple[bytes, str]:
+        command = [self.qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", chip, self.folder / program, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True)
+        assert done.returncode == code, done.stderr.decode()[-4000:]
+        return done.stdout, done.stderr.decode()
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("arm"), ["-O2", "-static"])
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_arm_gives_the_same_bits(tmp_path: Path) -> None:
-    """The kernels cross-compiled for 64-bit ARM and run under qemu, scalar and NEON, against the committed digests."""
-    compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
-    if compiler is None or qemu is None:
-        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
-    program = build(compiler, ARM_SETS, ["-O2", "-static"], tmp_path)
-    out = subprocess.run([qemu, "-cpu", "max", program], check=True, capture_output=True, text=True).stdout
-    check_output(out, set(ARM_SETS))
+def test_arm_gives_the_same_bits(arm: Emulator) -> None:
+    """Every kernel and the small models: scalar, NEON, and NEON with i8mm."""
+    out, _ = arm.run("max", "digest")
+    check_output(out.decode(), set(ARM_SETS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_arm_takes_the_best_set_that_the_processor_has(arm: Emulator) -> None:
+    """And refuses one that it does not have, before an instruction of it could kill the process."""
+    for chip, isa in (("max", "i8mm"), ("neoverse-n1", "neon")):
+        check_output(arm.run(chip, "digest", "auto")[0].decode(), {isa})
+    refused = (("neoverse-n1", "i8mm", "scalar, neon"), ("cortex-a72", "neon", "scalar"), ("max", "i9mm", "scalar, neon, i8mm"))
+    for chip, isa, has in refused:
+        _, error = arm.run(chip, "digest", isa, code=2)
+        assert error == f"instruction set {isa} is not available on this machine; it has: {has}\n"
+
+
+@pytest.mark.soak
+@pytest.mark.model
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("chip", "isa"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a72", "scalar")])
+def test_default_model_on_arm(chip: str, isa: str, arm: Emulator, default_model: Path, tmp_path: Path) -> None:
+    """The committed tokens and logits of the default model, by the set that each processor chooses by itself."""
+    model = load_model(default_model)
+    tokens = committed()["tokens"]
+    write_model(model, PROMPT, len(tokens), tmp_path / "model")
+    logits, chosen = arm.run(chip, "model", tmp_path / "model")
+    assert chosen == f"{isa}\n"
+    assert np.frombuffer(logits, np.float32).reshape(-1, model.spec.vocab).argmax(axis=1).tolist() == tokens
+    assert hashlib.sha256(logits).hexdigest() == committed()["logits_200"]
+
+
+SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 
 @pytest.mark.soak
@@ -180,11 +234,19 @@ def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
     sets = X86_SETS if platform.machine() in ("x86_64", "AMD64") else ARM_SETS
     if compiler is None:
         pytest.skip("needs g++")
-    flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    program = build(compiler, sets, flags, tmp_path)
-    done = subprocess.run([program], capture_output=True, text=True)
+    build(compiler, sets, SANITIZERS, tmp_path)
+    done = subprocess.run([tmp_path / "digest"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     check_output(done.stdout, set(ISAS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_no_kernel_leaves_its_memory_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")  # which needs ptrace, and the emulator has none
+    emulator = Emulator(tmp_path, SANITIZERS)
+    for isa in ("neon", "i8mm"):
+        check_output(emulator.run("max", "digest", isa)[0].decode(), {isa})
 
 
 if __name__ == "__main__":

@@ -286,7 +286,7 @@ def build(compiler: str, flags: list[str], folder: Path) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("flags", [["-DVB_ISA_SCALAR"], ["-DVB_ISA_NEON", "-march=armv8.2-a+dotprod+fp16"]])
+@pytest.mark.parametrize("flags", [[], ["-march=armv8.2-a+dotprod+fp16"], ["-march=armv8.2-a+dotprod+fp16+i8mm"]])
 def test_arm_draws_the_same_bits(flags: list[str], tmp_path: Path) -> None:
     compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if compiler is None or qemu is None:
@@ -302,6 +302,7 @@ def test_the_sampler_keeps_to_its_memory(isa: str, tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("needs g++")
     wide = [f"-m{f}" for f in ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")]
-    sets = {"scalar": [], "avx2": wide[:3], "avx512": wide, "amx": wide, "neon": ["-march=armv8.2-a+dotprod+fp16"]}
+    arm = "-march=armv8.2-a+dotprod+fp16"
+    sets = {"scalar": [], "avx2": wide[:3], "avx512": wide, "amx": wide, "neon": [arm], "i8mm": [f"{arm}+i8mm"]}
     flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", *sets[isa]]
     check_program([build(compiler, flags, tmp_path)], cases=300, seed=22)

@@ -1,6 +1,7 @@
-// Prints the digests of one instruction set, or of all this machine has: `digest [isa]`. Needs no Python, so that it runs under an emulator too.
+// Prints the digests of one instruction set ("auto": the best), or of all this machine has: `digest [isa]`. Needs no Python, so that it runs under an emulator too.
 #include <cinttypes>
 #include <cstdio>
+#include <stdexcept>
 
 #include "isa.h"
 #include "selftest.h"
@@ -8,7 +9,14 @@
 int main(int argc, char** argv) {
     std::vector<std::string> isas = verbatim::supported_isas();
     if (argc > 1) isas = {argv[1]};
-    for (auto& isa : isas)
-        for (auto& [name, value] : verbatim::digests(verbatim::select_isa(isa), 2)) std::printf("%s\t%s\t%016" PRIx64 "\n", isa.c_str(), name.c_str(), value);
+    try {
+        for (auto& isa : isas) {
+            const verbatim::Kernels& kernels = verbatim::select_isa(isa);
+            for (auto& [name, value] : verbatim::digests(kernels, 2)) std::printf("%s\t%s\t%016" PRIx64 "\n", kernels.name, name.c_str(), value);
+        }
+    } catch (const std::invalid_argument& error) {
+        std::fprintf(stderr, "%s\n", error.what());
+        return 2;
+    }
     return 0;
 }

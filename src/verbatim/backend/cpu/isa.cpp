@@ -11,6 +11,11 @@
 #ifndef HWCAP_ASIMDDP
 #define HWCAP_ASIMDDP (1 << 20)
 #endif
+#ifndef HWCAP2_I8MM
+#define HWCAP2_I8MM (1 << 13)
+#endif
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace verbatim {
@@ -22,6 +27,18 @@ static bool amx_usable() {
     if (!(d & (1u << 24)) || !(d & (1u << 25))) return false;  // amx-tile, amx-int8
     // Linux gives tile registers only to a process that asked for them
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+#endif
+
+#if defined(__aarch64__) && defined(VB_HAVE_I8MM)
+static bool i8mm_usable() {
+#if defined(__APPLE__)
+    int found = 0;
+    size_t size = sizeof found;
+    return sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0) == 0 && found != 0;
+#else
+    return getauxval(AT_HWCAP2) & HWCAP2_I8MM;
+#endif
 }
 #endif
 
@@ -43,6 +60,10 @@ std::vector<std::string> supported_isas() {
     out.push_back("neon");
 #else
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) out.push_back("neon");
+    else return out;
+#endif
+#if defined(VB_HAVE_I8MM)
+    if (i8mm_usable()) out.push_back("i8mm");
 #endif
 #endif
     return out;
@@ -65,6 +86,9 @@ const Kernels& select_isa(const std::string& name) {
 #endif
 #elif defined(__aarch64__)
     if (want == "neon") return kernels_neon();
+#if defined(VB_HAVE_I8MM)
+    if (want == "i8mm") return kernels_i8mm();
+#endif
 #endif
     return kernels_scalar();
 }

@@ -10,8 +10,14 @@
 #if defined(VB_ISA_AMX)
 #include "matmul_amx.inc"
 #define VB_MM mm_amx
+#define VB_MM_HALVES mm_quant
+#elif defined(VB_ISA_I8MM)
+#include "matmul_i8mm.inc"
+#define VB_MM mm_i8mm
+#define VB_MM_HALVES mm_i8mm
 #else
 #define VB_MM mm_quant
+#define VB_MM_HALVES mm_quant
 #endif
 
 namespace VB_NS {
@@ -25,7 +31,7 @@ static const Kernels TABLE = {
     BYTE_BIAS,
     quantise,
     {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, VB_MM<F4>, VB_MM<F4M>, VB_MM<F5>, VB_MM<F5M>, VB_MM<F8>, VB_MM<F8W>, VB_MM<F4K>, VB_MM<F5K>,
-     mm_quant<F6K>, mm_quant<F3K>, mm_quant<F2K>},
+     VB_MM_HALVES<F6K>, VB_MM_HALVES<F3K>, VB_MM_HALVES<F2K>},
     rms,
     layer,
     rope,

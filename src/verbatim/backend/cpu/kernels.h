@@ -110,6 +110,7 @@ const Kernels& kernels_avx512();
 const Kernels& kernels_amx();
 #elif defined(__aarch64__)
 const Kernels& kernels_neon();
+const Kernels& kernels_i8mm();
 #endif
 
 // pack.cpp: portable

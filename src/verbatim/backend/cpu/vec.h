@@ -21,7 +21,7 @@
 #include "vec_avx512.h"
 #elif defined(VB_ISA_AVX2)
 #include "vec_avx2.h"
-#elif defined(VB_ISA_NEON)
+#elif defined(VB_ISA_NEON) || defined(VB_ISA_I8MM)
 #include "vec_neon.h"
 #else
 #include "vec_scalar.h"

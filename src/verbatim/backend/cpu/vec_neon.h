@@ -1,4 +1,4 @@
-// ARM NEON with the dot-product instructions (Armv8.2 dotprod).
+// ARM NEON with the dot-product instructions (Armv8.2 dotprod); the matrix ones of i8mm are in matmul_i8mm.inc.
 #pragma once
 #include <arm_neon.h>
 
