@@ -6,7 +6,8 @@
 
 `share()` says what may be taken now: None, all of it (nothing else runs), or a part of one processor. Then there is one turn at a time, and an account: it fills with
 `share` seconds a second up to BURST, a turn begins when it is above zero, and what the turn used is taken off.
-So the average holds whatever a single turn costs. The next turn is for the structure that `had` the least so far: what is cheap passes what is not.
+So the average holds whatever a single turn costs, and somebody who sends a large structure now and then is not refused for those who send them without end: they
+empty the account once, and have the share from then on. The next turn is for the structure that `had` the least so far: what is cheap passes what is not.
 
 Why an account, and no low priority: all threads of a step wait for each other hundreds of times a step, and what runs for a moment on one of their processors
 delays them all, however low its priority. Measured on two processors (docs/adr/0012): a second of compiling costs a stream 0.9 seconds, as SCHED_IDLE as well;
@@ -22,8 +23,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-SHARE = 0.015  # of one processor, beside answers that want all of them
-BURST = 0.025  # seconds: some ten small structures, or a large one, at once
+SHARE = 0.02  # of one processor, beside answers that want all of them
+BURST = 0.2  # seconds: a large structure once in a while, or a hundred small ones, without a wait
 LOOK = 0.1  # seconds between two looks at `share`, which nobody announces
 
 Share = Callable[[], float | None]

@@ -25,7 +25,10 @@ from verbatim.speculate.protocol import Draft, Proposer, SeqView
 MARGIN = 1.15  # a draft must promise this much more than it costs: measured times are noisy
 PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
-LEAST = 0.02  # a row is never free, whatever was measured: this much of the step it is added to
+LEAST, USUAL = (
+    0.08,
+    0.15,
+)  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
 START, SHARE = 1.0, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
@@ -45,19 +48,28 @@ class StepCost:
     def __init__(self) -> None:
         self._pace = 0.0  # seconds of a step whose shape is 1
         self._shape: dict[int, tuple[float, float]] = {}  # size class -> (mean rows, times the pace)
+        self._known: dict[float, tuple[float, float] | None] = {}  # answers of at() since something was learnt
 
     def learn(self, rows: int, seconds: float) -> None:
         if rows < 1 or seconds <= 0:
             return
         self._pace = self._pace or seconds
         bucket = rows.bit_length()
-        mean_rows, known = self._shape.get(bucket, (float(rows), seconds / self._pace))
+        # One time is no evidence against what is usual: a size that was never seen starts between the two.
+        first = (seconds / self._pace + 1 + USUAL * (rows - 1)) / 2 if rows < 8 else seconds / self._pace
+        mean_rows, known = self._shape.get(bucket, (float(rows), first))
         self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** PACE
         found = min(seconds / self._pace, 2 * known)
         self._shape[bucket] = (mean_rows + PATIENCE * (rows - mean_rows), known + SHAPE * (found - known))
+        self._known.clear()
 
     def at(self, rows: float) -> tuple[float, float] | None:
         """(seconds, slope) near `rows`; None until steps of two sizes were seen."""
+        if rows not in self._known:
+            self._known[rows] = self._at(rows)
+        return self._known[rows]
+
+    def _at(self, rows: float) -> tuple[float, float] | None:
         if len(self._shape) < 2:
             return None
         points = sorted(self._shape.values())
@@ -65,7 +77,7 @@ class StepCost:
         upper = min((p for p in points if p[0] > max(rows, lower[0])), default=None)
         if upper is None:
             lower, upper = points[-2], points[-1]
-        slope = max((upper[1] - lower[1]) / (upper[0] - lower[0]), LEAST * lower[1])
+        slope = max((upper[1] - lower[1]) / (upper[0] - lower[0]), LEAST * points[0][1])
         return max(lower[1] + slope * (rows - lower[0]), 1e-9) * self._pace, slope * self._pace
 
 

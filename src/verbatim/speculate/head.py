@@ -29,7 +29,7 @@ class Guesser(Protocol):
         self, asks: Sequence[tuple[int, int, int, float]], floor: float
     ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         """For each (row of the last step's final states, token drawn from it, most tokens, temperature): tokens and odds,
-        up to the first whose odds are below `floor`."""
+        as long as the next one may have odds of `floor`."""
 
 
 class HeadProposer:

@@ -195,8 +195,8 @@ void Engine::reserve(int rows) {
         if (w->tile.size()) continue;
         w->tile = Pages((size_t)2 * ROWS * (std::max(vdim_, 64) + 64) * 4 + 256);
         w->act = Pages((size_t)ROWS * 64 * 4 + 256);
-        w->norm = Pages((size_t)2 * max_width_ * 4 + 256);
-        w->q = quant_pages(2, max_width_, w->qr);
+        w->norm = Pages((size_t)FEW * max_width_ * 4 + 256);
+        w->q = quant_pages(FEW, max_width_, w->qr);
         w->scores = Pages((size_t)group * TILE * 4 + 256);
         w->o = Pages((size_t)group * vdim_ * 4 + 256);
         w->run = Pages((size_t)group * (vdim_ + 2) * 4 + 256);

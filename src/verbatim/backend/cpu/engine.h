@@ -153,6 +153,7 @@ class Engine : Team::Work {
     // What a product reads: rows of `width`, through idx if given, normed, quantised or both.
     struct Input { int rows, width; const int32_t* idx; bool quant; };
     Input input(const Op& op) const;
+    static constexpr int FEW = 6;
     enum Source { AS_IT_IS, BY_EACH, TOGETHER };
     Source source(const Op& op, const Input& in) const;
     int product_units(const Op& op) const;

@@ -9,6 +9,7 @@ namespace verbatim {
 
 namespace {
 constexpr float EPS = 1e-6f;
+constexpr float LIKELY = 0.8f;  // a next guess is hardly ever surer than this; where even that would be too little, it is not made
 constexpr int WIDE = 8;  // panels of one unit of scores
 enum : int { BEGIN, UP, DOWN, CLOSE, SCORE };
 }  // namespace
@@ -154,7 +155,7 @@ std::vector<DraftHead::Guess> DraftHead::guess(const std::vector<Ask>& asks, flo
             float odds = (g.odds.empty() ? 1.0f : g.odds.back()) / b.sum;
             g.tokens.push_back(b.word);
             g.odds.push_back(odds);
-            if (!(odds >= floor) || (int)g.tokens.size() >= asks[live_[r]].limit) continue;
+            if (!(odds * LIKELY >= floor) || (int)g.tokens.size() >= asks[live_[r]].limit) continue;
             std::memcpy(state_.data() + (size_t)kept * hidden_, end_.row(r), (size_t)hidden_ * 4);
             live_[kept++] = live_[r];
         }

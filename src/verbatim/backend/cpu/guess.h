@@ -31,7 +31,7 @@ class DraftHead : Team::Work {
         std::vector<float> odds;  // that this token and all before it come true
     };
     DraftHead(Engine& engine, Net net);
-    // A text's guesses end with the first whose odds are below `floor`.
+    // A text's guesses end where the next one's odds would hardly reach `floor`.
     std::vector<Guess> guess(const std::vector<Ask>& asks, float floor);
 
   private:

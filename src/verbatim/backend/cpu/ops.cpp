@@ -32,11 +32,11 @@ Engine::Input Engine::input(const Op& op) const {
     return {(int)step.tokens.size(), width, nullptr, quant};
 }
 
-// One or two rows are normed by every thread for itself, which is cheaper than a phase of its own.
+// A few rows are normed by every thread for itself, which is cheaper than a phase of its own.
 Engine::Source Engine::source(const Op& op, const Input& in) const {
     if (op.norm < 0 && buffers_[op.src]->inner && !in.idx && (!in.quant || whole_blocks(in.width))) return AS_IT_IS;
     if (op.norm < 0 && !in.quant) return AS_IT_IS;
-    return in.rows <= 2 ? BY_EACH : TOGETHER;
+    return in.rows <= 2 || (in.rows <= FEW && in.rows * in.width <= 4096) ? BY_EACH : TOGETHER;
 }
 
 int Engine::prepare_rows(int rows) const { return std::clamp(rows / (4 * team_.size()), 1, 8); }
