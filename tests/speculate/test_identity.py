@@ -17,6 +17,7 @@ from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.engine.llm import LLM
 from verbatim.engine.parts import Parts
+from verbatim.model.draft_head import DraftHead
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
@@ -50,8 +51,26 @@ def perturbed(model: Any, noise: float) -> Any:
     return dataclasses.replace(model, weights=Weights(tensors, model.weights.source, model.weights.digest))
 
 
-def engine(backend: str, mode: str, draft: Backend | None = None, **options: Any) -> LLM:
-    parts = Parts(backend_of(backend), ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="tiny", digest="tiny", draft=draft)
+def head_of_its_own() -> DraftHead:
+    """A draft head for the tiny model. It mostly guesses that the last token comes again, which a text of a random model often enough does."""
+    import numpy as np
+
+    from verbatim.weights.quantise import quantise
+    from verbatim.weights.tensor import Tensor
+
+    hidden, inner, r = SHAPE["hidden_size"], 32, np.random.default_rng(4)
+
+    def matrix(name: str, *shape: int) -> Tensor:
+        return Tensor(name, "q4_0", shape, quantise("q4_0", r.standard_normal(shape, dtype=np.float32) * np.float32(0.1)))
+
+    ones = np.ones(hidden, np.float32)
+    words = np.arange(ByteTokenizer().vocab_size, dtype=np.int32)
+    return DraftHead(matrix("up", 2 * inner, 2 * hidden), matrix("down", hidden, inner), ones, ones, ones, ones, words)
+
+
+def engine(backend: str, mode: str, draft: Backend | None = None, head: DraftHead | None = None, **options: Any) -> LLM:
+    words = ByteTokenizer()
+    parts = Parts(backend_of(backend), words, (words.EOS,), name="tiny", digest="tiny", draft=draft, head=head)
     llm = LLM.from_parts(parts, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options)
     llm.core.drafting.adaptive = False
     llm.core.drafting.longest = 5
@@ -64,13 +83,14 @@ def compare(backend: str, count: int, seed: int) -> None:
     params = [random_params(r) for _ in range(count)]
     crowds = [r.randrange(1, 17) for _ in range(count)]
     drafts = {"draft random": {"seed": 5}, "draft itself": {}, "draft between": {"noise": 0.05}}
-    modes = ["off", "ngram", "suffix", *drafts]
+    head = head_of_its_own() if backend == "cpu" else None  # the reference backend runs none
+    modes = ["off", "ngram", "suffix", *drafts, *(["head", "auto"] if head else [])]
     answers: dict[str, list[Any]] = {}
     for mode in modes:
         draft = backend_of(backend, **drafts[mode]) if mode in drafts else None
         answers[mode], at = [], 0
         accepted = drafted = 0
-        with engine(backend, mode.split()[0], draft) as llm:
+        with engine(backend, mode.split()[0], draft, head) as llm:
             for crowd in crowds:
                 for done in llm.generate(prompts[at : at + crowd], params[at : at + crowd]):
                     answers[mode].append(answer(done))
@@ -105,8 +125,8 @@ def draft_rates(same_noise: bool) -> tuple[int, int]:
             propose = llm.core.drafting._draft.propose  # type: ignore[union-attr]
             import dataclasses
 
-            def other_noise(views: Any, limit: int) -> Any:
-                return propose([dataclasses.replace(v, key=v.key ^ 0x5DEECE66D) for v in views], limit)
+            def other_noise(views: Any, limit: int, floor: float = 0.0) -> Any:
+                return propose([dataclasses.replace(v, key=v.key ^ 0x5DEECE66D) for v in views], limit, floor)
 
             llm.core.drafting._draft.propose = other_noise  # type: ignore[union-attr, method-assign]
         done = llm.generate(
