@@ -730,6 +730,8 @@ def test_a_message_that_is_none_is_named_before_the_template_sees_it(messages: A
         assert caught.value.param == "messages"
         assert "jinja" not in str(caught.value).lower()
         assert "attribute" not in str(caught.value)
-        assert llm.encode_chat([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}])
+        with pytest.raises(UnsupportedError, match=r"messages\[1\].tool_calls: .* has no place") as caught:
+            llm.encode_chat([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}])
+        assert caught.value.param == "messages"
         with pytest.raises(ParameterError, match="'tokenizer' is set by the engine"):
             llm.encode_chat([{"role": "user", "content": "x"}], tokenizer=1)
