@@ -1,9 +1,10 @@
 """What a stream loses beside clients that send new structures, one after another: windows alone and beside them in turns, because machines change their speed.
 
-    python bench/grammar_pace.py [--model smollm2] [--seconds 5] [--rounds 3] [--loads hostile-schema,choices,...]
+    python bench/grammar_pace.py [--model smollm2] [--seconds 5] [--rounds 3] [--settle 1.5] [--loads hostile-schema,choices,...]
 
 First how long each kind takes to compile in an engine that does nothing else. Then for each load the stream's pace, the longest gap between two tokens, and what the
-clients got: structures compiled a second, refusals and the slowest of them. `plain` sends as many requests as small-regex got through, without a structure: what the
+clients got: structures compiled a second, refusals and the slowest of them. A window begins `--settle` seconds after its stream and its clients: by then those who send
+without end have used up what turns.py grants at once (`burst`: the pace in that time), and what is left is what they take for good. `plain` sends as many requests as small-regex got through, without a structure: what the
 answers themselves cost. The last line is JSON.
 """
 
@@ -77,31 +78,47 @@ async def clients(engine: AsyncEngine, make: Callable[[], Structure] | None, tal
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def window(engine: AsyncEngine, seconds: float) -> tuple[float, float]:
-    """Tokens a second of one stream, and the longest time between two of its tokens, in milliseconds."""
-    asked = SamplingParams(temperature=0, ignore_eos=True, max_tokens=2000)
-    tokens, longest, began, last = 0, 0.0, 0.0, 0.0
-    async with await engine.submit("Once upon a time", asked) as stream:
-        async for item in stream:
-            now = time.perf_counter()
-            if not isinstance(item, Delta) or (began and now - began > seconds):
-                break
-            if began:
-                tokens += len(item.token_ids)
-                longest = max(longest, now - last)
-            began, last = began or now, now
-    return tokens / (last - began), longest * 1e3
+class Pace:
+    """Tokens a second of a stream, and the longest time between two of its tokens, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.tokens, self.gap, self.began, self.last = 0, 0.0, 0.0, 0.0
+
+    def add(self, tokens: int, now: float) -> float:
+        """A delta came at `now`; the seconds since the first one."""
+        if self.began:
+            self.tokens += tokens
+            self.gap = max(self.gap, now - self.last)
+        self.began, self.last = self.began or now, now
+        return now - self.began
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / max(self.last - self.began, 1e-9)
 
 
-async def beside(engine: AsyncEngine, make: Callable[[], Structure] | None, seconds: float, pause: float) -> dict[str, Any]:
+async def window(stream: AsyncIterator[Any], seconds: float) -> Pace:
+    """So many seconds of a stream."""
+    pace = Pace()
+    async for item in stream:
+        if not isinstance(item, Delta) or pace.add(len(item.token_ids), time.perf_counter()) > seconds:
+            break
+    return pace
+
+
+async def beside(
+    engine: AsyncEngine, make: Callable[[], Structure] | None, asked: argparse.Namespace, pause: float
+) -> dict[str, Any]:
     tally = Tally()
-    async with clients(engine, make, tally, pause):
-        await asyncio.sleep(0.2 if make else 0)
+    long = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4000)
+    async with await engine.submit("Once upon a time", long) as stream, clients(engine, make, tally, pause):
+        burst = await window(stream, asked.settle)
         began, compiled, refused = time.perf_counter(), tally.compiled, tally.refused
-        pace, longest = await window(engine, seconds)
+        pace = await window(stream, asked.seconds)
         spent = time.perf_counter() - began
     got = {"compiled": (tally.compiled - compiled) / spent, "refused": (tally.refused - refused) / spent}
-    return {"pace": pace, "longest": longest, "slowest": tally.slowest, "messages": sorted(tally.messages), **got}
+    paces = {"pace": pace.rate, "longest": pace.gap * 1e3, "burst": burst.rate, "burst_longest": burst.gap * 1e3}
+    return {**paces, "slowest": tally.slowest, "messages": sorted(tally.messages), **got}
 
 
 async def idle_times(engine: AsyncEngine, kinds: dict[str, Callable[[int], Structure]], numbers: Any) -> dict[str, float]:
@@ -128,7 +145,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
             f"{engine.parts.backend.info.threads} threads, {'each with a place of its own' if placed else 'where the system puts them'}"
         )
         await asyncio.wrap_future(engine._compilers.submit("", lambda: None))
-        await window(engine, 1.0)
+        await beside(engine, None, asked, 0.0)
         idle = await idle_times(engine, kinds, numbers)
         print("idle engine, ms to compile:", ", ".join(f"{name} {value:.1f}" for name, value in idle.items()))
         for turn in range(asked.rounds):
@@ -139,7 +156,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
                     pause, make = 2 / max(rate, 1.0), dict
                 else:
                     make = lambda name=name: kinds[name](next(numbers))  # noqa: E731
-                pair = [await beside(engine, way, asked.seconds, pause) for way in ((None, make) if turn % 2 else (make, None))]
+                pair = [await beside(engine, way, asked, pause) for way in ((None, make) if turn % 2 else (make, None))]
                 alone, with_them = pair if turn % 2 else pair[::-1]
                 rows.setdefault(name, []).append((alone, with_them))
     return {"idle_ms": idle, "loads": {name: summary(found) for name, found in rows.items()}}
@@ -151,6 +168,8 @@ def summary(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any
         "alone": middle(a["pace"] for a, _ in pairs),
         "beside": middle(b["pace"] for _, b in pairs),
         "ratio": middle(b["pace"] / a["pace"] for a, b in pairs),
+        "burst_ratio": middle(b["burst"] / a["burst"] for a, b in pairs),
+        "burst_longest_ms": max(b["burst_longest"] for _, b in pairs),
         "longest_alone_ms": middle(a["longest"] for a, _ in pairs),
         "longest_ms": middle(b["longest"] for _, b in pairs),
         "compiled_a_second": middle(b["compiled"] for _, b in pairs),
@@ -167,18 +186,19 @@ def main() -> None:
     ask.add_argument("--model", default="smollm2")
     ask.add_argument("--seconds", type=float, default=5.0)
     ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument("--settle", type=float, default=1.5)
     ask.add_argument(
         "--no-places", action="store_true", help="do not give each thread of the engine a processor, as the server does"
     )
     ask.add_argument("--loads", default=",".join((*structures(), PLAIN)))
     result = asyncio.run(measure(ask.parse_args()))
     print(
-        f"{'load':16} {'alone':>7} {'beside':>7} {'ratio':>6}  {'longest gap, ms':>15}  {'done/s':>7} {'refused/s':>9} {'slowest':>8}"
+        f"{'load':16} {'alone':>7} {'beside':>7} {'ratio':>6} {'burst':>6}  {'longest gap, ms':>15}  {'done/s':>7} {'refused/s':>9} {'slowest':>8}"
     )
     for name, row in result["loads"].items():
         gaps = f"{row['longest_alone_ms']:.0f} -> {row['longest_ms']:.0f}"
         print(
-            f"{name:16} {row['alone']:7.0f} {row['beside']:7.0f} {row['ratio']:6.2f}  {gaps:>15}  {row['compiled_a_second']:7.1f}"
+            f"{name:16} {row['alone']:7.0f} {row['beside']:7.0f} {row['ratio']:6.2f} {row['burst_ratio']:6.2f}  {gaps:>15}  {row['compiled_a_second']:7.1f}"
             f" {row['refused_a_second']:9.1f} {row['slowest_refusal_s']:7.2f}s"
         )
     for name, row in result["loads"].items():

@@ -59,6 +59,19 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_processors", lambda: 0)
 
 
+@pytest.fixture
+def computing(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step gives Python's lock away for a moment, as real ones do while they compute. A fake one that only lends it for microseconds, again and again, may keep the
+    event loop waiting to the end of the answer."""
+    real = engine.core.backend.execute
+
+    def execute(*args: Any) -> Any:
+        time.sleep(0.0005)
+        return real(*args)
+
+    monkeypatch.setattr(engine.core.backend, "execute", execute)
+
+
 async def written(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
     stream = await engine.submit("Once upon a time", SamplingParams(max_tokens=300, seed=seed, ignore_eos=True))
     return (await stream.result()).token_ids
@@ -213,7 +226,7 @@ class Counted(Turns):
                 turn.used = self.cost
 
 
-@pytest.mark.usefixtures("crowded")
+@pytest.mark.usefixtures("crowded", "computing")
 @pytest.mark.parametrize("kind", ["regex", "choice", "json_schema"])
 async def test_new_structures_one_after_another_take_no_more_than_their_share_of_a_running_stream(
     engine: AsyncEngine, guard: Guard, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -303,6 +316,24 @@ def test_a_child_stands_still_where_it_has_no_turn(guard: Guard) -> None:
     assert child.worker not in (0, low)
 
 
+def test_a_large_structure_now_and_then_is_not_refused(guard: Guard) -> None:
+    """Some 80 ms of a processor, a hundred times an ordinary schema: out of what is granted at once, with no share at all. Not so the fourth one in a row."""
+    until = time.monotonic() + 3600.0
+    guard.turns = account = Turns(lambda: 0.0)
+    account._clock = lambda: until + 1 if account._account <= 0 else 0.0  # nobody waits for what will not come
+    had: list[float] = []
+
+    def translate(number: int) -> None:
+        schema = json.dumps({"type": "integer", "multipleOf": number})
+        had.append(guard.translate("json_schema", schema, 60.0, until, lambda: 0.0)[1])
+
+    with pytest.raises(Busy):
+        list(map(translate, range(20_011, 20_200, 2)))
+    assert had
+    assert 0.02 < had[0] < turns.BURST
+    assert sum(had) < turns.BURST + 0.1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stopped_child_does_not_outlive_the_engine() -> None:
     program = """
@@ -334,7 +365,8 @@ def alive(pid: int) -> bool:
         return False
 
 
-async def test_an_idle_engine_gives_compiling_all_it_has(engine: AsyncEngine, crowded: None) -> None:
+@pytest.mark.usefixtures("crowded", "computing")
+async def test_an_idle_engine_gives_compiling_all_it_has(engine: AsyncEngine) -> None:
     assert engine.core.compile_share() is None
     stream = await engine.submit("x", SamplingParams(max_tokens=2000, ignore_eos=True))
     async for _ in stream:
@@ -345,6 +377,7 @@ async def test_an_idle_engine_gives_compiling_all_it_has(engine: AsyncEngine, cr
     assert engine.core.compile_share() is None
 
 
+@pytest.mark.usefixtures("computing")
 async def test_a_spare_processor_is_for_compiling(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_processors", lambda: 1000)
     async with await engine.submit("x", SamplingParams(max_tokens=2000, ignore_eos=True)) as stream:
