@@ -65,10 +65,11 @@ def read_head(path: str | Path, model: Model) -> DraftHead:
     scales = {name: np.ascontiguousarray(source.tensors[name].to_f32().reshape(-1), np.float32) for name in SCALES}
     if any(s.size != hidden or not np.isfinite(s).all() for s in scales.values()):
         raise ModelError("a scale of the draft head does not fit, or is not a finite number", file=file)
-    ids = np.array(words, np.int64)
-    if ids.min() < 0 or ids.max() >= vocab:
+    if any(type(w) is not int for w in words):
+        raise ModelError("the words of a draft head must be ids", file=file)
+    if min(words) < 0 or max(words) >= vocab:
         raise ModelError(f"the draft head knows words outside the model's {vocab}", file=file)
-    return DraftHead(up, down, **scales, words=ids.astype(np.int32), file=file)
+    return DraftHead(up, down, **scales, words=np.array(words, np.int32), file=file)
 
 
 def write_head(path: str | Path, arrays: dict[str, np.ndarray], type: str = "q4_0", **about: Any) -> None:

@@ -1,0 +1,490 @@
+"""The draft head: its file, its native guesses against the definition in NumPy, which row a guess is made from, and when a guess with stated odds pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mixed_requests import answer, random_params, random_prompt
+
+from verbatim.backend.batch import make_batch
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ModelError, UnsupportedError
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import SeqStep, StepPlan
+from verbatim.engine.llm import LLM
+from verbatim.engine.parts import Parts
+from verbatim.model.draft_head import ARCHITECTURE, SCALES, DraftHead, find_head, guess, read_head, write_head
+from verbatim.model.load import Model, load_model
+from verbatim.speculate.adapt import MARGIN, SHARE, START, Speculator
+from verbatim.speculate.head import DEEPEST, HeadProposer
+from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.testing import ByteTokenizer
+from verbatim.testing_models import tiny_model
+from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.quantise import quantise
+from verbatim.weights.tensor import Tensor
+
+HIDDEN, INNER, VOCAB = 32, 64, 260
+
+
+def view(tokens: Sequence[int], *, room: int = 100, seq_id: int = 0, temperature: float = 0.0) -> SeqView:
+    return SeqView(seq_id, tokens, 0, SamplingParams(temperature=temperature), 0, room)
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Model:
+    return tiny_model("llama", type="q8_0", hidden_size=HIDDEN)
+
+
+def trained(hidden: int = HIDDEN, inner: int = INNER) -> dict[str, np.ndarray]:
+    """What a training run would hand over."""
+    r = np.random.default_rng(1)
+    arrays = {name: r.standard_normal(hidden, dtype=np.float32) for name in SCALES}
+    arrays["up"] = r.standard_normal((2 * inner, 2 * hidden), dtype=np.float32)
+    arrays["down"] = r.standard_normal((hidden, inner), dtype=np.float32)
+    return arrays | {"words": np.arange(3, VOCAB, 2)}
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path, tiny: Model) -> None:
+    arrays, file = trained(), tmp_path / "head.gguf"
+    write_head(file, arrays, **{"draft.model": "tiny"})
+    head = read_head(file, tiny)
+    for name in SCALES:
+        assert getattr(head, name).tobytes() == arrays[name].tobytes(), name
+    assert head.words.tolist() == arrays["words"].tolist()
+    for name in ("up", "down"):
+        tensor = getattr(head, name)
+        assert (tensor.type, tensor.shape) == ("q4_0", arrays[name].shape)
+        assert tensor.data.tobytes() == quantise("q4_0", arrays[name]).tobytes()
+        assert np.abs(tensor.to_f32() - arrays[name]).max() < 0.4  # a sixteenth of the widest block, and rounding
+    assert head.file == str(file)
+    write_head(file, arrays, "q8_0")
+    assert read_head(file, tiny).up.type == "q8_0"
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def spoil(path: Path) -> None:
+        arrays = trained()
+        tensors = [
+            Tensor(n, "f32", arrays[n].shape, arrays[n].view(np.uint8).reshape(-1))
+            for n in ("up", "down", *SCALES)
+            if n != name
+        ]
+        words = {} if name == "words" else {"draft.words": [1, 2]}
+        write_gguf(path, {"general.architecture": ARCHITECTURE, **words}, tensors)
+
+    return spoil
+
+
+def changed(**changes: Any) -> Callable[[Path], None]:
+    return lambda path: write_head(path, trained() | changes)
+
+
+def with_words(words: Any) -> Callable[[Path], None]:
+    return lambda path: write_head(path, trained(), **{"draft.words": words})
+
+
+def cut(path: Path) -> None:
+    write_head(path, trained())
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+NOT_A_NUMBER = np.where(np.arange(HIDDEN) == 7, np.nan, 1).astype(np.float32)
+SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
+    "another architecture": (lambda p: write_head(p, trained(), **{"general.architecture": "llama"}), "no draft head"),
+    "no up": (without("up"), "without up"),
+    "no down": (without("down"), "without down"),
+    "no keep": (without("keep"), "without keep"),
+    "no words": (without("words"), "without draft.words"),
+    "empty words": (with_words([]), "draft.words"),
+    "words that are texts": (with_words(["1", "2"]), "must be ids"),
+    "words that are fractions": (with_words([1.5, 2.5]), "must be ids"),
+    "one word": (with_words(5), "draft.words"),
+    "another model's width": (lambda p: write_head(p, trained(hidden=64)), "states of 64, and the model's are of 32"),
+    "up too short": (changed(up=trained()["up"][:-32]), "draft head for states"),
+    "down too short": (changed(down=trained()["down"][:-1]), "draft head for states"),
+    "a short scale": (changed(keep=np.ones(HIDDEN - 1, np.float32)), "scale"),
+    "a scale that is no number": (changed(out=NOT_A_NUMBER), "scale"),
+    "an endless scale": (changed(word_scale=NOT_A_NUMBER * np.inf), "scale"),
+    "a word beyond the vocabulary": (changed(words=np.array([1, VOCAB])), "words outside the model's 260"),
+    "a word far beyond": (with_words([1, 2**63 + 5]), "words outside"),
+    "a word below zero": (changed(words=np.array([-1, 5])), "words outside the model's 260"),
+    "cut short": (cut, "cut"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_a_spoilt_file_is_refused_by_name(what: str, tmp_path: Path, tiny: Model) -> None:
+    spoil, says = SPOILT[what]
+    spoil(tmp_path / "head.gguf")
+    with pytest.raises(ModelError, match=says) as caught:
+        read_head(tmp_path / "head.gguf", tiny)
+    assert "head.gguf" in str(caught.value)
+
+
+def test_no_head_comes_with_a_model_that_nobody_trained_one_for(tiny: Model) -> None:
+    assert find_head(tiny) is None
+
+
+# ------------------------------------------------------------------------------------------------- the native guesses
+
+
+@pytest.fixture(scope="module")
+def default(default_model: Path) -> Model:
+    return load_model(default_model)
+
+
+@pytest.fixture(scope="module")
+def head(default: Model) -> DraftHead:
+    found = find_head(default)
+    assert found is not None, "the default model has lost its draft head"
+    return found
+
+
+ROWS = 96
+TEXT = (
+    "The capital of France is Paris. It lies on the river Seine, and more than two million people live there. "
+    "To make tea, first boil the water; then pour it over the leaves and wait for three minutes. In Python, a list "
+    "is written with square brackets: [1, 2, 3]. I am sorry, but I cannot help you with that. The quick brown fox "
+    "jumps over the lazy dog, and the dog does not mind."
+)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def native(request: pytest.FixtureRequest, default: Model, head: DraftHead) -> Iterator[tuple[Any, list[int]]]:
+    """The backend after a step that left the final states of ROWS tokens, and the text."""
+    cpu = pytest.importorskip("verbatim.backend.cpu.backend", exc_type=ImportError)
+    from verbatim.text.tokenizer import from_gguf
+
+    backend = cpu.CpuBackend(default, EngineConfig(threads=request.param))
+    backend.allocate((8,))
+    tokens = from_gguf(default.source.metadata).encode(TEXT)[: ROWS + 1]  # type: ignore[union-attr]
+    assert len(tokens) > 80
+    step = SeqStep(0, tuple(tokens[:-1]), 0, (tuple(range(8)),), hidden=True)
+    backend.execute(StepPlan(0, (step,)))
+    backend.load_head(head)
+    yield backend, tokens
+    backend.close()
+
+
+@pytest.fixture(scope="module")
+def floats(default: Model, head: DraftHead) -> tuple[DraftHead, SimpleNamespace]:
+    """The definition's inputs as floats already: to unpack the embedding anew for each guess would take minutes."""
+
+    def once(tensor: Tensor) -> Any:
+        values = tensor.to_f32()
+        return SimpleNamespace(to_f32=lambda: values)
+
+    assert default.spec.tied
+    model = SimpleNamespace(spec=default.spec, weights={"embed": once(default.weights["embed"])})
+    return dataclasses.replace(head, up=once(head.up), down=once(head.down)), model
+
+
+@pytest.mark.model
+@pytest.mark.native
+@pytest.mark.parametrize(("count", "temperature"), [(1, 0.0), (5, 0.7), (20, 1.0), (70, 0.0)])
+def test_native_guesses_are_those_of_the_definition(
+    native: tuple[Any, list[int]], floats: tuple[DraftHead, SimpleNamespace], count: int, temperature: float
+) -> None:
+    """Native products round their inputs to eight bits, so odds differ a little, and so may the word where two are as likely."""
+    backend, tokens = native
+    states = np.array(backend._engine.hidden())
+    r = random.Random(count)
+    rows = r.sample(range(len(states)), count)
+    found = backend.guess([(row, tokens[row + 1], 3, temperature) for row in rows], 0.0)
+    assert [len(t) for t, _ in found] == [3 if i < 64 else 0 for i in range(count)], "a call takes 64; the rest get no guess"
+    same, apart = 0, []
+    for row, (words, odds) in list(zip(rows, found[:64], strict=False))[:: 1 + count // 30]:  # the definition is slow
+        expected, chances = guess(floats[0], floats[1], states[row], tokens[row + 1], 3, temperature)  # type: ignore[arg-type]
+        assert len(words) == len(odds)
+        for word, chance, right, likely in zip(words, odds, expected, chances, strict=True):
+            apart.append(abs(np.log(chance / likely)))  # also where the words differ: then they are as likely
+            if word != right:
+                break
+            same += 1
+    assert same >= 0.9 * len(apart)
+    # Seen over 113 states: 3, 4 and 6 % at the three depths (standard deviation), 25 % at most.
+    assert np.mean(apart) < 0.06
+    assert max(apart) < 0.35
+
+
+@pytest.mark.model
+@pytest.mark.native
+def test_a_guess_does_not_depend_on_its_neighbours(native: tuple[Any, list[int]]) -> None:
+    """Alone, among five, or side by side with forty others: to the bit, as all rows of this engine are."""
+    backend, tokens = native
+    asks = [(row, tokens[row + 1], 1 + row % 5, 0.5 * (row % 3)) for row in range(45)]
+    together = backend.guess(asks, 0.0)
+    assert [len(words) for words, _ in together] == [ask[2] for ask in asks]
+    assert [backend.guess([ask], 0.0)[0] for ask in asks] == together
+    assert backend.guess(asks[10:15], 0.0) == together[10:15]
+
+
+@pytest.mark.model
+@pytest.mark.native
+def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
+    backend, tokens = native
+    asks = [(row, tokens[row + 1], 4, 0.0) for row in range(40)]
+    everything, ended = backend.guess(asks, 0.0), 0
+    for floor in (0.05, 0.3, 0.9):
+        for (words, odds), (all_words, all_odds) in zip(backend.guess(asks, floor), everything, strict=True):
+            assert 1 <= len(words) <= 4
+            assert words == all_words[: len(words)]
+            assert odds == all_odds[: len(words)]
+            assert all(a >= floor for a in odds[:-1]), "what follows a guess below the floor is not worth making"
+            if len(words) < 4:
+                ended += 1
+                assert odds[-1] * 0.8 < floor, "it ended although the next one could have reached the floor"
+    assert ended > 40
+    assert all(b <= a for _, odds in everything for a, b in itertools.pairwise(odds)), "odds of all before it, too"
+    assert backend.guess([(0, 5, 0, 0.0), (1, 5, 1, 0.0)], 0.0)[0] == ((), ())
+    assert backend.guess([], 0.0) == []
+    for row, token in ((ROWS, 5), (-1, 5), (0, -1), (0, backend.spec.vocab)):
+        with pytest.raises(ValueError, match="does not exist"):
+            backend.guess([(row, token, 1, 0.0)], 0.0)
+
+
+# -------------------------------------------------------------------------------------------------- rows and sequences
+
+
+class Recorder:
+    """A backend that keeps what it was asked and guesses 7, 8, 9, ... with falling odds."""
+
+    def __init__(self) -> None:
+        self.asks: list[tuple[int, int, int, float]] = []
+        self.floor = -1.0
+        self.loaded = 0
+
+    def load_head(self, head: DraftHead) -> None:
+        self.loaded += 1
+
+    def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
+        self.asks, self.floor = list(asks), floor
+        return [(tuple(range(7, 7 + ask[2])), tuple(0.5**i for i in range(1, ask[2] + 1))) for ask in asks]
+
+
+def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None:
+    """Against make_batch, which says what rows a step leaves: prompts in the middle and at their end, scoring, states asked for, drafts."""
+    r = random.Random(3)
+    checked = 0
+    for _ in range(300):
+        steps, known = [], {}
+        for seq_id in range(r.randrange(1, 6)):
+            count, start = r.randrange(1, 9), r.randrange(0, 30)
+            draws = r.randrange(0, count + 1)
+            scored = r.choice((0, 0, r.randrange(0, count + 1)))
+            tokens = tuple(r.randrange(100) for _ in range(count))
+            steps.append(SeqStep(seq_id, tokens, start, ((0,),), draws, targets=(1,) * scored, hidden=r.random() < 0.2))
+            accepted = r.randrange(0, draws) if draws else 0  # drafts that came true; the draw after the last of them is new
+            known[seq_id] = [0] * (start + count - draws) + [200 + i for i in range(accepted + (draws > 0) + 1)]
+        plan = StepPlan(0, tuple(steps))
+        outputs = make_batch(plan, 1).outputs.tolist()
+        positions = [(s.seq_id, s.start + i) for s in steps for i in range(len(s.tokens))]
+        recorder = Recorder()
+        proposer = HeadProposer(recorder, None)  # type: ignore[arg-type]
+        proposer.observe(plan)
+        views = [view(tokens, seq_id=i, temperature=i / 10) for i, tokens in known.items()]
+        drafts = proposer.propose(views, 16, 0.25)
+        assert set(drafts) == {s.seq_id for s in steps if s.draws}, "who drew a token, and nobody else"
+        for i, ask in zip(drafts, recorder.asks, strict=True):
+            checked += 1
+            row, token, limit, temperature = ask
+            last = len(known[i]) - 1
+            assert positions[outputs[row]] == (i, last - 1), "the state that the last token was drawn from"
+            assert (token, limit, temperature) == (known[i][-1], DEEPEST, i / 10)
+            assert drafts[i] == Draft((7, 8, 9, 10, 11), "head", 0, (0.5, 0.25, 0.125, 0.0625, 0.03125))
+        assert not drafts or recorder.floor == 0.25
+    assert checked > 300
+
+
+def test_limits_and_texts_that_the_last_step_did_not_write() -> None:
+    recorder = Recorder()
+    proposer = HeadProposer(recorder, "a head")  # type: ignore[arg-type]
+    assert proposer.propose([view([1, 2, 3])], 16) == {}, "no step yet"
+    assert recorder.loaded == 0, "a head that is not used is not packed"
+    proposer.observe(StepPlan(0, (SeqStep(4, (11, 12), 5, ((0,),), draws=1), SeqStep(5, (9,), 2, ((0,),), draws=1))))
+    text = [0] * 7 + [50]
+    assert len(proposer.propose([view(text, seq_id=4, room=2)], 16)[4].tokens) == 2
+    assert len(proposer.propose([view(text, seq_id=4)], 1)[4].tokens) == 1
+    assert recorder.loaded == 1
+    assert recorder.asks == [(0, 50, 1, 0.0)]
+    assert proposer.propose([view([*text, 51], seq_id=4), view(text[:-1], seq_id=4), view(text, seq_id=6)], 16) == {}
+    proposer.finish(view(text, seq_id=4))
+    assert proposer.propose([view(text, seq_id=4)], 16) == {}
+    assert set(proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16)) == {5}
+    proposer.observe(StepPlan(1, ()))
+    assert proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16) == {}, "the states are those of the last step"
+
+
+# --------------------------------------------------------------------------------------------------------- what pays
+
+
+class Stated:
+    """A guesser that says its odds. Guesses are 1; what is written decides whether they come true."""
+
+    name = "head"
+
+    def __init__(self, odds: Sequence[float], cost: float = 1e-6) -> None:
+        self.odds = tuple(odds)
+        self.token_cost = cost
+        self.asked = 0
+
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        self.asked += len(views)
+        self.floor = floor
+        return {v.seq_id: Draft((1,) * len(self.odds), "head", 0, self.odds) for v in views}
+
+    def finish(self, view: SeqView) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def speculator(guesser: Stated, row: float = 0.2) -> Speculator:
+    """Steps of one row take 4 ms, and each further row `row` of that."""
+    found = Speculator([guesser])
+    for _ in range(300):
+        for rows in (1, 2, 5):
+            found.cost.learn(rows, 0.004 * (1 + row * (rows - 1)))
+    return found
+
+
+def test_of_stated_odds_only_what_pays_is_submitted() -> None:
+    for odds, count in (((0.9, 0.5, 0.3, 0.1), 3), ((0.9, 0.2, 0.1), 1), ((0.2,), 0), ((0.99,) * 4, 4)):
+        guesser = Stated(odds)
+        assert len(speculator(guesser).drafts([view([5])]).get(0, ())) == count, odds
+        assert guesser.floor == pytest.approx(MARGIN * 0.2, rel=0.05), "it is told what could pay"
+    dear = Stated((0.5, 0.5), cost=0.004 * 0.3)  # making a guess costs 0.3 of a step, beside its row
+    assert speculator(dear).drafts([view([5])]) == {}
+    busy = Stated((0.9,) * 2)
+    assert speculator(busy, row=0.9).drafts([view([5], seq_id=i) for i in range(2)]) == {}, "compute-bound"
+    assert busy.asked == 0, "no guess is made where even a sure one could not pay"
+
+
+def test_unlikely_guesses_do_not_end_the_asking() -> None:
+    """Odds change with every token: one that does not pay says nothing about the next."""
+    guesser = Stated((0.1,))
+    found = speculator(guesser)
+    text = [5]
+    for step in range(10):
+        guesser.odds = (0.9,) if step % 2 else (0.1,)
+        assert len(found.drafts([view(text)]).get(0, ())) == step % 2, step
+        text = [*text, *((1, 5) if step % 2 else (5,))]
+    assert guesser.asked == 10
+
+
+def test_a_guesser_that_lies_is_soon_not_believed() -> None:
+    """It states 0.6 and is never right; another says the same and is right six times in ten. The purse is taken away: trust alone decides."""
+    submitted = {}
+    for honest in (True, False):
+        found = speculator(Stated((0.6,)))
+        found._may_lose = lambda seq_id, length: 1e9  # type: ignore[method-assign]
+        r, text, counts = random.Random(1), [5], []
+        for _ in range(200):
+            counts.append(len(found.drafts([view(text)]).get(0, ())))
+            text = [*text, 1 if honest and r.random() < 0.6 else 5]
+        submitted[honest] = counts
+    assert sum(submitted[True]) > 190
+    assert sum(submitted[False][:40]) < 30
+    assert sum(submitted[False][100:]) <= 5, "from time to time it gets another chance"
+
+
+def test_the_purse_bounds_what_a_liar_costs() -> None:
+    """Trust is taken away here: odds of 0.9 are believed for ever, and never true."""
+    found = speculator(Stated((0.9, 0.9, 0.9)))
+    found.acceptance.trust = lambda seq_id, source: 1.0  # type: ignore[method-assign]
+    text, lost = [5], 0.0
+    for _ in range(1000):
+        lost += 0.2 * len(found.drafts([view(text)]).get(0, ()))
+        text = [*text, 5]
+        assert lost <= START + SHARE * len(text) + 0.2
+    assert lost > START, "it did try"
+    assert found.finish(view(text)) < 0
+    assert not found.acceptance._trust or all(key[0] == -1 for key in found.acceptance._trust), (
+        "the text's own record is dropped"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_model_without_a_head_refuses_the_mode_by_name(backend: str, tiny: Model) -> None:
+    from verbatim.backend import open_backend
+
+    if backend == "cpu":
+        pytest.importorskip("verbatim.backend.cpu.backend", exc_type=ImportError)
+    words = ByteTokenizer()
+    parts = Parts(open_backend(tiny, EngineConfig(backend=backend, threads=1)), words, (words.EOS,), name="tiny", digest="tiny")
+    with LLM.from_parts(parts, context=128, kv_blocks=16) as llm:
+        with pytest.raises(UnsupportedError, match="speculate"):
+            llm.generate("a", SamplingParams(speculate="head", max_tokens=2))
+        assert llm.generate("a", SamplingParams(speculate="auto", max_tokens=2)).usage.output_tokens == 2
+
+
+@pytest.mark.model
+def test_the_reference_backend_and_other_files_are_refused_by_name(default_model: Path, tmp_path: Path) -> None:
+    with (
+        LLM(str(default_model), backend="reference", context=64) as llm,
+        pytest.raises(UnsupportedError, match=r"speculate.*cpu backend"),
+    ):
+        llm.generate("a", SamplingParams(speculate="head", max_tokens=1))
+    write_head(tmp_path / "other.gguf", trained())
+    with pytest.raises(ModelError, match="states of 32, and the model's are of 576"):
+        LLM(str(default_model), speculate=f"head:{tmp_path / 'other.gguf'}", context=64)
+
+
+# ----------------------------------------------------------------------------------------------------------- identity
+
+
+def requests(llm: LLM, r: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Chat turns and noise; every sampler, grammars, stop strings, several choices."""
+    asked = ("What is the capital of France?", "Count from 1 to 20.", "Write a short poem about rain.", "Why is the sky blue?")
+    prompts, params = [], []
+    for i in range(30):
+        chat = llm.tokenizer.encode(f"<|im_start|>user\n{r.choice(asked)}<|im_end|>\n<|im_start|>assistant\n", special=True)
+        prompts.append(chat if i % 3 else random_prompt(r))
+        params.append(random_params(r))
+    return prompts, params
+
+
+def in_crowds(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[Any], int, int]:
+    """Their answers, drafts and accepted drafts; one to eight requests at a time."""
+    r = random.Random(len(params))
+    done: list[Any] = []
+    while len(done) < len(prompts):
+        crowd = slice(len(done), len(done) + r.randrange(1, 9))
+        done += llm.generate(prompts[crowd], params[crowd])
+    usage = [d.usage for d in done]
+    return [answer(d) for d in done], sum(u.drafted_tokens for u in usage), sum(u.accepted_tokens for u in usage)
+
+
+@pytest.mark.model
+@pytest.mark.native
+def test_a_draft_head_never_changes_an_answer(default_model: Path) -> None:
+    """Guesses submitted in full whether they pay or not, and as they pay: the bits of no guesses at all."""
+    answers: dict[str, list[Any]] = {}
+    with LLM(str(default_model), backend="cpu", context=256, check=True) as llm:
+        prompts, params = requests(llm, random.Random(6))
+        for mode, adaptive in (("off", True), ("head", False), ("head", True), ("auto", False)):
+            llm.core.drafting.adaptive = adaptive
+            llm.core.drafting._speculators.clear()
+            asked = [dataclasses.replace(p, speculate=mode) for p in params]
+            found, drafted, accepted = in_crowds(llm, prompts, asked)
+            if not adaptive:
+                assert 20 < accepted < drafted, f"{mode}: {accepted} of {drafted} guesses came true, which shows nothing"
+            answers[f"{mode} {adaptive}"] = found
+    plain = answers.pop("off True")
+    for mode, guessed in answers.items():
+        for i, (one, other) in enumerate(zip(plain, guessed, strict=True)):
+            assert other == one, f"{mode}, request {i}: {params[i]}"
