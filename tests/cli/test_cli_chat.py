@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from cli_said import Call
 
 from verbatim import LLM, SamplingParams
@@ -184,3 +185,18 @@ def test_ctrl_d_leaves(spawn: Spawn) -> None:
     finally:
         terminal.process.kill()
         terminal.process.wait()
+
+
+@pytest.mark.parametrize(
+    "flag", ["--n=2", "--best-of=1", "--logprobs=0", "--logprobs=1", "--prompt-logprobs=1", "--explain=1", "--receipt"]
+)
+def test_what_a_conversation_does_not_show_is_refused(verbatim: Call, flag: str) -> None:
+    said = verbatim("chat", flag, stdin="hello\n")
+    assert (said.code, said.out) == (2, "")
+    assert flag.lstrip("-").partition("=")[0].replace("-", "_") in said.err
+
+
+def test_what_a_conversation_does_not_show_is_not_set_either(verbatim: Call) -> None:
+    said = verbatim("chat", "--max-tokens=3", stdin="/params n=2\n/params logprobs=1\nhello\n")
+    assert said.err.count("no place for it") == 2
+    assert said.out.strip()

@@ -122,6 +122,34 @@ def test_logprobs_in_json(verbatim: Call) -> None:
     assert data["prompt_logprobs"][0] is None
 
 
+@pytest.mark.parametrize(("best_of", "n"), [("1", "1"), ("3", "1"), ("3", "2")])
+def test_the_best_of_several_is_shown(verbatim: Call, best_of: str, n: str) -> None:
+    flags = ["--raw", "--best-of", best_of, "--n", n, "--temperature", "1.5", "--seed", "3", "--max-tokens", "6", "the"]
+    data = verbatim("run", "--json", *flags).json
+    said = verbatim("run", *flags)
+    assert data["text"]
+    if n == "1":
+        assert said.out == data["text"].removesuffix("\n") + "\n"
+    else:
+        assert all(choice["text"] in said.out for choice in data["choices"])
+
+
+@pytest.mark.parametrize("command", ["run", "explain"])
+@pytest.mark.parametrize("flag", [["--logprobs", "0"], ["--logprobs", "2"], ["--prompt-logprobs", "0"], ["--receipt"]])
+def test_a_report_that_plain_text_does_not_show_is_refused(verbatim: Call, command: str, flag: list[str]) -> None:
+    said = verbatim(command, "--max-tokens", "2", *flag, "the")
+    assert (said.code, said.out) == (2, "")
+    assert flag[0].lstrip("-").replace("-", "_") in said.err
+    assert "--json" in said.err
+    assert verbatim(command, "--json", "--max-tokens", "2", *flag, "the").code == 0
+
+
+def test_a_receipt_to_save_cannot_be_left_out(verbatim: Call, tmp_path: Path) -> None:
+    said = verbatim("run", "--no-receipt", "--save-receipt", str(tmp_path / "r.json"), "the")
+    assert (said.code, said.out) == (2, "")
+    assert "receipt" in said.err
+
+
 def test_quiet_says_nothing_more(verbatim: Call) -> None:
     assert verbatim("run", "-q", "the", "--max-tokens", "3").err == ""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import RequestError, UnsupportedError
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
 from verbatim.cli.screen import BOLD, GREEN, RED, note, paint, warn, write
@@ -45,13 +45,18 @@ def command(system: str | None, quiet: bool, **flags: Any) -> int:
     from verbatim.cli.session import open_llm, typed
 
     params = sampling_of(flags)
-    for name in ("n", "best_of", "logprobs", "prompt_logprobs", "explain", "receipt"):
-        if getattr(params, name) not in (None, 0, 1, False):
-            raise UnsupportedError(name, "a conversation has no place for it; use `verbatim run`")
+    _check_place(params)
     with open_llm(flags, quiet=quiet) as llm:
         if not llm.has_template:
             raise UnsupportedError("model", f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text")
         return Conversation(llm, params, system and typed(system, "system"), quiet=quiet).loop()
+
+
+def _check_place(params: SamplingParams) -> None:
+    """Refuse what asks for several answers, or for a report that is not shown here."""
+    for name in ("n", "best_of", "num_return_sequences", "logprobs", "prompt_logprobs", "explain", "receipt"):
+        if getattr(params, name) != FIELDS[name].default:
+            raise UnsupportedError(name, "a conversation has no place for it; use `verbatim run`")
 
 
 class Conversation:
@@ -202,7 +207,9 @@ class Conversation:
                 note(f"verbatim: {word!r} is not NAME=VALUE, such as temperature=0.7", RED)
                 return
             changes[name.replace("-", "_")] = parse_parameter(name, value)
-        self.params = self.params.with_(**changes)
+        changed = self.params.with_(**changes)
+        _check_place(changed)
+        self.params = changed
         shown = self.params.to_mapping() or {"temperature": self.params.temperature}
         note(" ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else "2")
 

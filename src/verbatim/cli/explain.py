@@ -46,12 +46,14 @@ def command(
     The model's own distribution, what each stage of the sampler removed, the noise, the scores, and how near the next one came.
     --explain N sets how many candidates are shown [5]; without --max-tokens the answer ends after 16.
     """
-    from verbatim.cli.run import collect, start
+    from verbatim.cli.run import check_shown, collect, start
     from verbatim.cli.session import open_llm, read_prompt
 
     params = sampling_of(flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=bool(what_ifs))
     if not params.explain:
         raise ParameterError("explain", "0 explains nothing; ask for 1 or more candidates")
+    if not as_json:
+        check_shown(params, ("logprobs", "prompt_logprobs", *(() if what_ifs else ("receipt",))))
     changes = [_changes(text) for text in what_ifs]
     if what_ifs:
         _check_what_if(params)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.options import Command, Option, engine_options, model_options, sampling_of, sampling_options
 from verbatim.cli.screen import note, warn, write, write_json
@@ -18,7 +19,7 @@ from verbatim.cli.screen import note, warn, write, write_json
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Stream
 
-REPORTS = ("logprobs", "prompt_logprobs", "explain")  # parameters whose result only --json can show
+REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")  # parameters whose result only --json can show
 
 
 @click.command(cls=Command, epilog="Exit codes: 0 done, 1 failure, 2 wrong flag or value, 3 model, 130 interrupted.")
@@ -26,7 +27,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain")  # parameters whose result 
 @click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text")
-@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress")
+@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress, no warnings")
 @click.option("--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`")
 @model_options
 @engine_options
@@ -42,10 +43,10 @@ def command(
     from verbatim.cli.session import open_llm, read_prompt
 
     params = sampling_of(flags, receipt=save_receipt is not None)
-    for name in REPORTS:
-        if getattr(params, name) and not as_json:
-            remedy = "; or use `verbatim explain`" if name == "explain" else ""
-            raise ParameterError(name, f"its report does not fit plain text; add --json{remedy}")
+    if save_receipt is not None and not params.receipt:
+        raise ParameterError("receipt", "--save-receipt needs one; leave out --no-receipt")
+    if not as_json:
+        check_shown(params, REPORTS if save_receipt is None else REPORTS[:-1])
     if raw and system is not None:
         raise ParameterError("system", "has no place in a raw continuation; leave out --raw or --system")
     text = read_prompt(prompt)
@@ -54,9 +55,17 @@ def command(
         if as_json:
             code, completion = collect(stream, show=False)
         else:
-            code, completion = collect(stream, show=params.width == 1 or params.num_beams > 1)
+            code, completion = collect(stream, show=_streams(params))
         _finish(llm, completion, params, as_json=as_json, quiet=quiet, save_receipt=save_receipt)
         return code
+
+
+def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
+    """Refuse what was asked for and would be computed, but that plain text does not show."""
+    remedies = {"explain": "; or use `verbatim explain`", "receipt": "; or --save-receipt FILE with `verbatim run`"}
+    for name in reports:
+        if getattr(params, name) != FIELDS[name].default:
+            raise ParameterError(name, f"its report does not fit plain text; add --json{remedies.get(name, '')}")
 
 
 def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str | None) -> Stream:
@@ -98,6 +107,11 @@ def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
     return code, stream.completion
 
 
+def _streams(params: SamplingParams) -> bool:
+    """Whether the first answer is shown as it comes: not where there are several, nor where the best of several is known only at the end."""
+    return params.num_beams > 1 or (params.n == 1 and params.best_of is None)
+
+
 def _finish(
     llm: LLM, completion: Completion, params: SamplingParams, *, as_json: bool, quiet: bool, save_receipt: str | None
 ) -> None:
@@ -107,9 +121,12 @@ def _finish(
     if as_json:
         write_json(completion_json(llm, completion))
     elif len(completion.choices) > 1:
-        _show_choices(completion, shown=params.num_beams > 1)
-    elif not completion.text.endswith("\n"):
-        write("\n")
+        _show_choices(completion, shown=_streams(params))
+    else:
+        if not _streams(params):
+            write(completion.text)
+        if not completion.text.endswith("\n"):
+            write("\n")
     if save_receipt is not None and completion.receipt is not None:
         _save(Path(save_receipt), completion.receipt)
     if as_json or quiet:
