@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim.base.params import SamplingParams
-from verbatim.speculate.adapt import SHARE, START, Acceptance, Speculator, StepCost, draft_length
+from verbatim.speculate.adapt import LEAST, SHARE, START, Acceptance, Speculator, StepCost, draft_length
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.speculate.suffix import SuffixAutomaton, SuffixProposer
@@ -83,13 +83,23 @@ def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> Non
 
 def test_step_cost_recovers_the_line() -> None:
     cost = StepCost()
-    assert cost.at(1) is None
-    for _ in range(300):  # a size never seen starts half way to what is usual, and moves from there slowly
+    assert cost.seconds(1) == 0, "one size says nothing about another"
+    for _ in range(300):
         for rows in (1, 2, 5, 9, 300):
             cost.learn(rows, 0.004 + 0.0005 * rows)
-    seconds, slope = cost.at(1) or (0, 0)
-    assert abs(seconds - 0.0045) < 1e-5
-    assert abs(slope - 0.0005) < 1e-5
+    assert abs(cost.seconds(1) - 0.0045) < 1e-5
+    assert abs(cost.row(1) - 0.0005) < 1e-5
+    assert abs(cost.seconds(7) - 0.0075) < 2e-5, "between two sizes that were seen"
+
+
+def test_step_cost_knows_steps_in_the_curve() -> None:
+    """A kernel for 8 rows that starts anew with the ninth: the price of the eighth draft is not that of the seventh."""
+    cost = StepCost()
+    for _ in range(100):
+        for rows in (1, 2, 4, 8, 9, 16):
+            cost.learn(rows, 0.003 if rows <= 8 else 0.006)
+    assert cost.seconds(9) - cost.seconds(8) > 0.002
+    assert cost.row(1) >= 0.99 * LEAST * 0.003, "a row is never free, whatever was measured"
 
 
 def test_a_slow_second_does_not_make_drafts_look_free() -> None:
@@ -100,16 +110,17 @@ def test_a_slow_second_does_not_make_drafts_look_free() -> None:
         cost.learn(4, 0.004 + 3 * 0.0008)
     for _ in range(200):
         cost.learn(1, 0.008)
-    seconds, slope = cost.at(1) or (0, 0)
-    assert abs(seconds - 0.008) < 1e-3
-    assert 0.7 < slope / seconds / 0.2 < 1.3
+    assert abs(cost.seconds(1) - 0.008) < 1e-3
+    assert 0.7 < cost.row(1) / cost.seconds(1) / 0.2 < 1.3
 
 
 def test_draft_length_by_the_rule() -> None:
-    assert draft_length(0.8, 4.0, 0.3, 16) == 10
-    assert draft_length(0.8, 4.0, 4.0, 16) == 0, "a compute-bound batch drafts nothing"
-    assert draft_length(1.0, 4.0, 0.3, 16) == 16
-    assert draft_length(0.0, 4.0, 0.3, 16) == 0
+    chances = {rate: [rate**j for j in range(1, 17)] for rate in (0.0, 0.8, 1.0)}
+    assert draft_length(chances[0.8], 4.0, lambda j: 0.3 * j) == 10
+    assert draft_length(chances[0.8], 4.0, lambda j: 4.0 * j) == 0, "a compute-bound batch drafts nothing"
+    assert draft_length(chances[1.0], 4.0, lambda j: 0.3 * j) == 16
+    assert draft_length(chances[0.0], 4.0, lambda j: 0.3 * j) == 0
+    assert draft_length(chances[0.8], 4.0, lambda j: 0.3 * j + 9 * (j > 7)) == 7, "a step in the cost is not climbed for little"
 
 
 def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
@@ -152,8 +163,8 @@ def test_what_drafts_saved_is_told_at_the_end() -> None:
     for text, told in (([1, 2, 3, 4] * 4, 1), ([1, 2, 9, 1, 2], -1)):
         speculator = Speculator([NgramProposer()])
         for _ in range(300):
-            speculator.cost.learn(1, 0.0040)
-            speculator.cost.learn(2, 0.0048)
+            for rows in (1, 2, 16):
+                speculator.cost.learn(rows, 0.0040 + 0.0008 * (rows - 1))
         drafts = speculator.drafts([view(text)])[0]
         written = drafts if told > 0 else (77,)
         saved = speculator.finish(view([*text, *written, 5]))

@@ -1,12 +1,12 @@
 """How many drafts pay. In: measured step times, and how often guesses came true. Out: a draft length for each sequence, often 0.
 
-One more draft adds a row to the step. With B sequences in a step that takes t(B), a token is worth t(B) / B; one more row costs
-the slope of t. The j-th draft comes true with probability a^j, so drafts are worth adding while
+One more draft adds a row to the step. With B sequences in a step that takes t(B), a token is worth t(B) / B. The j-th draft comes true with
+probability a^j (or with the odds that the guesser states), and j drafts make the step t(B + j). The best j has the most left of
 
-    a^j * t(B) / B  >  MARGIN * (slope + what the guess itself cost)
+    (a + a^2 + ... + a^j) * t(B) / B  -  MARGIN * (t(B + j) - t(B) + what the guesses themselves cost)
 
-On weights that are read once a step the slope is small and long drafts pay; when the batch is compute-bound, slope * B is t(B)
-and no draft pays. Worked: t(1) = 4 ms, slope 0.3 ms, a = 0.8: a^j > 1.15 * 0.075 = 0.086 gives j = 10.
+On weights that are read once a step rows are cheap and long drafts pay; when the batch is compute-bound, no draft pays.
+Worked: t(1) = 4 ms, 0.3 ms for each further row, a = 0.8: the tenth draft still adds 0.8^10 * 4 = 0.43 > 1.4 * 0.3, the eleventh does not.
 
 An estimate can be wrong, so there is a purse as well: drafts that came true fill it by the time they saved, the others empty it by the time they cost,
 and a sequence that has lost what it may lose (START, and SHARE of what it wrote since) drafts no more until it has written on. However
@@ -17,22 +17,23 @@ Learning goes on when nothing is drafted: a guess that was only made, not submit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from verbatim.speculate.protocol import Draft, Proposer, SeqView
 
-MARGIN = 1.15  # a draft must promise this much more than it costs: measured times are noisy
+MARGIN = 1.4  # a draft must promise this much more than it costs: measured times are noisy
 PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
+NEAR = 3  # rows over which the price of one is averaged
 LEAST, USUAL = (
     0.08,
     0.15,
 )  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
-START, SHARE = 1.0, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
+START, SHARE = 1.5, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
-LONGEST = 16  # drafts of one sequence in one step
+LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
 EXPLORE = (
     64  # steps after which a likely guess is submitted although it does not seem to pay: costs change, and are learnt only so
@@ -43,42 +44,59 @@ class StepCost:
     """Seconds of a step against its rows, from what was measured: a line between the sizes nearest by.
 
     The machine's pace and the shape of the curve are learnt apart. Another program may halve the pace for a second, and steps of one size may not
-    be seen for as long: were each size a time of its own, a slow second would make whatever was measured before it look cheap."""
+    be seen for as long: were each size a time of its own, a slow second would make whatever was measured before it look cheap.
+    The curve has steps (8 rows may fill a kernel that the 9th starts anew), so small sizes are kept one by one."""
 
     def __init__(self) -> None:
         self._pace = 0.0  # seconds of a step whose shape is 1
-        self._shape: dict[int, tuple[float, float]] = {}  # size class -> (mean rows, times the pace)
-        self._known: dict[float, tuple[float, float] | None] = {}  # answers of at() since something was learnt
+        self._shape: dict[int, tuple[float, float, int]] = {}  # size class -> (mean rows, times the pace, times seen)
+        self._points: list[tuple[float, float]] = []  # (rows, times the pace), rising in both
+        self._known: dict[float, float] = {}
 
     def learn(self, rows: int, seconds: float) -> None:
         if rows < 1 or seconds <= 0:
             return
-        self._pace = self._pace or seconds
-        bucket = rows.bit_length()
-        # One time is no evidence against what is usual: a size that was never seen starts between the two.
-        first = (seconds / self._pace + 1 + USUAL * (rows - 1)) / 2 if rows < 8 else seconds / self._pace
-        mean_rows, known = self._shape.get(bucket, (float(rows), first))
-        self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** PACE
+        if not self._pace:
+            self._pace = seconds / (1 + USUAL * (rows - 1))
+        size = rows if rows <= 32 else 32 + rows.bit_length()
+        # One time is no evidence against what is usual: a size that was never seen starts with what its neighbours say.
+        mean_rows, known, seen = self._shape.get(size, (float(rows), self._times(rows), 1))
+        self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** (PACE * min(seen, 8) / 8)
         found = min(seconds / self._pace, 2 * known)
-        self._shape[bucket] = (mean_rows + PATIENCE * (rows - mean_rows), known + SHAPE * (found - known))
+        known += max(SHAPE, 1 / (seen + 1)) * (found - known)
+        self._shape[size] = (mean_rows + PATIENCE * (rows - mean_rows), known, seen + 1)
+        self._points, high = [], 0.0
+        for where, value, _ in sorted(self._shape.values()):
+            high = max(high, value)
+            self._points.append((where, high))
         self._known.clear()
 
-    def at(self, rows: float) -> tuple[float, float] | None:
-        """(seconds, slope) near `rows`; None until steps of two sizes were seen."""
+    def _times(self, rows: float) -> float:
+        """Of the pace: on the line between the sizes on both sides; beyond the largest, what is usual."""
+        below, above = None, None
+        for point in self._points:
+            if point[0] > rows:
+                above = point
+                break
+            below = point
+        if below is None:
+            return 1 + USUAL * (rows - 1) if above is None else max(above[1] - USUAL * (above[0] - rows), above[1] / above[0])
+        if above is None:
+            return below[1] + USUAL * (rows - below[0])
+        return below[1] + (above[1] - below[1]) * (rows - below[0]) / (above[0] - below[0])
+
+    def seconds(self, rows: float) -> float:
+        """Of a step of this many rows; 0 until steps of two sizes were seen."""
+        if len(self._shape) < 2:
+            return 0.0
         if rows not in self._known:
-            self._known[rows] = self._at(rows)
+            self._known[rows] = self._times(rows) * self._pace
         return self._known[rows]
 
-    def _at(self, rows: float) -> tuple[float, float] | None:
-        if len(self._shape) < 2:
-            return None
-        points = sorted(self._shape.values())
-        lower = max((p for p in points if p[0] <= rows), default=points[0])
-        upper = min((p for p in points if p[0] > max(rows, lower[0])), default=None)
-        if upper is None:
-            lower, upper = points[-2], points[-1]
-        slope = max((upper[1] - lower[1]) / (upper[0] - lower[0]), LEAST * points[0][1])
-        return max(lower[1] + slope * (rows - lower[0]), 1e-9) * self._pace, slope * self._pace
+    def row(self, rows: float) -> float:
+        """What one more row adds to a step of `rows`; never nothing, whatever was measured."""
+        first = self.seconds(rows)
+        return max((self.seconds(rows + NEAR) - first) / NEAR, LEAST * self.seconds(1))
 
 
 class Acceptance:
@@ -154,21 +172,19 @@ class _Pending:
     guess_cost: float  # of making one draft, in seconds
 
 
-def draft_length(rate: float, value: float, price: float, limit: int) -> int:
-    """How many drafts pay: the largest j with rate^j * value > MARGIN * price.
+def draft_length(chances: Sequence[float], value: float, extra: Callable[[int], float]) -> int:
+    """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j rows cost.
 
-    >>> draft_length(0.8, 4.0, 0.3, 16)
+    >>> draft_length([0.8 ** j for j in range(1, 17)], 4.0, lambda j: 0.3 * j)
     10
     """
-    if price <= 0:
-        return limit
-    chance, count = 1.0, 0
-    while count < limit:
-        chance *= rate
-        if chance * value <= MARGIN * price:
-            break
-        count += 1
-    return count
+    best, most, won = 0, 0.0, 0.0
+    for j, chance in enumerate(chances, 1):
+        won += chance * value
+        left = won - MARGIN * extra(j)
+        if left > most:
+            best, most = j, left
+    return best
 
 
 def _came_true(guesses: Sequence[int], written: Sequence[int]) -> int:
@@ -234,12 +250,11 @@ class Speculator:
 
     def _price(self, running: int, guess_cost: float) -> float:
         """What one more draft costs, in times of a token; 0 while nothing is known."""
-        measured = self.cost.at(running)
-        return (measured[1] + guess_cost) * running / measured[0] if measured else 0.0
+        seconds = self.cost.seconds(running)
+        return (self.cost.row(running) + guess_cost) * running / seconds if seconds else 0.0
 
     def _seconds(self, running: int) -> float:
-        measured = self.cost.at(running)
-        return measured[0] / running if measured else 0.0
+        return self.cost.seconds(running) / running
 
     def _may_lose(self, seq_id: int, length: int) -> float:
         begun = self._begun.setdefault(seq_id, length)
@@ -269,15 +284,21 @@ class Speculator:
         limit = min(len(draft.tokens), self.longest)
         if not self.adaptive:
             return limit
-        measured = self.cost.at(running)
-        if draft.odds and measured:
-            least = MARGIN * self._price(running, guess_cost) / self.acceptance.trust(seq_id, draft.source)
-            return sum(odds > least for odds in draft.odds[:limit])
         rate = self.acceptance.rate(seq_id, draft)
-        if measured is None:  # nothing known yet: a short guess is a cheap way to learn what rows cost
+        seconds = self.cost.seconds(running)
+        if not seconds:  # nothing known yet: a short guess is a cheap way to learn what rows cost
             return min(limit, 2)
-        seconds, slope = measured
-        count = draft_length(rate, seconds / running, slope + guess_cost, limit)
+        if draft.odds:
+            trust = self.acceptance.trust(seq_id, draft.source)
+            chances = [trust * odds for odds in draft.odds[:limit]]
+        else:
+            chances = [rate**j for j in range(1, limit + 1)]
+        least = LEAST * self.cost.seconds(1)
+        count = draft_length(
+            chances, seconds / running, lambda j: max(self.cost.seconds(running + j) - seconds, j * least) + j * guess_cost
+        )
+        if draft.odds:
+            return count
         if not count and rate > 0.5 and running < 8 and self._explored > EXPLORE:
             count = min(limit, 2)
         if count:
@@ -305,9 +326,10 @@ class Speculator:
         if not (pending.submitted or pending.guess_cost):
             return
         seconds = self._seconds(pending.running)
-        made = len(pending.draft.tokens) * pending.guess_cost / seconds if seconds else 0.0
         won = _came_true(pending.draft.tokens[: pending.submitted], written)
-        gain = won - pending.submitted * self._price(pending.running, 0.0) - made
+        rows = self.cost.seconds(pending.running + pending.submitted) - self.cost.seconds(pending.running)
+        spent = rows + len(pending.draft.tokens) * pending.guess_cost
+        gain = won - spent / seconds if seconds else 0.0
         self._purse[seq_id] = self._purse.get(seq_id, 0.0) + gain
         self._saved[seq_id] = self._saved.get(seq_id, 0.0) + gain * seconds
 
