@@ -5,7 +5,7 @@ minutes and gigabytes. A thread cannot be stopped, and Python in a thread takes 
 and compiled once in a child process with a limit on memory and processor time (translate.py); what survives is compiled again here, by llguidance without Python's lock. In: a field
 of a request. Out: llguidance's text for it.
 
-Beside running answers a child goes on in short slices (turns.py), stopped between them, after the first few milliseconds at the lowest priority. It costs some 100 ms to start, and is kept for the next
+Beside running answers a child goes on in short slices (turns.py), stopped between them; where the account is all but empty, after the first few milliseconds at the lowest priority. It costs some 100 ms to start, and is kept for the next
 request: the child is a pair, one that compiles and may be killed, and one that has everything loaded and puts a fork of itself in its place. Both end when this process does:
 at the end of their input, by the hangup that the system sends to those who are stopped then, or by an alarm.
 """
@@ -193,7 +193,7 @@ class Guard:
             with self.turns.turn(had, until, share) as turn:
                 if turn is None:
                     raise Busy
-                if turn.metered and had > BRISK:
+                if turn.scarce and had > BRISK:
                     child.stand_back()
                 if asked:
                     child.signal("SIGCONT")

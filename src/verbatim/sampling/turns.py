@@ -25,6 +25,7 @@ from contextlib import contextmanager
 
 SHARE = 0.02  # of one processor, beside answers that want all of them
 BURST = 0.2  # seconds: a large structure once in a while, or a hundred small ones, without a wait
+SCARCE = 0.025  # seconds: with less in the account, what takes long makes way for everything else
 LOOK = 0.1  # seconds between two looks at `share`, which nobody announces
 
 Share = Callable[[], float | None]
@@ -35,10 +36,11 @@ def alone() -> None:
 
 
 class Turn:
-    __slots__ = ("metered", "used")
+    __slots__ = ("metered", "scarce", "used")
 
-    def __init__(self, metered: bool) -> None:
+    def __init__(self, metered: bool, scarce: bool = False) -> None:
         self.metered = metered
+        self.scarce = scarce  # the account is all but empty: somebody asks for much
         self.used = 0.0
 
 
@@ -78,7 +80,7 @@ class Turns:
                     self._filled = now
                     if self._account > 0 and not self._taken and self._waiting[0] == ticket:
                         self._taken = True
-                        return Turn(metered=True)
+                        return Turn(metered=True, scarce=self._account < SCARCE)
                     if now >= until:
                         return None
                     short = max(0.001, -self._account / rate) if rate and not self._taken else LOOK
