@@ -1,9 +1,9 @@
 """What speculation is worth on real prompts: 20 copying tasks and 40 mixed chat turns, plain and guessed in turns, the same text both ways.
 
-    python bench/speculation.py [--model smollm2] [--tokens 96] [--rounds 3] [--mode auto]
+    python bench/speculation.py [--model smollm2] [--tokens 96] [--rounds 3] [--mode auto] [--batches 1,4,16] [--sets copy,chat]
 
-A prompt's ratio is that of its median times of writing, prompt reading excluded (the prompt is in the prefix cache after the first round).
-The last line is JSON.
+A prompt's ratio is that of its median times (the prompt is in the prefix cache after the first round); in a batch of n, n prompts of the set are
+written side by side, and each has its own time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -11,33 +11,36 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 
 from prompts import CHAT, COPY
 
 from verbatim import LLM, SamplingParams
+from verbatim.base.records import Completion
 
 
-def seconds(llm: LLM, prompt: str, mode: str, tokens: int) -> tuple[float, str, int, int]:
+def answers(llm: LLM, prompts: Sequence[str], mode: str, tokens: int) -> list[Completion]:
     params = SamplingParams(temperature=0, max_tokens=tokens, speculate=mode)
-    done = llm.chat([{"role": "user", "content": prompt}], params)
-    return done.timings.total, done.text, done.usage.drafted_tokens, done.usage.accepted_tokens
+    return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
 
 
-def ratios(llm: LLM, prompts: tuple[str, ...], mode: str, tokens: int, rounds: int) -> list[float]:
-    out = []
-    for prompt in prompts:
-        seconds(llm, prompt, "off", tokens)  # fills the prefix cache
-        times: dict[str, list[float]] = {"off": [], mode: []}
-        texts = set()
-        for _ in range(rounds):
-            for way, found in times.items():
-                spent, text, drafted, accepted = seconds(llm, prompt, way, tokens)
-                found.append(spent)
-                texts.add(text)
-        assert len(texts) == 1, f"speculation changed an answer: {texts}"
-        ratio = statistics.median(times["off"]) / statistics.median(times[mode])
-        out.append(ratio)
-        print(f"{ratio:6.2f}x  {accepted:4d} of {drafted:4d} drafts  {prompt[:60]!r}")
+def ratios(llm: LLM, prompts: Sequence[str], mode: str, tokens: int, rounds: int) -> list[float]:
+    """Of each prompt, all of them written side by side: median time plain to median time guessed."""
+    answers(llm, prompts, "off", tokens)  # fills the prefix cache
+    times: dict[str, list[list[float]]] = {way: [[] for _ in prompts] for way in ("off", mode)}
+    texts: list[set[str]] = [set() for _ in prompts]
+    for turn in range(rounds):
+        for way in ("off", mode) if turn % 2 else (mode, "off"):
+            done = answers(llm, prompts, way, tokens)
+            for i, answer in enumerate(done):
+                times[way][i].append(answer.timings.total)
+                texts[i].add(answer.text)
+            if way == mode:
+                usage = [answer.usage for answer in done]
+    assert all(len(found) == 1 for found in texts), f"speculation changed an answer: {texts}"
+    out = [statistics.median(plain) / statistics.median(fast) for plain, fast in zip(times["off"], times[mode], strict=True)]
+    for ratio, use, prompt in zip(out, usage, prompts, strict=True):
+        print(f"{ratio:6.2f}x  {use.accepted_tokens:4d} of {use.drafted_tokens:4d} drafts  {prompt[:60]!r}", flush=True)
     return out
 
 
@@ -47,14 +50,21 @@ def main() -> None:
     ask.add_argument("--mode", default="auto")
     ask.add_argument("--tokens", type=int, default=96)
     ask.add_argument("--rounds", type=int, default=3)
+    ask.add_argument("--batches", default="1")
+    ask.add_argument("--sets", default="copy,chat")
     asked = ask.parse_args()
-    result = {}
+    sets = {"copy": COPY, "chat": CHAT}
+    result: dict[str, dict[str, float]] = {}
     with LLM(asked.model, context=2048) as llm:
         print(f"backend {llm.core.backend.info.name} {llm.core.backend.info.detail}, mode {asked.mode}")
-        for name, prompts in (("copy", COPY), ("chat", CHAT)):
-            found = ratios(llm, prompts, asked.mode, asked.tokens, asked.rounds)
-            result[name] = {"geometric_mean": statistics.geometric_mean(found), "least": min(found), "most": max(found)}
-            print(f"{name}: {result[name]['geometric_mean']:.2f}x (least {min(found):.2f}, most {max(found):.2f})")
+        for batch in map(int, asked.batches.split(",")):
+            for name in asked.sets.split(","):
+                prompts, found = sets[name], []
+                for at in range(0, len(prompts), batch):
+                    found += ratios(llm, prompts[at : at + batch], asked.mode, asked.tokens, asked.rounds)
+                mean = statistics.geometric_mean(found)
+                result[f"{name}, {batch} at once"] = {"geometric_mean": mean, "least": min(found), "most": max(found)}
+                print(f"{name}, {batch} at once: {mean:.2f}x (least {min(found):.2f}, most {max(found):.2f})", flush=True)
     print(json.dumps(result))
 
 
