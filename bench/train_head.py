@@ -1,0 +1,357 @@
+"""Train a draft head (model/draft_head.py) for a llama-family model, on what the model writes when it talks with itself.
+
+    python bench/train_head.py [--model smollm2] [--out HEAD.gguf] [--conversations 28700] [--steps 25000]
+    python bench/train_head.py --conversations 4 --length 24 --positions 256 --seconds 5 --device cpu    # does it run at all?
+
+A head is good at one file's own words, so no corpus is needed. The model writes the questions (it is stopped after its template's user
+header and asked to go on), then answers them, one half greedily and one half at temperature 0.8. Its final states are computed once; the
+net learns by cross-entropy over three guesses in a row, the tokens before each given, and in the last 40 % of the steps with its
+matrices rounded to q4_0 as the file will hold them.
+
+The head that comes with the default model: 28,693 conversations (5.8 M answer tokens), 25,000 steps of 16,384 positions, 200 seconds on
+one H200. Guesses that are right at depth 1, 2, 3: on held-out answers 62, 54, 50 % (the tokens before given); on the 40 chat prompts of
+bench/prompts.py, which it was not trained on, 48, 27, 16 % when each guess goes on from the last.
+
+Needs torch and transformers; a GPU for anything but a trial. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verbatim.model.draft_head import EPS, SCALES, read_head, write_head
+from verbatim.model.load import Model, load_model
+from verbatim.weights.catalog import resolve
+
+DEPTH = 3  # guesses in a row that are trained
+ROUNDED = 0.6  # of the steps, after which the matrices are rounded
+WARM_UP = 0.02
+HELD_OUT = 0.02
+QUESTION = 96  # most tokens of a question
+
+
+# ------------------------------------------------------------------------------------------------------- the model
+
+
+def in_torch(model: Model, device: str) -> Any:
+    """The same weights, unpacked, in transformers' llama: it writes thousands of texts at once."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    spec = model.spec
+    if spec.family != "llama" or any(layer.window or layer.experts for layer in spec.layers) or spec.qkv_bias or spec.mlp_bias:
+        raise SystemExit(f"only plain llama models can be trained for here; this one is {spec.family}")
+    config = LlamaConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.mlp,
+        num_hidden_layers=len(spec.layers),
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        rms_norm_eps=spec.norm_eps,
+        max_position_embeddings=spec.context,
+        tie_word_embeddings=spec.tied,
+    )
+    net = LlamaForCausalLM(config)
+    for name, parameter in net.named_parameters():
+        parameter.data.copy_(torch.from_numpy(np.array(model.weights[our_name(name)].to_f32())))
+    net.to(device, torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    rope = spec.layers[0].rope
+    assert rope is not None
+    rotary = net.model.rotary_emb  # ours know every kind of scaling
+    rotary.inv_freq = torch.tensor(np.array(rope.inv_freq), dtype=torch.float32, device=device)
+    rotary.original_inv_freq = rotary.inv_freq
+    rotary.attention_scaling = rope.attention_factor
+    return net.eval()
+
+
+def our_name(name: str) -> str:
+    """model.layers.3.self_attn.q_proj.weight -> layers.3.attn.q"""
+    name = name.removeprefix("model.").removesuffix(".weight")
+    for theirs, ours in (
+        ("self_attn.", "attn."),
+        ("_proj", ""),
+        ("input_layernorm", "attn_norm"),
+        ("post_attention_layernorm", "mlp_norm"),
+        ("embed_tokens", "embed"),
+        ("lm_head", "head"),
+    ):
+        name = name.replace(theirs, ours)
+    return "final_norm" if name == "norm" else name
+
+
+# ----------------------------------------------------------------------------------------------------- the conversations
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The ids around a question: all that comes before it (the template's system prompt and user header), and what follows up to the answer."""
+
+    before: list[int]
+    after: list[int]
+    ends: list[int]
+
+
+def turns_of(model: Model) -> Turns:
+    """Rendered by the model's own template around a mark."""
+    from verbatim.text import chat, tokenizer
+    from verbatim.weights.gguf import GGUFFile
+
+    source = model.source
+    if isinstance(source, GGUFFile):
+        words, template = tokenizer.from_gguf(source.metadata), chat.template_from_gguf(source.metadata)
+    else:
+        words, template = tokenizer.from_directory(source.path), chat.template_from_directory(source.path)
+    if template is None:
+        raise SystemExit("the model has no chat template, so it cannot talk with itself")
+    mark = "QUESTION"
+    before, _, after = template.render([{"role": "user", "content": mark}]).partition(mark)
+    ends = sorted({*model.eos_ids, *words.eos_ids})
+    return Turns(words.encode(before, special=True), words.encode(after, special=True), ends)
+
+
+def write_on(net: Any, prompts: list[list[int]], turns: Turns, length: int, temperature: float) -> list[list[int]]:
+    """What the model writes after each prompt, without the token that ended it unless that was the answer's end; at most `length`."""
+    import torch
+
+    widest = max(map(len, prompts))
+    pad = turns.ends[0]
+    ids = torch.tensor([[pad] * (widest - len(p)) + p for p in prompts], device=net.device)
+    mask = torch.tensor([[0] * (widest - len(p)) + [1] * len(p) for p in prompts], device=net.device)
+    how: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    with torch.inference_mode():
+        out = net.generate(ids, attention_mask=mask, max_new_tokens=length, eos_token_id=turns.ends, pad_token_id=pad, **how)
+    written = out[:, widest:].tolist()
+    return [row[: next((i + 1 for i, t in enumerate(row) if t in turns.ends), len(row))] for row in written]
+
+
+def conversations(net: Any, turns: Turns, count: int, length: int, batch: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) of each; the end of an answer belongs to it, because the engine draws it too."""
+    found: list[tuple[list[int], list[int]]] = []
+    began = time.monotonic()
+    while len(found) < count:
+        size = min(batch, count - len(found))
+        asked = write_on(net, [turns.before] * size, turns, QUESTION, 1.0)
+        questions = [[t for t in q if t not in turns.ends] for q in asked]
+        prompts = [turns.before + q + turns.after for q in questions if q]
+        half = (len(prompts) + len(found) % 2) // 2
+        for part, temperature in ((prompts[:half], 0.0), (prompts[half:], 0.8)):
+            if part:
+                found += zip(part, write_on(net, part, turns, length, temperature), strict=True)
+        print(f"{len(found)} conversations, {time.monotonic() - began:.0f} s", flush=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Data:
+    """Flat over all answers. Row j: the state that token j was drawn from, the token, and how many of its answer follow."""
+
+    states: Any  # [rows, hidden]
+    tokens: Any  # [rows]
+    left: Any  # [rows]
+
+
+def states_of(net: Any, texts: list[tuple[list[int], list[int]]], batch: int) -> Data:
+    import torch
+
+    texts = sorted(texts, key=lambda t: len(t[0]) + len(t[1]))  # little padding
+    states, tokens, left = [], [], []
+    for at in range(0, len(texts), batch):
+        group = texts[at : at + batch]
+        widest = max(len(p) + len(a) for p, a in group)
+        ids = torch.tensor([[*p, *a, *[0] * (widest - len(p) - len(a))] for p, a in group], device=net.device)
+        with torch.inference_mode():
+            last = net.model(ids, use_cache=False).last_hidden_state  # after the last norm; the padding is behind, and unseen
+        for row, (prompt, answer) in zip(last, group, strict=True):
+            states.append(row[len(prompt) - 1 : len(prompt) - 1 + len(answer)].clone())
+            tokens += answer
+            left += range(len(answer) - 1, -1, -1)
+    return Data(torch.cat(states), torch.tensor(tokens, device=net.device), torch.tensor(left, device=net.device))
+
+
+# --------------------------------------------------------------------------------------------------------------- the net
+
+
+def rounded(weight: Any) -> Any:
+    """q4_0 as weights/quantise.py rounds it; gradients pass as if nothing had happened."""
+    import torch
+
+    blocks = weight.detach().reshape(-1, 32)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    scale = largest / -8
+    steps = blocks / torch.where(scale == 0, 1.0, scale)
+    near = (torch.floor(steps + 8.5).clamp(0, 15) - 8) * scale.half().float()
+    return weight + (near.reshape(weight.shape) - weight.detach())
+
+
+def rms(x: Any) -> Any:
+    return x * (x.square().mean(-1, keepdim=True) + float(EPS)).rsqrt()
+
+
+def new_net(data: Data, inner: int) -> dict[str, Any]:
+    """It starts as "the state stays what it is": states are evened out on the way in and coloured again on the way out."""
+    import torch
+
+    hidden, device = data.states.shape[1], data.states.device
+    colour = data.states.float().square().mean(0).sqrt().clamp(min=1e-3)
+    net = {
+        "up": torch.randn(2 * inner, 2 * hidden, device=device) / (2 * hidden) ** 0.5,
+        "down": torch.randn(hidden, inner, device=device) * 0.1 / inner**0.5,
+        "state_scale": 1 / colour,
+        "word_scale": torch.ones(hidden, device=device),
+        "keep": 1 / colour,
+        "out": colour.clone(),
+    }
+    return {name: value.requires_grad_() for name, value in net.items()}
+
+
+def forward(net: dict[str, Any], h: Any, word: Any, round_it: bool) -> Any:
+    """The next state of model/draft_head.py: h [rows, hidden] and the embedding of the token drawn from it."""
+    import torch
+
+    up, down = (rounded(net[n]) if round_it else net[n] for n in ("up", "down"))
+    x = torch.cat([h * net["state_scale"], rms(word) * net["word_scale"]], -1)
+    gate, value = (x @ up.T).chunk(2, -1)
+    return rms(h * net["keep"] + (torch.nn.functional.silu(gate) * value) @ down.T) * net["out"]
+
+
+@dataclass(frozen=True)
+class Task:
+    data: Data
+    embed: Any  # [vocab, hidden]
+    scores: Any  # [words, hidden]: rows of the model's head
+    known: Any  # [vocab]: the row of `scores`, -1 where the net does not know the word
+
+
+def loss_of(net: dict[str, Any], task: Task, rows: Any, round_it: bool) -> Any:
+    """Cross-entropy of DEPTH guesses, of the words that the net knows."""
+    import torch
+
+    data, total = task.data, 0.0
+    h = data.states[rows].float()
+    for depth in range(1, DEPTH + 1):
+        at = (rows + depth).clamp(max=len(data.tokens) - 1)
+        h = forward(net, h, task.embed[data.tokens[at - 1]], round_it)
+        wanted = torch.where(data.left[rows] >= depth, task.known[data.tokens[at]], -1)
+        logits = h.to(task.scores.dtype) @ task.scores.T
+        total = total + torch.nn.functional.cross_entropy(logits.float(), wanted, ignore_index=-1, reduction="sum")
+    return total / (DEPTH * len(rows))
+
+
+def train(
+    task: Task, rows: Any, inner: int, steps: int, positions: int, seconds: float, rate: float
+) -> tuple[dict[str, Any], int]:
+    """Until `steps` or `seconds` are spent, whichever is first; the schedule follows what is nearer to its end."""
+    import torch
+
+    net = new_net(task.data, inner)
+    optimiser = torch.optim.AdamW(net.values(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    began, step, part = time.monotonic(), 0, 0.0
+    while part < 1:
+        chosen = rows[torch.randint(len(rows), (positions,), device=rows.device)]
+        loss = loss_of(net, task, chosen, part >= ROUNDED)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.values(), 1.0)
+        warm = min((step + 1) / max(WARM_UP * steps, 1), 1.0)
+        for group in optimiser.param_groups:
+            group["lr"] = rate * warm * (0.5 * (1 + np.cos(np.pi * part)) + 0.01)
+        optimiser.step()
+        step += 1
+        if step % 500 == 0:
+            print(f"step {step}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True)
+        part = max(step / steps, (time.monotonic() - began) / seconds)
+    return net, step
+
+
+def hits(net: dict[str, Any], task: Task, rows: Any, words: Any, self_fed: bool) -> list[float]:
+    """How often the guess at each depth is right; self-fed: this one and all before it, each made from the last."""
+    import torch
+
+    data, out = task.data, []
+    with torch.no_grad():
+        rows = rows[data.left[rows] >= DEPTH]
+        h, token, right = data.states[rows].float(), data.tokens[rows], torch.ones_like(rows, dtype=torch.bool)
+        for depth in range(1, DEPTH + 1):
+            h = forward(net, h, task.embed[token], True)
+            token = words[(h.to(task.scores.dtype) @ task.scores.T).argmax(-1)]
+            hit = token == data.tokens[rows + depth]
+            right = right & hit
+            out.append((right if self_fed else hit).float().mean().item() if len(rows) else 0.0)
+            token = token if self_fed else data.tokens[rows + depth]
+    return out
+
+
+# -------------------------------------------------------------------------------------------------------------- all of it
+
+
+def split(data: Data, part: float) -> tuple[Any, Any]:
+    """Rows to train on, and rows of whole answers kept from it."""
+    import torch
+
+    answer = torch.cumsum(torch.cat([data.left.new_zeros(1), (data.left[:-1] == 0).long()]), 0)
+    kept = torch.rand(int(answer[-1]) + 1, device=answer.device) < part
+    kept[0] = True  # one at least, and one to train on
+    kept[-1] = False
+    return (~kept[answer]).nonzero().reshape(-1), kept[answer].nonzero().reshape(-1)
+
+
+def main() -> None:
+    asked = arguments()
+    import torch
+
+    torch.manual_seed(asked.seed)
+    torch.set_float32_matmul_precision("high")
+    model = load_model(resolve(asked.model))
+    net = in_torch(model, asked.device)
+    texts = conversations(net, turns_of(model), max(asked.conversations, 2), asked.length, asked.batch)
+    data = states_of(net, texts, max(asked.batch // 8, 1))
+    embed = net.get_input_embeddings().weight.detach().float()
+    head = net.get_output_embeddings().weight.detach()
+    del net
+    counts = torch.bincount(data.tokens, minlength=model.spec.vocab)
+    words = counts.argsort(descending=True, stable=True)[: asked.words].sort().values
+    known = torch.full((model.spec.vocab,), -1, device=words.device)
+    known[words] = torch.arange(len(words), device=words.device)
+    task = Task(data, embed, head[words].clone(), known)
+    rows, kept = split(data, HELD_OUT)
+    print(f"{len(data.tokens)} answer tokens, {len(rows)} to train on, {len(words)} words", flush=True)
+    trained, steps = train(task, rows, asked.inner, asked.steps, asked.positions, asked.seconds, asked.rate)
+    arrays = {name: trained[name].detach().cpu().numpy() for name in ("up", "down", *SCALES)} | {"words": words.cpu().numpy()}
+    out = asked.out or Path(f"{model.source.digest[:16]}.gguf")
+    write_head(out, arrays, **{"draft.model": asked.model, "draft.inner": asked.inner})
+    read_head(out, model)
+    result = {"given": hits(trained, task, kept, words, False), "self_fed": hits(trained, task, kept, words, True)}
+    print(json.dumps({"out": str(out), "conversations": len(texts), "tokens": len(data.tokens), "steps": steps, **result}))
+
+
+def arguments() -> Any:
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("--model", default="smollm2")
+    ask.add_argument("--out", type=Path, help="default: the name under which src/verbatim/model/heads keeps it")
+    ask.add_argument("--device", default="cuda")
+    ask.add_argument("--conversations", type=int, default=28_700)
+    ask.add_argument("--length", type=int, default=320, help="most tokens of an answer")
+    ask.add_argument("--batch", type=int, default=512, help="conversations written at once")
+    ask.add_argument("--inner", type=int, default=512)
+    ask.add_argument("--words", type=int, default=4096, help="how many words it may guess: the most frequent")
+    ask.add_argument("--steps", type=int, default=25_000)
+    ask.add_argument("--positions", type=int, default=16_384, help="of one step")
+    ask.add_argument("--seconds", type=float, default=1e9, help="training ends after this long at the latest")
+    ask.add_argument("--rate", type=float, default=2e-3)
+    ask.add_argument("--seed", type=int, default=1)
+    return ask.parse_args()
+
+
+if __name__ == "__main__":
+    main()
