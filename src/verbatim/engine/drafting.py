@@ -92,12 +92,13 @@ class Drafting:
     def propose(self, jobs: Mapping[int, Job]) -> None:
         """Guesses for every sequence whose next step draws from its last known token."""
         views: dict[str, list[SeqView]] = {}
+        running = 0
         for seq in self._scheduler.running:
             mode = seq.params.speculate or self.default
+            running += 1
             if mode == "off" or seq.beam or seq.siblings or len(seq.tokens) - seq.computed != 1:
                 continue
             views.setdefault(mode, []).append(self._view(seq, jobs[seq.id]))
-        running = sum(map(len, views.values()))
         for mode, group in views.items():
             for seq_id, drafts in self._speculator(mode).drafts(group, running).items():
                 matcher = jobs[seq_id].matchers.get(seq_id)

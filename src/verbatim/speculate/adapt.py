@@ -34,6 +34,7 @@ PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see
 START, SHARE = 1.5, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
+BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
 EXPLORE = (
     64  # steps after which a likely guess is submitted although it does not seem to pay: costs change, and are learnt only so
@@ -218,6 +219,7 @@ class Speculator:
         self._explored += 1
         self._settle(views)
         out: dict[int, tuple[int, ...]] = {}
+        hopes: dict[int, float] = {}
         asking = [view for view in views if view.room > 0]
         for proposer in self.proposers:
             able = [view for view in asking if not self._rests(view.seq_id, proposer.name)]
@@ -225,28 +227,56 @@ class Speculator:
             able = self._afford(able, running, proposer)
             starts = {view.seq_id: len(view.tokens) for view in able}
             for seq_id, draft in (proposer.propose(able, self.longest, floor) if able else {}).items():
-                count = self._decide(seq_id, draft, starts[seq_id], running, proposer.token_cost)
+                count, hope = self._decide(seq_id, draft, starts[seq_id], running, proposer.token_cost)
                 self._pending.setdefault(seq_id, []).append(
                     _Pending(draft, starts[seq_id], count, running, proposer.token_cost)
                 )
                 if count:
-                    out[seq_id] = draft.tokens[:count]
+                    out[seq_id], hopes[seq_id] = draft.tokens[:count], hope
             asking = [view for view in asking if view.seq_id not in out]
             if not asking:
                 break
+        if self.adaptive and out and not self._fair(out, hopes, running):
+            self._withdraw(views)
+            return {}
         return out
 
-    def _decide(self, seq_id: int, draft: Draft, start: int, running: int, guess_cost: float) -> int:
-        """How much of a guess is submitted."""
+    def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], running: int) -> bool:
+        """One sequence's drafts make the step longer for all. Every one that writes in it must expect to win what it loses."""
+        seconds = self.cost.seconds(running)
+        if running == 1 or not seconds:
+            return True
+        longer = self.cost.seconds(running + sum(map(len, out.values()))) / seconds - 1
+        least = min(hopes.values()) if len(hopes) == running else 0.0
+        return longer <= max(least, BEARABLE)
+
+    def _withdraw(self, views: Sequence[SeqView]) -> None:
+        """Nothing is submitted after all; and what costs time to guess is not asked for again soon."""
+        for view in views:
+            for pending in self._pending.get(view.seq_id, ()):
+                pending.submitted = 0
+                if pending.guess_cost:
+                    self._resting[(view.seq_id, pending.draft.source)] = 4 * REST
+
+    def _decide(self, seq_id: int, draft: Draft, start: int, running: int, guess_cost: float) -> tuple[int, float]:
+        """How much of a guess is submitted, and how many tokens of it are expected to come true."""
         count = self._length(seq_id, draft, running, guess_cost)
         if not self.adaptive:
-            return count
+            return count, 0.0
         price = self._price(running, guess_cost)
         if price:
             count = min(count, int(self._may_lose(seq_id, start) / price))
         if not count and not draft.odds:  # stated odds change with every token; a match that does not pay stays so for a while
             self._resting[(seq_id, draft.source)] = REST
-        return count
+        return count, sum(self._chances(seq_id, draft, count))
+
+    def _chances(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
+        """That the first token comes true, the first two, and so on."""
+        if draft.odds:
+            trust = self.acceptance.trust(seq_id, draft.source)
+            return [trust * odds for odds in draft.odds[:limit]]
+        rate = self.acceptance.rate(seq_id, draft)
+        return [rate**j for j in range(1, limit + 1)]
 
     def _price(self, running: int, guess_cost: float) -> float:
         """What one more draft costs, in times of a token; 0 while nothing is known."""
@@ -284,22 +314,17 @@ class Speculator:
         limit = min(len(draft.tokens), self.longest)
         if not self.adaptive:
             return limit
-        rate = self.acceptance.rate(seq_id, draft)
         seconds = self.cost.seconds(running)
         if not seconds:  # nothing known yet: a short guess is a cheap way to learn what rows cost
             return min(limit, 2)
-        if draft.odds:
-            trust = self.acceptance.trust(seq_id, draft.source)
-            chances = [trust * odds for odds in draft.odds[:limit]]
-        else:
-            chances = [rate**j for j in range(1, limit + 1)]
+        chances = self._chances(seq_id, draft, limit)
         least = LEAST * self.cost.seconds(1)
         count = draft_length(
             chances, seconds / running, lambda j: max(self.cost.seconds(running + j) - seconds, j * least) + j * guess_cost
         )
         if draft.odds:
             return count
-        if not count and rate > 0.5 and running < 8 and self._explored > EXPLORE:
+        if not count and chances[:1] > [0.5] and running == 1 and self._explored > EXPLORE:
             count = min(limit, 2)
         if count:
             self._explored = 0
