@@ -173,6 +173,38 @@ def test_what_drafts_saved_is_told_at_the_end() -> None:
         assert saved * told > 0
 
 
+def _four_writing(dear: bool) -> Speculator:
+    speculator = Speculator([NgramProposer()])
+    for _ in range(100):
+        for rows in (1, 4, 5, 8, 16):
+            speculator.cost.learn(rows, 0.004 + (0.0005 if dear else 0.00002) * rows)
+    return speculator
+
+
+def test_drafts_of_one_do_not_slow_the_others() -> None:
+    """Four write, one of them repeats itself: its drafts would win it much, and cost the three others time. All four may draft together."""
+    repeating, other = [1, 2, 3, 4] * 4, [5, 6, 7, 8, 9]
+    speculator = _four_writing(dear=True)
+    speculator.acceptance.rate = lambda seq_id, draft: 0.9  # type: ignore[method-assign]
+    assert speculator.drafts([view(repeating), *(view(other, seq_id=i) for i in (1, 2, 3))]) == {}
+    assert set(speculator.drafts([view(repeating, seq_id=i) for i in range(4)])) == {0, 1, 2, 3}
+    assert speculator.drafts([view(repeating)]) != {}, "alone it drafts"
+
+
+def test_looking_for_drafts_in_vain_is_left_for_longer_and_longer() -> None:
+    speculator, asked = _four_writing(dear=True), []
+    proposer = speculator.proposers[0]
+    propose = proposer.propose
+    proposer.propose = lambda views, limit, floor=0.0: asked.append(1) or propose(views, limit, floor)  # type: ignore[method-assign,func-returns-value]
+    for step in range(400):
+        speculator.drafts([view([step, i, 7], seq_id=i) for i in range(4)])
+    assert 8 <= len(asked) < 24
+    before = len(asked)
+    for step in range(20):
+        speculator.drafts([view([step, 7], seq_id=9)])
+    assert len(asked) == before + 20, "one that writes alone is looked at in every step"
+
+
 def test_finished_sequences_leave_nothing() -> None:
     speculator = Speculator([NgramProposer(), SuffixProposer()])
     done = view([1, 2, 3, 1, 2])

@@ -212,10 +212,13 @@ class Speculator:
         self._begun: dict[int, int] = {}  # length of the text when its first draft was considered
         self._resting: dict[tuple[int, str], int] = {}  # steps for which a proposer is not asked again
         self._explored = 0  # steps since something was submitted
+        self._barren, self._paused = 0, 0  # looks in vain while several wrote; steps since the last look
 
     def drafts(self, views: Sequence[SeqView], running: int | None = None) -> dict[int, tuple[int, ...]]:
         """What to submit for each sequence that is about to draw; those left out write plainly. `running` are all that write in the step."""
         running = running or len(views)
+        if self._pauses(running):
+            return {}
         self._explored += 1
         self._settle(views)
         out: dict[int, tuple[int, ...]] = {}
@@ -238,8 +241,19 @@ class Speculator:
                 break
         if self.adaptive and out and not self._fair(out, hopes, running):
             self._withdraw(views)
-            return {}
+            out = {}
+        self._barren = 0 if out or running == 1 else self._barren + 1
         return out
+
+    def _pauses(self, running: int) -> bool:
+        """In a batch drafts seldom pay, and looking for them costs a few per cent: after some steps in vain it is left for longer and longer."""
+        if running == 1 or not self.adaptive or self._barren < REST:
+            return False
+        self._paused += 1
+        if self._paused < min(REST << (self._barren - REST), 16 * REST):
+            return True
+        self._paused = 0
+        return False
 
     def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], running: int) -> bool:
         """One sequence's drafts make the step longer for all. Every one that writes in it must expect to win what it loses."""
