@@ -38,6 +38,44 @@ def test_a_seed_is_given_and_repeats_the_answer(fake: Any) -> None:
     assert first["seed"] != other["seed"]
 
 
+GREEDY = {"temperature": 0, "max_tokens": 3}
+SEED_PLACES = {
+    "/v1/completions": ({"prompt": "x", **GREEDY}, lambda e: e["seed"]),
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "x"}], **GREEDY}, lambda e: e["seed"]),
+    "/v1/responses": ({"input": "x", "temperature": 0, "max_output_tokens": 3}, lambda e: e.get("response", e)["seed"]),
+    "/v1/messages": ({"messages": [{"role": "user", "content": "x"}], **GREEDY}, lambda e: e["seed"]),
+}
+
+
+@pytest.mark.parametrize("route", SEED_PLACES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("more", [{}, {"temperature": 1}])
+def test_the_chosen_seed_is_in_every_answer_and_survives_javascript(fake: Any, route: str, stream: bool, more: Any) -> None:
+    body, seed_of = SEED_PLACES[route]
+    if stream:
+        events = [e for e in fake.events(route, {**body, **more}) if e != "[DONE]"]
+        answers = [e for e in events if "seed" in e.get("response", e)]
+    else:
+        answers = [fake.post(route, {**body, **more}).json()]
+    seeds = {seed_of(answer) for answer in answers}
+    assert len(seeds) == 1
+    seed = seeds.pop()
+    assert isinstance(seed, int)
+    assert 0 <= seed < 2**53
+
+
+def test_an_unknown_earlier_response_is_refused_by_its_field(fake: Any) -> None:
+    answer = fake.post("/v1/responses", {"input": "x", "previous_response_id": "resp_none"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["param"] == "previous_response_id"
+
+
+def test_a_required_call_without_tools_says_so(fake: Any) -> None:
+    error = fake.post("/v1/chat/completions", {**CHAT, "tool_choice": "required"}).json()["error"]
+    assert error["param"] == "tool_choice"
+    assert "no tools" in error["message"]
+
+
 def test_negative_seeds_are_distinct_and_repeatable(fake: Any) -> None:
     texts = [fake.complete(seed=s, max_tokens=24)["choices"][0]["text"] for s in (-1, -1, -2)]
     assert texts[0] == texts[1] != texts[2]

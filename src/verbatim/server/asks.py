@@ -55,8 +55,8 @@ def finish_params(
             )
         if longest and "max_tokens" not in values:
             values["max_tokens"] = longest
-        if values.get("num_beams", 1) == 1 and values.get("temperature") != 0:  # known from the first chunk of a stream on
-            values.setdefault("seed", secrets.randbelow(2**63))
+        if values.get("num_beams", 1) == 1:  # known from the first chunk of a stream on; beam search draws nothing
+            values.setdefault("seed", secrets.randbelow(2**53))  # JavaScript and jq would round a larger one
         return SamplingParams.from_mapping(values).to_mapping()
     except (RequestError, Problem) as error:
         raise renamed(problem_of(error), names or {}) from None

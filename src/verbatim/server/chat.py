@@ -126,7 +126,9 @@ class Ask:
         elif self.choice == "auto":
             self._calls_or_answer()
         else:
-            if not self.tools or (wanted is not None and wanted not in names):
+            if not self.tools:
+                raise Problem("invalid_parameter", f"{own}: asks for a call, and there are no tools", own)
+            if wanted is not None and wanted not in names:
                 raise Problem("invalid_parameter", f"{own}: names a tool that is not in tools", own)
             self._only_structure("tool_choice")
             self.values["json_schema"] = forced_schema(self.tools, wanted)

@@ -45,12 +45,20 @@ def chat_messages(items: Any) -> list[dict[str, Any]]:
     return out
 
 
+def earlier_messages(call: Call, name: str) -> list[dict[str, Any]]:
+    try:
+        return list(call.state.store.get(call.tenant, "response", name)["messages"])
+    except Problem as problem:  # the store does not know which field the id came from
+        own = "previous_response_id"
+        raise Problem(problem.code, f"{own}: {problem.message}", own) from None
+
+
 def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     """The same request in chat fields, the earlier answers and the instructions before its own input."""
     items = body.get("input", "")
     messages = chat_messages(items) or [{"role": "user", "content": ""}]
     if "previous_response_id" in body:
-        messages = [*call.state.store.get(call.tenant, "response", body["previous_response_id"])["messages"], *messages]
+        messages = [*earlier_messages(call, body["previous_response_id"]), *messages]
     if "instructions" in body:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
     chat: dict[str, Any] = {
