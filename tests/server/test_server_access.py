@@ -142,6 +142,16 @@ def test_cors_is_off_unless_named(locked: Live, fake: Live) -> None:
     assert "access-control-allow-origin" not in fake.client.get("/v1/models", headers={"origin": "https://app.example"}).headers
 
 
+def test_a_browser_may_send_the_headers_that_openai_s_client_adds(locked: Live) -> None:
+    names = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+    asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    told = bare(locked, "OPTIONS", "/v1/completions", headers={**asked, "access-control-request-headers": names}).headers
+    assert told["access-control-allow-headers"] == names
+    assert "retry-after" in told["access-control-expose-headers"]
+    odd = bare(locked, "OPTIONS", "/v1/completions", headers={**asked, "access-control-request-headers": "a;b"}).headers
+    assert "a;b" not in odd["access-control-allow-headers"]
+
+
 def test_cached_prefixes_are_not_shared_between_keys(locked: Live) -> None:
     """Else the time to the first token, or the cached count itself, would tell what another tenant asked."""
     prompt = "a secret that one tenant asked about, long enough for several blocks of the cache" * 2

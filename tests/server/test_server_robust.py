@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -528,6 +529,8 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None
     done = run_serve("--model", str(broken))
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("verbatim: ")
+    *logged, _ = run_serve("--model", str(broken), "--log-format", "json").stderr.splitlines()
+    assert "verbatim.engine" in [json.loads(line)["logger"] for line in logged]  # a JSON log is JSON from both processes
     open_door = run_serve("--host", "0.0.0.0", "--test-engine", "hash")
     assert open_door.returncode == 2
     assert "key" in open_door.stderr
@@ -537,5 +540,11 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         clash = run_serve("--port", str(taken.getsockname()[1]), "--test-engine", "hash")
-    assert clash.returncode != 0
+    assert clash.returncode == 2
     assert "cannot listen" in clash.stderr
+    lost = run_serve("--tls-cert", str(broken), "--tls-key", str(tmp_path / "nowhere"), "--test-engine", "hash")
+    assert lost.returncode == 2
+    assert lost.stderr.startswith("verbatim: tls_key: cannot read ")
+    junk = run_serve("--tls-cert", str(broken), "--tls-key", str(broken), "--test-engine", "hash")
+    assert junk.returncode == 2
+    assert junk.stderr.startswith("verbatim: tls_cert: ")

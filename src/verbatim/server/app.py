@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
-LOOKED_AT = (b"host", b"authorization", b"x-api-key", b"origin")
+LOOKED_AT = (b"host", b"authorization", b"x-api-key", b"origin", b"access-control-request-headers")
+HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+( *, *[A-Za-z0-9_-]+)*").fullmatch
 Refused = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
 # path -> method -> (handler, takes room in the queue)
@@ -247,10 +249,13 @@ class Door:
         origins, origin = self._state.settings.cors_origins, headers.get(b"origin")
         if not origins or origin is None or (origin.decode("latin-1") not in origins and "*" not in origins):
             return []
+        asked = headers.get(b"access-control-request-headers", b"")  # clients add many of their own, such as x-stainless-lang
+        wanted = asked if HEADER_NAMES(asked) else b"authorization, content-type, x-api-key, anthropic-version"
         return [
             (b"access-control-allow-origin", b"*" if "*" in origins else origin),
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, anthropic-version"),
+            (b"access-control-allow-headers", wanted),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
             (b"vary", b"origin"),
         ]
 

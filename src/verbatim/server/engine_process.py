@@ -1,4 +1,4 @@
-"""The engine process: `python -m verbatim.server.engine_process FD`. Jobs come in over one socket, deltas and answers go out.
+"""The engine process: `python -m verbatim.server.engine_process FD [LOG_FORMAT]`. Jobs come in over one socket, deltas and answers go out.
 
 It knows nothing of HTTP, keys or addresses. It ends when the socket closes, so no child outlives a killed parent.
 Text is its business (templates, tokens, bytes), because here a hostile prompt can hurt no more than the engine, which is restarted.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.server import wire
 from verbatim.server.jobs import Jobs
+from verbatim.server.logs import JsonLines
 from verbatim.server.place import give_places, native_threads
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=os.environ.get("VERBATIM_LOG", "INFO"), format="%(levelname)s engine: %(message)s", stream=sys.stderr
     )
+    if argv[2:] == ["json"]:  # one log, whichever process a line is from
+        logging.getLogger().handlers[0].setFormatter(JsonLines())
     try:
         import uvloop
     except ImportError:

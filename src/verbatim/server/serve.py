@@ -12,11 +12,12 @@ import json
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 
-from verbatim.base.errors import ModelError
+from verbatim.base.errors import ModelError, ParameterError
 from verbatim.server.app import make_app
 from verbatim.server.http import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
@@ -46,12 +47,29 @@ def bind(settings: Settings) -> socket.socket:
         sock.bind((settings.host, settings.port))
     except OSError as error:
         sock.close()
-        raise ModelError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another --port") from None
+        where = f"{settings.host}:{settings.port}"
+        raise ParameterError("port", f"cannot listen on {where}: {error.strerror}; choose another --port or --host") from None
     sock.set_inheritable(False)
     return sock
 
 
+def check_certificate(settings: Settings) -> None:
+    """Before anything is started; and a key with a password is refused rather than asked about on a terminal nobody reads."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return
+    for name, path in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
+        try:
+            open(path, "rb").close()
+        except OSError as error:
+            raise ParameterError(name, f"cannot read {path!r}: {error.strerror}") from None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ParameterError("tls_cert", f"is not a certificate with its key in PEM form, without password: {error}") from None
+
+
 async def serve(settings: Settings) -> int:
+    check_certificate(settings)
     sock = bind(settings)
     supervisor = Supervisor(settings)
     state = State(settings, supervisor)

@@ -123,7 +123,7 @@ class Supervisor:
     async def _one_life(self) -> None:
         ours, theirs = socket.socketpair()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "verbatim.server.engine_process", str(theirs.fileno()),
+            sys.executable, "-m", "verbatim.server.engine_process", str(theirs.fileno()), self.settings.log_format,
             pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip
         theirs.close()
