@@ -3,7 +3,11 @@
     python bench/speculation.py [--model smollm2] [--tokens 96] [--rounds 3] [--mode auto] [--batches 1,4,16] [--sets copy,chat]
 
 A prompt's ratio is that of its median times (the prompt is in the prefix cache after the first round); in a batch of n, n prompts of the set are
-written side by side, and each has its own time. The last line is JSON.
+written side by side, and each has its own time.
+
+On a machine with neighbours the times of one prompt scatter by 10 % and more, also where nothing was drafted. So there is a second ratio, "by steps":
+every step counts with the median time of all steps of its size in the run, and guessing as it was. It is what the same work would
+take on a machine whose pace did not change. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -11,12 +15,49 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from prompts import CHAT, COPY
 
 from verbatim import LLM, SamplingParams
-from verbatim.base.records import Completion
+from verbatim.base.records import Completion, StepPlan, StepResult
+
+
+class Steps:
+    """The size of every step of the last call, and how long steps of each size took in the whole run."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.seconds: dict[int, list[float]] = {}
+        self.guessing: list[float] = []
+        self.sizes: list[int] = []
+        execute, propose = llm.core.backend.execute, llm.core.drafting.propose
+
+        def timed_execute(plan: StepPlan) -> StepResult:
+            began = time.perf_counter()
+            result = execute(plan)
+            self.seconds.setdefault(plan.rows, []).append(time.perf_counter() - began)
+            self.sizes.append(plan.rows)
+            return result
+
+        def timed_propose(jobs: Any) -> None:
+            began = time.perf_counter()
+            propose(jobs)
+            self.guessing.append(time.perf_counter() - began)
+
+        llm.core.backend.execute, llm.core.drafting.propose = timed_execute, timed_propose  # type: ignore[method-assign]
+
+    def take(self) -> tuple[list[int], float]:
+        """Sizes of the steps since the last call, and the seconds of guessing; one that a neighbour made ten times as long counts as three."""
+        usual = statistics.median(self.guessing) if self.guessing else 0.0
+        found = (self.sizes, sum(min(spent, 3 * usual) for spent in self.guessing))
+        self.sizes, self.guessing = [], []
+        return found
+
+    def steady(self, taken: tuple[list[int], float]) -> float:
+        sizes, guessing = taken
+        return sum(statistics.median(self.seconds[rows]) for rows in sizes) + guessing
 
 
 def answers(llm: LLM, prompts: Sequence[str], mode: str, tokens: int) -> list[Completion]:
@@ -24,14 +65,20 @@ def answers(llm: LLM, prompts: Sequence[str], mode: str, tokens: int) -> list[Co
     return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
 
 
-def ratios(llm: LLM, prompts: Sequence[str], mode: str, tokens: int, rounds: int) -> list[float]:
+Works = list[tuple[tuple[list[int], float], tuple[list[int], float]]]  # what a batch did plain, and what it did guessed
+
+
+def ratios(llm: LLM, steps: Steps, works: Works, prompts: Sequence[str], mode: str, tokens: int, rounds: int) -> list[float]:
     """Of each prompt, all of them written side by side: median time plain to median time guessed."""
     answers(llm, prompts, "off", tokens)  # fills the prefix cache
+    work = {}
     times: dict[str, list[list[float]]] = {way: [[] for _ in prompts] for way in ("off", mode)}
     texts: list[set[str]] = [set() for _ in prompts]
     for turn in range(rounds):
         for way in ("off", mode) if turn % 2 else (mode, "off"):
+            steps.take()
             done = answers(llm, prompts, way, tokens)
+            work[way] = steps.take()
             for i, answer in enumerate(done):
                 times[way][i].append(answer.timings.total)
                 texts[i].add(answer.text)
@@ -39,6 +86,7 @@ def ratios(llm: LLM, prompts: Sequence[str], mode: str, tokens: int, rounds: int
                 usage = [answer.usage for answer in done]
     assert all(len(found) == 1 for found in texts), f"speculation changed an answer: {texts}"
     out = [statistics.median(plain) / statistics.median(fast) for plain, fast in zip(times["off"], times[mode], strict=True)]
+    works.append((work["off"], work[mode]))
     for ratio, use, prompt in zip(out, usage, prompts, strict=True):
         print(f"{ratio:6.2f}x  {use.accepted_tokens:4d} of {use.drafted_tokens:4d} drafts  {prompt[:60]!r}", flush=True)
     return out
@@ -57,14 +105,24 @@ def main() -> None:
     result: dict[str, dict[str, float]] = {}
     with LLM(asked.model, context=2048) as llm:
         print(f"backend {llm.core.backend.info.name} {llm.core.backend.info.detail}, mode {asked.mode}")
+        steps = Steps(llm)
         for batch in map(int, asked.batches.split(",")):
             for name in asked.sets.split(","):
-                prompts, found = sets[name], []
+                prompts, found, works = sets[name], [], []
                 for at in range(0, len(prompts), batch):
-                    found += ratios(llm, prompts[at : at + batch], asked.mode, asked.tokens, asked.rounds)
+                    found += ratios(llm, steps, works, prompts[at : at + batch], asked.mode, asked.tokens, asked.rounds)
                 mean = statistics.geometric_mean(found)
-                result[f"{name}, {batch} at once"] = {"geometric_mean": mean, "least": min(found), "most": max(found)}
-                print(f"{name}, {batch} at once: {mean:.2f}x (least {min(found):.2f}, most {max(found):.2f})", flush=True)
+                steady = [steps.steady(plain) / steps.steady(fast) for plain, fast in works]
+                even = statistics.geometric_mean(steady)
+                result[f"{name}, {batch} at once"] = {
+                    "geometric_mean": mean,
+                    "least": min(found),
+                    "most": max(found),
+                    "by_steps": even,
+                    "by_steps_least": min(steady),
+                }
+                print(f"{name}, {batch} at once: {mean:.2f}x (least {min(found):.2f}, most {max(found):.2f}); ", end="")
+                print(f"by steps {even:.2f}x (least {min(steady):.3f})", flush=True)
     print(json.dumps(result))
 
 

@@ -258,6 +258,28 @@ def test_a_multiple_of_nothing_or_less_is_refused(step: float) -> None:
         build(json_schema={"type": "number", "multipleOf": step})
 
 
+@pytest.mark.parametrize(
+    ("schema", "ok"),
+    [
+        ({"minProperties": 2, "patternProperties": {"^(a|b)$": {"const": 1}}, "additionalProperties": False}, False),
+        ({"minProperties": 2}, False),
+        ({"allOf": [{"minProperties": 3}], "required": ["a", "b"]}, False),
+        ({"minProperties": 1}, True),
+        ({"minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}}, True),
+        ({"minProperties": 2, "properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False}, True),
+    ],
+)
+def test_a_name_that_could_be_written_twice_does_not_count_twice(schema: dict[str, Any], ok: bool) -> None:
+    """{"b":1,"b":1} has one property for whoever reads it; it was once taken for two."""
+    from verbatim.sampling.schema import check_schema
+
+    if ok:
+        check_schema({"type": "object", **schema})
+        return
+    with pytest.raises(UnsupportedError, match="minProperties"):
+        check_schema({"type": "object", **schema})
+
+
 ILL_TYPED = [5, "x", None, True, [], {}, [5], {"a": 5}, -1, 1e400, [[]], 0.5]
 
 

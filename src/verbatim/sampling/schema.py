@@ -50,6 +50,7 @@ def check_schema(schema: Any, field: str = "json_schema") -> None:
         if "additionalItems" in node and not isinstance(node.get("items"), list):
             raise UnsupportedError(field, f"the keyword 'additionalItems' (at {path}) means nothing without a list of items")
         _check_numbers(node, path, field)
+        _check_least_properties(node, path, field)
         for keyword, value in node.items():
             stack += [(s, depth + 1, p) for s, p in _inside(keyword, value, path, field)]
 
@@ -72,6 +73,17 @@ def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
                 if near:
                     why = f"{open_end} {bound} together with {name} {near[0]}, less than one away (at {path}), is not supported"
                     raise UnsupportedError(field, f"{why}; use a bound that is not open, or a pattern")
+
+
+def _check_least_properties(node: Mapping[str, Any], path: str, field: str) -> None:
+    """A name that the schema does not spell out may be written twice, and counts once for whoever reads the document: llguidance counts both."""
+    least = max(_bounds(node, "minProperties"), default=0)
+    required = node.get("required")
+    sure = len(set(required)) if isinstance(required, list) and all(isinstance(name, str) for name in required) else 0
+    spelled = node.get("additionalProperties") is False and not node.get("patternProperties")
+    if least > max(1, sure) and not spelled:
+        why = f"the keyword 'minProperties' (at {path}) is not supported where names are free: one may be written twice and count once"
+        raise UnsupportedError(field, f"{why}; name them under 'properties' and 'required'")
 
 
 def _bounds(node: Mapping[str, Any], name: str) -> list[float]:

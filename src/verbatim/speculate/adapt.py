@@ -318,7 +318,7 @@ class Speculator:
             else:
                 count = self._length(view.seq_id, Draft((0,) * self.longest, proposer.name, 0), running, proposer.token_cost)
             if count:
-                out.append(replace(view, room=min(view.room, count)))
+                out.append(view if count >= view.room else replace(view, room=count))
             else:
                 self._resting[(view.seq_id, proposer.name)] = 4 * REST
                 self.acceptance.relax(view.seq_id, Draft((), proposer.name, 0))
