@@ -161,7 +161,7 @@ def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
 def test_what_drafts_saved_is_told_at_the_end() -> None:
     """Three drafts that come true save three tokens' time less what their rows cost; one that does not costs its row."""
     for text, told in (([1, 2, 3, 4] * 4, 1), ([1, 2, 9, 1, 2], -1)):
-        speculator = Speculator([NgramProposer()])
+        speculator = Speculator([NgramProposer()], clock=lambda: 0.0)
         for _ in range(300):
             for rows in (1, 2, 16):
                 speculator.cost.learn(rows, 0.0040 + 0.0008 * (rows - 1))

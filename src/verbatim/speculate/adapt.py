@@ -17,6 +17,7 @@ Learning goes on when nothing is drafted: a guess that was only made, not submit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,7 @@ LEAST, USUAL = (
     0.15,
 )  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
-START, SHARE = 1.5, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
+START, SHARE = 1.2, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
 BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
@@ -200,12 +201,20 @@ def _came_true(guesses: Sequence[int], written: Sequence[int]) -> int:
 class Speculator:
     """Asks the proposers, cheapest first, decides how much of each guess to submit, and learns from what came."""
 
-    def __init__(self, proposers: Sequence[Proposer], *, adaptive: bool = True, longest: int = LONGEST) -> None:
+    def __init__(
+        self,
+        proposers: Sequence[Proposer],
+        *,
+        adaptive: bool = True,
+        longest: int = LONGEST,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.proposers = tuple(proposers)
         self.cost = StepCost()
         self.acceptance = Acceptance()
         self.adaptive = adaptive
         self.longest = longest
+        self._clock = clock
         self._pending: dict[int, list[_Pending]] = {}
         self._purse: dict[int, float] = {}  # times of a token gained by drafts, less those lost
         self._saved: dict[int, float] = {}  # the same in seconds, for people
@@ -219,6 +228,7 @@ class Speculator:
         running = running or len(views)
         if self._pauses(running):
             return {}
+        began = self._clock()
         self._explored += 1
         self._settle(views)
         out: dict[int, tuple[int, ...]] = {}
@@ -243,7 +253,16 @@ class Speculator:
             self._withdraw(views)
             out = {}
         self._barren = 0 if out or running == 1 else self._barren + 1
+        self._charge(views, running, self._clock() - began)
         return out
+
+    def _charge(self, views: Sequence[SeqView], running: int, spent: float) -> None:
+        """Looking for guesses takes time as well, whether or not anything comes of it."""
+        seconds = self._seconds(running)
+        for view in views if seconds else ():
+            share = spent / len(views)
+            self._purse[view.seq_id] = self._purse.get(view.seq_id, 0.0) - share / seconds
+            self._saved[view.seq_id] = self._saved.get(view.seq_id, 0.0) - share
 
     def _pauses(self, running: int) -> bool:
         """In a batch drafts seldom pay, and looking for them costs a few per cent: after some steps in vain it is left for longer and longer."""
@@ -361,14 +380,13 @@ class Speculator:
                 self._account(view.seq_id, pending, written)
 
     def _account(self, seq_id: int, pending: _Pending, written: Sequence[int]) -> None:
-        """What a guess won, less what its rows and the making of it cost, in times of a token."""
-        if not (pending.submitted or pending.guess_cost):
+        """What a guess won, less what its rows cost, in times of a token."""
+        if not pending.submitted:
             return
         seconds = self._seconds(pending.running)
         won = _came_true(pending.draft.tokens[: pending.submitted], written)
         rows = self.cost.seconds(pending.running + pending.submitted) - self.cost.seconds(pending.running)
-        spent = rows + len(pending.draft.tokens) * pending.guess_cost
-        gain = won - spent / seconds if seconds else 0.0
+        gain = won - rows / seconds if seconds else 0.0
         self._purse[seq_id] = self._purse.get(seq_id, 0.0) + gain
         self._saved[seq_id] = self._saved.get(seq_id, 0.0) + gain * seconds
 
