@@ -451,3 +451,21 @@ def test_method_and_path_confusion(fake: Any) -> None:
     ):
         assert fake.client.get(path).status_code in (200, 404), path
     assert fake.client.options("/v1/completions").status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ('{"model": "m", "prompt": "x", "temperature": NaN}', "temperature"),
+        ('{"model": "m", "prompt": "x", "logit_bias": {"5": -Infinity}}', "logit_bias.5"),
+        ('{"model": "m", "prompt": ["x", "\\ud800"]}', "prompt[1]"),
+        ('{"model": "m", "metadata": {"half \\ud800": "x"}}', "metadata.half \\ud800"),
+        ('{"model": "m", "prompt": "x", "seed": ' + "1" * 5000 + "}", "seed"),
+        ('{"model": "m", "prompt": "x", "seed": NaN', None),  # the rest is no JSON: no fields to name
+    ],
+)
+def test_a_value_that_json_does_not_have_is_named(fake: Any, body: str, param: str | None) -> None:
+    answer = fake.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_json", param)
+    assert param is None or error["message"].startswith(param + ": ")

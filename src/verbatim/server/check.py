@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
@@ -29,14 +29,14 @@ def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
     except RecursionError:
         raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}") from None
     except ValueError as error:  # bad UTF-8, bad JSON, NaN, a number of thousands of digits
-        raise Problem("invalid_json", f"the body is not JSON: {_plain(error)}") from None
+        raise _unreadable(raw, error) from None
     if _depth(data, max_depth) > max_depth:
         raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}")
     if b"\\u" in raw or b"\\U" in raw:  # only an escape can make half a surrogate pair
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise Problem("invalid_json", "a string holds half a surrogate pair, which is not text") from None
+            raise _named(_place_of(data, _half), "a string holds half a surrogate pair, which is not text") from None
     return data
 
 
@@ -56,14 +56,65 @@ def _fewest_values(raw: bytes) -> int:
     return max(raw.count(b",") + 1, raw.count(b"[") + raw.count(b"{"))
 
 
-def _plain(error: ValueError) -> str:
+def _unreadable(raw: bytes, error: ValueError) -> Problem:
+    """Why the body could not be read. Where all but some values could, it is read again with marks in their places, to name the first."""
+    if isinstance(error, UnicodeDecodeError):
+        return Problem("invalid_json", "the body is not JSON: invalid UTF-8")
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos}"
-    return "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else "a number that cannot be read"
+        return Problem("invalid_json", f"the body is not JSON: {error.msg} at character {error.pos}")
+    why = str(error) if isinstance(error, _NotJson) else "a number that cannot be read"
+    try:
+        data = json.loads(raw.decode(), parse_constant=_Unread, parse_int=_whole_number, object_pairs_hook=_object)
+    except (json.JSONDecodeError, RecursionError):  # what follows is no better, and there are no fields to name
+        return Problem("invalid_json", f"the body is not JSON: {why}")
+    return _named(_place_of(data, lambda value: isinstance(value, _Unread)), why)
+
+
+class _NotJson(ValueError):
+    """A word that Python's json would take."""
+
+
+class _Unread(str):
+    """A value that is in the JSON and cannot be read."""
+
+
+def _whole_number(digits: str) -> int | _Unread:
+    try:
+        return int(digits)
+    except ValueError:  # Python reads some thousands of digits, and no more
+        return _Unread(digits)
 
 
 def _no_constant(name: str) -> Any:
-    raise Problem("invalid_json", f"{name} is not JSON")
+    raise _NotJson(f"{name} is not JSON")
+
+
+def _half(value: Any) -> bool:
+    return isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value)
+
+
+def _named(param: str, why: str) -> Problem:
+    return Problem("invalid_json", f"{param}: {why}" if param else why, param or None)
+
+
+def _place_of(data: Any, wrong: Callable[[Any], bool]) -> str:
+    """Where the first wrong value or key is, in the order of the text; without recursion, since the depth was not looked at yet."""
+    waiting: list[tuple[Any, Any]] = [(None, data)]  # (the steps to a value as a linked list, the value)
+    while waiting:
+        place, value = waiting.pop()
+        if wrong(value) or (place and wrong(place[1])):
+            path: list[str | int] = []
+            while place:
+                place, step = place
+                path.append(step)
+            return _spelled(path[::-1]).encode(errors="backslashreplace").decode()
+        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        waiting += reversed([((place, step), v) for step, v in inside])
+    return ""
+
+
+def _spelled(path: Sequence[str | int]) -> str:
+    return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")[:256]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -217,7 +268,7 @@ def _problem(error: ValidationError, data: Any) -> Problem:
     only says that the value is of another branch's kind."""
     paths = [(_path(e, data), e) for e in error.errors(include_url=False, include_context=False)]
     path, chosen = max(paths, key=lambda item: (len(item[0]), item[1]["type"] not in OF_ANOTHER_KIND))
-    param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")[:256]
+    param = _spelled(path)
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":
