@@ -32,10 +32,11 @@ LEAST, USUAL = (
     0.15,
 )  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
-START, SHARE = 1.2, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
+START, SHARE = 2.0, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
 BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
+LOOK = 0.15  # the most that one look for guesses is charged, in times of a token
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
 EXPLORE = (
     64  # steps after which a likely guess is submitted although it does not seem to pay: costs change, and are learnt only so
@@ -260,7 +261,7 @@ class Speculator:
         """Looking for guesses takes time as well, whether or not anything comes of it."""
         seconds = self._seconds(running)
         for view in views if seconds else ():
-            share = spent / len(views)
+            share = min(spent / len(views), LOOK * seconds)  # more is another program's doing
             self._purse[view.seq_id] = self._purse.get(view.seq_id, 0.0) - share / seconds
             self._saved[view.seq_id] = self._saved.get(view.seq_id, 0.0) - share
 
