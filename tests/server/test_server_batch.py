@@ -15,10 +15,22 @@ from verbatim.base.errors import ParameterError
 from verbatim.observe.receipt import compare, digest_of, read_receipt
 
 pytestmark = pytest.mark.server
+MODEL = "any"
 
 
 def batch(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "verbatim", "batch", str(source), str(target), "--test-engine", "pipeline"]
+    words = [
+        sys.executable,
+        "-m",
+        "verbatim",
+        "batch",
+        str(source),
+        str(target),
+        "--test-engine",
+        "pipeline",
+        "--served-model-name",
+        MODEL,
+    ]
     return subprocess.run(words, capture_output=True, text=True, timeout=120)
 
 
@@ -28,7 +40,7 @@ def line(name: str, **body: Any) -> str:
             "custom_id": name,
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"model": "any", "max_tokens": 6, "seed": 7, **body},
+            "body": {"model": MODEL, "max_tokens": 6, "seed": 7, **body},
         }
     )
 
@@ -39,7 +51,7 @@ def test_a_batch_answers_every_line_as_the_server_would_and_resumes(fake: Any, t
         "custom_id": "chat",
         "method": "POST",
         "url": "/v1/chat/completions",
-        "body": {"model": "any", "max_tokens": 6, "seed": 7, "messages": [{"role": "user", "content": "hi"}]},
+        "body": {"model": MODEL, "max_tokens": 6, "seed": 7, "messages": [{"role": "user", "content": "hi"}]},
     }
     rows = [line(f"c{i}", prompt=f"prompt {i}") for i in range(20)] + [
         json.dumps(chat),
@@ -52,7 +64,7 @@ def test_a_batch_answers_every_line_as_the_server_would_and_resumes(fake: Any, t
     assert len(answers) == 22
     for i in range(20):
         assert answers[f"c{i}"]["response"]["body"]["choices"] == fake.complete(f"prompt {i}", max_tokens=6)["choices"]
-    assert answers["chat"]["response"]["body"]["model"] == "any"
+    assert answers["chat"]["response"]["body"]["model"] == MODEL
     refused = answers["bad"]["response"]
     assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
 
@@ -81,6 +93,31 @@ def test_a_wrong_batch_file_is_refused_before_anything_runs(tmp_path: Path, text
     assert done.returncode == 2
     assert "line" in done.stderr
     assert not target.exists()
+
+
+def test_a_batch_line_for_another_model_is_refused_as_by_the_server(fake: Any, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([line("other", prompt="x", model="other"), line("none", prompt="x", model=None)]) + "\n")
+    assert batch(source, target).returncode == 1
+    answers = {a["custom_id"]: a["response"] for a in map(json.loads, target.read_text().splitlines())}
+    refused, served = answers["other"], fake.post("/v1/completions", {"model": "other", "prompt": "x"})
+    assert refused["status_code"] == served.status_code == 404
+    for name in ("code", "param", "type"):
+        assert refused["body"]["error"][name] == served.json()["error"][name]
+    assert (answers["none"]["status_code"], answers["none"]["body"]["model"]) == (200, MODEL)
+
+
+def test_a_batch_does_not_write_into_the_file_it_reads(tmp_path: Path) -> None:
+    source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
+    source.write_text(line("a", prompt="x") + "\n" + line("b", prompt="y"))  # without a last line end, as a cut answer would be
+    before = source.read_bytes()
+    link.symlink_to(source)
+    for target in (source, link):
+        done = batch(source, target)
+        assert done.returncode == 2
+        assert "OUT: " in done.stderr
+        assert "choose another file" in done.stderr
+        assert source.read_bytes() == before
 
 
 def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:

@@ -33,27 +33,39 @@ Line = dict[str, Any]
 @click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False))
 @click.argument("target", metavar="OUT", type=click.Path(dir_okay=False))
 @click.option("--concurrency", cls=Option, default=64, type=click.IntRange(1, 4096), help="requests at once [64]")
+@click.option(
+    "--served-model-name",
+    "names",
+    cls=Option,
+    multiple=True,
+    metavar="NAME",
+    help="a name requests may use instead of MODEL; repeatable",
+)
 @click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress bar, no closing line")
 @click.option(
     "--test-engine", cls=Option, default="", hidden=True, help="tests: an engine of verbatim.testing instead of a model"
 )
 @model_options
 @engine_options
-def command(source: str, target: str, concurrency: int, quiet: bool, test_engine: str, **flags: Any) -> int:
+def command(
+    source: str, target: str, concurrency: int, names: tuple[str, ...], quiet: bool, test_engine: str, **flags: Any
+) -> int:
     """Answer every request of IN (OpenAI's batch format, one a line) into OUT. Interrupted, it goes on where it stopped.
 
-    The model's name in a request may be anything: there is one model here. Exit code 1: some requests were refused; OUT says why.
+    A request that names another model than this one is refused, as a server would. Exit code 1: some requests were refused; OUT says why.
     """
     try:
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
         raise BackendError(f"batch needs {error.name}; pip install 'verbatim-llm[server]'") from None
+    if Path(target).exists() and Path(source).samefile(target):
+        raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
     lines = read_requests(Path(source))
     done = answered(Path(target))
     todo = [line for line in lines if line["custom_id"] not in done]
     limits = Limits(max_queue=concurrency, request_seconds=86_400.0)
     settings = Settings(
-        model=flags["model"], engine=engine_of(flags), revision=flags.get("revision"), offline=bool(flags.get("offline")),
+        model=flags["model"], served_names=names, engine=engine_of(flags), revision=flags.get("revision"), offline=bool(flags.get("offline")),
         test_engine=test_engine, limits=limits, store_items=0,
     )  # fmt: skip
     failed = 0
@@ -139,7 +151,8 @@ async def answer_all(settings: Settings, todo: list[Line], concurrency: int, out
     from verbatim.server.supervisor import Supervisor
 
     supervisor = Supervisor(settings)
-    app = make_app(State(settings, supervisor))
+    state = State(settings, supervisor)
+    app = make_app(state)
     supervisor.start()
     failed = 0
     try:
@@ -153,7 +166,7 @@ async def answer_all(settings: Settings, todo: list[Line], concurrency: int, out
         async def work() -> None:
             nonlocal failed
             for line in waiting:
-                answer = await ask(app, supervisor, settings.model, line)
+                answer = await ask(app, supervisor, state.names()[0], line)
                 failed += answer["response"]["status_code"] != 200
                 out.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 out.flush()
@@ -170,13 +183,14 @@ async def ask(app: Any, supervisor: Any, model: str, line: Line) -> Line:
     status: int = 0
     headers: dict[str, str] = {}
     body: Any = {}
+    asked = line["body"]
+    if asked.get("model") is None:  # here there is one model, and nobody else's to be mistaken for
+        asked = {**asked, "model": model}
     for _ in range(3):
-        status, headers, body = await call(app, line["url"], {**line["body"], "model": model})
+        status, headers, body = await call(app, line["url"], asked)
         if status != 503:
             break
         await supervisor.ready.wait()
-    if status == 200 and "model" in line["body"]:
-        body["model"] = line["body"]["model"]
     response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
     return {"id": "batch_req_" + secrets.token_hex(12), "custom_id": line["custom_id"], "response": response, "error": None}
 
