@@ -280,3 +280,19 @@ def test_a_response_format_beside_tools_is_kept_unless_a_tool_is_called(fake: An
         assert bool(message.get("tool_calls")) is called
         if not called:
             assert json.loads(message["content"])["yes"] in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
+    ],
+)
+def test_a_built_in_tool_is_refused_by_its_type(fake: Any, route: str, body: dict[str, Any]) -> None:
+    for tool in ({"type": "web_search"}, {"type": "web_search", "name": "web_search", "max_uses": 2}):
+        answer = fake.post(route, {**body, "tools": [tool]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", "tools[0].type")
+        assert "'web_search' tools are not offered" in error["message"]

@@ -267,6 +267,11 @@ def _problem(error: ValidationError, data: Any) -> Problem:
     """Of a union's many complaints, the one that got deepest into the data is the one the client can use; of two, not the one that
     only says that the value is of another branch's kind."""
     paths = [(_path(e, data), e) for e in error.errors(include_url=False, include_context=False)]
+    for path, complaint in paths:  # a built-in tool lacks what a function has; what matters is that it is one
+        if path[:1] == ["tools"] and path[2:] == ["type"] and isinstance(complaint["input"], str):
+            kind = complaint["input"][:64]
+            where = _spelled(path)
+            return Problem("unsupported_parameter", f"{where}: {kind!r} tools are not offered; {_words(complaint)}", where)
     path, chosen = max(paths, key=lambda item: (len(item[0]), item[1]["type"] not in OF_ANOTHER_KIND))
     param = _spelled(path)
     if chosen["type"] == "missing":
