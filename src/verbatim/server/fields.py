@@ -132,7 +132,7 @@ CHAT: dict[str, Rule] = {
     "modalities": Rule("refused", "this server writes text", only=(["text"],)),
     "moderation": NO_MODERATION,
     "parallel_tool_calls": Rule("honoured", "false: at most one call in an answer", TRUE_FALSE),
-    "prediction": Rule("refused", "speculation is on by itself and never changes the text"),
+    "prediction": Rule("refused", "drafts are found without it (speculate), and never change the text"),
     "prompt_cache_key": CACHE_KEY,
     "prompt_cache_options": Rule("refused", "the prefix cache has no options for one request"),
     "prompt_cache_retention": RETENTION,
