@@ -223,6 +223,25 @@ def test_default_model_on_arm(chip: str, isa: str, arm: Emulator, default_model:
     assert hashlib.sha256(logits).hexdigest() == committed()["logits_200"]
 
 
+@pytest.mark.parametrize("threads", [2, 9])
+def test_late_threads_touch_nothing_and_every_unit_is_done_once(threads: int, tmp_path: Path) -> None:
+    """The thread sanitizer judges by the language's own rules, so it also speaks for processors that reorder memory more than this one."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    program = tmp_path / "team"
+    source = Path(__file__).with_name("team_main.cpp")
+    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    built = subprocess.run([compiler, *flags, f"-I{SOURCES}", source, "-o", program], capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip("this compiler comes without the thread sanitizer's library")
+    assert built.returncode == 0, built.stderr[-4000:]
+    done = subprocess.run([program, str(threads), "1500"], capture_output=True, text=True, timeout=120)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
 SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
 
 

@@ -1,0 +1,46 @@
+// The team of threads, tried by itself: every unit once, every phase after the one before, nothing read of a step that is over.
+// Built with the thread sanitizer by test_cpu_bits.py; the work of a step is freed after it, so that a late reader would be seen.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+
+#include "team.h"
+
+using namespace verbatim;
+
+struct Sums : Team::Work {
+    std::vector<std::vector<long>> cells;
+    std::vector<int> units;
+    long seed = 0;
+    bool jitter = false;
+    void phase(int p, Team::Units& u) override {
+        for (int i = u.next(), j; i >= 0; i = j) {
+            j = u.next();
+            long s = seed;
+            if (p) for (long v : cells[p - 1]) s += v;   // everything of the phase before must be visible
+            cells[p][i] = s + i;
+            if (jitter && (rand() & 1023) == 0) std::this_thread::sleep_for(std::chrono::microseconds(300));
+        }
+    }
+};
+int main(int argc, char** argv) {
+    if (argc < 3) return 2;
+    int threads = atoi(argv[1]), steps = atoi(argv[2]);
+    Team team(threads);
+    for (int s = 0; s < steps; s++) {
+        Sums* w = new Sums; w->seed = s; w->jitter = s % 3 == 0;
+        int n = 1 + s % 7 + (s % 100 == 99 ? 20 : 0);
+        for (int p = 0; p < n; p++) w->units.push_back((s * 7 + p * 3) % 40), w->cells.emplace_back(w->units.back());
+        team.perform(*w, w->units);
+        long before = 0;
+        for (int p = 0; p < n; p++) {
+            long sum = 0;
+            for (int i = 0; i < w->units[p]; i++) { long want = s + (p ? before : 0) + i; if (w->cells[p][i] != want) { printf("wrong\n"); return 1; } sum += want; }
+            before = sum;
+        }
+        delete w;
+        std::vector<int> hit(s % 50); team.share(s % 50, [&](int i, int) { hit[i]++; });
+        for (int h : hit) if (h != 1) { printf("unit done %d times\n", h); return 1; }
+    }
+    printf("ok %d threads %d steps\n", threads, steps);
+}
