@@ -191,7 +191,11 @@ def main() -> None:
         "--no-places", action="store_true", help="do not give each thread of the engine a processor, as the server does"
     )
     ask.add_argument("--loads", default=",".join((*structures(), PLAIN)))
-    result = asyncio.run(measure(ask.parse_args()))
+    asked = ask.parse_args()
+    known = (*structures(), PLAIN)
+    if wrong := [name for name in asked.loads.split(",") if name not in known]:
+        ask.error(f"--loads: {', '.join(wrong)} is none of {', '.join(known)}")
+    result = asyncio.run(measure(asked))
     print(
         f"{'load':16} {'alone':>7} {'beside':>7} {'ratio':>6} {'burst':>6}  {'longest gap, ms':>15}  {'done/s':>7} {'refused/s':>9} {'slowest':>8}"
     )

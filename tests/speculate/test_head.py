@@ -338,6 +338,7 @@ class Stated:
     def __init__(self, odds: Sequence[float], cost: float = 1e-6) -> None:
         self.odds = tuple(odds)
         self.token_cost = cost
+        self.states_odds = True
         self.asked = 0
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:

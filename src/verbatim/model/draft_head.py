@@ -1,6 +1,6 @@
 """Draft heads: a small net that guesses the tokens after the next one from the state that the next one was drawn from.
 
-In: a GGUF file of a few hundred thousand weights, trained on what its model writes (bench/train_head.py). Out: DraftHead, checked against the model.
+In: a GGUF file of some million weights, trained on what its model writes (bench/train_head.py). Out: DraftHead, checked against the model.
 One guess, for a final state h (after the last norm) and the token t that was drawn from it:
 
     x  = [ h * state_scale ; rms(embed[t]) * word_scale ]

@@ -253,7 +253,7 @@ class Speculator:
         if self.adaptive and out and not self._fair(out, hopes, running):
             self._withdraw(views)
             out = {}
-        self._barren = 0 if out or running == 1 else self._barren + 1
+        self._barren = 0 if out or running == 1 else min(self._barren + 1, REST + 4)
         self._charge(views, running, self._clock() - began)
         return out
 
@@ -270,7 +270,7 @@ class Speculator:
         if running == 1 or not self.adaptive or self._barren < REST:
             return False
         self._paused += 1
-        if self._paused < min(REST << (self._barren - REST), 16 * REST):
+        if self._paused < REST << (self._barren - REST):
             return True
         self._paused = 0
         return False
@@ -331,7 +331,7 @@ class Speculator:
             return list(asking)
         out = []
         for view in asking:
-            if proposer.name == "head":
+            if proposer.states_odds:
                 price = self._price(running, proposer.token_cost)
                 pays = price * MARGIN < self.acceptance.trust(view.seq_id, proposer.name)
                 count = LONGEST if pays and self._may_lose(view.seq_id, len(view.tokens)) >= price else 0

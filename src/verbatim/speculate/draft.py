@@ -32,6 +32,7 @@ class _Cached:
 
 class DraftProposer:
     name = "draft"
+    states_odds = False
 
     def __init__(self, backend: Backend, blocks: int) -> None:
         """`blocks` is the size of the draft's own cache, for each of its groups."""

@@ -12,6 +12,7 @@ from verbatim.speculate.protocol import Draft, SeqView
 class ForcedProposer:
     name = "forced"
     token_cost = 0.0
+    states_odds = False
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         found = {view.seq_id: view.forced[: min(limit, view.room)] for view in views if view.forced}

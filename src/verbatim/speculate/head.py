@@ -1,6 +1,6 @@
 """A draft head guesses from the target's own final state. In: the rows of the last step. Out: a few tokens, each with its odds.
 
-The state knows the whole text, so a net of a few hundred thousand weights guesses nearly every second token of plain prose, where looking back finds nothing.
+The state knows the whole text, so a net of a hundredth of its weights guesses nearly every second token of plain prose, where looking back finds nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Guesser(Protocol):
 
 class HeadProposer:
     name = "head"
+    states_odds = True
 
     def __init__(self, backend: Guesser, head: DraftHead) -> None:
         self.token_cost = 1e-6  # replaced by what is measured

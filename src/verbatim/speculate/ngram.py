@@ -46,6 +46,7 @@ class _Index:
 class NgramProposer:
     name = "ngram"
     token_cost = 0.0
+    states_odds = False
 
     def __init__(self) -> None:
         self._index: dict[int, _Index] = {}

@@ -41,6 +41,7 @@ class Draft:
 class Proposer(Protocol):
     name: str
     token_cost: float  # seconds that one guessed token costs to make, 0 where it is next to nothing
+    states_odds: bool  # its drafts carry odds
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         """Guesses by sequence id; a sequence without a good guess is left out. Guesses with odds below `floor` are not worth making."""

@@ -115,6 +115,7 @@ class _Text:
 class SuffixProposer:
     name = "suffix"
     token_cost = 0.0
+    states_odds = False
 
     def __init__(self, *, remember: frozenset[str] = frozenset()) -> None:
         """`remember` names the tenants whose recent answers may serve their own later requests ("*": each tenant's)."""
