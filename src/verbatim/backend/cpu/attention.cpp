@@ -121,6 +121,7 @@ void Engine::attend_item(const Op& op, Worker& w, const Item& item) {
     t.scale = op.scale;
     t.softcap = op.softcap;
     t.scores = (float*)w.scores.data();
+    t.wide = (float*)w.wide.data();
     if (chain.parts > 1) {  // one tile of a split chain: leave it; who comes last combines
         int64_t size = (int64_t)nq * (vdim_ + 2);
         float* mine = (float*)partials_.data() + chain.partial + (int64_t)(item.tile0 - chain.tile0) * size;

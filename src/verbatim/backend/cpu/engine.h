@@ -140,7 +140,7 @@ class Engine : Team::Work {
     struct Item { int seq, row0, rows, kv, tile0, tile1, chain; };
     struct Chain { int seq, row0, rows, kv, tile0, tile1; int64_t partial; int parts; };
     struct Worker {  // scratch of one thread
-        Pages tile, act, norm, q, scores, o, run;
+        Pages tile, act, norm, q, scores, wide, o, run;
         QRows qr{};
     };
     struct Prepared { QRows q; const float* x; const int32_t* idx; };

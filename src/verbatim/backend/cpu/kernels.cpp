@@ -39,6 +39,7 @@ static const Kernels TABLE = {
     attend,
     combine,
     scale_out,
+    add_rows,
     softcap,
     store_half,
     store_q8,

@@ -76,6 +76,7 @@ struct AttendTile {
     int lo[MAXQ], hi[MAXQ];      // visible positions [lo, hi), relative to the tile
     float scale, softcap;
     float* scores;               // scratch [nq][TILE]
+    float* wide;                 // scratch [4 * BLOCK][vdim]
     float* o;                    // out [nq][vdim], not divided
     float m[MAXQ], l[MAXQ];      // out: maximum and sum
 };
@@ -95,6 +96,7 @@ struct Kernels {
     void (*attend)(AttendTile& t);
     void (*combine)(float* m, float* l, float* o, float mt, float lt, const float* ot, int n);  // n = vdim
     void (*scale_out)(const float* o, float l, int n, float* y);
+    void (*add_rows)(float* y, int64_t ldy, const float* x, int64_t ldx, int rows, int n);  // y += x; ldx 0: the same x for all rows
     void (*softcap)(float* x, int n, float cap);
     void (*store_half)(const float* x, int n, uint16_t* y);
     void (*store_q8)(const float* x, int n, int8_t* y, float* scale);

@@ -101,19 +101,14 @@ void Engine::positions(const Op& op, Units& units) {
     for (int r; (r = units.next()) >= 0;) {
         float* y = (float*)shared_.f.data() + (int64_t)r * n;
         unpack_row(w, step.positions[r], kernels.byte_bias, y);
-        for (int i = 0; i < n; i++) x[(int64_t)r * n + i] += y[i];
+        kernels.add_rows(x + (int64_t)r * n, 0, y, 0, 1, n);
     }
-}
-
-static void add_bias(float* tile, int64_t ld, int rows, const float* bias, int n) {
-    for (int r = 0; r < rows; r++)
-        for (int i = 0; i < n; i++) tile[r * ld + i] += bias[i];
 }
 
 // One head of q, k or v for some rows: bias, norm, rotation, then to the query buffer or into the cache.
 void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile) {
     int hd = shape.head_dim, ld = vdim_;
-    if (op.bias[part] >= 0) add_bias(tile, ld, rows, vectors_[op.bias[part]].data() + (int64_t)head * hd, hd);
+    if (op.bias[part] >= 0) kernels.add_rows(tile, ld, vectors_[op.bias[part]].data() + (int64_t)head * hd, 0, rows, hd);
     for (int r = 0; r < rows; r++) {
         float* x = tile + (int64_t)r * ld;
         int row = row0 + r, norm = part == 0 ? op.qnorm : part == 1 ? op.knorm : -1;
@@ -175,10 +170,15 @@ void Engine::qkv(const Op& op, Units& units) {
     }
 }
 
-// Panels a thread takes at once: enough units for balance, few enough that taking them costs nothing.
-constexpr int MOST = 4;
-int Engine::linear_panels(const Op& op) const { return std::clamp(matrices_[op.mat[0]]->p.panels / (team_.size() * 6), 1, MOST); }
-int Engine::gateup_panels(const Op& op) const { return matrices_[op.mat[1]]->p.panels >= 16 * team_.size() ? MOST : 2; }
+// Panels of one product, at most, and of one unit: with many rows a unit is work enough, and tiles want four panels; with few, small units let the
+// threads end together, and a thread computes those that follow one another at once.
+constexpr int MOST = 4, FEW_ROWS = 8;
+int Engine::linear_panels(const Op& op) const {
+    return input(op).rows <= FEW_ROWS ? 1 : std::clamp(matrices_[op.mat[0]]->p.panels / (team_.size() * 6), 1, MOST);
+}
+int Engine::gateup_panels(const Op& op) const {
+    return step.tokens.size() > FEW_ROWS && matrices_[op.mat[1]]->p.panels >= 16 * team_.size() ? MOST : 2;
+}
 
 int Engine::product_units(const Op& op) const {
     if (op.type == O_QKV) return shape.heads + 2 * shape.kv_heads;
@@ -197,15 +197,15 @@ const uint8_t* Engine::following(const Op& op, int thread) const {
 
 void Engine::linear(const Op& op, Units& units) {
     const Packed& w = matrices_[op.mat[0]]->p;
-    const int rows = input(op).rows, thread = units.thread, step_p = linear_panels(op);
+    const int rows = input(op).rows, thread = units.thread, per = linear_panels(op);
     Prepared in = prepared(op, thread);
     float* tile = (float*)workers_[thread]->tile.data();
     float* y = (float*)buffers_[op.dst]->f.data();
     const float* bias = op.bias[0] >= 0 ? vectors_[op.bias[0]].data() : nullptr;
-    for (int u = units.next(), v; u >= 0; u = v) {
-        v = units.next();
-        const uint8_t* then = v >= 0 ? panel(op.mat[0], v * step_p) : following(op, thread);
-        int p = u * step_p, np = std::min(step_p, w.panels - p), cols = std::min(16 * np, w.n - 16 * p);
+    for (int count, more, u = units.next(MOST / per, count), v; u >= 0; u = v, count = more) {
+        v = units.next(MOST / per, more);
+        const uint8_t* then = v >= 0 ? panel(op.mat[0], v * per) : following(op, thread);
+        int p = u * per, np = std::min(count * per, w.panels - p), cols = std::min(16 * np, w.n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
             QRows q = in.q.from(in.q.first(r, w.k / 32));
@@ -214,22 +214,20 @@ void Engine::linear(const Op& op, Units& units) {
                 for (int i = 0; i < m; i++) rebased[i] = in.idx[r + i];
             kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k, in.idx ? rebased : nullptr, m, tile, 16 * MOST,
                                r + ROWS < rows ? nullptr : then);
-            if (bias) add_bias(tile, 16 * MOST, m, bias + 16 * p, cols);
-            for (int i = 0; i < m; i++) {
-                float* o = y + (int64_t)(r + i) * w.n + 16 * p;
-                const float* t = tile + (int64_t)i * 16 * MOST;
-                if (op.add)
-                    for (int j = 0; j < cols; j++) o[j] += t[j];
-                else std::memcpy(o, t, (size_t)cols * 4);
-                if (op.softcap != 0.0f) kernels.softcap(o, cols, op.softcap);
-            }
+            if (bias) kernels.add_rows(tile, 16 * MOST, bias + 16 * p, 0, m, cols);
+            float* o = y + (int64_t)r * w.n + 16 * p;
+            if (op.add) kernels.add_rows(o, w.n, tile, 16 * MOST, m, cols);
+            else
+                for (int i = 0; i < m; i++) std::memcpy(o + (int64_t)i * w.n, tile + (int64_t)i * 16 * MOST, (size_t)cols * 4);
+            if (op.softcap != 0.0f)
+                for (int i = 0; i < m; i++) kernels.softcap(o + (int64_t)i * w.n, cols, op.softcap);
         }
     }
 }
 
 // act(gate) * up, 32 outputs at a time, so that the block can be quantised where it is made.
 void Engine::gateup(const Op& op, Units& units) {
-    const int rows = (int)step.tokens.size(), thread = units.thread, most = gateup_panels(op), width = 16 * most;
+    const int rows = (int)step.tokens.size(), thread = units.thread, per = gateup_panels(op);
     bool gated = op.mat[0] >= 0;
     const Packed& up = matrices_[op.mat[1]]->p;
     const Packed* gate = gated ? &matrices_[op.mat[0]]->p : nullptr;
@@ -238,20 +236,20 @@ void Engine::gateup(const Op& op, Units& units) {
     Prepared in = prepared(op, thread);
     float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + ROWS * 64, *y = (float*)workers_[thread]->act.data();
     Buffer& dst = *buffers_[op.dst];
-    for (int u = units.next(), v; u >= 0; u = v) {
-        v = units.next();
-        const uint8_t* then = v >= 0 ? panel(op.mat[1], v * most) : following(op, thread);
-        int p = most * u, np = std::min(most, up.panels - p), cols = std::min(width, n - 16 * p);
+    for (int count, more, u = units.next(MOST / per, count), v; u >= 0; u = v, count = more) {
+        v = units.next(MOST / per, more);
+        const uint8_t* then = v >= 0 ? panel(op.mat[1], v * per) : following(op, thread);
+        int p = u * per, np = std::min(count * per, up.panels - p), width = 16 * np, cols = std::min(width, n - 16 * p);
         for (int r = 0; r < rows; r += ROWS) {
             int m = std::min(ROWS, rows - r);
             QRows q = in.q.from(in.q.first(r, up.k / 32));
             const float* x = in.x + (int64_t)r * up.k;
             const bool last = r + ROWS >= rows;
             kernels.mm[up.kind](up, p, np, q, x, nullptr, m, tu, width, !last ? nullptr : gated ? panel(op.mat[0], p) : then);
-            if (op.bias[1] >= 0) add_bias(tu, width, m, vectors_[op.bias[1]].data() + 16 * p, cols);
+            if (op.bias[1] >= 0) kernels.add_rows(tu, width, vectors_[op.bias[1]].data() + 16 * p, 0, m, cols);
             if (gated) {
                 kernels.mm[gate->kind](*gate, p, np, q, x, nullptr, m, tg, width, last ? then : nullptr);
-                if (op.bias[0] >= 0) add_bias(tg, width, m, vectors_[op.bias[0]].data() + 16 * p, cols);
+                if (op.bias[0] >= 0) kernels.add_rows(tg, width, vectors_[op.bias[0]].data() + 16 * p, 0, m, cols);
             }
             kernels.gate(shape.activation, gated ? tg : nullptr, tu, width * m, y);
             for (int i = 0; i < m; i++) {
@@ -276,7 +274,7 @@ void Engine::norm(const Op& op, Units& units) {
         }
         float* t = (float*)shared_.f.data() + (int64_t)r * n;
         norm_row(op, row, n, t);
-        for (int i = 0; i < n; i++) y[(int64_t)r * n + i] += t[i];
+        kernels.add_rows(y + (int64_t)r * n, 0, t, 0, 1, n);
     }
 }
 

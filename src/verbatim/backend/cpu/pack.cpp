@@ -294,6 +294,17 @@ void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
     const uint8_t* scales = p + (size_t)nb * info.qb;
     const uint8_t* supers = scales + (size_t)nb * info.sb;
     bool is_signed = (w.kind == K_8 || w.kind == K_8W) && byte_bias == 0;
+    if (w.kind == K_8) {  // what most models' words are, so worth a way of its own
+        for (int b = 0; b < nb; b++) {
+            const float s = half_to_float(((const uint16_t*)(scales + (size_t)b * info.sb))[lane]);
+            const uint8_t* q = p + (size_t)b * info.qb + 4 * lane;
+            for (int i = 0; i < 32; i++) {
+                const uint8_t v = q[i / 4 * 64 + i % 4];
+                out[32 * b + i] = s * (float)(is_signed ? (int)(int8_t)v : (int)v - offset) + 0.0f;  // + 0: no negative zero, as the fused form below
+            }
+        }
+        return;
+    }
     for (int b = 0; b < nb; b++) {
         float s[2], m[2];
         for (int j = 0; j < 2; j++) get_scales(w.kind, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub, lane, j, &s[j], &m[j]);

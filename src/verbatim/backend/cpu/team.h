@@ -33,11 +33,17 @@ class Team {
       public:
         const int thread;
         int next() {  // -1: no more
-            int u = held_;
-            held_ = -1;
-            if (u < 0) u = team_.take(*this);
-            taken_ += u >= 0;
-            return u;
+            int count;
+            return next(1, count);
+        }
+        // The first of up to `most` units that follow one another.
+        int next(int most, int& count) {
+            if (at_ == end_ && !team_.take(*this)) return count = 0, -1;
+            const int first = at_;
+            count = std::min(most, end_ - at_);
+            at_ += count;
+            taken_ += count;
+            return first;
         }
 
       private:
@@ -45,7 +51,7 @@ class Team {
         Units(Team& team, int phase, int thread, uint32_t epoch) : thread(thread), team_(team), phase_(phase), epoch_(epoch) {}
         Team& team_;
         const int phase_;
-        int held_ = -1, taken_ = 0;
+        int at_ = 0, end_ = 0, taken_ = 0;  // the units in hand; how many were given out
         const uint32_t epoch_;
         uint64_t seen_ = 0;  // the counter as this thread left it
     };
@@ -78,7 +84,7 @@ class Team {
         count_.store((int)units.size(), std::memory_order_relaxed);
         for (size_t p = 0; p < units.size(); p++) {
             Phase& phase = phases_[p];  // the step's number first: from then on nobody who is late can take a unit here
-            phase.next.store(fresh(epoch, kept(units[p])), std::memory_order_relaxed);
+            phase.next.store(fresh(epoch, kept(units[p]) * run(units[p])), std::memory_order_relaxed);
             phase.done.store(epoch << COUNT_BITS, std::memory_order_relaxed);
             units_[p].store(units[p], std::memory_order_release);
         }
@@ -100,18 +106,22 @@ class Team {
     }
 
     // The unit that a thread begins a phase with, so that it can be prepared for; -1: not known.
-    int first(int thread, int units) const { return thread < kept(units) ? thread : -1; }
+    int first(int thread, int units) const { return thread < kept(units) ? thread * run(units) : -1; }
 
   private:
     static constexpr int COUNT_BITS = 20, KEPT = 16, SPINS = 4000;
     static constexpr uint32_t EPOCH_MASK = 0xffffff;
     struct alignas(64) Phase {
-        std::atomic<uint64_t> next{0};  // step number (24 bits), which first units are taken (16), the next of the others (24)
+        std::atomic<uint64_t> next{0};  // step number (24 bits), which threads' first runs are taken (16), the next of the other units (24)
         std::atomic<uint32_t> done{0};  // step number (12 bits), units done (20)
     };
 
     static uint64_t fresh(uint32_t epoch, int index) { return (uint64_t)(epoch & EPOCH_MASK) << 40 | (uint64_t)index; }
+    // Each thread begins with a run of its own, a quarter of its share, whose memory it has asked for. What is left is taken in pieces that become
+    // smaller and smaller: few enough that taking them costs nothing, and at the end small enough that all end together.
     int kept(int units) const { return std::min({size_, KEPT, units}); }
+    int run(int units) const { return std::max(1, units / (4 * size_)); }
+    int piece(int left) const { return std::max(1, left / (2 * size_)); }
 
     // More phases than ever before: the threads must be out of the old ones.
     void reserve(int phases) {
@@ -124,23 +134,29 @@ class Team {
         capacity_ = phases;
     }
 
-    // Each thread begins with the unit of its own number, whose memory it has asked for; the others come in order; last what nobody began.
-    int take(Units& mine) {
-        const int units = units_[mine.phase_].load(std::memory_order_acquire), own = kept(units), thread = mine.thread;
+    // Its own run first; then a piece of the others, in order; last a run that nobody began. False: there is nothing left.
+    bool take(Units& mine) {
+        const int units = units_[mine.phase_].load(std::memory_order_acquire), own = kept(units), run = this->run(units), thread = mine.thread;
         std::atomic<uint64_t>& next = phases_[mine.phase_].next;
         // Not loaded first: a guess that is mostly right takes the line from the other threads once, not twice.
-        uint64_t word = mine.seen_ ? mine.seen_ : fresh(mine.epoch_, own);
+        uint64_t word = mine.seen_ ? mine.seen_ : fresh(mine.epoch_, own * run);
         for (bool sure = false;;) {
-            if (word >> 40 != (mine.epoch_ & EPOCH_MASK)) return -1;
+            if (word >> 40 != (mine.epoch_ & EPOCH_MASK)) return false;
             const uint32_t begun = (uint32_t)(word >> 24) & 0xffff;
             const int index = (int)(word & 0xffffff);
-            int unit = -1;
-            if (thread < own && !(begun >> thread & 1)) unit = thread;
-            else if (index < units) unit = index;
-            else if (begun != (1u << own) - 1) unit = __builtin_ctz(~begun);
-            else if (sure || !units) return -1;
-            mine.seen_ = unit < 0 ? word : unit < own ? word | (uint64_t)1 << (24 + unit) : word + 1;
-            if (next.compare_exchange_strong(word, mine.seen_, std::memory_order_acq_rel, std::memory_order_acquire)) return unit;
+            int whose = -1, count = run;
+            if (thread < own && !(begun >> thread & 1)) whose = thread;
+            else if (index < units) count = piece(units - index);
+            else if (begun != (1u << own) - 1) whose = __builtin_ctz(~begun);
+            else if (sure || !units) return false;
+            else count = 0;
+            const int first = whose < 0 ? index : whose * run;
+            mine.seen_ = whose < 0 ? word + (uint64_t)count : word | (uint64_t)1 << (24 + whose);
+            if (next.compare_exchange_strong(word, mine.seen_, std::memory_order_acq_rel, std::memory_order_acquire)) {
+                mine.at_ = first;
+                mine.end_ = first + count;
+                return count > 0;
+            }
             sure = true;
         }
     }
@@ -149,8 +165,7 @@ class Team {
         const int count = count_.load(std::memory_order_relaxed);
         for (int p = 0; p < count; p++) {
             Units units(*this, p, thread, epoch);
-            units.held_ = take(units);
-            if (units.held_ >= 0) {
+            if (take(units)) {
                 work_->phase(p, units);
                 finish(p, epoch, units.taken_);
             }

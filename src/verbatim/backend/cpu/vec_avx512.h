@@ -72,4 +72,36 @@ VB_UNROLL(8)
         }
 }
 
+#define VB_HAS_PAIRS
+// Two blocks of 32 at once: what runs across lanes is done for both together, and sums of bytes are what `sad` is for. As bits it is what the blocks
+// would be one by one: maxima and integer sums are exact in any order, and each quotient is one division.
+static inline void quantise_pair(const float* x, float steps, int8_t* q0, int8_t* q1, float* dx, int32_t* sums) {
+    vf v[4], m[2];
+VB_UNROLL(4)
+    for (int i = 0; i < 4; i++) v[i] = load(x + 16 * i);
+VB_UNROLL(2)
+    for (int i = 0; i < 2; i++) m[i] = vmax(vabs(v[2 * i]), vmax(vabs(v[2 * i + 1]), set1(0.0f)));
+    vf top = vmax(_mm512_shuffle_f32x4(m[0], m[1], 0x44), _mm512_shuffle_f32x4(m[0], m[1], 0xee));  // lower half: first block; upper: second
+    top = vmax(top, _mm512_shuffle_f32x4(top, top, 0xb1));
+    top = vmax(top, _mm512_permute_ps(top, 0x4e));
+    top = vmax(top, _mm512_permute_ps(top, 0xb1));
+    const __m128 most = _mm_unpacklo_ps(_mm512_castps512_ps128(top), _mm512_extractf32x4_ps(top, 2)), all = _mm_set1_ps(steps);
+    const __m128 both = _mm_movelh_ps(most, most);
+    __m128 ratio = _mm_div_ps(_mm_movelh_ps(all, most), _mm_movelh_ps(most, all));  // steps / most, most / steps
+    ratio = _mm_and_ps(ratio, _mm_cmp_ps(both, _mm_set1_ps(1e-30f), _CMP_GT_OQ));
+    const vf inv[2] = {_mm512_broadcastss_ps(ratio), _mm512_broadcastss_ps(_mm_movehdup_ps(ratio))};
+    vi r[4];
+VB_UNROLL(4)
+    for (int i = 0; i < 4; i++) r[i] = toint(mul(v[i], inv[i / 2]));
+    const vi bytes = _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+                                              _mm512_packs_epi16(_mm512_packs_epi32(r[0], r[1]), _mm512_packs_epi32(r[2], r[3])));
+    _mm256_storeu_si256((__m256i*)q0, _mm512_castsi512_si256(bytes));
+    _mm256_storeu_si256((__m256i*)q1, _mm512_extracti64x4_epi64(bytes, 1));
+    vi eights = _mm512_sad_epu8(_mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80)), _mm512_setzero_si512());
+    eights = _mm512_add_epi64(eights, _mm512_shuffle_epi32(eights, _MM_PERM_BADC));
+    const vi sixteens = _mm512_sub_epi64(eights, _mm512_set1_epi64(16 * 128));
+    _mm_storeu_si128((__m128i*)sums, _mm512_castsi512_si128(_mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), sixteens)));
+    _mm_storeh_pi((__m64*)dx, ratio);
+}
+
 }  // namespace VB_NS
