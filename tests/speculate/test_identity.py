@@ -123,10 +123,9 @@ def draft_rates(same_noise: bool) -> tuple[int, int]:
     with engine("reference", "draft", backend_of("reference")) as llm:
         if not same_noise:
             propose = llm.core.drafting._draft.propose  # type: ignore[union-attr]
-            import dataclasses
 
             def other_noise(views: Any, limit: int, floor: float = 0.0) -> Any:
-                return propose([dataclasses.replace(v, key=v.key ^ 0x5DEECE66D) for v in views], limit, floor)
+                return propose([v._replace(key=v.key ^ 0x5DEECE66D) for v in views], limit, floor)
 
             llm.core.drafting._draft.propose = other_noise  # type: ignore[union-attr, method-assign]
         done = llm.generate(

@@ -88,7 +88,7 @@ def test_step_cost_recovers_the_line() -> None:
         for rows in (1, 2, 5, 9, 300):
             cost.learn(rows, 0.004 + 0.0005 * rows)
     assert abs(cost.seconds(1) - 0.0045) < 1e-5
-    assert abs(cost.row(1) - 0.0005) < 1e-5
+    assert abs(cost.load(1).row - 0.0005) < 1e-5
     assert abs(cost.seconds(7) - 0.0075) < 2e-5, "between two sizes that were seen"
 
 
@@ -99,7 +99,7 @@ def test_step_cost_knows_steps_in_the_curve() -> None:
         for rows in (1, 2, 4, 8, 9, 16):
             cost.learn(rows, 0.003 if rows <= 8 else 0.006)
     assert cost.seconds(9) - cost.seconds(8) > 0.002
-    assert cost.row(1) >= 0.99 * LEAST * 0.003, "a row is never free, whatever was measured"
+    assert cost.load(1).row >= 0.99 * LEAST * 0.003, "a row is never free, whatever was measured"
 
 
 def test_a_slow_second_does_not_make_drafts_look_free() -> None:
@@ -111,7 +111,7 @@ def test_a_slow_second_does_not_make_drafts_look_free() -> None:
     for _ in range(200):
         cost.learn(1, 0.008)
     assert abs(cost.seconds(1) - 0.008) < 1e-3
-    assert 0.7 < cost.row(1) / cost.seconds(1) / 0.2 < 1.3
+    assert 0.7 < cost.load(1).row / cost.seconds(1) / 0.2 < 1.3
 
 
 def test_draft_length_by_the_rule() -> None:
@@ -211,10 +211,7 @@ def test_finished_sequences_leave_nothing() -> None:
     done = view([1, 2, 3, 1, 2])
     speculator.drafts([done])
     speculator.finish(done)
-    assert not speculator._pending
-    assert not speculator._purse
-    assert not speculator._saved
-    assert not speculator._begun
+    assert not speculator._records
     assert not speculator.acceptance._own
     assert all(not getattr(p, "_index", None) and not getattr(p, "_texts", None) for p in speculator.proposers)
 

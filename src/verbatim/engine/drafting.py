@@ -123,8 +123,12 @@ class Drafting:
         """Only steps in which every row is drawn from tell what one more draft costs: a prompt's rows skip the head."""
         if self._head is not None:
             self._head.observe(plan)
-        if all(step.draws == len(step.tokens) for step in plan.sequences):
-            self.cost.learn(plan.rows, seconds)
+        rows = 0
+        for step in plan.sequences:
+            if step.draws != len(step.tokens):
+                return
+            rows += step.draws
+        self.cost.learn(rows, seconds)
 
     def finish(self, seq: Sequence, tenant: str) -> float:
         """Seconds that drafts saved this sequence."""

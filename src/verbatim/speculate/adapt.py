@@ -18,8 +18,10 @@ Learning goes on when nothing is drafted: a guess that was only made, not submit
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from verbatim.speculate.protocol import Draft, Proposer, SeqView
 
@@ -43,6 +45,19 @@ EXPLORE = (
 )
 
 
+class Load(NamedTuple):
+    """A step of plain rows, one for each sequence that writes in it."""
+
+    running: int
+    seconds: float  # 0 while nothing is known
+    row: float  # what one more row adds
+    least: float  # and never less, whatever was measured
+
+    def price(self, guess_cost: float) -> float:
+        """What one more draft costs, in times of a token; 0 while nothing is known."""
+        return (self.row + guess_cost) * self.running / self.seconds if self.seconds else 0.0
+
+
 class StepCost:
     """Seconds of a step against its rows, from what was measured: a line between the sizes nearest by.
 
@@ -52,9 +67,8 @@ class StepCost:
 
     def __init__(self) -> None:
         self._pace = 0.0  # seconds of a step whose shape is 1
-        self._shape: dict[int, tuple[float, float, int]] = {}  # size class -> (mean rows, times the pace, times seen)
-        self._points: list[tuple[float, float]] = []  # (rows, times the pace), rising in both
-        self._known: dict[float, float] = {}
+        self._shape: dict[int, tuple[float, float, int]] = {}  # size class, rising -> (mean rows, times the pace, times seen)
+        self._known: dict[float, float] = {}  # seconds by rows, until more is learnt
 
     def learn(self, rows: int, seconds: float) -> None:
         if rows < 1 or seconds <= 0:
@@ -62,44 +76,41 @@ class StepCost:
         if not self._pace:
             self._pace = seconds / (1 + USUAL * (rows - 1))
         size = rows if rows <= 32 else 32 + rows.bit_length()
-        # One time is no evidence against what is usual: a size that was never seen starts with what its neighbours say.
-        mean_rows, known, seen = self._shape.get(size, (float(rows), self._times(rows), 1))
+        if size not in self._shape:
+            # One time is no evidence against what is usual: a size that was never seen starts with what its neighbours say.
+            first = (float(rows), self._times(rows), 1)
+            self._shape = dict(sorted([*self._shape.items(), (size, first)]))
+        mean_rows, known, seen = self._shape[size]
         self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** (PACE * min(seen, 8) / 8)
         found = min(seconds / self._pace, 2 * known)
         known += max(SHAPE, 1 / (seen + 1)) * (found - known)
         self._shape[size] = (mean_rows + PATIENCE * (rows - mean_rows), known, seen + 1)
-        self._points, high = [], 0.0
-        for where, value, _ in sorted(self._shape.values()):
-            high = max(high, value)
-            self._points.append((where, high))
         self._known.clear()
 
     def _times(self, rows: float) -> float:
-        """Of the pace: on the line between the sizes on both sides; beyond the largest, what is usual."""
-        below, above = None, None
-        for point in self._points:
-            if point[0] > rows:
-                above = point
-                break
-            below = point
-        if below is None:
-            return 1 + USUAL * (rows - 1) if above is None else max(above[1] - USUAL * (above[0] - rows), above[1] / above[0])
-        if above is None:
-            return below[1] + USUAL * (rows - below[0])
-        return below[1] + (above[1] - below[1]) * (rows - below[0]) / (above[0] - below[0])
+        """Of the pace: on the line between the sizes on both sides, where more rows never take less; beyond the largest, what is usual."""
+        at, high = 0.0, 0.0
+        for where, value, _ in self._shape.values():
+            below, high = high, max(high, value)
+            if where > rows:
+                if not at:
+                    return max(high - USUAL * (where - rows), high / where)
+                return below + (high - below) * (rows - at) / (where - at)
+            at = where
+        return high + USUAL * (rows - at) if at else 1 + USUAL * (rows - 1)
 
     def seconds(self, rows: float) -> float:
         """Of a step of this many rows; 0 until steps of two sizes were seen."""
         if len(self._shape) < 2:
             return 0.0
-        if rows not in self._known:
-            self._known[rows] = self._times(rows) * self._pace
-        return self._known[rows]
+        found = self._known.get(rows)
+        if found is None:
+            found = self._known[rows] = self._times(rows) * self._pace
+        return found
 
-    def row(self, rows: float) -> float:
-        """What one more row adds to a step of `rows`; never nothing, whatever was measured."""
-        first = self.seconds(rows)
-        return max((self.seconds(rows + NEAR) - first) / NEAR, LEAST * self.seconds(1))
+    def load(self, running: int) -> Load:
+        seconds, least = self.seconds(running), LEAST * self.seconds(1)
+        return Load(running, seconds, max((self.seconds(running + NEAR) - seconds) / NEAR, least), least)
 
 
 class Acceptance:
@@ -152,10 +163,10 @@ class Acceptance:
             if not hit:
                 break
 
-    def relax(self, seq_id: int, draft: Draft) -> None:
+    def relax(self, seq_id: int, source: str) -> None:
         """Forget a little of a bad record, so that a guess which is only learnt from by making it gets another chance in time."""
-        own = self._own.get((seq_id, draft.source), PRIOR)
-        self._own[(seq_id, draft.source)] = own + PATIENCE * (PRIOR - own)
+        own = self._own.get((seq_id, source), PRIOR)
+        self._own[(seq_id, source)] = own + PATIENCE * (PRIOR - own)
 
     def forget(self, seq_id: int) -> None:
         for key in [k for k in self._own if k[0] == seq_id]:
@@ -172,7 +183,18 @@ class _Pending:
     start: int
     submitted: int
     running: int  # sequences of that step
-    guess_cost: float  # of making one draft, in seconds
+    dear: bool  # making it costs time
+
+
+@dataclass(slots=True)
+class _Record:
+    """What is kept of a sequence as long as it is written."""
+
+    purse: float = 0.0  # times of a token gained by drafts, less those lost
+    saved: float = 0.0  # the same in seconds, for people
+    begun: int | None = None  # length of the text when its first draft was considered
+    pending: list[_Pending] = field(default_factory=list)
+    resting: dict[str, int] = field(default_factory=dict)  # steps for which a proposer is not asked again
 
 
 def draft_length(chances: Sequence[float], value: float, extra: Callable[[int], float]) -> int:
@@ -216,11 +238,7 @@ class Speculator:
         self.adaptive = adaptive
         self.longest = longest
         self._clock = clock
-        self._pending: dict[int, list[_Pending]] = {}
-        self._purse: dict[int, float] = {}  # times of a token gained by drafts, less those lost
-        self._saved: dict[int, float] = {}  # the same in seconds, for people
-        self._begun: dict[int, int] = {}  # length of the text when its first draft was considered
-        self._resting: dict[tuple[int, str], int] = {}  # steps for which a proposer is not asked again
+        self._records: defaultdict[int, _Record] = defaultdict(_Record)  # by sequence id
         self._explored = 0  # steps since something was submitted
         self._barren, self._paused = 0, 0  # looks in vain while several wrote; steps since the last look
 
@@ -231,23 +249,21 @@ class Speculator:
             return {}
         began = self._clock()
         self._explored += 1
-        self._settle(views)
+        for view in views:
+            self._settle(view)
         out: dict[int, tuple[int, ...]] = {}
         hopes: dict[int, float] = {}
         asking = [view for view in views if view.room > 0]
         for proposer in self.proposers:
-            able = [view for view in asking if not self._rests(view.seq_id, proposer.name)]
-            floor = MARGIN * self._price(running, proposer.token_cost) if self.adaptive else 0.0
-            able = self._afford(able, running, proposer)
-            starts = {view.seq_id: len(view.tokens) for view in able}
-            for seq_id, draft in (proposer.propose(able, self.longest, floor) if able else {}).items():
-                count, hope = self._decide(seq_id, draft, starts[seq_id], running, proposer.token_cost)
-                self._pending.setdefault(seq_id, []).append(
-                    _Pending(draft, starts[seq_id], count, running, proposer.token_cost)
-                )
+            guess_cost = proposer.token_cost
+            for view, draft in self._asked(proposer, asking, running):
+                count, hope = self._decide(view, draft, running, guess_cost)
+                pending = _Pending(draft, len(view.tokens), count, running, guess_cost > 0)
+                self._records[view.seq_id].pending.append(pending)
                 if count:
-                    out[seq_id], hopes[seq_id] = draft.tokens[:count], hope
-            asking = [view for view in asking if view.seq_id not in out]
+                    out[view.seq_id], hopes[view.seq_id] = draft.tokens[:count], hope
+            if out:
+                asking = [view for view in asking if view.seq_id not in out]
             if not asking:
                 break
         if self.adaptive and out and not self._fair(out, hopes, running):
@@ -257,13 +273,25 @@ class Speculator:
         self._charge(views, running, self._clock() - began)
         return out
 
+    def _asked(self, proposer: Proposer, asking: Sequence[SeqView], running: int) -> list[tuple[SeqView, Draft]]:
+        """The guesses of one proposer, for those whom it may help."""
+        able = [view for view in asking if not self._rests(view.seq_id, proposer.name)]
+        floor = 0.0
+        if able and proposer.token_cost and self.adaptive:
+            load = self.cost.load(running)
+            floor = MARGIN * load.price(proposer.token_cost)
+            able = self._afford(able, load, proposer)
+        found = proposer.propose(able, self.longest, floor) if able else {}
+        return [(view, found[view.seq_id]) for view in able if view.seq_id in found] if found else []
+
     def _charge(self, views: Sequence[SeqView], running: int, spent: float) -> None:
         """Looking for guesses takes time as well, whether or not anything comes of it."""
-        seconds = self._seconds(running)
+        seconds = self.cost.seconds(running) / running
         for view in views if seconds else ():
             share = min(spent / len(views), LOOK * seconds)  # more is another program's doing
-            self._purse[view.seq_id] = self._purse.get(view.seq_id, 0.0) - share / seconds
-            self._saved[view.seq_id] = self._saved.get(view.seq_id, 0.0) - share
+            record = self._records[view.seq_id]
+            record.purse -= share / seconds
+            record.saved -= share
 
     def _pauses(self, running: int) -> bool:
         """In a batch drafts seldom pay, and looking for them costs a few per cent: after some steps in vain it is left for longer and longer."""
@@ -287,22 +315,26 @@ class Speculator:
     def _withdraw(self, views: Sequence[SeqView]) -> None:
         """Nothing is submitted after all; and what costs time to guess is not asked for again soon."""
         for view in views:
-            for pending in self._pending.get(view.seq_id, ()):
+            record = self._records[view.seq_id]
+            for pending in record.pending:
                 pending.submitted = 0
-                if pending.guess_cost:
-                    self._resting[(view.seq_id, pending.draft.source)] = 4 * REST
+                if pending.dear:
+                    record.resting[pending.draft.source] = 4 * REST
 
-    def _decide(self, seq_id: int, draft: Draft, start: int, running: int, guess_cost: float) -> tuple[int, float]:
+    def _decide(self, view: SeqView, draft: Draft, running: int, guess_cost: float) -> tuple[int, float]:
         """How much of a guess is submitted, and how many tokens of it are expected to come true."""
-        count = self._length(seq_id, draft, running, guess_cost)
+        limit = min(len(draft.tokens), self.longest)
         if not self.adaptive:
-            return count, 0.0
-        price = self._price(running, guess_cost)
+            return limit, 0.0
+        load = self.cost.load(running)
+        chances = self._chances(view.seq_id, draft, limit)
+        count = self._length(chances, load, guess_cost, explores=not draft.odds)
+        price = load.price(guess_cost)
         if price:
-            count = min(count, int(self._may_lose(seq_id, start) / price))
+            count = min(count, int(self._may_lose(view) / price))
         if not count and not draft.odds:  # stated odds change with every token; a match that does not pay stays so for a while
-            self._resting[(seq_id, draft.source)] = REST
-        return count, sum(self._chances(seq_id, draft, count))
+            self._records[view.seq_id].resting[draft.source] = REST
+        return count, sum(chances[:count])
 
     def _chances(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
         """That the first token comes true, the first two, and so on."""
@@ -312,96 +344,82 @@ class Speculator:
         rate = self.acceptance.rate(seq_id, draft)
         return [rate**j for j in range(1, limit + 1)]
 
-    def _price(self, running: int, guess_cost: float) -> float:
-        """What one more draft costs, in times of a token; 0 while nothing is known."""
-        seconds = self.cost.seconds(running)
-        return (self.cost.row(running) + guess_cost) * running / seconds if seconds else 0.0
+    def _may_lose(self, view: SeqView) -> float:
+        record = self._records[view.seq_id]
+        if record.begun is None:
+            record.begun = len(view.tokens)
+        return max(record.purse + START + SHARE * (len(view.tokens) - record.begun), 0.0)
 
-    def _seconds(self, running: int) -> float:
-        return self.cost.seconds(running) / running
-
-    def _may_lose(self, seq_id: int, length: int) -> float:
-        begun = self._begun.setdefault(seq_id, length)
-        return max(self._purse.get(seq_id, 0.0) + START + SHARE * (length - begun), 0.0)
-
-    def _afford(self, asking: Sequence[SeqView], running: int, proposer: Proposer) -> list[SeqView]:
+    def _afford(self, asking: Sequence[SeqView], load: Load, proposer: Proposer) -> list[SeqView]:
         """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for. Where the
         guesser states its odds, it is asked as long as a sure guess would pay, and the purse is not empty."""
-        if not (self.adaptive and proposer.token_cost):
-            return list(asking)
         out = []
+        price = load.price(proposer.token_cost)
         for view in asking:
             if proposer.states_odds:
-                price = self._price(running, proposer.token_cost)
                 pays = price * MARGIN < self.acceptance.trust(view.seq_id, proposer.name)
-                count = LONGEST if pays and self._may_lose(view.seq_id, len(view.tokens)) >= price else 0
+                count = view.room if pays and self._may_lose(view) >= price else 0
             else:
-                count = self._length(view.seq_id, Draft((0,) * self.longest, proposer.name, 0), running, proposer.token_cost)
+                blind = Draft((0,) * self.longest, proposer.name, 0)
+                count = self._length(self._chances(view.seq_id, blind, self.longest), load, proposer.token_cost)
             if count:
-                out.append(view if count >= view.room else replace(view, room=count))
+                out.append(view if count >= view.room else view._replace(room=count))
             else:
-                self._resting[(view.seq_id, proposer.name)] = 4 * REST
-                self.acceptance.relax(view.seq_id, Draft((), proposer.name, 0))
+                self._records[view.seq_id].resting[proposer.name] = 4 * REST
+                self.acceptance.relax(view.seq_id, proposer.name)
         return out
 
-    def _length(self, seq_id: int, draft: Draft, running: int, guess_cost: float) -> int:
-        limit = min(len(draft.tokens), self.longest)
-        if not self.adaptive:
-            return limit
-        seconds = self.cost.seconds(running)
+    def _length(self, chances: Sequence[float], load: Load, guess_cost: float, *, explores: bool = True) -> int:
+        running, seconds, _, least = load
         if not seconds:  # nothing known yet: a short guess is a cheap way to learn what rows cost
-            return min(limit, 2)
-        chances = self._chances(seq_id, draft, limit)
-        least = LEAST * self.cost.seconds(1)
+            return min(len(chances), 2)
         count = draft_length(
             chances, seconds / running, lambda j: max(self.cost.seconds(running + j) - seconds, j * least) + j * guess_cost
         )
-        if draft.odds:
+        if not explores:
             return count
-        if not count and chances[:1] > [0.5] and running == 1 and self._explored > EXPLORE:
-            count = min(limit, 2)
+        if not count and chances and chances[0] > 0.5 and running == 1 and self._explored > EXPLORE:
+            count = min(len(chances), 2)
         if count:
             self._explored = 0
         return count
 
     def _rests(self, seq_id: int, source: str) -> bool:
-        left = self._resting.get((seq_id, source), 0)
+        resting = self._records[seq_id].resting
+        left = resting.get(source, 0)
         if left:
-            self._resting[(seq_id, source)] = left - 1
+            resting[source] = left - 1
         return left > 0
 
-    def _settle(self, views: Sequence[SeqView]) -> None:
-        for view in views:
-            for pending in self._pending.pop(view.seq_id, ()):
-                written = view.tokens[pending.start :]
-                if pending.draft.odds:
-                    self.acceptance.learn_odds(view.seq_id, pending.draft, written)
-                else:
-                    self.acceptance.learn(view.seq_id, pending.draft, written)
-                self._account(view.seq_id, pending, written)
+    def _settle(self, view: SeqView) -> None:
+        """Compare what was guessed with what the target wrote."""
+        record = self._records[view.seq_id]
+        for pending in record.pending:
+            written = view.tokens[pending.start :]
+            if pending.draft.odds:
+                self.acceptance.learn_odds(view.seq_id, pending.draft, written)
+            else:
+                self.acceptance.learn(view.seq_id, pending.draft, written)
+            if pending.submitted:
+                self._account(record, pending, written)
+        record.pending.clear()
 
-    def _account(self, seq_id: int, pending: _Pending, written: Sequence[int]) -> None:
+    def _account(self, record: _Record, pending: _Pending, written: Sequence[int]) -> None:
         """What a guess won, less what its rows cost, in times of a token."""
-        if not pending.submitted:
-            return
-        seconds = self._seconds(pending.running)
+        seconds = self.cost.seconds(pending.running) / pending.running
         won = _came_true(pending.draft.tokens[: pending.submitted], written)
         rows = self.cost.seconds(pending.running + pending.submitted) - self.cost.seconds(pending.running)
         gain = won - rows / seconds if seconds else 0.0
-        self._purse[seq_id] = self._purse.get(seq_id, 0.0) + gain
-        self._saved[seq_id] = self._saved.get(seq_id, 0.0) + gain * seconds
+        record.purse += gain
+        record.saved += gain * seconds
 
     def finish(self, view: SeqView) -> float:
         """Forget the sequence. What its drafts saved, in seconds, by the measured costs of steps; below zero if they cost more."""
-        self._settle([view])
-        for key in [k for k in self._resting if k[0] == view.seq_id]:
-            del self._resting[key]
-        self._purse.pop(view.seq_id, None)
-        self._begun.pop(view.seq_id, None)
+        self._settle(view)
         self.acceptance.forget(view.seq_id)
         for proposer in self.proposers:
             proposer.finish(view)
-        return self._saved.pop(view.seq_id, 0.0)
+        return self._records.pop(view.seq_id).saved
 
     def close(self) -> None:
         for proposer in self.proposers:

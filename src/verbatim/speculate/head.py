@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from verbatim.base.records import StepPlan
+from verbatim.base.records import SeqStep, StepPlan
 from verbatim.speculate.protocol import Draft, SeqView
 
 if TYPE_CHECKING:
@@ -40,21 +40,26 @@ class HeadProposer:
         self.token_cost = 1e-6  # replaced by what is measured
         self._backend = backend
         self._head: DraftHead | None = head  # until it is loaded
-        self._rows: dict[
-            int, tuple[int, int, int]
-        ] = {}  # sequence: row of its first draw, index of the token drawn there, draws
+        self._last: tuple[SeqStep, ...] = ()  # the last step, until it was asked about
+        self._rows: dict[int, tuple[int, int, int]] = {}  # by sequence: row of its first draw, index of that token, draws
 
     def observe(self, plan: StepPlan) -> None:
-        """Which row each token of the last step was drawn from."""
+        self._last = plan.sequences
         self._rows.clear()
+
+    def _locate(self) -> None:
+        """Which row each token of the last step was drawn from."""
         row = 0
-        for s in plan.sequences:
+        for s in self._last:
             rows, first = len(s.tokens), len(s.tokens) - s.draws
             outputs = rows if s.hidden else min(len(s.targets), first) + s.draws
             self._rows[s.seq_id] = (row + outputs - s.draws, s.start + first + 1, s.draws)
             row += outputs
+        self._last = ()
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        if self._last:
+            self._locate()
         asking, asks = [], []
         for view in views:
             row, index, draws = self._rows.get(view.seq_id, (0, 0, 0))
@@ -69,10 +74,15 @@ class HeadProposer:
             self._head = None
         began = time.perf_counter()
         found = self._backend.guess(asks, floor)
-        made = sum(len(tokens) for tokens, _ in found)
-        spent = (time.perf_counter() - began) / max(made, 1)
+        spent = time.perf_counter() - began
+        out, made = {}, 0
+        for seq_id, (tokens, odds) in zip(asking, found, strict=True):
+            if tokens:
+                out[seq_id] = Draft(tokens, self.name, 0, odds)
+                made += len(tokens)
+        spent /= max(made, 1)
         self.token_cost += PATIENCE * (min(spent, 4 * self.token_cost) - self.token_cost) if self.token_cost > 1e-6 else spent
-        return {i: Draft(tokens, self.name, 0, odds) for i, (tokens, odds) in zip(asking, found, strict=True) if tokens}
+        return out
 
     def finish(self, view: SeqView) -> None:
         self._rows.pop(view.seq_id, None)

@@ -7,14 +7,12 @@ A proposer may guess anything: the target draws its own token at every drafted p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from verbatim.base.params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class SeqView:
+class SeqView(NamedTuple):
     """What a proposer may see of one sequence. `tokens` is the live list of known tokens: read, never changed, never kept."""
 
     seq_id: int
@@ -27,8 +25,7 @@ class SeqView:
     forced: tuple[int, ...] = ()  # what the request's grammar leaves no choice about
 
 
-@dataclass(frozen=True, slots=True)
-class Draft:
+class Draft(NamedTuple):
     """A guess. `evidence` groups guesses of like reliability (the length of the match): acceptance is learnt for each group.
     `odds`, where the proposer can tell: the chance that each token and all before it come true."""
 
