@@ -6,7 +6,7 @@ process and tested without a model.
 The one law: a sequence is a list of *known* tokens, of which the first *computed* have their keys and values in the cache.
 A step computes some more of them; when computed reaches known, the last logits draw the next token.
 
-The four records that are made for every sequence in every step are named tuples, which cost a third of a frozen dataclass to make.
+The records that are made in every step are named tuples, which cost a third of a frozen dataclass to make.
 """
 
 from __future__ import annotations
@@ -73,15 +73,14 @@ class SeqStep(NamedTuple):
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     step: int
     sequences: tuple[SeqStep, ...]
     copies: tuple[tuple[int, int, int], ...] = ()  # (group, from block, to block), done before anything is computed
 
     @property
     def rows(self) -> int:
-        return sum(len(s.tokens) for s in self.sequences)
+        return sum([len(s.tokens) for s in self.sequences])
 
 
 # -------------------------------------------------------------------------------------------------------------- result
@@ -112,8 +111,7 @@ class SeqResult(NamedTuple):
     hidden: np.ndarray | None = None  # [tokens of this step, hidden size] float32
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     step: int
     sequences: tuple[SeqResult, ...]
 

@@ -162,7 +162,10 @@ class EngineCore:
             self.check()
         self.drafting.learn(plan, executed - planned)
         self.metrics.step(plan, began, planned, executed)
-        return self._take_ready() + [out for job in touched for out in self._leave(job)]
+        outputs = self._take_ready()
+        for job in touched:
+            outputs += self._leave(job)
+        return outputs
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._executing = True
@@ -194,7 +197,7 @@ class EngineCore:
                 self._ready += self._leave(job)
                 continue
             steps.append(step._replace(draw=replace(step.draw, masks=masks)))
-        return replace(plan, sequences=tuple(steps))
+        return plan._replace(sequences=tuple(steps))
 
     def _collect(self, plan: StepPlan, result: StepResult, planned: float) -> None:
         """What is not a token: when a request began, log-probabilities and hidden states of its prompt."""
@@ -217,16 +220,15 @@ class EngineCore:
                 job.first = now
             before = len(job.ids)
             job.push(event)
-            for seq_id in job.ids[before:]:  # beams fork as they go
-                self._by_seq[seq_id] = job
+            if len(job.ids) > before:  # beams fork as they go
+                self._by_seq.update(dict.fromkeys(job.ids[before:], job))
         return list(touched.values())
 
     def _leave(self, job: Job) -> list[Output]:
         """What a request sends now: its Deltas, and when all is done its Completion."""
-        outputs: list[Output] = list(job.deltas())
+        outputs: list[Output] = [*job.deltas()]
         if job.done and job.request.id in self.jobs:
-            completion = self._complete(job)
-            outputs.append(completion)
+            outputs.append(self._complete(job))
         return outputs
 
     def _complete(self, job: Job) -> Completion:

@@ -14,8 +14,7 @@ neighbours never notice.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +30,7 @@ NOTHING = -1  # Drawn.token when the bans of a request leave no id
 _TEMPERATURE = Temperature()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One draw: the request's spec, the position of the token to be drawn, all tokens before it, the grammar's mask."""
 
     spec: DrawSpec
@@ -54,16 +52,10 @@ def rows_of(step: SeqStep) -> list[Row]:
         return []
     spec = step.draw
     assert spec is not None, "a step that draws must say how"
-    drafts = step.tokens[len(step.tokens) - step.draws + 1 :]
-    needs = spec.params.needs_history
+    before = len(step.tokens) - step.draws + 1  # tokens that the first draw has seen; the others are drafts
+    first, drafts, history, masks = step.start + before, step.tokens[before:], spec.history, spec.masks
     return [
-        Row(
-            spec,
-            step.end - step.draws + i + 1,
-            spec.history + drafts[:i] if needs else (),
-            spec.masks[i] if spec.masks else None,
-        )
-        for i in range(step.draws)
+        Row(spec, first + i, history + drafts[:i] if history else (), masks[i] if masks else None) for i in range(step.draws)
     ]
 
 

@@ -340,7 +340,8 @@ class Scheduler:
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Move the counters by what was computed; return one event for each token gained, in order."""
-        prove(plan.step == result.step and len(plan.sequences) == len(result.sequences), "the result is not of this plan")
+        if plan.step != result.step or len(plan.sequences) != len(result.sequences):
+            prove(False, "the result is not of this plan")
         events: list[TokenEvent] = []
         for step, done in zip(plan.sequences, result.sequences, strict=True):
             if step.seq_id != done.seq_id or len(done.drawn) != step.draws:

@@ -93,8 +93,9 @@ class CpuBackend:
         for group, source, target in plan.copies:
             self._engine.copy(group, source, target)
         self._engine.step(plan.sequences)
-        if any(s.targets or s.hidden for s in plan.sequences):
-            return collect(plan, self._engine.hidden(), self._engine.logits())
+        for s in plan.sequences:
+            if s.targets or s.hidden:
+                return collect(plan, self._engine.hidden(), self._engine.logits())
         return self._draw(plan)
 
     def _draw(self, plan: StepPlan) -> StepResult:
@@ -118,7 +119,8 @@ class CpuBackend:
 
     def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
         """speculate.head.Guesser, over the final states of the last step."""
-        return list(self._engine.guess(list(asks), floor))
+        found: list[Any] = self._engine.guess(list(asks), floor)
+        return found
 
     def close(self) -> None:
         self._engine = None

@@ -32,22 +32,21 @@ class NativeSampler:
 
     def draw(self, rows: Sequence[Row]) -> list[Drawn]:
         """Row i is drawn from row i of the engine's logits. A row that the pipeline must draw does not slow its neighbours' kernels."""
-        apart = [i for i, row in enumerate(rows) if row.spec.beam or row.spec.params.explain]
+        asked = [None if row.spec.beam or row.spec.params.explain else self.native_row(row) for row in rows]
+        apart = [i for i, one in enumerate(asked) if one is None] if None in asked else []
         if len(apart) == len(rows):
             return sample_rows(self._engine.logits(), rows)
-        asked = [None if row.spec.beam or row.spec.params.explain else self.native_row(row) for row in rows]
         try:
             found = self._engine.sample(asked)
         except ValueError as error:
             raise BackendError(str(error)) from None
-        drawn = [Drawn(*one) if one else None for one in found]
-        if apart:
-            for i, one in zip(apart, sample_rows(self._engine.logits()[apart], [rows[i] for i in apart]), strict=True):
-                drawn[i] = one
-        return [one for one in drawn if one is not None]
+        for i in apart:
+            found[i] = sample_rows(self._engine.logits()[i : i + 1], [rows[i]])[0]
+        return [Drawn(*one) for one in found]
 
     def native_row(self, row: Row) -> tuple[Any, ...]:
-        return self._params(row.spec), row.spec.key, row.position, row.spec.prompt_len, row.history, row.mask
+        spec, position, history, mask = row
+        return self._params(spec), spec.key, position, spec.prompt_len, history, mask
 
     def _params(self, spec: DrawSpec) -> Any:
         """Made once a request. The key is the identity of what the spec holds on to, which the kept spec keeps alive."""
