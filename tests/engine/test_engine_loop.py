@@ -40,10 +40,11 @@ def test_what_counts_and_what_does_not() -> None:
 
 
 def test_the_detector_looks_at_fixed_places() -> None:
-    detector = LoopDetector()
-    seen = [i for i in range(200) if detector.push(7)]
+    detector, text = LoopDetector(), [7] * 200
+    seen = [i for i in range(200) if detector.look(text[: i + 1])]
     assert seen == [i for i in range(200) if (i + 1) % EVERY == 0 and i + 1 >= LEAST]
     assert detector.length == 1
     for token in range(40):
-        detector.push(token)
+        text.append(token)
+        detector.look(text)
     assert detector.length == 1  # what was seen stays in the report

@@ -52,6 +52,7 @@ class Job:
         self.ends = ends
         params = request.params
         asked = context if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
+        self.streams_as_it_goes = (params.best_of or params.n) == params.n  # else only the end tells which choices are returned
         self.limit, self.limit_name = min(asked, context), "context" if params.max_tokens is None else "max_tokens"
         self.matchers: dict[int, Any] = {}  # by sequence id, where the answer has a structure
         self.scored: dict[int, TokenLogprob] = {}  # by prompt position
@@ -138,12 +139,6 @@ class Job:
         return self._open == 0
 
     # ------------------------------------------------------------------------------------------------------- what leaves
-
-    @property
-    def streams_as_it_goes(self) -> bool:
-        """With best_of above n it is known only at the end which choices are returned."""
-        params = self.request.params
-        return (params.best_of or params.n) == params.n
 
     def deltas(self) -> list[Delta]:
         if not self.streams_as_it_goes:

@@ -51,19 +51,17 @@ def _repeats(tokens: Sequence[int]) -> bool:
 
 
 class LoopDetector:
-    """Sees tokens one at a time; `length` is the last loop found."""
+    """Looks at a text after each token; `length` is the last loop found."""
 
-    __slots__ = ("_tokens", "length")
+    __slots__ = ("length",)
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
         self.length = 0
 
-    def push(self, token: int) -> bool:
-        """True when a loop is seen at this token."""
-        self._tokens.append(token)
-        if len(self._tokens) < LEAST or len(self._tokens) % EVERY:
+    def look(self, tokens: Sequence[int]) -> bool:
+        """True when a loop is seen at the last token."""
+        if len(tokens) % EVERY or len(tokens) < LEAST:
             return False
-        found = loop_length(self._tokens)
+        found = loop_length(tokens)
         self.length = found or self.length
         return found > 0

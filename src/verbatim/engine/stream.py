@@ -73,7 +73,7 @@ class ChoiceStream:
             self.logprobs.append(TokenLogprob(drawn.token, drawn.logprob, drawn.top))
         if drawn.explain is not None:
             self.explain.append(drawn.explain)
-        looped = self._loop.push(drawn.token)
+        looped = self._loop.look(self.token_ids)
         swallowed = (
             finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
         )  # a structure's last token is text

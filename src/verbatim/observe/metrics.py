@@ -171,8 +171,8 @@ class EngineMetrics:
 
     def step(self, plan: StepPlan, began: float, planned: float, executed: float) -> None:
         rows = plan.rows
-        self.steps.add()
-        self.rows.add(rows)
+        self.steps.value += 1
+        self.rows.value += rows
         self.step_rows.observe(rows)
         self.plan_seconds.observe(planned - began)
         self.compute_seconds.observe(executed - planned)
