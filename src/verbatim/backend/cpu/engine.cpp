@@ -208,7 +208,7 @@ void Engine::reserve(int rows) {
 void Engine::run() {
     int rows = (int)step.tokens.size();
     reserve(rows);
-    for (auto& b : buffers_) b->qr.group = rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+    for (auto& b : buffers_) b->qr.group = side_by_side(rows);
     plan_attention();
     plan_phases();
     team_.perform(*this, units_);

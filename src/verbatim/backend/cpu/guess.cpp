@@ -138,7 +138,7 @@ std::vector<DraftHead::Guess> DraftHead::guess(const std::vector<Ask>& asks, flo
         x_.fit(rows_, 2 * hidden_);
         mid_.fit(rows_, inner_);
         end_.fit(rows_, hidden_);
-        for (Rows* in : {&x_, &mid_, &end_}) in->quant.group = rows_ >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+        for (Rows* in : {&x_, &mid_, &end_}) in->quant.group = side_by_side(rows_);
         found_.resize((size_t)wide * rows_);
         token_.resize(rows_);
         heat_.resize(rows_);

@@ -53,13 +53,14 @@ struct QRows {
     QRows from(int64_t block) const { return {q + 32 * block, dx + block, ds + block, s16 + 2 * block, group}; }
 };
 constexpr int SIDE_BY_SIDE = 16;
+inline int side_by_side(int rows) { return rows > 12 ? SIDE_BY_SIDE : 1; }
 
 enum Activation : int { A_SILU, A_GELU, A_GELU_TANH };
 
 constexpr int TILE = 128;    // positions of one attention tile: fixed, because it fixes the order of additions
 constexpr int BLOCK = 16;    // positions of one cache block
 constexpr int MAXQ = 64;     // query vectors of one attention call, at most
-constexpr int WANTQ = 32;    // as many as fill it well
+constexpr int WANTQ = 48;    // as many as fill it well
 constexpr int ROWS = 64;     // rows of one call of mm
 
 // One tile of attention for nq query vectors that share a key/value head.

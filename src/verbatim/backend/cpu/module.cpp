@@ -215,7 +215,7 @@ nb::object product(const std::string& isa, const std::string& type, Bytes data, 
     std::vector<int8_t> q(32 * blocks + 64);
     std::vector<float> dx(blocks), ds(dx);
     std::vector<int32_t> s16(2 * blocks);
-    QRows a{q.data(), dx.data(), ds.data(), s16.data(), rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1};
+    QRows a{q.data(), dx.data(), ds.data(), s16.data(), side_by_side((int)rows)};
     if (KIND[w.kind].quantised)
         for (int64_t r = 0; r < rows; r++)
             k.quantise(x.data() + r * width, width, a.from(a.first(r, nb32)));

@@ -39,13 +39,14 @@ Engine::Source Engine::source(const Op& op, const Input& in) const {
     return in.rows <= 2 || (in.rows <= FEW && in.rows * in.width <= 4096) ? BY_EACH : TOGETHER;
 }
 
-int Engine::prepare_rows(int rows) const { return std::clamp(rows / (4 * team_.size()), 1, 8); }
+// Rows of one unit: two units for each thread, or as many rows as lie side by side.
+int Engine::prepare_rows(int rows) const { return std::clamp(rows / (2 * team_.size()), 1, SIDE_BY_SIDE); }
 
 void Engine::prepare(const Op& op, Units& units) {
     const Input in = input(op);
     const float* x = (const float*)buffers_[op.src]->f.data();
     QRows q = shared_.qr;
-    q.group = in.rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+    q.group = side_by_side(in.rows);
     const int per = prepare_rows(in.rows);
     for (int u; (u = units.next()) >= 0;)
         for (int r = u * per; r < std::min(u * per + per, in.rows); r++) {
@@ -62,7 +63,7 @@ Engine::Prepared Engine::prepared(const Op& op, int thread) {
     const Buffer& src = *buffers_[op.src];
     const float* x = (const float*)src.f.data();
     QRows q = shared_.qr;
-    q.group = in.rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+    q.group = side_by_side(in.rows);
     switch (source(op, in)) {
         case AS_IT_IS: return {src.qr, x, in.idx};
         case TOGETHER: return {q, (const float*)shared_.f.data(), nullptr};

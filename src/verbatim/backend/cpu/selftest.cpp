@@ -68,7 +68,7 @@ void quantise_rows(const Kernels& k, const std::vector<float>& x, int rows, int 
     q.dx = (float*)(store.data() + blocks * 32);
     q.ds = q.dx + blocks;
     q.s16 = (int32_t*)(q.ds + blocks);
-    q.group = rows >= SIDE_BY_SIDE ? SIDE_BY_SIDE : 1;
+    q.group = side_by_side((int)rows);
     for (int r = 0; r < rows; r++) k.quantise(x.data() + (size_t)r * width, width, q.from(q.first(r, (int)nb)));
 }
 

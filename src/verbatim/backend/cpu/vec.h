@@ -48,10 +48,5 @@ static inline float tree16(const float* p) {
     for (int i = 0; i < 4; i++) b[i] = a[i] + a[i + 4];
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
-static inline float max16(const float* p) {
-    float m = p[0];
-    for (int i = 1; i < 16; i++) m = p[i] > m ? p[i] : m;
-    return m;
-}
 
 }  // namespace VB_NS

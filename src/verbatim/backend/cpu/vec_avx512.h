@@ -75,7 +75,7 @@ VB_UNROLL(8)
 #define VB_HAS_PAIRS
 // Two blocks of 32 at once: what runs across lanes is done for both together, and sums of bytes are what `sad` is for. As bits it is what the blocks
 // would be one by one: maxima and integer sums are exact in any order, and each quotient is one division.
-static inline void quantise_pair(const float* x, float steps, int8_t* q0, int8_t* q1, float* dx, int32_t* sums) {
+__attribute__((always_inline)) static inline void quantise_pair(const float* x, float steps, int8_t* q0, int8_t* q1, float* dx, int32_t* sums) {
     vf v[4], m[2];
 VB_UNROLL(4)
     for (int i = 0; i < 4; i++) v[i] = load(x + 16 * i);
