@@ -15,8 +15,7 @@ class ForcedProposer:
     states_odds = False
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
-        found = {view.seq_id: view.forced[: min(limit, view.room)] for view in views if view.forced}
-        return {seq_id: Draft(tokens, self.name, 0) for seq_id, tokens in found.items() if tokens}
+        return {v.seq_id: Draft(v.forced[: min(limit, v.room)], self.name, 0) for v in views if v.forced and v.room > 0}
 
     def finish(self, view: SeqView) -> None:
         pass

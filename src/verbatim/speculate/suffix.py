@@ -50,9 +50,7 @@ class SuffixAutomaton:
         while p != -1 and token not in self._next[p]:
             self._next[p][token] = new
             p = self._link[p]
-        if p == -1:
-            self._link[new] = 0
-        else:
+        if p != -1:
             self._link[new] = self._target(p, token)
         self._current = new
         self._find()
