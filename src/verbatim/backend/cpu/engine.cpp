@@ -189,6 +189,7 @@ void Engine::reserve(int rows) {
     }
     shared_.f = Pages((size_t)want * max_width_ * 4 + 256);
     shared_.q = quant_pages(want, max_width_, shared_.qr);
+    tops_ = Pages((size_t)want * chunks() * 4 + 256);
     for (size_t i = 0; i < ropes_.size(); i++) angles_[i] = Pages((size_t)want * 2 * ropes_[i].half * 4 + 256);
     int group = std::max(shape.heads / shape.kv_heads, MAXQ);
     for (auto& w : workers_) {

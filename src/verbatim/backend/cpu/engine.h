@@ -123,6 +123,8 @@ class Engine : Team::Work {
 
     Step step;  // filled by the caller, then run()
     void run();
+    const float* tops() const { return (const float*)tops_.data(); }  // of each row and each chunk of the sampler, the largest logit
+    int64_t chunks() const { return (shape.vocab + vb::CHUNK - 1) / vb::CHUNK; }
     const float* logits() const { return (const float*)buffers_[logits_buffer_]->f.data(); }
     const float* hidden() const { return (const float*)buffers_[hidden_buffer_]->f.data(); }
     void argmax(int row, int32_t* id) const;
@@ -216,7 +218,7 @@ class Engine : Team::Work {
     size_t chain_slots_ = 0;
     Pages partials_;
     // mixture of experts
-    Pages scores_;
+    Pages scores_, tops_;
     std::vector<int32_t> slot_expert_, expert_rows_, expert_start_;
     std::vector<float> slot_weight_;
     std::unique_ptr<Buffer> slots_inner_, slots_out_;

@@ -24,7 +24,7 @@ namespace VB_NS {
 
 using namespace verbatim;
 
-void sample_row(const float* logits, int64_t vocab, const ::vb::SampleRow& row, ::vb::SampleOut& out);  // sampler.cpp, same namespace
+void sample_row(const float* logits, const float* tops, int64_t vocab, const ::vb::SampleRow& row, ::vb::SampleOut& out);  // sampler.cpp, same namespace
 
 static const Kernels TABLE = {
     VB_NAME,
@@ -40,6 +40,7 @@ static const Kernels TABLE = {
     combine,
     scale_out,
     add_rows,
+    top,
     softcap,
     store_half,
     store_q8,

@@ -98,6 +98,7 @@ struct Kernels {
     void (*combine)(float* m, float* l, float* o, float mt, float lt, const float* ot, int n);  // n = vdim
     void (*scale_out)(const float* o, float l, int n, float* y);
     void (*add_rows)(float* y, int64_t ldy, const float* x, int64_t ldx, int rows, int n);  // y += x; ldx 0: the same x for all rows
+    float (*top)(const float* x, int n);  // the largest; NaN if there is one
     void (*softcap)(float* x, int n, float cap);
     void (*store_half)(const float* x, int n, uint16_t* y);
     void (*store_q8)(const float* x, int n, int8_t* y, float* scale);

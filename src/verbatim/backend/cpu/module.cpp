@@ -281,7 +281,7 @@ NB_MODULE(_native, m) {
         .def("argmax", &PyEngine::argmax)
         .def("sample", [](PyEngine& e, nb::list rows) {
             if (nb::len(rows) != e.engine_.step.logits.size()) throw std::invalid_argument("one row for each row of logits");
-            return sample_rows(e.engine_.team(), e.engine_.kernels.sample, e.engine_.logits(), e.engine_.shape.vocab, rows);
+            return sample_rows(e.engine_.team(), e.engine_.kernels.sample, e.engine_.logits(), e.engine_.tops(), e.engine_.shape.vocab, rows);
         })
         .def_prop_ro("threads", [](PyEngine& e) { return e.engine_.threads(); })
         .def_prop_ro("isa", [](PyEngine& e) { return std::string(e.engine_.kernels.name); })

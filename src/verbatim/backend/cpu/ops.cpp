@@ -174,7 +174,9 @@ void Engine::qkv(const Op& op, Units& units) {
 // Panels of one product, at most, and of one unit: with many rows a unit is work enough, and tiles want four panels; with few, small units let the
 // threads end together, and a thread computes those that follow one another at once.
 constexpr int MOST = 4, FEW_ROWS = 8;
+static_assert(16 * MOST == vb::CHUNK);
 int Engine::linear_panels(const Op& op) const {
+    if (op.type == O_HEAD) return MOST;  // a chunk of the sampler
     return input(op).rows <= FEW_ROWS ? 1 : std::clamp(matrices_[op.mat[0]]->p.panels / (team_.size() * 6), 1, MOST);
 }
 int Engine::gateup_panels(const Op& op) const {
@@ -222,6 +224,8 @@ void Engine::linear(const Op& op, Units& units) {
                 for (int i = 0; i < m; i++) std::memcpy(o + (int64_t)i * w.n, tile + (int64_t)i * 16 * MOST, (size_t)cols * 4);
             if (op.softcap != 0.0f)
                 for (int i = 0; i < m; i++) kernels.softcap(o + (int64_t)i * w.n, cols, op.softcap);
+            if (op.type == O_HEAD)
+                for (int i = 0; i < m; i++) ((float*)tops_.data())[(r + i) * chunks() + p / MOST] = kernels.top(o + (int64_t)i * w.n, cols);
         }
     }
 }

@@ -44,9 +44,9 @@ void report_raw(const Logits& x, SampleOut& out, int64_t count, Work& w) {
     for (int64_t i = 0; i < count; i++) out.top.emplace_back(ids[i], ((double)raw[ids[i]] - top) - norm);
 }
 
-void run(const float* logits, int64_t vocab, const SampleRow& row, SampleOut& out, Work& w) {
+void run(const float* logits, const float* tops, int64_t vocab, const SampleRow& row, SampleOut& out, Work& w) {
     const SampleParams& p = *row.params;
-    Logits x(logits, vocab, w);
+    Logits x(logits, tops, vocab, w);
     out.finite = x.scan();
     if (!out.finite) return;
     Edits edits(x, row, w);
@@ -74,9 +74,9 @@ void run(const float* logits, int64_t vocab, const SampleRow& row, SampleOut& ou
 
 }  // namespace
 
-void sample_row(const float* logits, int64_t vocab, const SampleRow& row, SampleOut& out) {
+void sample_row(const float* logits, const float* tops, int64_t vocab, const SampleRow& row, SampleOut& out) {
     static thread_local Work work;
-    run(logits, vocab, row, out, work);
+    run(logits, tops, vocab, row, out, work);
 }
 
 }  // namespace VB_NS

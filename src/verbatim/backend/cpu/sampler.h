@@ -38,6 +38,9 @@ struct SampleOut {
     std::vector<std::pair<int32_t, double>> top;
 };
 
-using SampleFn = void (*)(const float* logits, int64_t vocab, const SampleRow& row, SampleOut& out);
+constexpr int64_t CHUNK = 64;  // ids whose largest logit is kept
+
+// `tops`: the largest logit of each chunk, NaN where there is one, from whoever made the logits; null: they are looked for.
+using SampleFn = void (*)(const float* logits, const float* tops, int64_t vocab, const SampleRow& row, SampleOut& out);
 
 }  // namespace vb

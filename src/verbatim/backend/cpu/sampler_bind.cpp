@@ -81,7 +81,8 @@ nb::object told(const SampleOut& o) {
 
 }  // namespace
 
-nb::list sample_rows(Team& team, vb::SampleFn sample, const float* logits, int64_t vocab, nb::list rows) {
+nb::list sample_rows(Team& team, vb::SampleFn sample, const float* logits, const float* tops, int64_t vocab, nb::list rows) {
+    const int64_t chunks = (vocab + vb::CHUNK - 1) / vb::CHUNK;
     std::vector<Asked> work;
     work.reserve(nb::len(rows));
     for (nb::handle h : rows)  // `rows` keeps parameters and masks alive while the GIL is released
@@ -90,7 +91,7 @@ nb::list sample_rows(Team& team, vb::SampleFn sample, const float* logits, int64
     {
         nb::gil_scoped_release nogil;
         auto draw = [&](int i, int) {
-            if (work[i].row.params) sample(logits + (int64_t)i * vocab, vocab, work[i].row, outs[i]);
+            if (work[i].row.params) sample(logits + (int64_t)i * vocab, tops ? tops + i * chunks : nullptr, vocab, work[i].row, outs[i]);
         };
         if (work.size() > 1) team.share((int)work.size(), draw);
         else if (work.size()) draw(0, 0);
@@ -109,7 +110,7 @@ class RowSampler {
     RowSampler(const std::string& isa, int threads) : sample_(select_isa(isa).sample), team_(threads) {}
     nb::list draw(Rows logits, nb::list rows) {
         if (logits.shape(0) != nb::len(rows)) throw std::invalid_argument("one row of parameters for each row of logits");
-        return sample_rows(team_, sample_, logits.data(), (int64_t)logits.shape(1), rows);
+        return sample_rows(team_, sample_, logits.data(), nullptr, (int64_t)logits.shape(1), rows);
     }
 
   private:

@@ -5,12 +5,13 @@
 #include <memory>
 #include <vector>
 
+#include "sampler.h"
 #include "sampler_math.h"
 
 namespace VB_NS {
 namespace {
 
-constexpr int64_t CHUNK = 64;
+using vb::CHUNK;
 
 // Memory that only grows and is never cleared: no row asks for any while writing.
 template <class T> class Buffer {
@@ -125,12 +126,18 @@ template <class Rule> float least_float(Rule rule) {
 
 class Logits {
   public:
-    Logits(const float* raw, int64_t vocab, Work& w) : raw_(raw), at_(raw), vocab_(vocab), chunks_((vocab + CHUNK - 1) / CHUNK), w_(w) {}
+    Logits(const float* raw, const float* tops, int64_t vocab, Work& w)
+        : raw_(raw), at_(raw), raw_tops_(tops), vocab_(vocab), chunks_((vocab + CHUNK - 1) / CHUNK), w_(w) {}
 
     // Reads the model's row; false if it holds a NaN or an infinity.
     bool scan() {
-        tops_ = w_.raw_tops.room(chunks_);
-        bool numbers = chunk_tops(raw_, vocab_, w_.raw_tops.get());
+        bool numbers = true;
+        if (!raw_tops_) {
+            raw_tops_ = w_.raw_tops.room(chunks_);
+            numbers = chunk_tops(raw_, vocab_, w_.raw_tops.get());
+        }
+        for (int64_t c = 0; c < chunks_; c++) numbers &= raw_tops_[c] == raw_tops_[c];
+        tops_ = raw_tops_;
         top_ = raw_top_ = (double)tops_[best_chunk()];
         return numbers && top_ - top_ == 0.0;
     }
@@ -240,7 +247,7 @@ class Logits {
 
     // Ids of the float row, ascending, that are at least `least`.
     int64_t at_least(float least, int32_t* ids) const { return gather(at_, tops_, least, ids); }
-    int64_t raw_at_least(float least, int32_t* ids) const { return gather(raw_, w_.raw_tops.get(), least, ids); }
+    int64_t raw_at_least(float least, int32_t* ids) const { return gather(raw_, raw_tops_, least, ids); }
 
     // A value that at least `count` live ids reach, found among the tops alone: each is the value of some id. -inf if they are too few.
     double reached_by(int64_t count) const {
@@ -252,7 +259,7 @@ class Logits {
     }
     float raw_reached_by(int64_t count) const {
         double* starts = w_.starts.room(chunks_);
-        for (int64_t c = 0; c < chunks_; c++) starts[c] = (double)w_.raw_tops.get()[c];
+        for (int64_t c = 0; c < chunks_; c++) starts[c] = (double)raw_tops_[c];
         return (float)nth_largest(starts, chunks_, count);
     }
 
@@ -284,6 +291,7 @@ class Logits {
 
     const float* raw_;
     const float* at_;
+    const float* raw_tops_;
     const float* tops_ = nullptr;
     float* mine_ = nullptr;
     int64_t vocab_, chunks_;
