@@ -53,7 +53,8 @@ struct QRows {
     QRows from(int64_t block) const { return {q + 32 * block, dx + block, ds + block, s16 + 2 * block, group}; }
 };
 constexpr int SIDE_BY_SIDE = 16;
-inline int side_by_side(int rows) { return rows > 12 ? SIDE_BY_SIDE : 1; }
+constexpr int TILE_FROM = 9;  // fewer rows are computed one by one
+inline int side_by_side(int rows) { return rows >= TILE_FROM ? SIDE_BY_SIDE : 1; }
 
 enum Activation : int { A_SILU, A_GELU, A_GELU_TANH };
 
