@@ -6,7 +6,7 @@ One guess, for a final state h (after the last norm) and the token t that was dr
     x  = [ h * state_scale ; rms(embed[t]) * word_scale ]
     z  = h * keep + down @ ( silu(gate @ x) * (up @ x) )          gate and up are the two halves of `up`
     h' = rms(z) * out
-    p  = softmax( head[words] @ h' )                              the model's own head, of the words that the net knows
+    p  = softmax( head[words] @ h' )                              the model's own head, of the words that the net knows; rounded where that is quicker
 
 The most likely word is the guess and p its odds; h' and that word give the next guess. A wrong guess costs time and changes nothing.
 """

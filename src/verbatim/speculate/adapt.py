@@ -6,7 +6,7 @@ probability a^j (or with the odds that the guesser states), and j drafts make th
     (a + a^2 + ... + a^j) * t(B) / B  -  MARGIN * (t(B + j) - t(B) + what the guesses themselves cost)
 
 On weights that are read once a step rows are cheap and long drafts pay; when the batch is compute-bound, no draft pays.
-Worked: t(1) = 4 ms, 0.3 ms for each further row, a = 0.8: the tenth draft still adds 0.8^10 * 4 = 0.43 > 1.4 * 0.3, the eleventh does not.
+Worked: t(1) = 4 ms, 0.3 ms for each further row, a = 0.8: the ninth draft still adds 0.8^9 * 4 = 0.54 > 1.6 * 0.3, the tenth does not.
 
 An estimate can be wrong, so there is a purse as well: drafts that came true fill it by the time they saved, the others empty it by the time they cost,
 and a sequence that has lost what it may lose (START, and SHARE of what it wrote since) drafts no more until it has written on. However
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from verbatim.speculate.protocol import Draft, Proposer, SeqView
 
-MARGIN = 1.4  # a draft must promise this much more than it costs: measured times are noisy
+MARGIN = 1.6  # a draft must promise this much more than it costs: measured times are noisy
 PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
 NEAR = 3  # rows over which the price of one is averaged
@@ -34,7 +34,7 @@ LEAST, USUAL = (
     0.15,
 )  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
-START, SHARE = 2.0, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
+START, SHARE = 1.2, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
 BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
@@ -201,7 +201,7 @@ def draft_length(chances: Sequence[float], value: float, extra: Callable[[int], 
     """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j rows cost.
 
     >>> draft_length([0.8 ** j for j in range(1, 17)], 4.0, lambda j: 0.3 * j)
-    10
+    9
     """
     best, most, won = 0, 0.0, 0.0
     for j, chance in enumerate(chances, 1):

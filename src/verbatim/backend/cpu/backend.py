@@ -24,6 +24,7 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import SeqResult, StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import rows_of
+from verbatim.weights.tensor import Tensor
 
 if TYPE_CHECKING:
     from verbatim.model.draft_head import DraftHead
@@ -109,11 +110,13 @@ class CpuBackend:
         return StepResult(plan.step, tuple(results))
 
     def load_head(self, head: DraftHead) -> None:
-        """Pack a draft head; its scores are rows of the model's own head."""
+        """Pack a draft head; its scores are rows of the model's own head, in four bits: a guess need not be exact, but must be quick."""
+        from verbatim.weights.quantise import quantise  # for those who speculate only
+
         rows = self._model.weights["embed" if self.spec.tied else "head"]
-        known = np.ascontiguousarray(rows.row_view()[head.words]).reshape(-1)
+        known = Tensor("", rows.type, (len(head.words), rows.shape[-1]), rows.row_view()[head.words].reshape(-1))
         mats = [self._engine.matrix(t.type, np.ascontiguousarray(t.data), t.rows, t.shape[-1], 0) for t in (head.up, head.down)]
-        mats += [self._engine.matrix(rows.type, known, len(head.words), rows.shape[-1], 0), self._embed]
+        mats += [self._engine.matrix("q4_0", quantise("q4_0", known.to_f32()), known.rows, known.shape[-1], 0), self._embed]
         scales = (head.state_scale, head.word_scale, head.keep, head.out)
         self._engine.draft_head(mats, *scales, head.words.tolist())
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <stdexcept>
 
 namespace verbatim {
@@ -91,13 +92,14 @@ void DraftHead::score(int unit) {
     int p = WIDE * unit, np = std::min(WIDE, w.panels - p), n = std::min(16 * np, w.n - 16 * p);
     product(w, p, np, end_, tile, 16 * WIDE);
     for (int r = 0; r < rows_; r++) {
-        float* s = tile + (size_t)r * 16 * WIDE;
-        int top = (int)(std::max_element(s, s + n) - s);
-        float value = s[top], sum = 0;
-        for (int i = 0; i < n; i++) s[i] = (s[i] - value) / heat_[r];
+        float *s = tile + (size_t)r * 16 * WIDE, sums[8] = {0};
+        const float value = kernels_.top(s, n), cool = 1.0f / heat_[r];
+        int top = 0;
+        while (top < n - 1 && s[top] != value) top++;
+        for (int i = 0; i < n; i++) s[i] = (s[i] - value) * cool;
         kernels_.exps(s, n, s);
-        for (int i = 0; i < n; i++) sum += s[i];
-        found_[(size_t)unit * rows_ + r] = {value, sum, net_.words[16 * p + top]};
+        for (int i = 0; i < n; i++) sums[i % 8] += s[i];  // eight, so that one addition need not wait for another
+        found_[(size_t)unit * rows_ + r] = {value, std::accumulate(sums, sums + 8, 0.0f), net_.words[16 * p + top]};
     }
 }
 
