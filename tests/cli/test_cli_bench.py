@@ -192,6 +192,14 @@ def test_a_missing_rival_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> No
         client.find_python("pretend", "/no/such/python")
 
 
+def test_a_rivals_options_without_a_rival_are_refused(verbatim: Call) -> None:
+    for flag in ("--rival-python", "--rival-model"):
+        said = verbatim("bench", flag, "x")
+        assert said.code == 2
+        assert flag[2:].replace("-", "_") in said.err.replace("-", "_")
+        assert "--against" in said.err
+
+
 # ----------------------------------------------------------------------------------------------------------- the command
 
 

@@ -30,6 +30,13 @@ SECTION = "What to measure"
     "--against", cls=Option, section=SECTION, type=click.Choice(["llama.cpp", "transformers"]), help="a rival, in turns"
 )
 @click.option("--rival-python", cls=Option, section=SECTION, metavar="PATH", help="the Python that has the rival installed")
+@click.option(
+    "--rival-model",
+    cls=Option,
+    section=SECTION,
+    metavar="FILE",
+    help="what the rival runs, if not the same file: its best format",
+)
 @click.option("--prefills", cls=Option, section=SECTION, metavar="N,N", help="prompt lengths [32,512,2000]")
 @click.option("--contexts", cls=Option, section=SECTION, metavar="N,N", help="contexts of decoding [32,512,2000]")
 @click.option("--batches", cls=Option, section=SECTION, metavar="N,N", help="sequences at once [1,4,16,32]")
@@ -54,6 +61,7 @@ def command(
     quick: bool,
     against: str | None,
     rival_python: str | None,
+    rival_model: str | None,
     prefills: str | None,
     contexts: str | None,
     batches: str | None,
@@ -77,6 +85,9 @@ def command(
     rounds = repeats or (2 if quick else 5)
     if plot and Path(plot).suffix not in (".svg", ".png"):
         raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
+    for name, given in (("rival_python", rival_python), ("rival_model", rival_model)):
+        if given and not against:
+            raise ParameterError(name, "no rival was asked for; add --against")
     flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
@@ -85,7 +96,7 @@ def command(
         with open_llm(flags) as llm:
             return _speculation(llm, speculate, rounds, plot)
     with open_llm(flags) as llm:
-        rival = _open_rival(against, rival_python, flags, llm) if against else None
+        rival = _open_rival(against, rival_python, rival_model or flags["model"], flags, llm) if against else None
         try:
             limits, card, rows = _measure(llm, rival, sizes, rounds, quick)
         finally:
@@ -138,11 +149,11 @@ def _numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _open_rival(name: str, python: str | None, flags: dict[str, Any], llm: LLM) -> Rival:
+def _open_rival(name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM) -> Rival:
     from verbatim.cli.rivals.client import Rival, find_python
     from verbatim.weights.catalog import resolve
 
-    path = resolve(flags["model"], revision=flags.get("revision"), offline=True)
+    path = resolve(model, revision=flags.get("revision"), offline=True)
     rival = Rival(name, find_python(name, python))
     try:
         rival.open(str(path), llm.parts.backend.info.threads, min(llm.context, 2304))
