@@ -7,7 +7,7 @@
 #include "sampler.h"
 
 namespace VB_NS {
-void sample_row(const float* logits, int64_t vocab, const vb::SampleRow& row, vb::SampleOut& out);
+void sample_row(const float* logits, const float* tops, int64_t vocab, const vb::SampleRow& row, vb::SampleOut& out);
 }
 
 namespace {
@@ -68,7 +68,7 @@ int main() {
         row.history_len = (int64_t)history.size();
         if (masked) row.mask = mask.data() ? mask.data() : (const uint8_t*)"", row.mask_bytes = (int64_t)mask.size();
         vb::SampleOut out;
-        VB_NS::sample_row(logits.data(), (int64_t)logits.size(), row, out);
+        VB_NS::sample_row(logits.data(), nullptr, (int64_t)logits.size(), row, out);
         printf("%lld", (long long)out.token);
         print(out.logprob);
         for (auto [id, value] : out.top) printf(" %d", id), print(value);

@@ -6,6 +6,7 @@ import random
 import shutil
 import struct
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,14 @@ def random_case(r: random.Random) -> tuple[np.ndarray, list[Row]]:
 
 
 def native_draws(isa: str, logits: np.ndarray, rows: list[Row], threads: int = 1) -> list[Any]:
+    """Drawn twice: the sampler finds the largest logits itself, and is told them, as by the engine's head."""
     from verbatim.backend.cpu.sampler import NativeSampler
 
     sampler = NativeSampler(native, None)
-    return list(native.RowSampler(isa, threads).draw(logits, [sampler.native_row(row) for row in rows]))
+    asked = [sampler.native_row(row) for row in rows]
+    drawn = list(native.RowSampler(isa, threads).draw(logits, asked))
+    assert list(native.RowSampler(isa, threads).draw(logits, asked, told=True)) == drawn
+    return drawn
 
 
 def expected_draws(logits: np.ndarray, rows: list[Row]) -> list[Any]:
@@ -197,12 +202,14 @@ def test_an_explained_or_beam_row_leaves_its_neighbours_to_the_kernel() -> None:
 
 
 def test_a_row_that_is_not_finite_is_an_error_and_an_empty_one_draws_nothing() -> None:
-    row = Row(DrawSpec(SamplingParams(), 1, 0), 0)
-    for bad in (np.nan, np.inf):
-        logits = np.zeros((1, 40), np.float32)
-        logits[0, 17] = bad
+    from verbatim.backend.cpu.sampler import NativeSampler
+
+    asked = [NativeSampler(native, None).native_row(Row(DrawSpec(SamplingParams(), 1, 0), 0))]
+    for isa, bad, at, told in product(native.isas(), (np.nan, np.inf), (17, 70, 131), (False, True)):
+        logits = np.zeros((1, 133), np.float32)
+        logits[0, at] = bad
         with pytest.raises(ValueError, match="finite"):
-            native_draws("scalar", logits, [row])
+            native.RowSampler(isa, 1).draw(logits, asked, told=told)
     nothing = Row(DrawSpec(SamplingParams(), 1, 0), 0, mask=bytes(5))
     assert native_draws("scalar", np.zeros((1, 40), np.float32), [nothing])[0][0] == -1
 

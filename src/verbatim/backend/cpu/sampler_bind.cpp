@@ -107,14 +107,19 @@ namespace {
 class RowSampler {
   public:
     using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-    RowSampler(const std::string& isa, int threads) : sample_(select_isa(isa).sample), team_(threads) {}
-    nb::list draw(Rows logits, nb::list rows) {
+    RowSampler(const std::string& isa, int threads) : kernels_(select_isa(isa)), team_(threads) {}
+    // `told`: with the largest logit of each chunk, as the engine's head finds them.
+    nb::list draw(Rows logits, nb::list rows, bool told) {
         if (logits.shape(0) != nb::len(rows)) throw std::invalid_argument("one row of parameters for each row of logits");
-        return sample_rows(team_, sample_, logits.data(), nullptr, (int64_t)logits.shape(1), rows);
+        const int64_t vocab = (int64_t)logits.shape(1);
+        std::vector<float> tops;
+        for (int64_t r = 0; told && r < (int64_t)logits.shape(0); r++)
+            for (int64_t i = 0; i < vocab; i += vb::CHUNK) tops.push_back(kernels_.top(logits.data() + r * vocab + i, (int)std::min(vb::CHUNK, vocab - i)));
+        return sample_rows(team_, kernels_.sample, logits.data(), told ? tops.data() : nullptr, vocab, rows);
     }
 
   private:
-    vb::SampleFn sample_;
+    const Kernels& kernels_;
     Team team_;
 };
 
@@ -123,7 +128,7 @@ class RowSampler {
 void bind_sampler(nb::module_& m) {
     nb::class_<RowSampler>(m, "RowSampler", "Draws from given logits with one instruction set's sampler: for tests and benchmarks.")
         .def(nb::init<const std::string&, int>(), nb::arg("isa"), nb::arg("threads"))
-        .def("draw", &RowSampler::draw, nb::arg("logits"), nb::arg("rows"));
+        .def("draw", &RowSampler::draw, nb::arg("logits"), nb::arg("rows"), nb::arg("told") = false);
     nb::class_<SampleParams>(m, "SampleParams", "What a request asks of the sampler; fields as in SamplingParams.")
         .def(nb::init<>())
         .def_rw("temperature", &SampleParams::temperature)
