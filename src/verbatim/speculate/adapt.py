@@ -35,7 +35,7 @@ LEAST, USUAL = (
 )  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
 START, SHARE = 1.2, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
-CREDIT, CREDIT_ROWS = 3.0, 3  # with an empty purse: how many times its cost a draft must promise, and how long it may be
+CREDIT, CREDIT_ROWS = 3.0, 8  # beyond what the purse holds: how many times its cost a draft must promise, and how long it may be
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
 BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
@@ -352,11 +352,14 @@ class Speculator:
         return max(record.purse + START + SHARE * (len(view.tokens) - record.begun), 0.0)
 
     def _affordable(self, view: SeqView, chances: Sequence[float], price: float) -> int:
-        """As many as the purse can lose. From an empty one a few that promise much more than they cost: else a text that turns into a copy after
-        some bad guesses would never get a chance again."""
-        count = min(len(chances), int(self._may_lose(view) / price))
-        few = chances[:CREDIT_ROWS]
-        return count or (len(few) if sum(few) > CREDIT * price * len(few) else 0)
+        """As many as the purse can lose, and on credit as many as promise much more than they cost: a text that is being copied need not save for it,
+        and one that turns into a copy after some bad guesses gets another chance."""
+        count, promised = min(len(chances), int(self._may_lose(view) / price)), 0.0
+        for rows, chance in enumerate(chances[:CREDIT_ROWS], 1):
+            promised += chance
+            if rows > count and promised > CREDIT * price * rows:
+                count = rows
+        return count
 
     def _afford(self, asking: Sequence[SeqView], load: Load, proposer: Proposer) -> list[SeqView]:
         """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for. Where the
