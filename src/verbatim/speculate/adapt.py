@@ -9,8 +9,8 @@ On weights that are read once a step rows are cheap and long drafts pay; when th
 Worked: t(1) = 4 ms, 0.3 ms for each further row, a = 0.8: the ninth draft still adds 0.8^9 * 4 = 0.54 > 1.6 * 0.3, the tenth does not.
 
 An estimate can be wrong, so there is a purse as well: drafts that came true fill it by the time they saved, the others empty it by the time they cost,
-and a sequence that has lost what it may lose (START, and SHARE of what it wrote since) drafts no more until it has written on. However
-badly the guesses turn out, the loss stays within that.
+and a sequence that has lost what it may lose (START, and SHARE of what it wrote since; DEBT more where much was promised) drafts no more
+until it has written on. However badly the guesses turn out, the loss stays within that.
 
 Learning goes on when nothing is drafted: a guess that was only made, not submitted, is compared with what the target then wrote.
 """
@@ -35,7 +35,7 @@ LEAST, USUAL = (
 )  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
 START, SHARE = 1.2, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
-CREDIT, CREDIT_ROWS = 3.0, 8  # beyond what the purse holds: how many times its cost a draft must promise, and how long it may be
+CREDIT, DEBT = 3.0, 0.8  # a draft that promises so many times its cost may lose a little more than that
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
 BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
@@ -345,17 +345,19 @@ class Speculator:
         rate = self.acceptance.rate(seq_id, draft)
         return [rate**j for j in range(1, limit + 1)]
 
-    def _may_lose(self, view: SeqView) -> float:
+    def _left(self, view: SeqView) -> float:
+        """What this text may still lose by drafts, in times of a token."""
         record = self._records[view.seq_id]
         if record.begun is None:
             record.begun = len(view.tokens)
-        return max(record.purse + START + SHARE * (len(view.tokens) - record.begun), 0.0)
+        return record.purse + START + SHARE * (len(view.tokens) - record.begun)
 
     def _affordable(self, view: SeqView, chances: Sequence[float], price: float) -> int:
         """As many as the purse can lose, and on credit as many as promise much more than they cost: a text that is being copied need not save for it,
         and one that turns into a copy after some bad guesses gets another chance."""
-        count, promised = min(len(chances), int(self._may_lose(view) / price)), 0.0
-        for rows, chance in enumerate(chances[:CREDIT_ROWS], 1):
+        left = self._left(view)
+        count, credit, promised = min(len(chances), int(max(left, 0.0) / price)), int(max(left + DEBT, 0.0) / price), 0.0
+        for rows, chance in enumerate(chances[:credit], 1):
             promised += chance
             if rows > count and promised > CREDIT * price * rows:
                 count = rows
@@ -369,7 +371,7 @@ class Speculator:
         for view in asking:
             if proposer.states_odds:
                 pays = price * MARGIN < self.acceptance.trust(view.seq_id, proposer.name)
-                count = view.room if pays and self._may_lose(view) >= price else 0
+                count = view.room if pays and self._left(view) >= price else 0
             else:
                 blind = Draft((0,) * self.longest, proposer.name, 0)
                 count = self._length(self._chances(view.seq_id, blind, self.longest), load, proposer.token_cost)
