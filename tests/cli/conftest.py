@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -85,6 +86,12 @@ def spawn(tiny: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
         environment = {**os.environ, "VERBATIM_MODEL": str(tiny), "VERBATIM_CACHE": str(tmp_path / "cache")}
         environment.pop("NO_COLOR", None)
         what = ["-c", code] if code else ["-m", "verbatim"]
-        return subprocess.Popen([sys.executable, *what, *words], env=environment, **options)
+        before = signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell's background job ignores Ctrl-C, and so would its children
+        try:
+            return subprocess.Popen([sys.executable, *what, *words], env=environment, **options)
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     return start

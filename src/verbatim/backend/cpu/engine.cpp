@@ -140,11 +140,13 @@ void Engine::add_op(Op op) {
     if (op.type == O_GATEUP || op.type == O_ATTEND) buffers_[op.dst]->inner = true;
     ops_.push_back(std::move(op));
 }
+constexpr int64_t LARGEST_CACHE = 256 << 20;
 void Engine::finish() {
     auto reads = [](const Op& op) { return op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP || op.type == O_HEAD; };
     for (size_t i = 0; i < ops_.size(); i++)
         for (size_t j = 1; j <= ops_.size() && ops_[i].then < 0; j++)
             if (reads(ops_[(i + j) % ops_.size()])) ops_[i].then = (int)((i + j) % ops_.size());
+    for (auto& m : matrices_) m->p.far = weight_bytes() > LARGEST_CACHE;
     for (auto& b : buffers_) b->floats = !b->inner;
     for (const Op& op : ops_) {
         if (op.src < 0 || !buffers_[op.src]->inner) continue;

@@ -37,6 +37,7 @@ struct Packed {
     int panels;
     size_t panel_bytes;
     const uint8_t* data;    // panels * panel_bytes, 64-byte aligned
+    bool far = false;       // the model is larger than any cache: weights come from memory, and are asked for earlier
 };
 
 // Activations: each block of 32 as int8 with one scale. ds = dx * sum, s16 = sum of each 16 (exact).
