@@ -195,6 +195,7 @@ class Team {
     void wait_for_work(int index) {
         for (uint32_t seen = 0;;) {
             for (int i = 0; i < 2 * SPINS && epoch_.load(std::memory_order_acquire) == seen; i++) relax();  // the pause between two steps of one answer
+            if (stop_.load()) return;  // it may have been said while the last step was read: then nobody will wake us again
             epoch_.wait(seen, std::memory_order_acquire);
             if (stop_.load()) return;
             seen = epoch_.load(std::memory_order_acquire);
