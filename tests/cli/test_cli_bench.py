@@ -175,7 +175,7 @@ def test_a_rival_speaks_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(client.WORKERS, "pretend", (str(tmp_path / "worker.py"), "json", "json"))
     rival = client.Rival("pretend", client.find_python("pretend", None))
     rival.open("x", 2, 64)
-    assert rival.version == "9"
+    assert (rival.version, rival.file) == ("9", "x")
     assert rival.prefill(50) == 0.5
     with pytest.raises(BackendError, match="RuntimeError: no"):
         rival.decode(1, 1)

@@ -242,7 +242,7 @@ def _summary(llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: R
         "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
         "limits": asdict(limits),
         "card": asdict(card),
-        "rival": {"name": rival.name, "version": rival.version} if rival else None,
+        "rival": {"name": rival.name, "version": rival.version, "file": rival.file} if rival else None,
         "rows": measured,
     }
 

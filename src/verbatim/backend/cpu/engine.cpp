@@ -201,7 +201,7 @@ void Engine::reserve(int rows) {
         w->norm = Pages((size_t)FEW * max_width_ * 4 + 256);
         w->q = quant_pages(FEW, max_width_, w->qr);
         w->scores = Pages((size_t)group * TILE * 4 + 256);
-        w->wide = Pages((size_t)4 * BLOCK * vdim_ * 4 + 256);
+        w->wide = Pages((size_t)SPAN * BLOCK * vdim_ * 4 + 256);
         w->o = Pages((size_t)group * vdim_ * 4 + 256);
         w->run = Pages((size_t)group * (vdim_ + 2) * 4 + 256);
     }

@@ -61,6 +61,7 @@ enum Activation : int { A_SILU, A_GELU, A_GELU_TANH };
 
 constexpr int TILE = 128;    // positions of one attention tile: fixed, because it fixes the order of additions
 constexpr int BLOCK = 16;    // positions of one cache block
+constexpr int SPAN = 4;      // blocks whose keys or values are widened at a time
 constexpr int MAXQ = 64;     // query vectors of one attention call, at most
 constexpr int WANTQ = 48;    // as many as fill it well
 constexpr int ROWS = 64;     // rows of one call of mm
@@ -79,7 +80,7 @@ struct AttendTile {
     int lo[MAXQ], hi[MAXQ];      // visible positions [lo, hi), relative to the tile
     float scale, softcap;
     float* scores;               // scratch [nq][TILE]
-    float* wide;                 // scratch [4 * BLOCK][vdim]
+    float* wide;                 // scratch [SPAN * BLOCK][vdim]
     float* o;                    // out [nq][vdim], not divided
     float m[MAXQ], l[MAXQ];      // out: maximum and sum
 };

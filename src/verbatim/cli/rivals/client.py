@@ -43,7 +43,7 @@ class Rival:
 
     def __init__(self, rival: str, python: str) -> None:
         self.name = rival
-        self.version = ""
+        self.version, self.file = "", ""
         self.load = 0.0
         script = Path(__file__).parent / WORKERS[rival][0]
         self._process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Rival:
 
     def open(self, model: str, threads: int, context: int) -> None:
         answer = self._ask(op="open", model=model, threads=threads, context=context)
-        self.version, self.load = str(answer["version"]), float(answer["load"])
+        self.version, self.load, self.file = str(answer["version"]), float(answer["load"]), Path(model).name
 
     def prefill(self, tokens: int) -> float:
         return float(self._ask(op="prefill", tokens=tokens)["seconds"])
