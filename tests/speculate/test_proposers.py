@@ -69,6 +69,15 @@ def test_room_and_limit_are_kept() -> None:
         assert make().propose([view(tokens, room=0)], 5) == {}
 
 
+def test_nothing_is_guessed_behind_the_end_of_a_text() -> None:
+    """A passage that is copied from a message ends where the message did; what stood behind it is no guess."""
+    text = [5, 6, 7, 8, 99, 3, 4, 5, 6]
+    speculator = Speculator([SuffixProposer()], adaptive=False)
+    assert speculator.drafts([view(text)]) == {0: (7, 8, 99, 3, 4, 5, 6, 7, 8, 99, 3, 4, 5, 6, 7)}
+    assert speculator.drafts([view(text, seq_id=1)._replace(ends={99: "eos"})]) == {1: (7, 8, 99)}
+    assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).until((99,)) == Draft((7, 99), "head", 0, (0.9, 0.8))
+
+
 def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> None:
     proposer = SuffixProposer(remember=frozenset({"a"}))
     answer = [9, 9, 5, 6, 7, 8, 4]

@@ -117,6 +117,7 @@ class Drafting:
             room=seq.limit - len(seq.tokens) - 1,
             tenant=job.request.tenant,
             forced=matcher.forced() if matcher is not None else (),
+            ends=seq.ends,
         )
 
     def learn(self, plan: StepPlan, seconds: float) -> None:

@@ -283,7 +283,7 @@ class Speculator:
             floor = MARGIN * load.price(proposer.token_cost)
             able = self._afford(able, load, proposer)
         found = proposer.propose(able, self.longest, floor) if able else {}
-        return [(view, found[view.seq_id]) for view in able if view.seq_id in found] if found else []
+        return [(view, found[view.seq_id].until(view.ends)) for view in able if view.seq_id in found] if found else []
 
     def _charge(self, views: Sequence[SeqView], running: int, spent: float) -> None:
         """Looking for guesses takes time as well, whether or not anything comes of it."""

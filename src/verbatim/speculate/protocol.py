@@ -6,7 +6,7 @@ A proposer may guess anything: the target draws its own token at every drafted p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from verbatim.base.params import SamplingParams
@@ -23,6 +23,7 @@ class SeqView(NamedTuple):
     room: int  # most drafts that could still be used (limits of length and cache)
     tenant: str = ""
     forced: tuple[int, ...] = ()  # what the request's grammar leaves no choice about
+    ends: Collection[int] = ()  # tokens after which nothing is written
 
 
 class Draft(NamedTuple):
@@ -33,6 +34,13 @@ class Draft(NamedTuple):
     source: str
     evidence: int
     odds: tuple[float, ...] = ()
+
+    def until(self, ends: Collection[int]) -> Draft:
+        """Without what follows the first of `ends`. What was said before often stands at the end of a message: the copy goes no further either."""
+        for at, token in enumerate(self.tokens[:-1], 1):
+            if token in ends:
+                return self._replace(tokens=self.tokens[:at], odds=self.odds[:at])
+        return self
 
 
 class Proposer(Protocol):
