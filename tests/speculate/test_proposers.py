@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim.base.params import SamplingParams
-from verbatim.speculate.adapt import DEBT, LEAST, SHARE, START, Acceptance, Speculator, StepCost, draft_length
+from verbatim.speculate.adapt import DEBT, LEAST, PRIOR, SHARE, START, Acceptance, Speculator, StepCost, draft_length
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.speculate.suffix import SuffixAutomaton, SuffixProposer
@@ -125,7 +125,7 @@ def test_a_slow_second_does_not_make_drafts_look_free() -> None:
 
 def test_draft_length_by_the_rule() -> None:
     chances = {rate: [rate**j for j in range(1, 17)] for rate in (0.0, 0.8, 1.0)}
-    assert draft_length(chances[0.8], 4.0, lambda j: 0.3 * j) == 9
+    assert draft_length(chances[0.8], 4.0, lambda j: 0.3 * j) == 8
     assert draft_length(chances[0.8], 4.0, lambda j: 4.0 * j) == 0, "a compute-bound batch drafts nothing"
     assert draft_length(chances[1.0], 4.0, lambda j: 0.3 * j) == 16
     assert draft_length(chances[0.0], 4.0, lambda j: 0.3 * j) == 0
@@ -136,7 +136,7 @@ def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
     speculator = Speculator([NgramProposer()])
     for _ in range(40):
         speculator.cost.learn(1, 0.004)
-        speculator.cost.learn(8, 0.018)  # rows are dear: only good guesses pay
+        speculator.cost.learn(8, 0.016)  # rows are dear: only good guesses pay
     repeating = [1, 2, 3, 4] * 4
     lengths = []
     for _ in range(60):
@@ -157,7 +157,7 @@ def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
     for _ in range(40):
         speculator.cost.learn(1, 0.0040)
         speculator.cost.learn(2, 0.0048)
-    speculator.acceptance.rate = lambda seq_id, draft: 0.9  # type: ignore[method-assign]
+    speculator.acceptance.chances = lambda seq_id, draft, limit: [0.9**j for j in range(1, limit + 1)]  # type: ignore[method-assign]
     text, lost = [1, 2, 9, 1, 2], 0.0
     for step in range(400):
         lost += 0.2 * len(speculator.drafts([view(text)]).get(0, ()))
@@ -194,7 +194,7 @@ def test_drafts_of_one_do_not_slow_the_others() -> None:
     """Four write, one of them repeats itself: its drafts would win it much, and cost the three others time. All four may draft together."""
     repeating, other = [1, 2, 3, 4] * 4, [5, 6, 7, 8, 9]
     speculator = _four_writing(dear=True)
-    speculator.acceptance.rate = lambda seq_id, draft: 0.9  # type: ignore[method-assign]
+    speculator.acceptance.chances = lambda seq_id, draft, limit: [0.9**j for j in range(1, limit + 1)]  # type: ignore[method-assign]
     assert speculator.drafts([view(repeating), *(view(other, seq_id=i) for i in (1, 2, 3))]) == {}
     assert set(speculator.drafts([view(repeating, seq_id=i) for i in range(4)])) == {0, 1, 2, 3}
     assert speculator.drafts([view(repeating)]) != {}, "alone it drafts"
@@ -230,4 +230,18 @@ def test_acceptance_starts_from_what_others_showed() -> None:
     draft = Draft((5,), "ngram", 3)
     for seq_id in range(200):
         acceptance.learn(seq_id, draft, (6,))
-    assert acceptance.rate(999, draft) < 0.1
+    assert acceptance.chances(999, draft, 1)[0] < 0.1
+
+
+def test_what_comes_true_is_better_evidence_for_what_follows() -> None:
+    """A match of two is chance half of the time; where it was none, the copy goes on."""
+    acceptance = Acceptance()
+    for seq_id in range(200):
+        acceptance.learn(seq_id, Draft((5, 6, 7, 8), "suffix", 2), (5, 6, 7, 8) if seq_id % 2 else (9,))
+    first, second, third = acceptance.chances(999, Draft((1, 2, 3), "suffix", 2), 3)
+    assert abs(first - 0.5) < 0.1
+    assert second > 0.95 * first
+    assert third > 0.95 * second
+    assert acceptance.chances(999, Draft((1, 2), "draft", 0), 2) == [PRIOR, PRIOR**2], (
+        "without a match there is nothing to grow"
+    )

@@ -6,7 +6,7 @@ probability a^j (or with the odds that the guesser states), and j drafts make th
     (a + a^2 + ... + a^j) * t(B) / B  -  MARGIN * (t(B + j) - t(B) + what the guesses themselves cost)
 
 On weights that are read once a step rows are cheap and long drafts pay; when the batch is compute-bound, no draft pays.
-Worked: t(1) = 4 ms, 0.3 ms for each further row, a = 0.8: the ninth draft still adds 0.8^9 * 4 = 0.54 > 1.6 * 0.3, the tenth does not.
+Worked: t(1) = 4 ms, 0.3 ms for each further row, a = 0.8: the eighth draft still adds 0.8^8 * 4 = 0.67 > 1.8 * 0.3, the ninth does not.
 
 An estimate can be wrong, so there is a purse as well: drafts that came true fill it by the time they saved, the others empty it by the time they cost,
 and a sequence that has lost what it may lose (START, and SHARE of what it wrote since; DEBT more where much was promised) drafts no more
@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from verbatim.speculate.protocol import Draft, Proposer, SeqView
 
-MARGIN = 1.6  # a draft must promise this much more than it costs: measured times are noisy
+MARGIN = 1.8  # a draft must promise this much more than it costs: measured times are noisy
 PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
 NEAR = 3  # rows over which the price of one is averaged
@@ -34,6 +34,7 @@ LEAST, USUAL = (
     0.15,
 )  # of a step of one row, what a further row costs: never less, whatever was measured; and before anything is known
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more (see Acceptance)
+ALIKE = 16  # matches of this length and longer are one kind of evidence
 START, SHARE = 1.2, 0.015  # what a sequence may lose by drafts, in times of a token: at first, and for each token written
 CREDIT, DEBT = 3.0, 0.8  # a draft that promises so many times its cost may lose a little more than that
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
@@ -114,10 +115,20 @@ class StepCost:
         return Load(running, seconds, max((self.seconds(running + NEAR) - seconds) / NEAR, least), least)
 
 
+def _kinds(evidence: int, count: int) -> Iterator[int]:
+    """What stands behind each token of a guess: a match that every token makes longer; 0 is no match, and stays so."""
+    return (min(evidence + at, ALIKE) if evidence else 0 for at in range(count))
+
+
+def _prior(kind: int) -> float:
+    return PRIOR + 0.07 * min(kind, 6)
+
+
 class Acceptance:
     """How often guesses come true: the geometric mean of what this sequence shows, for any evidence, and of what all sequences showed for
     this kind of evidence. The first changes fast, so that a text which only seems to repeat itself stops costing after a few misses; the
-    second tells a match of two tokens from one of ten. Worked: own 0.1 after some misses, shared 0.6: 0.24, too little to draft."""
+    second tells a match of two tokens from one of ten. Each token that comes true makes the match longer, so the next has better evidence.
+    Worked: own 0.1 after some misses, shared 0.6: 0.24, too little to draft."""
 
     def __init__(self) -> None:
         self._shared: dict[tuple[str, int], float] = {}
@@ -126,23 +137,28 @@ class Acceptance:
             tuple[int, str], tuple[float, float]
         ] = {}  # of stated odds: what came true, what was stated; -1: all sequences
 
-    def rate(self, seq_id: int, draft: Draft) -> float:
-        start = PRIOR + 0.07 * min(draft.evidence, 6)
-        shared = self._shared.get((draft.source, draft.evidence), start)
-        return float((shared * self._own.get((seq_id, draft.source), shared)) ** 0.5)
+    def chances(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
+        """That the first token comes true, the first two, and so on."""
+        own = self._own.get((seq_id, draft.source))
+        out, chance = [], 1.0
+        for kind in _kinds(draft.evidence, limit):
+            shared = self._shared.get((draft.source, kind), _prior(kind))
+            chance *= shared if own is None else (shared * own) ** 0.5
+            out.append(chance)
+        return out
 
     def learn(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
         """`written` are the tokens the target wrote where the draft guessed, as many as it wrote in the step."""
-        shared = self._shared.get((draft.source, draft.evidence), PRIOR + 0.07 * min(draft.evidence, 6))
-        own = self._own.get((seq_id, draft.source), shared)
-        for guess, token in zip(draft.tokens, written, strict=False):
+        mine = (seq_id, draft.source)
+        for kind, guess, token in zip(_kinds(draft.evidence, len(written)), draft.tokens, written, strict=False):
+            key = (draft.source, kind)
+            shared = self._shared.get(key, _prior(kind))
+            own = self._own.get(mine, shared)
             hit = 1.0 if guess == token else 0.0
-            own += 2 * PATIENCE * (hit - own)
-            shared += PATIENCE / 4 * (hit - shared)
+            self._own[mine] = own + 2 * PATIENCE * (hit - own)
+            self._shared[key] = shared + PATIENCE / 4 * (hit - shared)
             if not hit:
                 break
-        self._own[(seq_id, draft.source)] = own
-        self._shared[(draft.source, draft.evidence)] = shared
 
     def trust(self, seq_id: int, source: str) -> float:
         """What the stated odds of this source are worth: came true / stated, of all sequences and of this one."""
@@ -202,7 +218,7 @@ def draft_length(chances: Sequence[float], value: float, extra: Callable[[int], 
     """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j rows cost.
 
     >>> draft_length([0.8 ** j for j in range(1, 17)], 4.0, lambda j: 0.3 * j)
-    9
+    8
     """
     best, most, won = 0, 0.0, 0.0
     for j, chance in enumerate(chances, 1):
@@ -342,8 +358,7 @@ class Speculator:
         if draft.odds:
             trust = self.acceptance.trust(seq_id, draft.source)
             return [trust * odds for odds in draft.odds[:limit]]
-        rate = self.acceptance.rate(seq_id, draft)
-        return [rate**j for j in range(1, limit + 1)]
+        return self.acceptance.chances(seq_id, draft, limit)
 
     def _left(self, view: SeqView) -> float:
         """What this text may still lose by drafts, in times of a token."""
