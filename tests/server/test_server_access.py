@@ -131,6 +131,30 @@ def test_the_host_header_is_checked_against_dns_rebinding(locked: Live) -> None:
         assert bare(locked, "GET", "/health", headers={"host": host}).status_code == status, host
 
 
+def test_a_probe_needs_no_host_and_everything_else_does(locked: Live) -> None:
+    """Load balancers ask in HTTP/1.0, which has no Host; what comes with one is looked at all the same."""
+
+    def status(method: str, path: str, version: str, *headers: str) -> int:
+        lines = [f"{method} {path} HTTP/{version}", f"authorization: Bearer {ONE}", "connection: close", *headers]
+        with socket.create_connection(("127.0.0.1", locked.port), timeout=10) as sock:
+            sock.sendall("\r\n".join(lines).encode() + b"\r\n\r\n")
+            return int(sock.recv(4096).split()[1])
+
+    for path in app.OPEN_ROUTES:
+        for version in ("1.0", "1.1"):
+            assert [status(method, path, version) for method in ("GET", "HEAD")] == [200, 200]
+            assert status("GET", path, version, "host: evil.example") == 403
+            assert status("GET", path, version, "host:") == 403
+    for path in ("/metrics", "/v1/models", "/health/", "/healthy", "/nowhere", "//health"):
+        assert [status("GET", path, version) for version in ("1.0", "1.1")] == [403, 403], path
+    for hosts in (
+        ("host: evil.example", "host: localhost"),
+        ("host: localhost", "host: evil.example"),
+        ("host: localhost",) * 2,
+    ):
+        assert [status("GET", path, "1.1", *hosts) for path in ("/v1/models", "/health")] == [400, 400]
+
+
 def test_cors_is_off_unless_named(locked: Live, fake: Live) -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert (

@@ -337,6 +337,17 @@ LARGE: list[tuple[str, str, Any, str]] = [
     ("/v1/chat/completions", "tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)], "tools"),
     ("/v1/chat/completions", "tool_choice", "required", "tool_choice"),
     ("/v1/chat/completions", "chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
+    ("/v1/chat/completions", "chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs"),
+    ("/v1/responses", "chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs"),
+    ("/v1/responses/input_tokens", "chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs"),
+    ("/v1/responses/input_tokens", "chat_template_kwargs", {"continue_final": True}, "chat_template_kwargs"),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "x", "name": "Ada"}], "messages[0].name"),
+    (
+        "/v1/chat/completions",
+        "messages",
+        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}],
+        "messages[1].reasoning_content",
+    ),
     ("/v1/chat/completions", "max_completion_tokens", 1, "max_tokens"),
     ("/v1/chat/completions", "top_logprobs", 2, "top_logprobs"),
     ("/v1/chat/completions", "stream_options", {"include_usage": True}, "stream_options"),
@@ -368,22 +379,38 @@ def test_requests_that_could_hurt_others_are_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("extra", "param"),
     [
-        {"allowed_token_ids": [65], "regex": "b+"},
-        {"banned_token_ids": list(range(260))},
-        {"allowed_token_ids": [257], "min_tokens": 3},
+        ({"allowed_token_ids": [65], "regex": "b+"}, "allowed_token_ids"),
+        ({"banned_token_ids": [98], "regex": "b+"}, "banned_token_ids"),
+        ({"banned_token_ids": list(range(260))}, "banned_token_ids"),
+        ({"allowed_token_ids": [257], "min_tokens": 3}, "allowed_token_ids"),
     ],
 )
-def test_nothing_left_to_draw_is_the_requests_mistake(fake: Any, probe: Any, extra: dict[str, Any]) -> None:
+def test_nothing_left_to_draw_is_the_requests_mistake(fake: Any, probe: Any, extra: dict[str, Any], param: str) -> None:
     body = {**BASE["/v1/completions"], "max_tokens": 5, **extra}
     status, answer = send(fake, "/v1/completions", json.dumps(body))
     assert status == 400
-    assert "no token is left" in answer["error"]["message"]
     events = fake.events("/v1/completions", body)
-    assert "no token is left" in events[-2]["error"]["message"]
     assert events[-1] == "[DONE]"
+    for error in (answer["error"], events[-2]["error"]):
+        assert error["message"].startswith(f"{param}: no token is left")
+        assert all(name in error["message"] for name in extra)
+        assert error["param"] == param
     assert probe()
+
+
+def test_a_field_at_fault_has_the_clients_own_name_even_at_the_end(fake: Any) -> None:
+    """A schema that one banned byte makes impossible, on each route that has a word of its own for it."""
+    only_b = {"type": "object", "properties": {"b": {"const": 1}}, "required": ["b"], "additionalProperties": False}
+    ask = {**BASE["/v1/chat/completions"], "max_tokens": 50, "banned_token_ids": [98]}
+    body = {**ask, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": only_b}}}
+    status, answer = send(fake, "/v1/chat/completions", json.dumps(body))
+    assert status == 400
+    assert answer["error"]["param"] == "banned_token_ids"
+    assert "(here: banned_token_ids, response_format)" in answer["error"]["message"]
+    error = fake.events("/v1/chat/completions", body)[-2]["error"]
+    assert error == answer["error"]
 
 
 def raw(fake: Any, data: bytes) -> bytes:

@@ -138,6 +138,41 @@ def test_thoughts_and_names_reach_the_template() -> None:
     assert template_messages([row], [], NO_TOOLS) == [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}]
 
 
+def test_a_result_may_repeat_the_name_of_its_call_and_no_other(fake: Any) -> None:
+    """Ollama's clients link a result to its call by the name; OpenAI's older examples send it beside the id."""
+    call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    ask = {"model": "m", "stream": False, "options": {"num_predict": 2}}
+
+    def answer(name: str) -> Any:
+        return fake.client.post(
+            "/api/chat", json={**ask, "messages": [*talk, {"role": "tool", "content": "20", "tool_name": name}]}
+        )
+
+    assert answer("get_weather").status_code == 200
+    assert answer("get_news").status_code == 400
+    assert answer("get_news").json()["error"].startswith("messages[2].tool_name: the model's chat template does not look at")
+    thinks = fake.client.post("/api/chat", json={**ask, "messages": [{"role": "assistant", "content": "a", "thinking": "b"}]})
+    assert thinks.json()["error"].startswith("messages[0].thinking: ")
+    spelled = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    said = [talk[0], {"role": "assistant", "tool_calls": [spelled]}]
+    result = {"role": "tool", "tool_call_id": "c1", "content": "20"}
+    for name, status in (("get_weather", 200), ("get_news", 400)):
+        body = {"messages": [*said, {**result, "name": name}], "max_tokens": 1}
+        told = fake.post("/v1/chat/completions", body)
+        assert told.status_code == status
+        assert status == 200 or told.json()["error"]["param"] == "messages[2].name"
+
+
+def test_a_message_keeps_the_clients_number_where_ours_stands_before_it() -> None:
+    from verbatim.server.asks import renamed
+    from verbatim.server.problems import Problem
+
+    problem = Problem("unsupported_parameter", "messages[2].name: why", "messages[2].name")
+    assert (renamed(problem, {}, 1).param, renamed(problem, {}, 1).message) == ("messages[1].name", "messages[1].name: why")
+    assert renamed(problem, {"messages.name": "tool_name"}).param == "messages[2].tool_name"
+
+
 def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
     import jsonschema
 

@@ -283,6 +283,140 @@ def test_calls_and_tools_that_the_template_would_drop_are_refused_by_name() -> N
     assert error.value.param == "tools"
 
 
+# ---------------------------------------------------------------------------------------------- nothing is dropped in silence
+
+
+def test_a_variable_that_the_template_never_reads_is_refused_by_name() -> None:
+    hi = [{"role": "user", "content": "x"}]
+    _, qwen = pair("qwen-tools")
+    assert qwen.render(hi, enable_thinking=False).endswith("</think>\n\n")
+    with pytest.raises(UnsupportedError, match=r"never reads 'enable_thinkin'.*it reads: .*enable_thinking") as error:
+        qwen.render(hi, enable_thinkin=False)
+    assert error.value.param == "chat_template_kwargs"
+    _, chatml = pair("chatml")
+    with pytest.raises(UnsupportedError, match="it reads: none"):
+        chatml.render(hi, enable_thinking=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("{{ mood }}", True),
+        ("{% if mood is defined %}x{% endif %}", True),
+        ("{% if mood is not defined %}{% set mood = 'calm' %}{% endif %}{{ mood }}", True),
+        ("{% set mood = mood or 'calm' %}{{ mood }}", True),
+        ("{% macro say(x) %}{{ x }}{{ mood }}{% endmacro %}{{ say(1) }}", True),
+        ("{% for m in messages %}{% if m.role == 'never' %}{{ mood }}{% endif %}{% endfor %}", True),
+        ("{% set mood = 'calm' %}{{ mood }}", False),
+        ("{% for mood in messages %}{{ mood.role }}{% endfor %}", False),
+        ("{% macro say(mood) %}{{ mood }}{% endmacro %}{{ say(1) }}", False),
+        ("{{ messages[0].mood }} mood {# {{ mood }} #}", False),
+        ("{{ 'mood' }}", False),
+    ],
+)
+def test_what_it_means_to_read_a_variable(source: str, reads: bool) -> None:
+    template = ChatTemplate(source)
+    hi = [{"role": "user", "content": "x"}]
+    if reads:
+        template.render(hi, mood="gay")
+    else:
+        with pytest.raises(UnsupportedError, match="'mood'"):
+            template.render(hi, mood="gay")
+
+
+def test_a_function_of_the_templates_cannot_be_replaced_by_a_variable() -> None:
+    with pytest.raises(UnsupportedError, match="'raise_exception'"):
+        ChatTemplate("{{ raise_exception('no') }}").render([{"role": "user", "content": "x"}], raise_exception="x")
+
+
+LOOKS = {
+    "attribute": "{{ m.name }}",
+    "item": "{{ m['name'] }}",
+    "get": "{{ m.get('name') }}",
+    "is there": "{% if 'name' in m %}x{% endif %}",
+    "variable": "{% set key = 'na' ~ 'me' %}{{ m[key] }}",
+    "json": "{{ m | tojson }}",
+    "json with lines": "{{ m | tojson(indent=2) }}",
+    "items": "{% for k, v in m.items() %}{{ v }}{% endfor %}",
+    "items filter": "{% for k, v in m | items %}{{ v }}{% endfor %}",
+    "values": "{{ m.values() | list }}",
+    "dictsort": "{{ m | dictsort }}",
+    "keys": "{% for k in m %}{{ k }}{% endfor %}",
+    "whole": "{{ m }}",
+    "string": "{{ m | string }}",
+    "concatenation": "{{ 'x' ~ m }}",
+    "format": "{{ '%s' % m }}",
+    "dict": "{{ dict(m).name }}",
+    "copy": "{{ m.copy().name }}",
+    "list": "{{ [m] }}",
+    "map": "{{ messages | map(attribute='name') | list }}",
+    "selectattr": "{{ messages | selectattr('name') | list | length }}",
+    "sort": "{{ (messages | sort(attribute='name')) | length }}",
+}
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_a_template_that_looks_at_a_name_gets_it(how: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}" + LOOKS[how] + "{% endfor %}")
+    template.render([{"role": "user", "content": "x", "name": "Ada"}])
+
+
+OVERLOOKS = {
+    "nothing": "",
+    "the name of a call": "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
+    "another branch": "{% if m.role == 'tool' %}{{ m.name }}{% endif %}",
+    "prose": "name {# {{ m.name }} #}",
+    "size and truth": "{{ m | length }}{% if m %}x{% endif %}{% if m is mapping %}y{% endif %}{{ messages | length }}",
+    "neighbours": "{{ (messages[0] == m) }}{{ loop.previtem.content if loop.previtem is defined }}",
+    "lists": "{{ (messages[1:] + messages[:1]) | length }}{{ (messages | list | reverse | first).content }}",
+}
+
+
+@pytest.mark.parametrize("how", OVERLOOKS)
+def test_a_name_that_the_template_overlooks_is_refused(how: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}" + OVERLOOKS[how] + "{% endfor %}")
+    talk = [{"role": "system", "content": "x"}, {"role": "user", "content": "x", "name": "Ada"}]
+    with pytest.raises(UnsupportedError, match=r"messages\[1\].name: .*leave it out, or write it into content") as error:
+        template.render(talk)
+    assert error.value.param == "messages[1].name"
+    tokenizer, _ = pair("chatml")
+    with pytest.raises(UnsupportedError, match=r"messages\[1\].name"):
+        encode_chat(tokenizer, template, talk)
+    assert template.render([talk[0], {**talk[1], "name": None}])
+
+
+def test_a_key_that_the_template_names_elsewhere_is_refused_too() -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.weight }}{% endif %}{{ m.content }}{% endfor %}"
+    )
+    assert template.render([{"role": "tool", "content": "x", "weight": "1"}]) == "1x"
+    with pytest.raises(UnsupportedError, match=r"messages\[0\].weight"):
+        template.render([{"role": "user", "content": "x", "weight": "1"}])
+
+
+def test_the_name_of_a_result_may_repeat_that_of_its_call() -> None:
+    """Many clients send it; a template that does not look at it loses nothing, as long as it says what the call has said."""
+    _, qwen = pair("qwen-tools")
+    call = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "c1"}]}
+    result = {"role": "tool", "content": "20", "tool_call_id": "c1"}
+    plain = qwen.render([*ASKED[:1], call, result], tools=[TOOL])
+    assert qwen.render([*ASKED[:1], call, {**result, "name": "get_weather"}], tools=[TOOL]) == plain
+    for other in ({"name": "get_news"}, {"name": "get_weather", "tool_call_id": "c2"}):
+        with pytest.raises(UnsupportedError, match=r"messages\[2\].name"):
+            qwen.render([*ASKED[:1], call, {**result, **other}], tools=[TOOL])
+
+
+def test_thoughts_that_the_template_does_not_know_are_refused() -> None:
+    _, chatml = pair("chatml")
+    for key in ("reasoning_content", "thinking", "reasoning"):
+        with pytest.raises(UnsupportedError, match=rf"messages\[0\].{key}: .*no place for thoughts"):
+            chatml.render([{"role": "assistant", "content": "c", key: "why"}])
+        chatml.render([{"role": "assistant", "content": "c", key: ""}])
+    # A model is meant to forget what it thought in earlier turns: that is the template's to decide.
+    forgets = ChatTemplate("{% for m in messages %}{% if loop.last %}{{ m.thinking }}{% endif %}{{ m.content }}{% endfor %}")
+    assert forgets.render([{"role": "assistant", "content": "c", "thinking": "t"}, {"role": "user", "content": "d"}]) == "cd"
+
+
 def test_reserved_variables_and_unknown_templates_are_refused() -> None:
     _, template = pair("chatml")
     hi = [{"role": "user", "content": "x"}]
@@ -297,7 +431,10 @@ def test_named_templates_and_the_one_for_tools() -> None:
     hi = [{"role": "user", "content": "x"}]
     assert template.render(hi) == "plain"
     assert template.render(hi, tools=[TOOL]) == "tools 1"
-    assert template.render(hi, tools=[TOOL], template="default") == "plain"
+    with pytest.raises(UnsupportedError, match="tools: the model's chat template has no place"):
+        template.render(hi, tools=[TOOL], template="default")
+    with pytest.raises(UnsupportedError, match="documents: the model's chat template has no place"):
+        template.render(hi, documents=[{"text": "T"}])
     assert template.render(hi, documents=[{"text": "T"}], template="rag") == "rag T"
 
 
@@ -345,11 +482,11 @@ def test_templates_of_a_directory(tmp_path: Path) -> None:
     config.write_text(json.dumps({"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}one"}))
     hi = [{"role": "user", "content": "x"}]
     assert template_from_directory(tmp_path).render(hi) == "<s>one"  # type: ignore[union-attr]
-    several = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
+    several = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three {{ tools | length }}"}]
     config.write_text(json.dumps({"chat_template": several}))
     found = template_from_directory(tmp_path)
     assert found is not None
-    assert (found.render(hi), found.render(hi, tools=[TOOL])) == ("two", "three")
+    assert (found.render(hi), found.render(hi, tools=[TOOL])) == ("two", "three 1")
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("rag")

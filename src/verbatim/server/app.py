@@ -33,7 +33,7 @@ from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
-LOOKED_AT = (b"host", b"authorization", b"x-api-key", b"origin", b"access-control-request-headers")
+LOOKED_AT = (b"authorization", b"x-api-key", b"origin", b"access-control-request-headers")
 HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+( *, *[A-Za-z0-9_-]+)*").fullmatch
 Refused = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
@@ -201,7 +201,11 @@ class Door:
     # ------------------------------------------------------------------------------------------------------ who may
 
     def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> Problem | None:
-        if not self._host_allowed(headers.get(b"host", b"")):
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) > 1:  # a proxy might have looked at the other one
+            return Problem("invalid_request", "the Host header is there twice; send one", "host")
+        # A load balancer's probe may come without a Host. No browser does, so nobody can be led here by that; and a probe tells no secret.
+        if not (hosts and self._host_allowed(hosts[0])) and (hosts or scope["path"] not in OPEN_ROUTES):
             return Problem(
                 "host_not_allowed", "the Host header names neither this machine nor an allowed host (--allow-host)", "host"
             )

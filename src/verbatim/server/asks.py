@@ -6,8 +6,9 @@ In: a checked body (server/check.py), the limits, the model's facts. Out: the ma
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import RequestError
@@ -17,6 +18,7 @@ from verbatim.server.problems import Problem, problem_of
 from verbatim.server.settings import Limits
 
 Facts = Mapping[str, Any]
+MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
 
 
 def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[str, Any]:
@@ -62,13 +64,29 @@ def finish_params(
         raise renamed(problem_of(error), names or {}) from None
 
 
-def renamed(problem: Problem, names: Mapping[str, str]) -> Problem:
-    """The client's word for a parameter: max_completion_tokens, not max_tokens, if that is what it sent."""
+def renamed(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Problem:
+    """The client's word for a parameter: max_completion_tokens, not max_tokens, if that is what it sent. `shift`: messages of ours before its own."""
     own = problem.param and names.get(problem.param)
+    if problem.param and (place := MESSAGE_KEY(problem.param)):
+        own = f"messages[{int(place[1]) - shift}].{names.get(f'messages.{place[2]}', place[2])}"
     if not own or own == problem.param:
         return problem
     message = problem.message.replace(f"{problem.param}:", f"{own}:", 1)
     return Problem(problem.code, message, own, problem.retry_after)
+
+
+def check_finish(finish: Sequence[Any] | None, names: Mapping[str, str]) -> None:
+    """An answer that ended in an error is a refusal that came late, and the request's own mistake (bans and a grammar that leave nothing to draw,
+    for instance): an error of the engine's would have ended the engine. The third part of such a finish names the fields (server/jobs.py)."""
+    if finish is None or finish[0] != "error":
+        return
+    why, fields = finish[1] or "the request could not be carried out", finish[2]
+    if not fields:
+        raise Problem("invalid_request", why)
+    if len(fields) > 1:
+        why += f" (here: {', '.join(names.get(field, field) for field in fields)}); loosen one of them"
+    message = why if why.startswith(f"{fields[0]}: ") else f"{fields[0]}: {why}"
+    raise renamed(Problem("invalid_parameter", message, fields[0]), names)
 
 
 def _check_limits(values: Mapping[str, Any], limits: Limits, facts: Facts, prompts: int) -> None:

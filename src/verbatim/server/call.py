@@ -11,13 +11,14 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from verbatim.server.asks import check_finish
 from verbatim.server.check import check, parse_json
 from verbatim.server.jsons import dumps
 from verbatim.server.problems import Problem, problem_of
@@ -49,6 +50,7 @@ class Call:
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
         self.query: dict[str, str] = {}  # checked against the table
+        self.names: Mapping[str, str] = {}  # the engine's word for a parameter -> the client's, for errors that come late
         self.signal = Signal()
         self.runs: list[Running] = []
         self.deadline: asyncio.Timeout | None = None  # of an open event stream
@@ -129,7 +131,10 @@ class Call:
 
     async def results(self) -> list[dict[str, Any]]:
         """The whole answers, in order."""
-        return await self._while_here(self._all(Running.result))
+        results = await self._while_here(self._all(Running.result))
+        for choice in (choice for done in results for choice in done.get("choices", ())):
+            check_finish(choice["finish"], self.names)
+        return results
 
     async def _all(self, wait: Callable[[Running], Awaitable[Any]]) -> list[Any]:
         return [await wait(running) for running in self.runs]

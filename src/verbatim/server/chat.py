@@ -68,6 +68,7 @@ class Ask:
         self._tools()
         self._check_continued()
         self._lengths_of_text()
+        call.names = self.names
         state = call.state
         self.params = asks.finish_params(
             self.values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=self.names
@@ -176,12 +177,7 @@ class Ask:
 
     def submit(self, stream: bool) -> None:
         facts = self.call.state.facts
-        template = dict(self.body.get("chat_template_kwargs") or {})
-        for name in RESERVED:
-            if name in template:
-                raise Problem(
-                    "invalid_parameter", f"chat_template_kwargs.{name}: is the server's to set", "chat_template_kwargs"
-                )
+        template = template_options(self.body)
         if self.tools and facts["template_tools"]:
             template["tools"] = self.tools
         if self.continues:
@@ -192,7 +188,7 @@ class Ask:
         try:
             await self.call.accepted()
         except Problem as problem:
-            raise asks.renamed(problem, self.names) from None
+            raise asks.renamed(problem, self.names, len(self.messages) - len(self.body["messages"])) from None
 
     def parser(self) -> ToolParser | None:
         """For one choice. None: the text is the answer."""
@@ -210,6 +206,15 @@ class Ask:
             return text, []
         found = [*parser.push(text), *parser.finish()]
         return "".join(v for kind, v in found if kind == "text"), [v for kind, v in found if kind == "call"]
+
+
+def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's own variables for the template; whether the template reads them, the engine's side says."""
+    template = dict(body.get("chat_template_kwargs") or {})
+    for name in RESERVED:
+        if name in template:
+            raise Problem("invalid_parameter", f"chat_template_kwargs.{name}: is the server's to set", "chat_template_kwargs")
+    return template
 
 
 def spelled_call(call: ToolCall, index: int | None = None) -> dict[str, Any]:

@@ -86,7 +86,9 @@ RETENTION = Rule(
 SAFETY = Rule("label", "written to the log", parts.Label)
 METADATA = Rule("label", "kept with the stored object; echoed where the protocol echoes it", parts.Metadata)
 NO_MODERATION = Rule("refused", "no moderation model runs here")
-KWARGS = Rule("honoured", "further variables for the chat template", dict[str, Any])
+KWARGS = Rule(
+    "honoured", "further variables for the chat template; one that the model's template never reads is refused", dict[str, Any]
+)
 BIAS = Rule("honoured", FIELDS["logit_bias"].help, annotation(FIELDS["logit_bias"]), param="logit_bias")
 SALT = sampling("cache_salt")
 
@@ -117,7 +119,8 @@ CHAT: dict[str, Rule] = {
     "model": MODEL,
     "messages": Rule(
         "honoured",
-        "roles system, developer, user, assistant, tool; text parts",
+        "roles system, developer, user, assistant, tool; text parts; a name or reasoning_content that the model's template does not look at is "
+        "refused (tool_call_id is not: the order of results says the same; nor the name of a result that repeats its call's)",
         Annotated[list[parts.Message], P(min_length=1)],
         required=True,
     ),
@@ -139,7 +142,11 @@ CHAT: dict[str, Rule] = {
     "reasoning_effort": Rule(
         "refused", "the model decides; chat_template_kwargs reaches templates that can switch", parts.Text, only=("none",)
     ),
-    "response_format": Rule("honoured", "text, json_object, json_schema (enforced while drawing)", parts.ResponseFormat),
+    "response_format": Rule(
+        "honoured",
+        "text, json_object, json_schema (its schema is enforced while drawing; its name and description are labels)",
+        parts.ResponseFormat,
+    ),
     "safety_identifier": SAFETY,
     "seed": SEED,
     "service_tier": TIER,
@@ -221,7 +228,7 @@ TOKENIZE: dict[str, Rule] = {
     "prompt": Rule("honoured", "a text", parts.Text),
     "messages": Rule(
         "honoured",
-        "instead of prompt: a conversation through the chat template",
+        "instead of prompt: a conversation through the chat template, held to the rules of /v1/chat/completions",
         Annotated[list[parts.Message], P(min_length=1)],
     ),
     "add_special_tokens": Rule("honoured", "begin as a prompt would (default true)", TRUE_FALSE),
@@ -288,7 +295,13 @@ _OLLAMA: dict[str, Rule] = {
 }
 OLLAMA_CHAT: dict[str, Rule] = {
     **_OLLAMA,
-    "messages": Rule("honoured", "roles system, user, assistant, tool", list[parts.OllamaMessage], required=True),
+    "messages": Rule(
+        "honoured",
+        "roles system, user, assistant, tool; thinking that the model's template does not know is refused, and so is a tool_name that neither "
+        "repeats its call's nor is looked at",
+        list[parts.OllamaMessage],
+        required=True,
+    ),
     "tools": Rule("honoured", "functions the model may call", list[parts.Tool]),
 }
 OLLAMA_GENERATE: dict[str, Rule] = {

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.server.asks import check_finish
 from verbatim.server.call import Call
-from verbatim.server.problems import Problem
 from verbatim.server.running import Running
 from verbatim.text.decode import TextDecoder
 
@@ -29,7 +29,7 @@ class Piece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     explain: list[Any] = field(default_factory=list)
-    finish: tuple[str, str] | None = None
+    finish: tuple[Any, ...] | None = None  # reason, detail
 
 
 async def pieces(call: Call) -> AsyncIterator[Piece | None]:
@@ -43,7 +43,9 @@ async def pieces(call: Call) -> AsyncIterator[Piece | None]:
         for number, run in enumerate(runs):
             for piece in _merged(number, run.take()):
                 found = True
+                finish, piece.finish = piece.finish, None if _failed(piece.finish) else piece.finish
                 yield piece
+                check_finish(finish, call.names)
             if run.closed:
                 return
             if run.problem is not None:
@@ -75,15 +77,17 @@ def _merged(run: int, deltas: Sequence[Sequence[Any]]) -> list[Piece]:
     return list(out.values())
 
 
-def finish_reason(finish: Sequence[str] | None) -> str | None:
-    """Ours to OpenAI's. A loop that was stopped by request is a stop. An error is the request's own (bans and a grammar that leave nothing to
-    draw, for instance): one of the engine's would have ended the engine."""
+def finish_reason(finish: Sequence[Any] | None) -> str | None:
+    """Ours to OpenAI's. A loop that was stopped by request is a stop. An error was raised before anybody asks here (asks.check_finish)."""
     if finish is None:
         return None
-    reason = finish[0]
-    if reason == "error":
-        raise Problem("invalid_request", finish[1] or "the request could not be carried out")
+    assert not _failed(finish)
+    reason: str = finish[0]
     return {"loop": "stop", "cancel": "stop"}.get(reason, reason)
+
+
+def _failed(finish: Sequence[Any] | None) -> bool:
+    return finish is not None and finish[0] == "error"
 
 
 def usage_of(runs: Sequence[Running]) -> dict[str, Any]:

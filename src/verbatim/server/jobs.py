@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import BackendError, ParameterError, UnsupportedError, VerbatimError
-from verbatim.base.params import SamplingParams
-from verbatim.base.records import Choice, Completion, Delta, Timings, TokenLogprob, Usage
+from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
+from verbatim.base.records import Choice, Completion, Delta, Finish, Timings, TokenLogprob, Usage
 from verbatim.engine.aio import Feed
 from verbatim.observe.receipt import digest_of
 from verbatim.server import wire
@@ -29,8 +29,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("verbatim.engine")
 
 
+# what can leave nothing to draw, the narrowest first: that is where a client can do something about it
+EXCLUDING = ("allowed_token_ids", "banned_token_ids", *STRUCTURE, "no_repeat_ngram", "min_tokens")
+
+
 class Gone(Exception):
     """The client left while its request waited for its turn: the engine never saw it."""
+
+
+def spelled_finish(finish: Finish, params: SamplingParams) -> list[Any]:
+    """Reason and detail; of an error also the fields it speaks of, as a refusal names them: the one its words begin with, or all that exclude ids."""
+    if finish.reason != "error":
+        return [finish.reason, finish.detail]
+    told = finish.detail.partition(":")[0]
+    fields = [told] if told in FIELDS else [name for name in EXCLUDING if getattr(params, name) != FIELDS[name].default]
+    return [finish.reason, finish.detail, fields]
 
 
 class Job:
@@ -40,6 +53,7 @@ class Job:
         self.task: asyncio.Task[None] | None = None
         self.turn: asyncio.Future[None] | None = None  # while it waits for its turn
         self.end: asyncio.Future[Completion] | None = None  # once the engine has it
+        self.params = SamplingParams()
         self.streamed = False
         self.aborted = False
 
@@ -63,7 +77,8 @@ class Jobs:
     def facts(self) -> dict[str, Any]:
         """What the HTTP side must know of the model, in plain data."""
         engine, tokenizer = self._engine, self._engine.tokenizer
-        source = "\n".join(getattr(engine.parts.template, "sources", {}).values())
+        template = engine.parts.template
+        source = "\n".join(getattr(template, "sources", {}).values())
         return {
             "name": engine.parts.name,
             "digest": engine.parts.digest,
@@ -72,8 +87,8 @@ class Jobs:
             "vocab": tokenizer.vocab_size,
             "hidden": engine.parts.backend.spec.hidden,
             "has_template": engine.has_template,
-            "template_tools": "tools" in source,
-            "template_calls": "tool_calls" in source,
+            "template_tools": template is not None and template.takes_tools,
+            "template_calls": template is not None and template.takes_calls,
             "tool_format": detect_format(source),
             "embeddings": hasattr(engine, "embed"),
             "control": [t for t in range(tokenizer.vocab_size) if tokenizer.is_control(t)],
@@ -108,7 +123,7 @@ class Jobs:
         except asyncio.CancelledError:
             raise
         except Gone:
-            self._done(Completion(message["id"], (), (), Usage(), Timings(), 0, self._engine.fingerprint))
+            self._done(Completion(message["id"], (), (), Usage(), Timings(), 0, self._engine.fingerprint), job.params)
         except Exception as error:
             problem = problem_of(error)
             if isinstance(error, BackendError):
@@ -124,7 +139,7 @@ class Jobs:
     # ------------------------------------------------------------------------------------------------------- generate
 
     async def _generate(self, job: Job, message: wire.Message) -> None:
-        params = SamplingParams.from_mapping(message["params"])
+        job.params = params = SamplingParams.from_mapping(message["params"])
         place = await self._wait_turn(job, message, params)
         try:
             await self._run(job, message, params)
@@ -182,7 +197,7 @@ class Jobs:
         if message.get("echo"):
             accepted["text"] = self._echo(message["prompt"])
         self._outbox.put(accepted)
-        self._done(await end)
+        self._done(await end, params)
 
     def _hear(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
         """What a step gave to all requests: their deltas leave in one message, their ends one by one, each from its own task."""
@@ -193,7 +208,7 @@ class Jobs:
                 continue
             if isinstance(item, Delta):
                 if job.streamed:
-                    deltas.append([request_id, self._delta(item)])
+                    deltas.append([request_id, self._delta(item, job.params)])
             elif isinstance(item, Completion):
                 job.end.set_result(item)
             else:
@@ -207,17 +222,17 @@ class Jobs:
         text: str = self._engine.tokenizer.decode(list(prompt), skip_special=False)
         return text
 
-    def _delta(self, delta: Delta) -> list[Any]:
-        finish = None if delta.finish is None else [delta.finish.reason, delta.finish.detail]
+    def _delta(self, delta: Delta, params: SamplingParams) -> list[Any]:
+        finish = None if delta.finish is None else spelled_finish(delta.finish, params)
         return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
 
-    def _done(self, completion: Completion) -> None:
+    def _done(self, completion: Completion, params: SamplingParams) -> None:
         usage, times = completion.usage, completion.timings
         self._outbox.put(
             {
                 "t": "done",
                 "id": completion.request_id,
-                "choices": [self._choice(c) for c in completion.choices],
+                "choices": [self._choice(c, params) for c in completion.choices],
                 "usage": [
                     usage.prompt_tokens,
                     usage.output_tokens,
@@ -250,12 +265,12 @@ class Jobs:
         named = {**receipt, "model": self._start["served_name"]}
         return {**named, "sha256": digest_of(named)}
 
-    def _choice(self, choice: Choice) -> dict[str, Any]:
+    def _choice(self, choice: Choice, params: SamplingParams) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": choice.text,
             "ids": list(choice.token_ids),
-            "finish": [choice.finish.reason, choice.finish.detail],
+            "finish": spelled_finish(choice.finish, params),
             "logprobs": self._logprobs(choice.logprobs),
             "explain": list(choice.explain),
             "score": choice.score,

@@ -31,6 +31,8 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "seed": "options.seed",
     "json_schema": "format",
     "response_format": "format",
+    "messages.name": "tool_name",
+    "messages.reasoning_content": "thinking",
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server.call import KEEP_ALIVE, Call, EventStream, Json, new_id, sse
-from verbatim.server.chat import Ask
+from verbatim.server.chat import Ask, template_options
 from verbatim.server.fields import RESPONSES
 from verbatim.server.generate import Piece, extras, finish_reason, floor, obfuscation, observe, pieces, spelled, usage_of
 from verbatim.server.problems import Problem
@@ -342,7 +342,7 @@ async def count(call: Call) -> Response:
     facts = call.state.facts
     tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
     messages = template_messages(chat["messages"], tools, facts)
-    template = {**(body.get("chat_template_kwargs") or {}), **({"tools": tools} if tools and facts["template_tools"] else {})}
+    template = {**template_options(body), **({"tools": tools} if tools and facts["template_tools"] else {})}
     call.submit("tokenize", messages=messages, template=template)
     (done,) = await call.results()
     return Json({"object": "response.input_tokens", "input_tokens": len(done["ids"])})

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.text.calls import repeats_call
+
 OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 PREAMBLE = (
     "You can call these functions:\n{tools}\n"
@@ -49,7 +51,10 @@ def template_messages(
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
         made: dict[str, Any] = {"role": role, "content": plain_text(message.get("content", message.get("refusal")))}
-        for key in ("name", "reasoning_content"):  # for templates that have a place for them
+        for key in (
+            "name",
+            "reasoning_content",
+        ):  # for templates that have a place for them; the others refuse them (text/chat.py)
             if key in message:
                 made[key] = message[key]
         calls = message.get("tool_calls") or []
@@ -68,6 +73,8 @@ def template_messages(
             made["content"] += "".join(f"{OPEN}\n{_spell(c['function'])}\n{CLOSE}" for c in calls)
         if "tool_call_id" in message and facts["template_calls"]:
             made["tool_call_id"] = message["tool_call_id"]
+        elif role == "tool" and repeats_call(messages, len(out)):
+            made.pop("name", None)  # the call, which is spelled out above it, has said it
         out.append(made)
     if tools and not facts["template_tools"]:
         _tell(out, tools)

@@ -77,8 +77,8 @@ class Budget:
             else:
                 elements += len(item)
                 if isinstance(item, dict):
-                    stack.extend(item.keys())
-                    stack.extend(item.values())
+                    stack.extend(dict.keys(item))  # a message that notes who looks at it (reads.py) is not looked at here
+                    stack.extend(dict.values(item))
                 else:
                     stack.extend(item)
             if elements > self._most or weight > MAX_VALUE:
@@ -92,7 +92,7 @@ class Budget:
             return len(value), 0
         if not isinstance(value, (list, tuple, dict)):
             return 0, 0
-        parts = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+        parts = [*dict.keys(value), *dict.values(value)] if isinstance(value, dict) else value
         sizes = [self._learn(part) for part in parts]
         found = sum(w for w, _ in sizes), len(parts) + sum(e for _, e in sizes)
         self._known[id(value)] = found

@@ -8,20 +8,26 @@ does by itself (a default system prompt, for instance) stays. `encode_chat` give
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError, VerbatimError
+from verbatim.text.calls import repeats_call
 from verbatim.text.control import ControlFinder, Shield
 from verbatim.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from verbatim.text.reads import Reads
 
 MAX_DEPTH = 64  # nesting of messages and tools
 PROBE_SECONDS = 0.1
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same thing
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+# Keys that need not be looked at: every template knows the first two; a call's id only says which result is whose, which their order says too;
+# and of calls and thoughts it is asked whether the template knows them at all, because models are meant to forget those of earlier turns.
+NOT_WATCHED = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 _PLAIN_TURN = [{"role": "user", "content": "Hello"}]
 
@@ -44,6 +50,7 @@ class ChatTemplate:
         self.sources: dict[str, str] = {"default": source, **(named or {})}
         self._special = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
         self._compiled = {"default": self._compile("default", source)}  # the others when first used
+        self._looked: dict[str, Reads] = {}
         self._takes_parts: dict[str, bool] = {}
         self._takes_nothing: dict[tuple[str, bool], bool] = {}
 
@@ -81,8 +88,7 @@ class ChatTemplate:
                 raise RequestError(
                     f"the template variable {key!r} is set by the engine; leave it out", param="chat_template_kwargs"
                 )
-        if tools and name != "tool_use" and not self._names("tools", quoted=False):
-            raise UnsupportedError("tools", "the model's chat template has no place for tools")
+        self._check_read(name, variables, tools, documents)
         chat = [self._message(shield, name, m, i) for i, m in enumerate(_listed(messages, "messages"))]
         values = {
             **self._special,
@@ -94,9 +100,26 @@ class ChatTemplate:
             else [_plain(d, shield, "documents") for d in _listed(documents, "documents")],
             "add_generation_prompt": add_generation_prompt and not continue_final,
         }
-        if not continue_final:
-            return self._run(name, values)
-        return self._continue(shield, name, values)
+        text = self._continue(shield, name, values) if continue_final else self._run(name, values)
+        for index, message in enumerate(chat):
+            _check_looked_at(message, index, messages)
+        return text
+
+    def _check_read(self, name: str, variables: Mapping[str, Any], tools: Any, documents: Any) -> None:
+        """What the template never takes would be dropped without a word."""
+        if tools and "tools" not in self._reads(name).variables:
+            raise UnsupportedError("tools", "the model's chat template has no place for tools")
+        if documents and "documents" not in self._reads(name).variables:
+            raise UnsupportedError(
+                "documents", "the model's chat template has no place for documents; write them into a message"
+            )
+        for key in variables:
+            if key not in (known := self._reads(name).variables):
+                own = ", ".join(sorted(known - {*RESERVED, *self._special})) or "none"
+                raise UnsupportedError(
+                    "chat_template_kwargs",
+                    f"the model's chat template never reads {str(key)[:60]!r}, so it would change nothing; leave it out (it reads: {own[:300]})",
+                )
 
     def _continue(self, shield: Shield, name: str, values: dict[str, Any]) -> str:
         """Render with a mark at the end of the last message, and cut there. A template that trims its messages trims this one too."""
@@ -135,7 +158,7 @@ class ChatTemplate:
             raise RequestError(f"{where} is {type(message).__name__}, not an object with a role", param="messages")
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{where} has no role", param="messages")
-        self._check_known(message, where)
+        self._check_known(name, message, where)
         content = message.get("content")
         if isinstance(content, (list, tuple)):
             texts = [_text_of(part, where) for part in content]
@@ -146,10 +169,16 @@ class ChatTemplate:
         elif not isinstance(content, str):
             raise RequestError(f"{where}.content is {type(content).__name__}, not text or a list of parts", param="messages")
         plain: dict[str, Any] = _plain(message, shield, where)
-        if plain.get("tool_calls") and not self._names("tool_calls", quoted=False):
-            raise UnsupportedError("messages", f"{where}.tool_calls: the model's chat template has no place for calls of tools")
+        if plain.get("tool_calls") and not self._reads(name).asks_for("tool_calls"):
+            raise UnsupportedError(f"{where}.tool_calls", "the model's chat template has no place for calls of tools")
         thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
-        return plain if thought is None else {"thinking": thought, **plain, "reasoning_content": thought}
+        if thought is not None:
+            if thought and not any(self._reads(name).asks_for(key) for key in REASONING):
+                own = next(key for key in REASONING if plain.get(key) is not None)
+                why = "the model's chat template has no place for thoughts; leave it out, or write it into content"
+                raise UnsupportedError(f"{where}.{own}", why)
+            plain = {"thinking": thought, **plain, "reasoning_content": thought}
+        return plain if all(key in NOT_WATCHED for key in plain) else _watched(plain)
 
     def _without_content(self, name: str, message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """A call of a tool, or a thought, needs no text beside it. A template that has not thought of that would write the word None into the
@@ -177,20 +206,34 @@ class ChatTemplate:
             self._takes_nothing[name, missing] = texts[0].count("None") == texts[1].count("None")
         return self._takes_nothing[name, missing]
 
-    def _check_known(self, message: Mapping[str, Any], where: str) -> None:
+    def _check_known(self, name: str, message: Mapping[str, Any], where: str) -> None:
         """Most templates write any role as it comes, and look at no key that they do not know: a typing error would be dropped without a word,
         or sent to the model as a speaker it has never heard of. So only usual ones pass, and those that the template itself names."""
         role = message["role"]
-        if role not in ROLES and not self._names(role, quoted=True):
+        if role not in ROLES and role not in self._reads(name).texts:
             raise RequestError(f"{where}.role is {role[:40]!r}; known are {', '.join(ROLES)}", param="messages")
         for key in message:
-            if key not in KEYS and not (isinstance(key, str) and self._names(key, quoted=False)):
+            if key not in KEYS and not (isinstance(key, str) and self._reads(name).asks_for(key)):
                 raise RequestError(f"{where} has the key {str(key)[:40]!r}; known are {', '.join(KEYS)}", param="messages")
 
-    def _names(self, word: str, *, quoted: bool) -> bool:
-        """Whether the template speaks of this word: as a text of its own, or in any way."""
-        form = rf"""(['"]){re.escape(word)}\1""" if quoted else rf"\b{re.escape(word)}\b"
-        return bool(word) and any(isinstance(s, str) and re.search(form, s) for s in self.sources.values())
+    @property
+    def takes_tools(self) -> bool:
+        """Whether there is a place for tools; the caller may else write them into a message."""
+        return "tools" in self._reads("tool_use" if "tool_use" in self.sources else "default").variables
+
+    @property
+    def takes_calls(self) -> bool:
+        """The same for calls that the model has made."""
+        names = [name for name in ("default", "tool_use") if name in self.sources]
+        return all(self._reads(name).asks_for("tool_calls") for name in names)
+
+    def _reads(self, name: str) -> Reads:
+        if name not in self._looked:
+            from verbatim.text.reads import reads_of
+
+            self._ready(name)  # which bounds it, and says what is wrong with it
+            self._looked[name] = reads_of(self.sources[name])
+        return self._looked[name]
 
     def _reads_parts(self, name: str) -> bool:
         """Whether the template understands content as a list of parts; found out by trying, once, when a list first comes."""
@@ -348,6 +391,21 @@ def _listed(value: Any, what: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise RequestError(f"{what} is {type(value).__name__}, not a list", param=what)
     return value
+
+
+def _watched(message: dict[str, Any]) -> dict[str, Any]:
+    from verbatim.text.reads import Watched
+
+    return Watched(message)
+
+
+def _check_looked_at(message: dict[str, Any], index: int, given: Sequence[Mapping[str, Any]]) -> None:
+    """After rendering: a key that the template did not look at has been dropped, unless it said nothing new."""
+    unseen = getattr(message, "unseen", None)
+    for key in unseen() if unseen is not None else ():
+        if key not in NOT_WATCHED and given[index].get(key) is not None and not (key == "name" and repeats_call(given, index)):
+            why = f"the model's chat template does not look at the {key} of such a message; leave it out, or write it into content"
+            raise UnsupportedError(f"messages[{index}].{key}", why)
 
 
 def _text_of(part: Any, where: str) -> str:

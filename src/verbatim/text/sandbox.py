@@ -402,13 +402,18 @@ def _check_power(left: Any, right: Any) -> None:
 _environment: list[ChatEnvironment] = []
 
 
+def chat_environment() -> ChatEnvironment:
+    """The one in which all templates live; made when first used."""
+    if not _environment:
+        _environment.append(ChatEnvironment())
+    return _environment[0]
+
+
 def compile_template(source: str) -> Template:
     """Parse, rewrite and compile. Raises whatever Jinja raises, and BudgetError."""
     if len(source) > MAX_SOURCE:
         raise BudgetError(f"the chat template is {len(source)} characters long; at most {MAX_SOURCE} are read")
-    if not _environment:
-        _environment.append(ChatEnvironment())
-    environment = _environment[0]
+    environment = chat_environment()
     with spending(Budget()):
         tree = _Harden().visit(environment.parse(source))
         current().tick(64)
