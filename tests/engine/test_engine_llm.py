@@ -506,6 +506,26 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
+def test_a_deep_prompt_comes_in_smaller_chunks_beside_a_stream() -> None:
+    """The engine tells the scheduler what depth costs in this model; the answer is the one that the prompt has alone."""
+    prompt, greedy = [7] * 300, SamplingParams(max_tokens=4, temperature=0)
+    with LLM.from_parts(fake_parts(), step_tokens=64, prefix_cache=False) as llm:
+        alone = llm.generate(prompt, greedy).token_ids
+        chunks: list[int] = []
+        execute = llm.core.backend.execute
+
+        def record(plan: Any) -> Any:
+            chunks.extend(len(s.tokens) for s in plan.sequences if len(s.tokens) > 1)
+            return execute(plan)
+
+        llm.core.backend.execute = record  # type: ignore[method-assign]
+        with llm.stream("abc", SamplingParams(max_tokens=900, ignore_eos=True)) as stream:
+            next(stream)
+            assert llm.generate(prompt, greedy).token_ids == alone
+        assert chunks[1] == 63
+        assert max(chunks[-9:]) == 2  # so narrow a model: at a depth of 280 attention is 30 times the matrices
+
+
 def test_every_mode_gives_the_same_answers() -> None:
     prompts = ["hello hello hello", "the quick brown fox " * 2]
     params = [SamplingParams(**{"max_tokens": 30, "seed": 8, **FIELDS[i % len(FIELDS)]}) for i in range(len(FIELDS))]

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan, TokenEvent
+from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 from verbatim.testing import FakeBackend, fake_spec, mix
@@ -26,6 +27,7 @@ class Rig:
         prefix_cache: bool = True,
         use_cache: bool = True,
         vocab: int = VOCAB,
+        cost: TokenCost | None = None,
     ) -> None:
         spec = fake_spec(vocab, windows=windows)
         counts = (blocks,) * len(spec.groups)
@@ -38,6 +40,7 @@ class Rig:
             prefix_cache=prefix_cache,
             use_cache=use_cache,
             prefix_key=b"test",
+            cost=cost,
         )
         self.drafts: dict[int, tuple[int, ...]] = {}
         self.backend = FakeBackend(spec, block_size=block_size, pipeline=False, canary=True, known=self._known)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from schedule_rig import Rig
 
+from verbatim.schedule.cost import TokenCost
+
 WINDOWS = [(None,), (None, 9), (6,), (None, 5, 17)]
 
 
@@ -26,8 +28,9 @@ class Traffic(RuleBasedStateMachine):
         max_running=st.sampled_from([1, 4, 8, 12]),
         prefix=st.booleans(),
         use_cache=st.sampled_from([True, True, True, False]),
+        cost=st.sampled_from([TokenCost(), TokenCost(30, 1), TokenCost(1, 5)]),
     )
-    def start(self, blocks, windows, step_tokens, max_running, prefix, use_cache) -> None:
+    def start(self, blocks, windows, step_tokens, max_running, prefix, use_cache, cost) -> None:
         self.rig = Rig(
             blocks=blocks,
             windows=windows,
@@ -35,6 +38,7 @@ class Traffic(RuleBasedStateMachine):
             max_running=max_running,
             prefix_cache=prefix,
             use_cache=use_cache,
+            cost=cost,
         )
         self.longest = blocks * 4 - 1
 

@@ -7,6 +7,7 @@ from schedule_rig import EOS, Rig
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.params import SamplingParams
+from verbatim.schedule.cost import ATTENTION_WEIGHT, TokenCost
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import Sequence
 
@@ -213,6 +214,63 @@ def test_two_long_prompts_share_the_step() -> None:
     for _ in range(10):
         rig.step()
     assert first.computed == second.computed == 160
+    rig.run()
+    rig.at_rest()
+
+
+def chunks_beside_a_writer(windows: tuple[int | None, ...], cost: TokenCost, depth: int = 900) -> list[tuple[int, int]]:
+    """(start, tokens) of a long prompt's chunks while another writes a token in every step."""
+    rig = Rig(blocks=400, step_tokens=33, windows=windows, cost=cost)
+    (writer,) = rig.add([1] * 4, 900, min_tokens=900)
+    rig.step()
+    (long,) = rig.add([9] * depth, 4)
+    chunks = []
+    while long.computed < depth:
+        known = len(writer.tokens)
+        rig.step()
+        assert len(writer.tokens) == known + 1
+        chunks += [(s.start, len(s.tokens)) for s in rig.plan.sequences if s.seq_id == long.id]
+    rig.abort(writer.id)
+    rig.run()
+    rig.at_rest()
+    return chunks
+
+
+def test_a_chunk_costs_the_same_at_every_depth_while_others_write() -> None:
+    """At depth 100 attention is as much work as the matrices, so the 32 tokens beside the writer become 16 there, 8 at 300, 4 at 700."""
+    chunks = chunks_beside_a_writer((None,), TokenCost(100 * ATTENTION_WEIGHT, 1))
+    assert chunks[0] == (0, 32)
+    assert all(n == max(1, 3200 // (100 + start)) for start, n in chunks[:-1])
+    assert {n for start, n in chunks if 690 < start <= 700} == {4}
+
+
+def test_depth_beyond_a_window_costs_nothing() -> None:
+    """One layer of two looks at 50 positions at most, the other at all: at 400 a token costs 100 + 50 + 400."""
+    chunks = chunks_beside_a_writer((None, 50), TokenCost(100 * ATTENTION_WEIGHT, 1))
+    assert all(n == max(1, 3200 // (100 + min(start, 50) + start)) for start, n in chunks[:-1])
+    windowed = chunks_beside_a_writer((50,), TokenCost(100 * ATTENTION_WEIGHT, 1))
+    assert {n for start, n in windowed[:-1] if start >= 50} == {3200 // 150}
+
+
+def test_alone_a_long_prompt_takes_whole_chunks() -> None:
+    rig = Rig(blocks=400, step_tokens=32, cost=TokenCost(1, 100))
+    (long,) = rig.add([9] * 900, 1)
+    assert computed(rig, long) == 900
+    assert rig.steps == -(-900 // 32)
+
+
+def test_depth_never_takes_the_last_token_from_anyone() -> None:
+    """However dear a token is, everyone who runs gets one in every step, and no step is longer than asked for."""
+    rig = Rig(blocks=400, step_tokens=8, cost=TokenCost(1, 100))
+    readers = [rig.add([i] * 60, 4, priority=-i)[0] for i in range(4)]
+    writers = [rig.add([20 + i] * 2, 300, min_tokens=300, priority=-9)[0] for i in range(4)]
+    while len(rig.scheduler.running) < 8:
+        rig.step()
+    while any(r.computed < 60 for r in readers):
+        rig.step()
+        assert {s.seq_id for s in rig.plan.sequences} >= {w.id for w in writers}
+    for writer in writers:
+        rig.abort(writer.id)
     rig.run()
     rig.at_rest()
 

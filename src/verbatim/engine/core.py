@@ -23,7 +23,9 @@ from verbatim.engine.job import Job, Output
 from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request, make_request
 from verbatim.observe.metrics import EngineMetrics
+from verbatim.observe.roofline import cost_card
 from verbatim.sampling.turns import SHARE
+from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
 
@@ -54,6 +56,7 @@ class EngineCore:
             max_running=config.max_running,
             prefix_cache=config.prefix_cache,
             use_cache=config.use_cache,
+            cost=_token_cost(backend),
         )
         info = backend.info
         made_of = "\0".join((parts.digest, info.name, info.numerics))
@@ -305,6 +308,11 @@ def _context(parts: Parts, config: EngineConfig) -> int:
     if config.context is not None and config.context > most:
         raise ParameterError("context", f"{config.context} is more than this model's {most} positions; ask for at most that")
     return config.context or most
+
+
+def _token_cost(backend: Any) -> TokenCost:
+    card = cost_card(backend.spec, backend.info)
+    return TokenCost(card.prompt_ops_token, card.ops_position // len(backend.spec.layers))
 
 
 def _processors() -> int:

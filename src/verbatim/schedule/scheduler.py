@@ -25,6 +25,8 @@ worth that many places in the queue. The rank never changes, so whoever waits is
  1. Running sequences come first, in order of rank. Each may use the step's budget but for one token for each one behind
     it: so everyone who writes gets a token in every step, and a long prompt takes what is left, a chunk at a time. While
     others have a prompt to read too, behind it or waiting, it takes only half of what is left: they begin within a step or two.
+    In company its tokens are paid for by their depth (schedule/cost.py), so that the step, and with it everybody's next token,
+    does not take longer the further the prompt has come. Alone it takes whole chunks.
  2. When blocks run out, the last in rank among the running is preempted. The first in rank is never preempted for another,
     and alone it fits (or was refused when it arrived): it always advances, so there is no livelock.
  3. Then waiting sequences start, in order of rank, while there is budget and their known tokens fit the cache.
@@ -41,6 +43,7 @@ from verbatim.base.records import CacheGroup, Drawn, Finish, SeqStep, StepPlan, 
 from verbatim.schedule.blocks import prove
 from verbatim.schedule.cache import Copies, PagedCache
 from verbatim.schedule.check import check_scheduler
+from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
 
@@ -61,6 +64,7 @@ class Scheduler:
         prefix_cache: bool = True,
         use_cache: bool = True,
         prefix_key: bytes | None = None,
+        cost: TokenCost | None = None,
     ) -> None:
         prefix = PrefixChain(block_size, prefix_key) if prefix_cache and use_cache else None
         self.cache = PagedCache(groups, blocks, block_size, prefix)
@@ -68,6 +72,7 @@ class Scheduler:
         self.step_tokens = step_tokens
         self.max_running = min(max_running, step_tokens)  # so that every running sequence has a place in every step
         self.use_cache = use_cache
+        self.cost = cost or TokenCost()
         self._plain = len(groups) == 1 and groups[0].window is None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # sorted by rank
@@ -166,13 +171,13 @@ class Scheduler:
                 step = self._plan_running(seq, len(seq.tokens) - seq.computed, budget - behind, copies)
             if step is not None:
                 steps.append(step)
-                budget -= len(step.tokens)
+                budget -= self._price(step)
         while budget > 0 and self.waiting:
             step = self._admit(budget, alone=not steps)
             if step is None:
                 break
             steps.append(step)
-            budget -= len(step.tokens)
+            budget -= self._price(step)
         if not steps:
             return None
         self._step += 1
@@ -235,13 +240,28 @@ class Scheduler:
             self._fork_siblings(seq)
 
     def _share(self, want: int, room: int, seq: Sequence) -> int:
-        """How much of the step a long prompt may take: all of it, or half where others have something to read as well."""
-        half = (room + 1) // 2
-        if want <= half:
+        """How many tokens of a long prompt the step may take: as many as `room` pays for at their depth, or half of them where
+        others have something to read as well. Alone it need not care how long the step takes."""
+        if want == 1:
             return room
-        at = bisect_left(self.running, seq.rank, key=_rank)
-        reading = any(len(s.tokens) - s.computed > 1 and not s.held for s in self.running[at + 1 :])
-        return half if reading or self._someone_could_start() else room
+        others = [s for s in self.running if s is not seq and not s.held]
+        starting = self._someone_could_start()
+        if not others and not starting:
+            return room
+        paid = max(1, room * self.cost.matrices // self.cost.at(seq.computed, self.cache.groups))
+        half = (paid + 1) // 2
+        if want <= half:
+            return paid
+        reading = any(len(s.tokens) - s.computed > 1 and s.rank > seq.rank for s in others)
+        return half if reading or starting else paid
+
+    def _price(self, step: SeqStep) -> int:
+        """What a step takes of the budget, in tokens at the start of a text. A text's next token and its drafts count once each, and so
+        does the one token that everybody gets: they have their place however deep they are."""
+        n = len(step.tokens)
+        if n in (1, step.draws):
+            return n
+        return -(-n * self.cost.at(step.start, self.cache.groups) // self.cost.matrices)
 
     def _someone_could_start(self) -> bool:
         first = next((s for s in self.waiting if not s.held), None)
