@@ -217,6 +217,24 @@ def test_doctor_names_everything_once(verbatim: Call) -> None:
     assert max(Counter(line[6:18].strip() for line in lines).values()) == 1
 
 
+@pytest.mark.native
+def test_doctor_refuses_an_instruction_set_that_is_not_there(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to say `ready (nonesuch by VERBATIM_ISA)`, and every run was refused."""
+    monkeypatch.setenv("VERBATIM_ISA", "nonesuch")
+    said = verbatim("doctor")
+    assert said.code == 1
+    [line] = [line for line in said.out.splitlines() if line.startswith("BAD")]
+    assert "VERBATIM_ISA=nonesuch is not one of scalar" in line
+    assert "unset it" in line
+    version = verbatim("version").out
+    assert "ready (nonesuch" not in version
+    assert "VERBATIM_ISA=nonesuch is not one of" in version
+    monkeypatch.setenv("VERBATIM_ISA", "scalar")
+    said = verbatim("doctor")
+    assert "ready (scalar by VERBATIM_ISA" in said.out
+    assert "BAD" not in said.out
+
+
 def test_half_characters_are_shown_as_bytes(verbatim: Call, tiny: Path) -> None:
     with LLM(tiny) as llm:
         [half] = [t for t in range(llm.tokenizer.vocab_size) if llm.tokenizer.token_bytes(t) == b"\xf0"]

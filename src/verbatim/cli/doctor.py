@@ -14,7 +14,7 @@ import click
 
 from verbatim.cli.options import Command, Option
 from verbatim.cli.screen import GREEN, RED, YELLOW, paint, write_json
-from verbatim.cli.version import cpu_facts, cuda_facts
+from verbatim.cli.version import NO_CUDA, cpu_facts
 
 EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib"}
 Finding = tuple[str, str, str]  # good | note | bad, what, the finding
@@ -38,9 +38,9 @@ def command(as_json: bool) -> int:
 def findings() -> Iterator[Finding]:
     yield "good" if sys.version_info >= (3, 11) else "bad", "python", sys.version.split()[0]
     yield "good", "cores", f"{_cores()} usable"
-    ready, text = cpu_facts()
-    yield "good" if ready else "note", "cpu kernels", text
-    yield "note", "cuda", cuda_facts()
+    state, text = cpu_facts()
+    yield state, "cpu kernels", text
+    yield "note", "cuda", NO_CUDA
     for extra, package in EXTRAS.items():
         try:
             yield "good", extra, f"{package} {version(package)}"

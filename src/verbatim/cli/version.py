@@ -13,6 +13,8 @@ from verbatim import __version__
 from verbatim.cli.options import Command, Option
 from verbatim.cli.screen import write_json
 
+NO_CUDA = "not part of this release"
+
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
@@ -34,28 +36,34 @@ def command(as_json: bool) -> None:
 def facts() -> dict[str, Any]:
     import numpy
 
-    cpu_ok, cpu = cpu_facts()
+    state, cpu = cpu_facts()
     return {
         "version": __version__,
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
-        "backends": {"cpu": cpu, "cuda": cuda_facts(), "reference": "ready (NumPy; slow, the specification)"},
-        "default_backend": "cpu" if cpu_ok else "reference",
+        "backends": {"cpu": cpu, "cuda": NO_CUDA, "reference": "ready (NumPy; slow, the specification)"},
+        "default_backend": "reference" if state == "note" else "cpu",
     }
 
 
-def cpu_facts() -> tuple[bool, str]:
-    """Whether the native kernels are there, and the instruction set or the reason."""
+def cpu_facts() -> tuple[str, str]:
+    """good: the native kernels are there; note: they are not, and the reference runs; bad: they were asked for what this machine lacks.
+    With the instruction set or the reason."""
     from importlib import import_module
 
     try:
         native: Any = import_module("verbatim.backend.cpu._native")
     except ImportError as error:
-        return False, f"not built: {_reason() or error}; install a C++ compiler and install verbatim again"
-    forced = os.environ.get("VERBATIM_ISA", "")
+        return "note", f"not built: {_reason() or error}; install a C++ compiler and install verbatim again"
+    forced, runs = os.environ.get("VERBATIM_ISA", ""), native.isas()
+    if forced and forced not in runs:
+        return (
+            "bad",
+            f"VERBATIM_ISA={forced} is not one of {', '.join(runs)}, which this machine runs; unset it, or set it to one of those",
+        )
     chosen = f"{forced} by VERBATIM_ISA" if forced else native.best_isa()
-    return True, f"ready ({chosen}; this machine runs {', '.join(native.isas())})"
+    return "good", f"ready ({chosen}; this machine runs {', '.join(runs)})"
 
 
 def _reason() -> str:
@@ -65,18 +73,3 @@ def _reason() -> str:
         return str(import_module("verbatim.backend.cpu._build").REASON)
     except ImportError:
         return ""
-
-
-def cuda_facts() -> str:
-    """Without importing PyTorch: that takes seconds, and `version` should not."""
-    from importlib.util import find_spec
-
-    try:
-        present = find_spec("verbatim.backend.cuda") is not None
-    except ModuleNotFoundError:
-        present = False
-    if not present:
-        return "not part of this release"
-    return (
-        "PyTorch is installed; opened on demand" if find_spec("torch") else "PyTorch is missing; pip install verbatim-llm[cuda]"
-    )
