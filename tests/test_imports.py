@@ -39,9 +39,6 @@ USES_FAKES = {"server/engine_process.py"}  # the engine's own process, which a t
 
 # big libraries -> the rooms that may import them, and only inside a function or in a module loaded for that purpose
 HEAVY: dict[str, tuple[str, ...]] = {
-    "torch": ("backend/cuda",),
-    "triton": ("backend/cuda",),
-    "ray": ("backend", "engine", "server"),
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server", "cli"),
@@ -59,6 +56,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "matplotlib": ("cli", "observe"),
 }
 NEVER = {
+    "torch",
     "transformers",
     "gguf",
     "pickle",
@@ -181,8 +179,6 @@ def test_import_verbatim_is_light() -> None:
 def test_what_is_not_used_is_not_loaded(statement: str) -> None:
     optional = {
         "torch",
-        "triton",
-        "ray",
         "fastapi",
         "starlette",
         "uvicorn",

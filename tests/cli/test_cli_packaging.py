@@ -48,10 +48,27 @@ def test_version_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) 
     note.REASON = "no C++ compiler was found when it was installed"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._native", None)
     monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._build", note)
-    ready, text = cpu_facts()
-    assert not ready
+    state, text = cpu_facts()
+    assert state == "note"  # the reference backend runs all the same
     assert "no C++ compiler was found" in text
     assert "install verbatim again" in text
+
+
+def test_every_extra_brings_something_that_the_sources_import() -> None:
+    """Nobody should wait for gigabytes that nothing uses. `dev` is for the tests."""
+    import re
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py") if "rivals" not in path.parts]
+    said = [path.read_text() for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]]
+    for name, packages in extras.items():
+        for package in packages if name != "dev" else ():
+            module = re.split(r"[^A-Za-z0-9_]", package)[0]
+            used = re.compile(rf"^\s*(import|from) {module}\b", re.MULTILINE)
+            assert any(used.search(text) for text in sources), f"the extra {name} brings {module}, which nothing imports"
+    offered = {extra for text in [*sources, *said] for extra in re.findall(r"verbatim-llm\[([a-z]+)\]", text)}
+    assert offered <= set(extras), "an extra is recommended that does not exist"
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
