@@ -28,6 +28,7 @@ from verbatim.speculate.head import DEEPEST, HeadProposer
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
+from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.quantise import quantise
 from verbatim.weights.tensor import Tensor
@@ -100,6 +101,21 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
 
 
+def with_block_scale(name: str, block: int, scale: float) -> Callable[[Path], None]:
+    """A file whose matrix `name` has one block of a scale that no training writes."""
+
+    def spoil(path: Path) -> None:
+        write_head(path, trained())
+        source = read_gguf(path)
+        tensors = [Tensor(t.name, t.type, t.shape, t.data.copy()) for t in source.tensors.values()]
+        [matrix] = [t for t in tensors if t.name == name]
+        matrix.data.reshape(-1, 18)[block, :2].view("<f2")[:] = scale
+        path.unlink()
+        write_gguf(path, source.metadata, tensors)
+
+    return spoil
+
+
 NOT_A_NUMBER = np.where(np.arange(HIDDEN) == 7, np.nan, 1).astype(np.float32)
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "another architecture": (lambda p: write_head(p, trained(), **{"general.architecture": "llama"}), "no draft head"),
@@ -117,6 +133,8 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "a short scale": (changed(keep=np.ones(HIDDEN - 1, np.float32)), "scale"),
     "a scale that is no number": (changed(out=NOT_A_NUMBER), "scale"),
     "an endless scale": (changed(word_scale=NOT_A_NUMBER * np.inf), "scale"),
+    "a block's scale that is no number": (with_block_scale("up", 17, np.nan), "tensor up: block 17 .* get it again"),
+    "an endless scale of a block": (with_block_scale("down", 3, -np.inf), "tensor down: block 3 .* get it again"),
     "a word beyond the vocabulary": (changed(words=np.array([1, VOCAB])), "words outside the model's 260"),
     "a word far beyond": (with_words([1, 2**63 + 5]), "words outside"),
     "a word below zero": (changed(words=np.array([-1, 5])), "words outside the model's 260"),

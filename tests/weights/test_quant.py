@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.quant import dequantise, nbytes, quantise, requantise
+from verbatim.weights.quant import broken_block, dequantise, nbytes, quantise, requantise
 from verbatim.weights.quantise import WRITABLE
 from verbatim.weights.tensor import BLOCKS, Tensor
 
@@ -48,6 +48,23 @@ def test_reading_equals_the_gguf_package(kind: str) -> None:
         theirs = oracle.quants.dequantize(raw, their_type(kind))
     np.testing.assert_array_equal(ours.view(np.uint32), theirs.reshape(ours.shape).view(np.uint32))
     assert np.isfinite(ours).mean() > 0.8  # or the comparison would say little
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_block_is_broken_where_its_values_are_not_numbers(kind: str) -> None:
+    """By the values themselves: whatever a format's scales are and wherever they lie, one that is not finite spoils its block."""
+    values, size = BLOCKS[kind]
+    raw = np.random.default_rng(3).integers(0, 256, (60_000 if values == 1 else 4000, size), dtype=np.uint8)
+    if kind == "q8_k":
+        raw[:, 3] = np.where(raw[:, 3] % 32 == 0, 0x7F, 0x3F)  # an exponent of all ones, or a middling one: no overflow of d * q
+        raw[:, 2] |= 0x80
+    spoilt = ~np.isfinite(dequantise(kind, raw, (len(raw), values))).all(axis=1)
+    assert spoilt.any()
+    assert broken_block(Tensor("w", kind, (len(raw), values), raw.reshape(-1))) == int(np.argmax(spoilt))
+    good = np.ascontiguousarray(raw[~spoilt])
+    assert broken_block(Tensor("w", kind, (len(good), values), good.reshape(-1))) is None
+    for block in raw[spoilt][:50]:
+        assert broken_block(Tensor("w", kind, (1, values), block)) == 0
 
 
 def test_q8_k_by_its_definition() -> None:

@@ -22,6 +22,7 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.model.load import Model
 from verbatim.weights.gguf import read_gguf
+from verbatim.weights.quant import broken_block
 from verbatim.weights.tensor import Tensor
 
 ARCHITECTURE = "verbatim-draft-head"
@@ -62,6 +63,13 @@ def read_head(path: str | Path, model: Model) -> DraftHead:
     inner = down.shape[-1]
     if up.shape != (2 * inner, 2 * hidden) or down.shape != (hidden, inner) or hidden % 32 or inner % 32:
         raise ModelError(f"a draft head for states of {up.shape[-1] // 2}, and the model's are of {hidden}", file=file)
+    for matrix in (up, down):
+        if (block := broken_block(matrix)) is not None:
+            raise ModelError(
+                f"tensor {matrix.name}: block {block} has a scale that is not a finite number; the file is damaged: get it again, or "
+                "leave the draft head out (speculate without head)",
+                file=file,
+            )
     scales = {name: np.ascontiguousarray(source.tensors[name].to_f32().reshape(-1), np.float32) for name in SCALES}
     if any(s.size != hidden or not np.isfinite(s).all() for s in scales.values()):
         raise ModelError("a scale of the draft head does not fit, or is not a finite number", file=file)

@@ -27,7 +27,7 @@ from verbatim.base.errors import ModelError
 from verbatim.weights.quantise import quantise
 from verbatim.weights.tensor import BLOCKS, Tensor
 
-__all__ = ["dequantise", "nbytes", "quantise", "requantise"]
+__all__ = ["broken_block", "dequantise", "nbytes", "quantise", "requantise"]
 
 _CHUNK_VALUES = 1 << 18  # values converted at a time: temporaries stay in the cache, and the peak is the result plus a few MiB
 
@@ -83,6 +83,41 @@ def requantise(tensor: Tensor, type: str) -> Tensor:
     except ModelError as error:
         raise ModelError(f"weight {tensor.name!r} cannot be turned into {type}: {error.message}") from None
     return Tensor(tensor.name, type, tensor.shape, out.reshape(-1))
+
+
+# where the floats of a block lie, in bytes; the plain types are nothing else
+_SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "f32": ("<f4", (0,)),
+    "f16": ("<f2", (0,)),
+    "bf16": ("<u2", (0,)),
+    "q4_0": ("<f2", (0,)),
+    "q4_1": ("<f2", (0, 2)),
+    "q5_0": ("<f2", (0,)),
+    "q5_1": ("<f2", (0, 2)),
+    "q8_0": ("<f2", (0,)),
+    "q2_k": ("<f2", (80, 82)),
+    "q3_k": ("<f2", (108,)),
+    "q4_k": ("<f2", (0, 2)),
+    "q5_k": ("<f2", (0, 2)),
+    "q6_k": ("<f2", (208,)),
+    "q8_k": ("<f4", (0,)),
+}
+
+
+def broken_block(tensor: Tensor) -> int | None:
+    """The first block that holds a NaN or an infinity (a scale, or the value itself of a plain type); None: all are numbers.
+
+    It reads the whole weight, at some 6 GB/s: right for a small file, a tenth of the loading of a large one."""
+    kind, places = _SCALES[tensor.type]
+    width = np.dtype(kind).itemsize
+    words = tensor.data.view(kind).reshape(-1, BLOCKS[tensor.type][1] // width)
+    found: list[int] = []
+    for place in places:
+        column = words[:, place // width]
+        good = (column & np.uint16(0x7F80)) != 0x7F80 if tensor.type == "bf16" else np.isfinite(column)
+        if not good.all():
+            found.append(int(np.argmin(good)))
+    return min(found, default=None)
 
 
 # ------------------------------------------------------------------------------------- one function for each type
