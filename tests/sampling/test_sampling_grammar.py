@@ -680,6 +680,8 @@ def test_a_schema_inside_a_grammar_is_held_to_the_same_rule() -> None:
     with pytest.raises(UnsupportedError, match="requierd") as caught:
         build(grammar='start: %json {"requierd": ["a"]}')
     assert caught.value.param == "grammar"
+    with pytest.raises(ParameterError, match=r"grammar: %json: the key 'type' is there twice"):
+        build(grammar='start: %json {"type": "integer", "type": "null"}')
 
 
 def test_sizes_are_limited() -> None:

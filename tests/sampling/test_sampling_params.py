@@ -95,6 +95,11 @@ def test_limits_are_shown_as_they_are() -> None:
         ("top_p", 0.0, "top_p: 0.0 must be above 0"),
         ("top_k", 10**5000, "top_k: a number of thousands of digits is above 2147483647"),
         ("json_schema", CYCLE, "json_schema: contains itself, and so has no end; it cannot be written as JSON"),
+        (
+            "json_schema",
+            '{"type": "object", "properties": {"a": {"type": "null", "type": "string"}}}',
+            "json_schema: is not valid JSON: the key 'type' is there twice in one object",
+        ),
     ):
         with pytest.raises(ParameterError) as caught:
             SamplingParams.from_mapping({name: value})

@@ -84,6 +84,9 @@ def test_a_batch_answers_every_line_as_the_server_would_and_resumes(fake: Any, t
         '{"custom_id": "a", "url": "/v1/files", "body": {}}',
         line("a", prompt="x") + "\n" + line("a", prompt="y"),
         line("a", prompt="x", stream=True),
+        line("a", prompt="x").replace('"seed": 7', '"seed": 7, "seed": 8'),
+        line("a", prompt="x").replace('"method"', '"mode": 1, "method"'),
+        "[" * 100_000,
     ],
 )
 def test_a_wrong_batch_file_is_refused_before_anything_runs(tmp_path: Path, text: str) -> None:

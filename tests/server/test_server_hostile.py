@@ -413,6 +413,18 @@ def test_a_field_at_fault_has_the_clients_own_name_even_at_the_end(fake: Any) ->
     assert error == answer["error"]
 
 
+def test_a_prompt_that_is_too_long_has_the_clients_own_name(fake: Any) -> None:
+    long = "x" * 4090  # with the template's words around it more than the context, and not so much that it is refused unread
+    for path, name, value in (
+        ("/v1/completions", "prompt", long + "x" * 10),
+        ("/v1/chat/completions", "messages", [{"role": "user", "content": long}]),
+        ("/v1/responses", "input", long),
+        ("/v1/messages", "messages", [{"role": "user", "content": long}]),
+    ):
+        status, answer = send(fake, path, json.dumps({**BASE[path], name: value}))
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", name)
+
+
 def raw(fake: Any, data: bytes) -> bytes:
     with socket.create_connection(("127.0.0.1", fake.port), timeout=20) as sock:
         sock.sendall(data)

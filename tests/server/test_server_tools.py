@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -219,6 +220,62 @@ def test_a_forced_call_is_always_valid(fake: Any, stream: bool, choice: Any) -> 
         assert made["finish_reason"] == "tool_calls"
     assert call["function"]["name"] == "get_weather"
     assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
+
+
+ODD = {  # what a model, or a client that sends it back, may write as arguments -> as it must arrive; None: it is no JSON, and stays text
+    '{"x": "\\ud800"}': '{"x": "\\ud800"}',
+    '{"x": 1, "x": 2}': '{"x": 1, "x": 2}',
+    '{"x": {"y": 1, "y": "\\ud800é"}}': '{"x": {"y": 1, "y": "\\ud800\\u00e9"}}',
+    '{"x": "é\\u00e9"}': '{"x": "éé"}',
+    '{"x": 1000000000000000000000000}': '{"x": 1000000000000000000000000}',
+    '{"x": NaN}': None,
+    '{"x": -Infinity}': None,
+    '{"x": 1e999}': None,
+    '{"x": ' + "[" * 100 + "]" * 100 + "}": None,
+}
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("arguments", ODD)
+def test_odd_arguments_lose_nothing_and_cost_no_5xx(fake: Any, arguments: str) -> None:
+    """A `choice` makes the model of random numbers write just this."""
+    text = '<tool_call>\n{"name": "f", "arguments": ' + arguments + "}\n</tool_call>"
+    tool = {"name": "f", "parameters": {"type": "object"}}
+    talk = [{"role": "user", "content": "x"}]
+    ask = {"choice": [text], "messages": talk, "tools": [{"type": "function", "function": tool}], "max_tokens": 400}
+    whole = fake.post("/v1/chat/completions", ask)
+    assert whole.status_code == 200
+    message = whole.json()["choices"][0]["message"]
+    deltas = [c["delta"] for e in fake.events("/v1/chat/completions", ask)[:-1] for c in e["choices"]]
+    streamed = [call["function"]["arguments"] for d in deltas for call in d.get("tool_calls", ())]
+    if ODD[arguments] is None:
+        assert message["content"] == "".join(d.get("content", "") for d in deltas) == text
+        assert not streamed
+    else:
+        assert [call["function"]["arguments"] for call in message["tool_calls"]] == streamed == [ODD[arguments]]
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    back = fake.post(
+        "/v1/chat/completions", {"messages": [*talk, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+    )
+    assert back.status_code == 200
+
+
+@pytest.mark.parametrize("arguments", ODD)
+def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
+    from verbatim.server import anthropic, wire
+
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    talk = [{"role": "assistant", "tool_calls": [call]}]
+    (made,) = template_messages(talk, [], ALL_TOOLS)
+    (spelled,) = template_messages(talk, [], NO_TOOLS)
+    frame = wire.pack({"t": "submit", "messages": [made, spelled]})
+    sent = made["tool_calls"][0]["function"]["arguments"]
+    assert msgpack.unpackb(frame[4:])["messages"][0] == made
+    assert sent == arguments or json.loads(arguments) == sent
+    read = read_calls('{"name": "f", "arguments": ' + arguments + "}", {"f"})
+    assert [c.arguments for c in read] == ([] if ODD[arguments] is None else [ODD[arguments]])
+    for c in read:
+        assert json.dumps(anthropic.written(c.arguments)) == ODD[arguments].replace("é", "\\u00e9")  # type: ignore[union-attr]
 
 
 @pytest.mark.server

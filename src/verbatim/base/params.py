@@ -398,7 +398,7 @@ def _schema(name: str, rule: Field, value: Any) -> str:
     """Schemas are kept as canonical JSON text, so that the record stays hashable and can cross a process."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = json.loads(value, object_pairs_hook=no_key_twice)
         except RecursionError:
             raise ParameterError(name, "is nested too deeply") from None
         except ValueError as error:
@@ -417,6 +417,16 @@ def _schema(name: str, rule: Field, value: Any) -> str:
     except TypeError as error:
         raise ParameterError(name, f"cannot be written as JSON: {error}") from None
     return text
+
+
+def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: Python would keep the last of two values, and drop the other without a word."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice[:40]!r} is there twice in one object")
+    return out
 
 
 def _show(value: Any) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from verbatim.base.errors import BackendError, ModelError, ParameterError
+from verbatim.base.params import no_key_twice
 from verbatim.cli.options import Command, Option, engine_of, engine_options, model_options
 from verbatim.cli.screen import note
 
@@ -86,15 +87,19 @@ def read_requests(path: Path) -> list[Line]:
             if not text.strip():
                 continue
             try:
-                line = json.loads(text)
-            except ValueError:
+                line = json.loads(text, object_pairs_hook=no_key_twice)
+            except (json.JSONDecodeError, RecursionError):
                 raise ParameterError("IN", f"line {number} is not JSON") from None
+            except ValueError as error:
+                raise ParameterError("IN", f"line {number}: {error}") from None
             if (
                 not isinstance(line, dict)
                 or not isinstance(line.get("custom_id"), str)
                 or not isinstance(line.get("body"), dict)
             ):
                 raise ParameterError("IN", f"line {number} needs custom_id (a string) and body (an object)")
+            if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
+                raise ParameterError("IN", f"line {number}: no such key of a request: {min(unknown)[:40]!r}")
             if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
                 raise ParameterError("IN", f"line {number}: method must be POST and url one of {', '.join(URLS)}")
             if line["custom_id"] in seen:

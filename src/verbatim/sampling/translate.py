@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
+from verbatim.base.params import no_key_twice
 from verbatim.sampling.finite import endless
 from verbatim.sampling.schema import check_schema
 
@@ -82,9 +83,11 @@ def _grammar_text(grammar: str) -> str:
         raise UnsupportedError("grammar", "the attribute `temperature` inside a grammar is not offered; set the parameter")
     for found in re.finditer(r"%json\s*(?=[{])", grammar):  # schemas inside a grammar are held to the same rule
         try:
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
-        except ValueError:
+            schema, _ = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(grammar, found.end())
+        except json.JSONDecodeError:
             continue  # llguidance will say what is wrong with it
+        except ValueError as error:
+            raise ParameterError("grammar", f"%json: {error}") from None
         check_schema(schema, "grammar")
     return str(LLMatcher.grammar_from_lark(grammar))
 

@@ -15,6 +15,7 @@ from verbatim.server.call import Call, EventStream, Json, new_id, sse
 from verbatim.server.chat import Ask
 from verbatim.server.fields import MESSAGES
 from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation, usage_of
+from verbatim.server.jsons import written
 from verbatim.server.problems import Problem
 from verbatim.server.tools import plain_text, template_messages
 
@@ -140,7 +141,7 @@ class Answer:
         choice = done["choices"][0]
         text, calls = self.ask.read(choice["text"])
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() or not calls else []
-        content += [{"type": "tool_use", "id": c.id, "name": c.name, "input": json.loads(c.arguments)} for c in calls]
+        content += [{"type": "tool_use", "id": c.id, "name": c.name, "input": written(c.arguments)} for c in calls]
         observe(self.call)
         made = {**self.base, "content": content, **self.stop(choice["finish"], bool(calls)), "usage": self.usage()}
         return Json({**made, **self.own()})

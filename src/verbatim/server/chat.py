@@ -57,6 +57,10 @@ class Ask:
         self.call = call
         self.body = body
         self.names = {"messages": "messages", **(names or {})}
+        self.names = {
+            "prompt": self.names["messages"],
+            **self.names,
+        }  # what the engine calls the prompt is made of the messages
         self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from verbatim.server.fields import ANY_QUERY, PROTOCOLS, QUERIES, Rule
+from verbatim.server.jsons import depth_of, has_huge
 from verbatim.server.problems import Problem
 
 
@@ -30,7 +31,7 @@ def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
         raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}") from None
     except ValueError as error:  # bad UTF-8, bad JSON, NaN, a number of thousands of digits
         raise _unreadable(raw, error) from None
-    if _depth(data, max_depth) > max_depth:
+    if depth_of(data, max_depth) > max_depth:
         raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}")
     if b"\\u" in raw or b"\\U" in raw:  # only an escape can make half a surrogate pair
         try:
@@ -126,17 +127,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _depth(data: Any, limit: int) -> int:
-    """Level by level, without recursion, and no further than the limit."""
-    level, depth = [data], 0
-    while level and depth <= limit:
-        level = [
-            v for item in level if isinstance(item, (dict, list)) for v in (item.values() if isinstance(item, dict) else item)
-        ]
-        depth += 1
-    return depth
-
-
 OF_ANOTHER_KIND = (
     "string_type",
     "int_type",
@@ -208,7 +198,7 @@ def check(route: str, data: Any) -> dict[str, Any]:
     except RecursionError:
         raise Problem("json_too_deep", "the body is nested too deeply") from None
     for name, value in given.items():
-        if _has_huge(value):
+        if has_huge(value):
             raise Problem("invalid_parameter", f"{name}: holds a whole number of more than 64 bits", param=name)
     return given
 
@@ -229,18 +219,6 @@ def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> di
             raise Problem("invalid_parameter", f"{name[:64]}: {value[:40]!r} is not its form; {rule.help}", param=name[:64])
         given[name] = value
     return given
-
-
-def _has_huge(value: Any) -> bool:
-    """Schemas and arguments are free-form JSON; what is passed on must fit the messages between the processes."""
-    level = [value]
-    while level:
-        if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):
-            return True
-        level = [
-            v for item in level if isinstance(item, (dict, list)) for v in (item.values() if isinstance(item, dict) else item)
-        ]
-    return False
 
 
 def _asks_nothing(rule: Rule, value: Any) -> bool:

@@ -18,7 +18,7 @@ from verbatim.server.call import Call, EventStream, Json, new_id
 from verbatim.server.chat import Ask
 from verbatim.server.fields import OLLAMA_CHAT
 from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation
-from verbatim.server.jsons import dumps
+from verbatim.server.jsons import dumps, written
 from verbatim.server.problems import Problem
 
 # Ollama's option -> ours
@@ -89,7 +89,7 @@ class Answer:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [
-                {"id": c.id, "function": {"name": c.name, "arguments": json.loads(c.arguments)}} for c in calls
+                {"id": c.id, "function": {"name": c.name, "arguments": written(c.arguments)}} for c in calls
             ]
         return {**head, "message": message, "done": done}
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.server.jsons import sound, spelled, written
 from verbatim.text.calls import repeats_call
 
 OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
@@ -90,9 +91,10 @@ def _tell(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) ->
 
 
 def _object(arguments: str) -> Any:
+    """Arguments as templates want them; those that could not be handed on without loss stay the text that they are."""
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
+        return sound(arguments)
+    except ValueError:
         return arguments
 
 
@@ -151,19 +153,22 @@ def call_or_text(tools: Sequence[Mapping[str, Any]], form: str, *, single: bool,
 def read_calls(text: str, names: set[str]) -> list[Call]:
     """Calls in a piece of JSON: an object or a list of objects with a known name and an object of arguments. [] if it is anything else."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
+        data = written(text)
+    except ValueError:
         return []
     calls = []
     for item in data if isinstance(data, list) else [data]:
         if not isinstance(item, dict) or item.get("name") not in names:
             return []
         arguments = item.get("arguments", item.get("parameters", {}))
-        if isinstance(arguments, str):
-            arguments = _object(arguments)
+        if isinstance(arguments, str):  # some models write them as a text
+            try:
+                arguments = written(arguments)
+            except ValueError:
+                return []
         if not isinstance(arguments, dict):
             return []
-        calls.append(Call(item["name"], json.dumps(arguments, ensure_ascii=False)))
+        calls.append(Call(item["name"], spelled(arguments)))
     return calls
 
 
