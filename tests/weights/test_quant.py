@@ -56,7 +56,8 @@ def test_a_block_is_broken_where_its_values_are_not_numbers(kind: str) -> None:
     values, size = BLOCKS[kind]
     raw = np.random.default_rng(3).integers(0, 256, (60_000 if values == 1 else 4000, size), dtype=np.uint8)
     if kind == "q8_k":
-        raw[:, 3] = np.where(raw[:, 3] % 32 == 0, 0x7F, 0x3F)  # an exponent of all ones, or a middling one: no overflow of d * q
+        # an exponent of all ones, or a middling one: no overflow of d * q
+        raw[:, 3] = np.where(raw[:, 3] % 32 == 0, 0x7F, 0x3F)
         raw[:, 2] |= 0x80
     spoilt = ~np.isfinite(dequantise(kind, raw, (len(raw), values))).all(axis=1)
     assert spoilt.any()
