@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verbatim.backend.protocol import Backend
 from verbatim.base.params import SamplingParams
+from verbatim.base.records import Drawn, SeqResult, StepPlan, StepResult
 from verbatim.speculate.adapt import DEBT, LEAST, PRIOR, SHARE, START, Acceptance, Speculator, StepCost, draft_length
+from verbatim.speculate.draft import DraftProposer
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.speculate.suffix import SuffixAutomaton, SuffixProposer
@@ -76,6 +81,26 @@ def test_nothing_is_guessed_behind_the_end_of_a_text() -> None:
     assert speculator.drafts([view(text)]) == {0: (7, 8, 99, 3, 4, 5, 6, 7, 8, 99, 3, 4, 5, 6, 7)}
     assert speculator.drafts([view(text, seq_id=1)._replace(ends={99: "eos"})]) == {1: (7, 8, 99)}
     assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).until((99,)) == Draft((7, 99), "head", 0, (0.9, 0.8))
+
+
+class Counting:
+    """A model that writes 11, 12, 13 and so on: each token is one more than the one before."""
+
+    block_size = 16
+
+    def block_bytes(self) -> tuple[int, ...]:
+        return (1,)
+
+    def allocate(self, blocks: tuple[int, ...]) -> None: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return StepResult(plan.step, tuple(SeqResult(s.seq_id, (Drawn(s.tokens[-1] + 1, 0.0),)) for s in plan.sequences))
+
+
+def test_a_draft_model_stops_where_it_ends_the_text() -> None:
+    proposer = DraftProposer(cast("Backend", Counting()), blocks=8)
+    found = proposer.propose([view([10]), view([10], seq_id=1)._replace(ends={12: "eos"})], 5)
+    assert [found[i].tokens for i in (0, 1)] == [(11, 12, 13, 14, 15), (11, 12)]
 
 
 def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> None:

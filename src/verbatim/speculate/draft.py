@@ -53,7 +53,7 @@ class DraftProposer:
                 live.append(view)
         self._catch_up(live)
         for depth in range(limit):
-            live = [view for view in live if depth < view.room]
+            live = [view for view in live if depth < view.room and guesses.get(view.seq_id, (-1,))[-1] not in view.ends]
             if not live:
                 break
             for view, token in zip(live, self._draw(live, guesses), strict=True):
