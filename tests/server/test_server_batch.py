@@ -150,3 +150,59 @@ def test_a_changed_receipt_is_noticed(fake: Any) -> None:
     forged = {**receipt, "params": {"no_such": 1}}
     with pytest.raises(ParameterError, match="no_such"):
         read_receipt({**forged, "sha256": digest_of(forged)})
+
+
+# ------------------------------------------------------------------------------------------------------------- explanations
+
+
+def explanations(fake: Any, path: str, body: dict[str, Any], stream: bool) -> list[dict[str, Any]]:
+    """The records of an answer of any route, as it is or streamed."""
+    if not stream:
+        answer = fake.post(path, body).json()
+        return list(answer["explain"] if path == "/v1/responses" else answer["choices"][0]["explain"])
+    events = [e for e in fake.events(path, body) if e != "[DONE]"]
+    if path == "/v1/responses":
+        return list(events[-1]["response"]["explain"])
+    return [record for e in events for choice in e["choices"] for record in choice.get("explain", ())]
+
+
+ROUTES = {
+    "/v1/completions": {"prompt": "why", "max_tokens": 6},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "why"}], "max_tokens": 6},
+    "/v1/responses": {"input": "why", "max_output_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_token_is_explained_and_rows_come_when_asked_for(fake: Any, path: str, stream: bool) -> None:
+    from verbatim.observe.explain import what_if
+
+    params = {"explain": 3, "receipt": True, "seed": 4, "temperature": 0.9, "regex": "[a-z]{20}"}
+    plain = explanations(fake, path, {**ROUTES[path], **params}, stream)
+    whole = explanations(fake, path, {**ROUTES[path], **params, "explain_rows": True}, stream)
+    assert len(plain) == len(whole) == 6
+    assert all(record["row"] and record["mask"] for record in whole)
+    assert plain == [{**record, "row": None, "mask": None} for record in whole]
+    again = what_if(whole, SamplingParams(seed=4, temperature=0.9, regex="[a-z]{20}"), {})
+    assert [step.after for step in again] == [record["token"] for record in whole]
+
+
+def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
+    for more in ({}, {"explain": 3}, {"receipt": True}, {"explain": 3, "receipt": True, "n": 2}):
+        for path, body in ROUTES.items():
+            if path == "/v1/responses" and "n" in more:
+                continue
+            error = fake.post(path, {**body, **more, "explain_rows": True}).json()["error"]
+            assert (error["param"], error["code"]) == ("explain_rows", "invalid_parameter")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_loop_is_reported_in_every_mode(fake: Any, path: str) -> None:
+    length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {**ROUTES[path], length: 80, "logit_bias": {"65": 100}, "ignore_eos": True, "receipt": True}
+    answer = fake.post(path, body).json()
+    assert (answer if path == "/v1/responses" else answer["choices"][0])["loop"] == 1
+    events = [e for e in fake.events(path, body) if e != "[DONE]"]
+    last = events[-1]
+    assert last["response"]["loop"] == 1 if path == "/v1/responses" else last["loops"] == [1]

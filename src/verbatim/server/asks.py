@@ -75,6 +75,21 @@ def renamed(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Probl
     return Problem(problem.code, message, own, problem.retry_after)
 
 
+def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
+    """Whether explanations are sent with their rows of logits. Where there are none to send, the request is told."""
+    if not body.get("explain_rows"):
+        return False
+    if not params.get("explain") or not params.get("receipt"):
+        raise Problem("invalid_parameter", "explain_rows: needs explain and receipt: true", "explain_rows")
+    if SamplingParams.from_mapping(params).width > 1:
+        raise Problem(
+            "invalid_parameter",
+            "explain_rows: rows are kept of a single answer only; leave out n, best_of and num_beams",
+            "explain_rows",
+        )
+    return True
+
+
 def check_finish(finish: Sequence[Any] | None, names: Mapping[str, str]) -> None:
     """An answer that ended in an error is a refusal that came late, and the request's own mistake (bans and a grammar that leave nothing to draw,
     for instance): an error of the engine's would have ended the engine. The third part of such a finish names the fields (server/jobs.py)."""

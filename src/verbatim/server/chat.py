@@ -77,6 +77,7 @@ class Ask:
         self.params = asks.finish_params(
             self.values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=self.names
         )
+        self.rows = asks.wants_rows(body, self.params)
 
     def _own(self, name: str) -> str:
         return self.names.get(name, name)
@@ -186,7 +187,8 @@ class Ask:
             template["tools"] = self.tools
         if self.continues:
             template["continue_final"] = True
-        self.call.submit("generate", messages=self.messages, template=template, params=self.params, stream=stream)
+        ask = {"messages": self.messages, "template": template, "params": self.params, "rows": self.rows}
+        self.call.submit("generate", **ask, stream=stream)
 
     async def accepted(self) -> None:
         try:

@@ -96,6 +96,7 @@ class Completions:
         self.params = asks.finish_params(
             values, limits=state.limits, facts=state.facts, tenant=self.call.tenant, prompts=len(self.prompts)
         )
+        self.rows = asks.wants_rows(self.body, self.params)
         self.head["seed"] = self.params.get("seed")
 
     def choice(self, run: int, choice: dict[str, Any], done: dict[str, Any], echo: str) -> dict[str, Any]:
@@ -179,12 +180,16 @@ class Completions:
 
 
 def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
-    """After the last choice: a chunk without choices where usage or a receipt was asked for; warnings otherwise as a comment."""
+    """After the last choice: a chunk without choices where usage or a receipt was asked for; warnings and loops otherwise as comments."""
     more = extras(call.runs)
+    done = [run.done for run in call.runs if run.done is not None]
+    loops = [choice["loop"] for d in done for choice in d["choices"]]
     if with_usage or "receipt" in more:
         usage = {"usage": usage_of(call.runs)} if with_usage else {}
-        return [sse({**head, "choices": [], **usage, **more})]
-    return [f": warning: {warning}\n\n".encode() for warning in more.get("warnings", [])]
+        return [sse({**head, "choices": [], **usage, **more, **({"loops": loops} if any(loops) else {})})]
+    said = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
+    said += [f": loop: choice {i} repeats its last {n} tokens\n\n" for i, n in enumerate(loops) if n]
+    return [line.encode() for line in said]
 
 
 def loop_of(choice: dict[str, Any]) -> dict[str, Any]:
@@ -200,7 +205,7 @@ async def completions(call: Call) -> Response:
     made.ask()
     stream = bool(body.get("stream"))
     for prompt in prompts:
-        call.submit("generate", prompt=prompt, params=made.params, stream=stream, echo=made.echo)
+        call.submit("generate", prompt=prompt, params=made.params, stream=stream, echo=made.echo, rows=made.rows)
     await call.accepted()
     if stream:
         return EventStream(call, made.events(with_usage, pad))

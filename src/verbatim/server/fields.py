@@ -61,13 +61,22 @@ def annotation(rule: Field) -> Any:
             return dict[str, Any] | bool
 
 
+# 262 KB a token of a vocabulary of 49,152 ids: too much to send to everybody who wants a receipt and an explanation
+ROWS = Rule(
+    "honoured",
+    "with explain and receipt, one answer: the explanations of its first 64 tokens also hold their whole row of logits (four bytes an id, in base64) "
+    "and the grammar's mask, for a what-if; missing: row and mask are null",
+    Annotated[bool, P(strict=True)],
+)
+
+
 def sampling(name: str, own: str | None = None) -> Rule:
     return Rule("honoured", FIELDS[name].help, annotation(FIELDS[name]), param=own or name)
 
 
 def extensions(*taken: str) -> dict[str, Rule]:
     """Verbatim's own parameters as plain extra fields of OpenAI's routes; those the protocol spells itself are left to it."""
-    return {name: sampling(name) for name in FIELDS if name not in taken}
+    return {name: sampling(name) for name in FIELDS if name not in taken} | {"explain_rows": ROWS}
 
 
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]

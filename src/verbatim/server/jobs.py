@@ -46,6 +46,11 @@ def spelled_finish(finish: Finish, params: SamplingParams) -> list[Any]:
     return [finish.reason, finish.detail, fields]
 
 
+def explained(records: Sequence[dict[str, Any]], rows: bool) -> list[dict[str, Any]]:
+    """As they are, or without what only a what-if needs: that is a hundred times the rest."""
+    return list(records) if rows else [{**record, "row": None, "mask": None} for record in records]
+
+
 class Job:
     """One request here. `aborted` may come before the engine knows of it: a client can leave while its prompt is tokenised."""
 
@@ -54,6 +59,7 @@ class Job:
         self.turn: asyncio.Future[None] | None = None  # while it waits for its turn
         self.end: asyncio.Future[Completion] | None = None  # once the engine has it
         self.params = SamplingParams()
+        self.rows = False  # explanations are sent with their rows of logits
         self.streamed = False
         self.aborted = False
 
@@ -123,7 +129,7 @@ class Jobs:
         except asyncio.CancelledError:
             raise
         except Gone:
-            self._done(Completion(message["id"], (), (), Usage(), Timings(), 0, self._engine.fingerprint), job.params)
+            self._done(Completion(message["id"], (), (), Usage(), Timings(), 0, self._engine.fingerprint), job)
         except Exception as error:
             problem = problem_of(error)
             if isinstance(error, BackendError):
@@ -181,7 +187,7 @@ class Jobs:
     async def _run(self, job: Job, message: wire.Message, params: SamplingParams) -> None:
         request_id = message["id"]
         end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        job.end, job.streamed = end, message["stream"]
+        job.end, job.streamed, job.rows = end, message["stream"], message.get("rows", False)
         await self._engine.submit_to(
             self._feed,
             request_id,
@@ -197,7 +203,7 @@ class Jobs:
         if message.get("echo"):
             accepted["text"] = self._echo(message["prompt"])
         self._outbox.put(accepted)
-        self._done(await end, params)
+        self._done(await end, job)
 
     def _hear(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
         """What a step gave to all requests: their deltas leave in one message, their ends one by one, each from its own task."""
@@ -208,7 +214,7 @@ class Jobs:
                 continue
             if isinstance(item, Delta):
                 if job.streamed:
-                    deltas.append([request_id, self._delta(item, job.params)])
+                    deltas.append([request_id, self._delta(item, job)])
             elif isinstance(item, Completion):
                 job.end.set_result(item)
             else:
@@ -222,17 +228,18 @@ class Jobs:
         text: str = self._engine.tokenizer.decode(list(prompt), skip_special=False)
         return text
 
-    def _delta(self, delta: Delta, params: SamplingParams) -> list[Any]:
-        finish = None if delta.finish is None else spelled_finish(delta.finish, params)
-        return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
+    def _delta(self, delta: Delta, job: Job) -> list[Any]:
+        finish = None if delta.finish is None else spelled_finish(delta.finish, job.params)
+        explain = explained(delta.explain, job.rows)
+        return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), explain]
 
-    def _done(self, completion: Completion, params: SamplingParams) -> None:
+    def _done(self, completion: Completion, job: Job) -> None:
         usage, times = completion.usage, completion.timings
         self._outbox.put(
             {
                 "t": "done",
                 "id": completion.request_id,
-                "choices": [self._choice(c, params) for c in completion.choices],
+                "choices": [self._choice(c, job) for c in completion.choices],
                 "usage": [
                     usage.prompt_tokens,
                     usage.output_tokens,
@@ -265,14 +272,14 @@ class Jobs:
         named = {**receipt, "model": self._start["served_name"]}
         return {**named, "sha256": digest_of(named)}
 
-    def _choice(self, choice: Choice, params: SamplingParams) -> dict[str, Any]:
+    def _choice(self, choice: Choice, job: Job) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": choice.text,
             "ids": list(choice.token_ids),
-            "finish": spelled_finish(choice.finish, params),
+            "finish": spelled_finish(choice.finish, job.params),
             "logprobs": self._logprobs(choice.logprobs),
-            "explain": list(choice.explain),
+            "explain": explained(choice.explain, job.rows),
             "score": choice.score,
             "loop": choice.loop,
         }

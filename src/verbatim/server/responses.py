@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from verbatim.server.call import KEEP_ALIVE, Call, EventStream, Json, new_id, sse
 from verbatim.server.chat import Ask, template_options
+from verbatim.server.completions import loop_of
 from verbatim.server.fields import RESPONSES
 from verbatim.server.generate import Piece, extras, finish_reason, floor, obfuscation, observe, pieces, spelled, usage_of
 from verbatim.server.problems import Problem
@@ -62,7 +63,9 @@ def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     if "instructions" in body:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
     chat: dict[str, Any] = {
-        name: body[name] for name in body if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs")
+        name: body[name]
+        for name in body
+        if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
     }
     chat |= {"messages": messages, "logprobs": bool(body.get("include") or body.get("top_logprobs"))}
     for ours, theirs in (
@@ -133,13 +136,22 @@ class Answer:
             "total_tokens": usage["total_tokens"],
         }
         cut = finish_reason(finish) == "length"
-        made = self.object("incomplete" if cut else "completed", usage=spelled_usage, **extras(self.call.runs))
+        made = self.object(
+            "incomplete" if cut else "completed", usage=spelled_usage, **extras(self.call.runs), **self._reports()
+        )
         if cut:
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             made["completed_at"] = int(time.time())
         self._keep(made)
         return made
+
+    def _reports(self) -> dict[str, Any]:
+        """What was asked to be said of the answer; the events of a stream carry it in their last one."""
+        done = self.call.runs[0].done
+        assert done is not None
+        choice = done["choices"][0]
+        return {name: choice[name] for name in ("score", "explain") if choice[name]} | loop_of(choice)
 
     def _keep(self, made: dict[str, Any]) -> None:
         if self.body.get("store"):

@@ -16,6 +16,11 @@ from verbatim.server.problems import Problem
 DELTA_COST = 64  # bytes of bookkeeping a delta costs beside its text
 
 
+def _weight(record: dict[str, Any]) -> int:
+    """Bytes of an explanation, about: its candidates, and its row and mask where it has them."""
+    return 512 + 160 * len(record["top"]) + len(record["row"] or "") + len(record["mask"] or "")
+
+
 class Signal:
     """Wakes one handler, which may wait for several requests at once (a list of prompts). A wake-up while nobody waits is kept."""
 
@@ -73,7 +78,7 @@ class Running:
         self._deltas.append(delta)
         self._bytes += DELTA_COST + len(delta[1]) * 4
         if delta[4] or delta[5]:
-            self._bytes += sum(64 + 48 * len(lp[3]) for lp in delta[4]) + 512 * len(delta[5])
+            self._bytes += sum(64 + 48 * len(lp[3]) for lp in delta[4]) + sum(map(_weight, delta[5]))
         if self._bytes > self._max_bytes:
             self.fail(Problem("slow_reader", "the stream was not read fast enough and its buffer is full"))
             self._abort(self)
