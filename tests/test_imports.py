@@ -47,7 +47,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "pydantic": ("server",),
     "msgpack": ("server", "backend"),
     "llguidance": ("sampling/grammar.py", "sampling/translate.py"),
-    "huggingface_hub": ("weights/catalog.py",),
+    "huggingface_hub": ("weights/hub.py",),
     "tokenizers": ("text",),
     "jinja2": ("text",),
     "safetensors": ("weights",),

