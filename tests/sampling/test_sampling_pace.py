@@ -306,6 +306,10 @@ def test_a_child_stands_still_where_it_has_no_turn(guard: Guard) -> None:
     over.set()
     thread.join(60)
     assert len(refused) == 1
+    assert isinstance(refused[0], Busy)
+    assert (
+        refused[0].had >= turns.BURST
+    )  # it is told that it needs more than there is beside answers, not to come again at once
     guard.turns = Turns()
     assert guard.translate("regex", "b", 60.0, share=lambda: 1.0)
     assert child.worker not in (0, worker)
@@ -401,6 +405,22 @@ async def test_waiting_for_a_worker_counts(engine: AsyncEngine, monkeypatch: pyt
     assert (caught.value.param, caught.value.status) == ("regex", 429)
     free.set()
     assert engine.stats()["requests_total"] == 0
+
+
+def test_one_that_had_all_there_is_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two refusals that a client can act on: others were before it, or it is too large for an engine with answers in progress."""
+    for had, words, wait in (
+        (0.1, "beside what else runs here; try again, or", 2.0),
+        (0.25, "more than 0.2 seconds .* when fewer", 10.0),
+    ):
+
+        def translate(*_: Any, had: float = had) -> Any:
+            raise Busy(had)
+
+        monkeypatch.setattr(Guard, "translate", translate)
+        with pytest.raises(OverloadedError, match=words) as caught:
+            grammar.compile_structure(SamplingParams(regex=f"a{had}"), fake_parts().tokenizer)
+        assert (caught.value.param, caught.value.status, caught.value.retry_after) == ("regex", 429, wait)
 
 
 def test_a_caller_with_many_delays_himself() -> None:

@@ -27,7 +27,7 @@ from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.sampling.guard import Busy, Guard, TooMuch
 from verbatim.sampling.kept import Kept, digest
 from verbatim.sampling.translate import choice_text, first_line, refusal
-from verbatim.sampling.turns import Share, alone
+from verbatim.sampling.turns import BURST, SHARE, Share, alone
 
 COMPILE_SECONDS = 0.75  # of a processor, in the child; and about as many again here
 PATIENCE = 1.8  # seconds on the wall: a refusal comes within two, this plus what surrounds it
@@ -210,13 +210,19 @@ def compile_structure(
                 return structure
             except TooMuch as reason:
                 raise UnsupportedError(field, f"{reason}; make it simpler") from None
-            except Busy:
-                raise busy(field) from None
+            except Busy as reason:
+                raise busy(field, reason.had) from None
     return None
 
 
-def busy(field: str) -> OverloadedError:
-    """Not a judgement of the structure: at a quieter moment it may be compiled."""
+def busy(field: str, had: float = 0.0) -> OverloadedError:
+    """Not a judgement of the structure: at a quieter moment it may be compiled. One that `had` all that compiling can have beside running answers is told
+    so: coming again at once would be in vain, however often."""
+    if had >= BURST:
+        why = f"takes more than {BURST:g} seconds of a processor to compile, all that there is beside answers that are being written"
+        return OverloadedError(
+            f"{field}: {why}; try again when fewer are, or make it simpler", param=field, retry_after=BURST / SHARE
+        )
     why = f"could not be compiled within {PATIENCE:g} seconds beside what else runs here; try again, or make it simpler"
     return OverloadedError(f"{field}: {why}", param=field, retry_after=2.0)
 
@@ -236,7 +242,7 @@ def _compile(field: str, value: Any, lib: Any, ours: Any, tokenizer: GrammarToke
         text, had = guard.translate(field, value, COMPILE_SECONDS, until, share)
     with guard.turns.turn(had, until, share) as turn:
         if turn is None:
-            raise Busy
+            raise Busy(had)
         began = time.thread_time()
         try:
             written = choice_text(value) if text is None else text

@@ -50,7 +50,11 @@ class TooMuch(Exception):
 
 
 class Busy(Exception):
-    """The time was over before the structure had had its share; at a quieter moment it may pass."""
+    """The time was over before the structure was compiled; at a quieter moment it may pass. `had`: the processor seconds that it did get."""
+
+    def __init__(self, had: float = 0.0) -> None:
+        super().__init__()
+        self.had = had
 
 
 class Child:
@@ -192,7 +196,7 @@ class Guard:
         while had < seconds:
             with self.turns.turn(had, until, share) as turn:
                 if turn is None:
-                    raise Busy
+                    raise Busy(had)
                 if turn.scarce and had > BRISK:
                     child.stand_back()
                 if asked:
@@ -208,7 +212,7 @@ class Guard:
             if answer is not None:
                 return answer, had
             if time.monotonic() >= until:
-                raise Busy
+                raise Busy(had)
         raise TooMuch(f"takes more than {seconds:g} seconds of a processor to compile")
 
     def close(self) -> None:
