@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from model_file import write_model
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
-from verbatim.model.load import load_model
-from verbatim.weights.tensor import BLOCKS
+from verbatim.model.load import Model, load_model
+from verbatim.testing_models import tiny_model
+from verbatim.weights.tensor import BLOCKS, Tensor
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
 pytestmark = pytest.mark.native
@@ -74,6 +76,73 @@ def test_products_of_random_shapes(data: st.DataObject) -> None:
     row = data.draw(st.integers(0, rows - 1))
     alone = cpu.native.product(ISAS[-1], kind, weights, n, np.ascontiguousarray(x[row : row + 1]))
     assert alone.tobytes() == results[ISAS[-1]][row].tobytes()
+
+
+# ----------------------------------------------------------------------------------------------- mixtures of experts
+
+
+def random_mixture(data: st.DataObject) -> Model:
+    """A model of one or two layers whose experts have any shape and any types: those of gate, up and down may differ, as in real files."""
+    kinds = {part: data.draw(st.sampled_from(sorted(BLOCKS)), part) for part in ("gate", "up", "down")}
+    unit = max(32, BLOCKS[kinds["gate"]][0], BLOCKS[kinds["up"]][0])
+    hidden = unit * data.draw(st.integers(1, 5 if unit == 32 else 2), "hidden / unit")
+    inner_unit = BLOCKS[kinds["down"]][0]
+    inner = inner_unit * data.draw(st.integers(1, max(1, 150 // inner_unit)), "inner / unit")
+    experts = data.draw(st.integers(1, 9), "experts")
+    used = data.draw(st.integers(1, min(experts, 4)), "used")
+    config: dict[str, Any] = {"num_hidden_layers": data.draw(st.integers(1, 2), "layers"), "num_experts_per_tok": used}
+    config |= {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 40}
+    if data.draw(st.booleans(), "mixtral"):
+        model = tiny_model("mixtral", num_local_experts=experts, intermediate_size=inner, **config)
+    else:
+        renormalised = data.draw(st.booleans(), "renormalised")
+        config |= {"num_experts": experts, "moe_intermediate_size": inner, "norm_topk_prob": renormalised}
+        model = tiny_model("qwen3moe", **config)
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    for name, tensor in list(model.weights.tensors.items()):
+        kind = kinds.get(name.rpartition(".")[2]) if ".moe." in name else None
+        if kind is not None:
+            blocks = random_blocks(kind, random, tensor.rows, tensor.shape[-1])
+            model.weights.tensors[name] = Tensor(name, kind, tensor.shape, blocks)
+    return model
+
+
+def states(model: Model, tokens: tuple[int, ...], cuts: list[int], threads: int = 2) -> bytes:
+    """The final state of every token, and the logits of the last, computed in pieces that begin at 0 and at each of `cuts`."""
+    backend = cpu.CpuBackend(model, EngineConfig(threads=threads))
+    backend.allocate((len(tokens) // 16 + 1,))
+    table = (tuple(range(len(tokens) // 16 + 1)),)
+    draw = DrawSpec(SamplingParams(temperature=0.0), 0, len(tokens))
+    made = b""
+    for i, (start, end) in enumerate(pairwise([0, *cuts, len(tokens)])):
+        last = end == len(tokens)
+        step = SeqStep(0, tokens[start:end], start, table, draws=int(last), draw=draw if last else None, hidden=True)
+        hidden = backend.execute(StepPlan(i, (step,))).sequences[0].hidden
+        assert np.isfinite(hidden).all()
+        made += hidden.tobytes()
+    made += backend._engine.logits().tobytes()
+    backend.close()
+    return made
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_mixtures_of_random_shapes(data: st.DataObject) -> None:
+    """An expert gathers the rows that chose it, from none to all of them. Every set gives the bits of the scalar one, with any number of
+    threads, and in any pieces: then other rows meet at an expert, and a row's bits must not depend on its company."""
+    model = random_mixture(data)
+    rows = data.draw(st.sampled_from([1, 2, 7, 33, 64, 65, 130]) | st.integers(1, 140), "rows")
+    tokens = tuple(data.draw(st.lists(st.integers(0, 39), min_size=rows, max_size=rows), "tokens"))
+    cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=6), "cuts")) if rows > 1 else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERBATIM_ISA", "scalar")
+        scalar = states(model, tokens, [])
+        for isa in ISAS[1:]:
+            patch.setenv("VERBATIM_ISA", isa)
+            assert states(model, tokens, []) == scalar, isa
+            assert states(model, tokens, cuts, threads=data.draw(st.integers(1, 4), "threads")) == scalar, (isa, cuts)
+        patch.setenv("VERBATIM_ISA", "scalar")
+        assert states(model, tokens, cuts, threads=1) == scalar, cuts
 
 
 # ------------------------------------------------------------------------------------------------- the default model
