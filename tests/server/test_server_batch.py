@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError
 from verbatim.observe.receipt import compare, digest_of, read_receipt
+from verbatim.testing import fake_parts
 
 pytestmark = pytest.mark.server
 MODEL = "any"
@@ -195,6 +197,40 @@ def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
                 continue
             error = fake.post(path, {**body, **more, "explain_rows": True}).json()["error"]
             assert (error["param"], error["code"]) == ("explain_rows", "invalid_parameter")
+
+    error = fake.post("/v1/completions", {"prompt": ["a", "b"], "explain": 1, "receipt": True, "explain_rows": True}).json()[
+        "error"
+    ]
+    assert error["param"] == "explain_rows"
+
+
+def test_few_answers_with_rows_run_at_once(fake: Any) -> None:
+    """Each is large in both processes; and their room is given back, however they end."""
+    from verbatim.server.state import MAX_ROWS
+
+    body = {"model": "m", "prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "explain": 1, "receipt": True}
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_ROWS):
+            stream = stack.enter_context(fake.client.stream("POST", "/v1/completions", json={**body, "explain_rows": True}))
+            assert stream.status_code == 200
+        refused = fake.post("/v1/completions", {**body, "stream": False, "explain_rows": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, "explain_rows")
+        assert fake.post("/v1/completions", {**body, "stream": False, "max_tokens": 1}).status_code == 200
+    fake.wait_at_rest()
+    assert fake.post("/v1/completions", {**body, "stream": False, "explain_rows": True}).status_code == 200
+
+
+def test_rows_that_nobody_asked_for_are_not_kept() -> None:
+    from verbatim.server.jobs import forget_rows
+
+    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
+        stream = llm.stream("x", SamplingParams(max_tokens=4, explain=1, receipt=True, ignore_eos=True))
+        held = [record for delta in stream for record in delta.explain]
+        assert all(record["row"] for record in held)
+        forget_rows(held)
+        assert stream.completion is not None
+        kept = stream.completion.choices[0].explain
+        assert [record["row"] for record in kept] == [None] * 4  # they are the same records: nothing else holds a row
 
 
 @pytest.mark.parametrize("path", ROUTES)

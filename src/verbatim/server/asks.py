@@ -75,16 +75,16 @@ def renamed(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Probl
     return Problem(problem.code, message, own, problem.retry_after)
 
 
-def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any]) -> bool:
+def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int = 1) -> bool:
     """Whether explanations are sent with their rows of logits. Where there are none to send, the request is told."""
     if not body.get("explain_rows"):
         return False
     if not params.get("explain") or not params.get("receipt"):
         raise Problem("invalid_parameter", "explain_rows: needs explain and receipt: true", "explain_rows")
-    if SamplingParams.from_mapping(params).width > 1:
+    if SamplingParams.from_mapping(params).width * prompts > 1:
         raise Problem(
             "invalid_parameter",
-            "explain_rows: rows are kept of a single answer only; leave out n, best_of and num_beams",
+            "explain_rows: rows are kept of a single answer only; ask with one prompt, and without n, best_of and num_beams",
             "explain_rows",
         )
     return True

@@ -78,6 +78,8 @@ class Ask:
             self.values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=self.names
         )
         self.rows = asks.wants_rows(body, self.params)
+        if self.rows:
+            call.room.enter_context(state.admit_rows())
 
     def _own(self, name: str) -> str:
         return self.names.get(name, name)

@@ -96,7 +96,9 @@ class Completions:
         self.params = asks.finish_params(
             values, limits=state.limits, facts=state.facts, tenant=self.call.tenant, prompts=len(self.prompts)
         )
-        self.rows = asks.wants_rows(self.body, self.params)
+        self.rows = asks.wants_rows(self.body, self.params, len(self.prompts))
+        if self.rows:
+            self.call.room.enter_context(state.admit_rows())
         self.head["seed"] = self.params.get("seed")
 
     def choice(self, run: int, choice: dict[str, Any], done: dict[str, Any], echo: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def annotation(rule: Field) -> Any:
 ROWS = Rule(
     "honoured",
     "with explain and receipt, one answer: the explanations of its first 64 tokens also hold their whole row of logits (four bytes an id, in base64) "
-    "and the grammar's mask, for a what-if; missing: row and mask are null",
+    "and the grammar's mask, for a what-if; missing: row and mask are null; at most 4 such requests at once",
     Annotated[bool, P(strict=True)],
 )
 

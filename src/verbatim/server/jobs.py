@@ -46,9 +46,11 @@ def spelled_finish(finish: Finish, params: SamplingParams) -> list[Any]:
     return [finish.reason, finish.detail, fields]
 
 
-def explained(records: Sequence[dict[str, Any]], rows: bool) -> list[dict[str, Any]]:
-    """As they are, or without what only a what-if needs: that is a hundred times the rest."""
-    return list(records) if rows else [{**record, "row": None, "mask": None} for record in records]
+def forget_rows(records: Sequence[dict[str, Any]]) -> None:
+    """What only a what-if needs is a hundred times the rest. The engine keeps the records, these very ones, to the end of the answer: so they are emptied
+    as soon as they are there, or one request with a receipt for each of 64 prompts would take a gigabyte."""
+    for record in records:
+        record["row"] = record["mask"] = None
 
 
 class Job:
@@ -213,7 +215,13 @@ class Jobs:
             if job is None or job.end is None or job.end.done():
                 continue
             if isinstance(item, Delta):
-                if job.streamed:
+                if item.explain and not job.rows:
+                    forget_rows(item.explain)
+                if job.streamed and job.rows:
+                    self._outbox.put(
+                        {"t": "deltas", "d": [[request_id, self._delta(item, job)]]}
+                    )  # a message of its own: they are large
+                elif job.streamed:
                     deltas.append([request_id, self._delta(item, job)])
             elif isinstance(item, Completion):
                 job.end.set_result(item)
@@ -230,10 +238,12 @@ class Jobs:
 
     def _delta(self, delta: Delta, job: Job) -> list[Any]:
         finish = None if delta.finish is None else spelled_finish(delta.finish, job.params)
-        explain = explained(delta.explain, job.rows)
-        return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), explain]
+        return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
 
     def _done(self, completion: Completion, job: Job) -> None:
+        if not job.rows:  # those that came with the end, and in no delta
+            for choice in completion.choices:
+                forget_rows(choice.explain)
         usage, times = completion.usage, completion.timings
         self._outbox.put(
             {
@@ -279,7 +289,7 @@ class Jobs:
             "ids": list(choice.token_ids),
             "finish": spelled_finish(choice.finish, job.params),
             "logprobs": self._logprobs(choice.logprobs),
-            "explain": explained(choice.explain, job.rows),
+            "explain": list(choice.explain),
             "score": choice.score,
             "loop": choice.loop,
         }

@@ -18,6 +18,8 @@ from verbatim.server.settings import Settings
 from verbatim.server.store import Store
 from verbatim.server.supervisor import Supervisor
 
+MAX_ROWS = 4  # requests at once whose explanations hold rows of logits: each is up to 64 rows, 17 MB where there are 49,152 ids, in three places
+
 
 class State:
     def __init__(self, settings: Settings, supervisor: Supervisor) -> None:
@@ -30,6 +32,7 @@ class State:
         self.started = int(time.time())
         self.draining = False
         self.open = 0
+        self._with_rows = 0
         self._per_tenant: Counter[str] = Counter()
 
     @property
@@ -69,6 +72,17 @@ class State:
             mine = self._per_tenant[tenant]
             return Problem("key_overloaded", f"this key has {mine} requests open, which is its limit", retry_after=1)
         return None
+
+    @contextlib.contextmanager
+    def admit_rows(self) -> Iterator[None]:
+        if self._with_rows >= MAX_ROWS:
+            why = f"{self._with_rows} requests with rows are open, which is this server's limit"
+            raise Problem("overloaded", f"explain_rows: {why}", "explain_rows", retry_after=1)
+        self._with_rows += 1
+        try:
+            yield
+        finally:
+            self._with_rows -= 1
 
     @contextlib.contextmanager
     def admit(self, tenant: str) -> Iterator[None]:
