@@ -139,6 +139,44 @@ def test_thoughts_and_names_reach_the_template() -> None:
     assert template_messages([row], [], NO_TOOLS) == [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}]
 
 
+def test_nothing_of_a_message_is_dropped() -> None:
+    from verbatim.server.anthropic import chat_messages
+
+    def told(**message: Any) -> Any:
+        return template_messages([{"role": "assistant", **message}], [], NO_TOOLS)[0]["content"]
+
+    assert told(refusal="no") == told(content="", refusal="no") == told(content=[{"type": "refusal", "refusal": "no"}]) == "no"
+    assert told(content="I must say ", refusal="no") == "I must say no"
+    for failed, text in ((True, "Error: boom"), (False, "boom"), (None, "boom")):
+        result = {"type": "tool_result", "tool_use_id": "t", "content": "boom", "is_error": failed}
+        assert chat_messages({"messages": [{"role": "user", "content": [result]}]})[0]["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("role", "kinds", "wrong"),
+    [
+        ("user", ("tool_result", "text"), None),
+        ("user", ("text", "tool_result"), 1),
+        ("user", ("tool_use",), 0),
+        ("assistant", ("text", "tool_use"), None),
+        ("assistant", ("text", "tool_result"), 1),
+    ],
+)
+def test_blocks_that_would_be_moved_or_dropped_are_refused(
+    fake: Any, role: str, kinds: tuple[str, ...], wrong: int | None
+) -> None:
+    blocks = {
+        "text": {"type": "text", "text": "x"},
+        "tool_use": {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+        "tool_result": {"type": "tool_result", "tool_use_id": "t", "content": "y"},
+    }
+    message = {"role": role, "content": [blocks[kind] for kind in kinds]}
+    answer = fake.post("/v1/messages", {"messages": [message, {"role": "user", "content": "z"}], "max_tokens": 1})
+    assert answer.status_code == (200 if wrong is None else 400)
+    if wrong is not None:
+        assert answer.json()["error"]["param"] == f"messages[0].content[{wrong}]"
+
+
 def test_a_result_may_repeat_the_name_of_its_call_and_no_other(fake: Any) -> None:
     """Ollama's clients link a result to its call by the name; OpenAI's older examples send it beside the id."""
     call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}

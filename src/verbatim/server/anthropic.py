@@ -19,6 +19,7 @@ from verbatim.server.jsons import written
 from verbatim.server.problems import Problem
 from verbatim.server.tools import plain_text, template_messages
 
+FAILED = "Error: "  # before the result of a tool that failed
 NAMES = {"stop": "stop_sequences", "json_schema": "output_config", "response_format": "output_config"}
 TYPES = {
     400: "invalid_request_error",
@@ -42,13 +43,14 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     if "system" in body:
         out.append({"role": "system", "content": plain_text(body["system"])})
-    for message in body["messages"]:
+    for index, message in enumerate(body["messages"]):
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        _check_blocks(message["role"], blocks, f"messages[{index}].content")
         text = "".join(b["text"] for b in blocks if b["type"] == "text")
         calls = [b for b in blocks if b["type"] == "tool_use"]
         results = [b for b in blocks if b["type"] == "tool_result"]
-        out += [{"role": "tool", "content": plain_text(b.get("content")), "tool_call_id": b["tool_use_id"]} for b in results]
+        out += [{"role": "tool", "content": _result(b), "tool_call_id": b["tool_use_id"]} for b in results]
         if calls:
             spelled = [
                 {
@@ -62,6 +64,24 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         elif text or not results:
             out.append({"role": message["role"], "content": text})
     return out
+
+
+def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
+    """Anthropic's own rules. What breaks them has no place in a chat template, which would drop it or move it."""
+    alien, told = ("tool_use", "belongs to the assistant") if role == "user" else ("tool_result", "belongs to the user")
+    text_seen = False
+    for number, block in enumerate(blocks):
+        if block["type"] == alien:
+            raise Problem("invalid_parameter", f"{where}[{number}]: a {alien} block {told}", f"{where}[{number}]")
+        if block["type"] == "tool_result" and text_seen:
+            raise Problem("invalid_parameter", f"{where}[{number}]: tool_result blocks come before text", f"{where}[{number}]")
+        text_seen = text_seen or block["type"] == "text"
+
+
+def _result(block: dict[str, Any]) -> str:
+    """Templates have no place for is_error; the model is told in words."""
+    text = plain_text(block.get("content"))
+    return f"{FAILED}{text}" if block.get("is_error") else text
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:

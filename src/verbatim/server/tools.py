@@ -51,7 +51,7 @@ def template_messages(
     out: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
-        made: dict[str, Any] = {"role": role, "content": plain_text(message.get("content", message.get("refusal")))}
+        made: dict[str, Any] = {"role": role, "content": plain_text(message.get("content")) + message.get("refusal", "")}
         for key in (
             "name",
             "reasoning_content",
