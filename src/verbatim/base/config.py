@@ -26,9 +26,7 @@ class EngineConfig:
     kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference always keeps f32
     prefix_cache: bool = True
     use_cache: bool = True  # False: recompute everything each step (examples/cache_cost.py shows the price)
-    speculate: str = (
-        "off"  # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; off until auto is never slower (docs/adr/0015)
-    )
+    speculate: str = "auto"  # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
     suffix_tenants: tuple[str, ...] = ()  # tenants whose recent answers the suffix proposer may reuse for them; "*": each
     quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
     check: bool = False  # prove the block accounting after every step
