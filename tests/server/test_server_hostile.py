@@ -363,7 +363,34 @@ LARGE: list[tuple[str, str, Any, str]] = [
         "messages",
     ),
     ("/v1/responses", "previous_response_id", "resp_nope", ""),
+    ("/v1/messages", "tool_choice", {"type": "any", "name": "f"}, "tool_choice.name"),
+    ("/v1/messages", "tool_choice", {"type": "auto", "name": "f"}, "tool_choice.name"),
 ]
+
+
+def test_two_fields_for_one_thing_are_not_chosen_between(fake: Any) -> None:
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    body = {**BASE["/v1/messages"], "output_config": {"format": form}, "output_format": form}
+    assert fake.post("/v1/messages", body).json()["error"]["param"] == "output_format"
+    for one in ("output_config", "output_format"):
+        assert fake.post("/v1/messages", {k: v for k, v in body.items() if k != one}).status_code == 200
+    talk = {"messages": [{"role": "user", "content": "x"}]}
+    assert fake.post("/tokenize", {**talk, "add_special_tokens": False}).json()["error"]["param"] == "add_special_tokens"
+    assert fake.post("/tokenize", talk).status_code == 200
+
+
+def test_a_key_that_is_there_twice_is_refused_at_any_depth(fake: Any) -> None:
+    for text in (
+        '{"model": "m", "prompt": "x", "max_tokens": 1, "max_tokens": 2}',
+        '{"model": "m", "prompt": "x", "json_schema": {"properties": {"a": {"type": "null", "type": "string"}}}}',
+        '{"model": "m", "prompt": "x", "logit_bias": {"65": 1, "65": 2}}',
+        '{"model": "m", "prompt": "x", "logit_bias": {"65": 1, "065": 2}}',
+        '{"model": "m", "prompt": "x", "unknown": [[{"a": 1, "\\u0061": 2}]]}',
+    ):
+        status, answer = send(fake, "/v1/completions", text)
+        assert status == 400
+        assert "twice" in answer["error"]["message"]
+        assert answer["error"]["param"]
 
 
 @pytest.mark.parametrize(

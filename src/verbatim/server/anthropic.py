@@ -100,10 +100,17 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
             raise Problem("missing_parameter", "tool_choice.name: is required", "tool_choice.name")
         chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
     else:
+        if "name" in choice:
+            raise Problem(
+                "invalid_parameter", f"tool_choice.name: only with type tool, not {choice['type']}", "tool_choice.name"
+            )
         chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
-    form = (body.get("output_config") or {}).get("format") or body.get("output_format")
+    form = (body.get("output_config") or {}).get("format")
+    if form and "output_format" in body:
+        raise Problem("invalid_parameter", "output_format: output_config.format is set too; send one of them", "output_format")
+    form = form or body.get("output_format")
     if form:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
     return chat

@@ -94,6 +94,10 @@ async def tokenize(call: Call) -> Response:
     call.state.check_model(body.get("model"))
     if ("prompt" in body) == ("messages" in body):
         raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
+    if "messages" in body and "add_special_tokens" in body:
+        raise Problem(
+            "invalid_parameter", "add_special_tokens: only with prompt; the chat template writes its own", "add_special_tokens"
+        )
     if "prompt" in body:
         asks.check_text_length("prompt", body["prompt"], call.state.facts)
         call.submit("tokenize", text=body["prompt"], special=body.get("add_special_tokens", True))
