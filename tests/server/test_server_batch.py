@@ -190,6 +190,19 @@ def test_every_token_is_explained_and_rows_come_when_asked_for(fake: Any, path: 
     assert [step.after for step in again] == [record["token"] for record in whole]
 
 
+def test_explanations_come_while_the_text_is_held_back(fake: Any) -> None:
+    """A text that may yet be a call, or half a character, is not shown; its tokens are explained all the same."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    for choice in ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', '{"name": "f"', "é😀"):
+        body = {**ROUTES["/v1/chat/completions"], "tools": [tool], "choice": [choice], "explain": 1, "max_tokens": 60}
+        for more in ({}, {"logprobs": True}):
+            whole = explanations(fake, "/v1/chat/completions", {**body, **more}, False)
+            assert [r["token"] for r in whole] == list(choice.encode())
+            assert explanations(fake, "/v1/chat/completions", {**body, **more, "seed": 1}, True) == explanations(
+                fake, "/v1/chat/completions", {**body, **more, "seed": 1}, False
+            )
+
+
 def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
     for more in ({}, {"explain": 3}, {"receipt": True}, {"explain": 3, "receipt": True, "n": 2}):
         for path, body in ROUTES.items():

@@ -318,14 +318,14 @@ class Chat:
             deltas.append({"role": "assistant", "content": "", "refusal": None})
         parser = parsers[piece.index]
         if parser is None:
-            deltas += [{"content": piece.text}] if piece.text or piece.logprobs else []
+            deltas += [{"content": piece.text}] if piece.text or piece.logprobs or piece.explain else []
         else:
             before = parser.calls
             found = parser.push(piece.text)
             if piece.finish is not None:
                 found += parser.finish()
             deltas += spelled_deltas(found, before)
-            if not found and piece.logprobs:
+            if not found and (piece.logprobs or piece.explain):  # the text is held back, what is said of it is not
                 deltas.append({"content": ""})
         out: list[dict[str, Any]] = [
             {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
