@@ -84,13 +84,14 @@ def compare(backend: str, count: int, seed: int) -> None:
     crowds = [r.randrange(1, 17) for _ in range(count)]
     drafts = {"draft random": {"seed": 5}, "draft itself": {}, "draft between": {"noise": 0.05}}
     head = head_of_its_own() if backend == "cpu" else None  # the reference backend runs none
-    modes = ["off", "ngram", "suffix", *drafts, *(["head", "auto"] if head else [])]
+    modes = ["off", "ngram", "suffix", "suffix remembered", *drafts, *(["head", "auto"] if head else [])]
     answers: dict[str, list[Any]] = {}
     for mode in modes:
         draft = backend_of(backend, **drafts[mode]) if mode in drafts else None
         answers[mode], at = [], 0
         accepted = drafted = 0
-        with engine(backend, mode.split()[0], draft, head) as llm:
+        tenants = ("*",) if mode == "suffix remembered" else ()  # guesses from earlier answers as well
+        with engine(backend, mode.split()[0], draft, head, suffix_tenants=tenants) as llm:
             for crowd in crowds:
                 for done in llm.generate(prompts[at : at + crowd], params[at : at + crowd]):
                     answers[mode].append(answer(done))

@@ -111,6 +111,10 @@ def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> Non
         proposer.propose([done], 4)
         proposer.finish(done)
     assert proposer.propose([view([1, 5, 6], seq_id=3, tenant="a")], 3)[3].tokens == (7, 8, 4)
+    assert proposer.propose([view([1, 5, 6], seq_id=6, tenant="a")], 9)[6].tokens == (7, 8, 4), (
+        "a guess ends with the answer it comes from"
+    )
+    assert proposer.propose([view([8, 4], seq_id=7, tenant="a")], 9) == {}
     assert proposer.propose([view([1, 5, 6], seq_id=4, tenant="b")], 3) == {}
     assert proposer.propose([view([1, 9, 9], seq_id=5, tenant="a")], 3) == {}, "prompts are not remembered"
 

@@ -131,6 +131,8 @@ class SuffixProposer:
             end, length = text.automaton.match()
             if length >= SHORTEST:
                 guess = unroll(text.automaton.tokens, end, min(limit, view.room))
+                if BARRIER in guess:  # a remembered answer went no further
+                    guess = guess[: guess.index(BARRIER)]
                 if guess:
                     out[view.seq_id] = Draft(guess, self.name, min(length, LONG))
         return out
