@@ -446,6 +446,19 @@ def test_a_broken_further_template_costs_only_itself() -> None:
         template.render(hi, template="rag")
 
 
+def test_what_a_template_takes_is_known_before_it_is_asked() -> None:
+    calls, tools = "{{ messages[0].tool_calls }}", "{{ tools }}"
+    for source, named, takes in (
+        (calls + tools, {}, (True, True)),
+        ("tools tool_calls", {}, (False, False)),
+        (calls, {"tool_use": calls + tools}, (True, True)),
+        (tools, {"tool_use": calls}, (False, False)),
+        (calls + tools, {"tool_use": "{% if %}"}, (False, True)),
+    ):
+        template = ChatTemplate(source, named=named)
+        assert (template.takes_tools, template.takes_calls) == takes
+
+
 def test_typed_control_tokens_survive_escaping() -> None:
     """Templates that write lists, or JSON in ASCII, escape the stand-ins; they must come back all the same."""
     tokenizer, _ = pair("chatml")

@@ -219,20 +219,31 @@ class ChatTemplate:
     @property
     def takes_tools(self) -> bool:
         """Whether there is a place for tools; the caller may else write them into a message."""
-        return "tools" in self._reads("tool_use" if "tool_use" in self.sources else "default").variables
+        own = self._sound_reads("tool_use" if "tool_use" in self.sources else "default")
+        return own is not None and "tools" in own.variables
 
     @property
     def takes_calls(self) -> bool:
         """The same for calls that the model has made."""
-        names = [name for name in ("default", "tool_use") if name in self.sources]
-        return all(self._reads(name).asks_for("tool_calls") for name in names)
+        found = [self._sound_reads(name) for name in ("default", "tool_use") if name in self.sources]
+        return all(own.asks_for("tool_calls") for own in found if own is not None)
+
+    def _sound_reads(self, name: str) -> Reads | None:
+        """None: this one is broken, which costs nothing as long as nobody asks for it."""
+        try:
+            return self._reads(name)
+        except ModelError:
+            return None
 
     def _reads(self, name: str) -> Reads:
         if name not in self._looked:
             from verbatim.text.reads import reads_of
 
             self._ready(name)  # which bounds it, and says what is wrong with it
-            self._looked[name] = reads_of(self.sources[name])
+            try:
+                self._looked[name] = reads_of(self.sources[name])
+            except Exception as error:  # at the very edge of what is bounded
+                raise ModelError(f"the chat template {name!r} cannot be read: {_said(error)}", file=self.file) from error
         return self._looked[name]
 
     def _reads_parts(self, name: str) -> bool:
