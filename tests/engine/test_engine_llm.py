@@ -323,6 +323,17 @@ def test_vote_counts_answers(llm: LLM) -> None:
     assert (none.answer, none.counts) == ("", ())
 
 
+@pytest.mark.parametrize("most", ["a", "b"])
+def test_the_majority_wins_a_vote_whichever_came_first(llm: LLM, most: str) -> None:
+    """The answers are given here, so that the test knows the majority without counting as vote() does."""
+    least = "b" if most == "a" else "a"
+    answers = iter([least, most, most, least, most, most, least])
+    vote = llm.vote("hello", 7, extract=lambda text: next(answers), params=letters(llm, max_tokens=1))
+    assert (vote.answer, vote.counts) == (most, ((most, 4), (least, 3)))
+    tie = iter([least, most, None, most, least])
+    assert llm.vote("hello", 5, extract=lambda text: next(tie), params=letters(llm, max_tokens=1)).answer == least
+
+
 def test_beams_return_scores_and_free_everything(llm: LLM) -> None:
     done = llm.generate("hello", SamplingParams(max_tokens=10, num_beams=4, num_return_sequences=3, logprobs=0))
     scores = [c.score for c in done.choices]
@@ -646,6 +657,31 @@ def test_threads_share_an_llm_and_take_turns() -> None:
         alone = [llm.generate(f"prompt {i}", params).token_ids for i in range(6)]
         with ThreadPoolExecutor(6) as pool:
             together = list(pool.map(lambda i: llm.generate(f"prompt {i}", params).token_ids, range(6)))
+        llm.check()
+    assert together == alone
+
+
+def test_threads_wait_for_a_place_in_a_short_queue() -> None:
+    """More threads than the queue holds, of all kinds: nobody is refused, and nobody loses a piece of a stream."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    with LLM.from_parts(fake_parts(), kv_blocks=64, max_waiting=3, max_running=2) as llm:
+
+        def ask(i: int) -> tuple[int, ...]:
+            if i % 3 == 1:
+                with llm.stream(f"prompt {i}", params) as stream:
+                    read = [token for delta in stream for token in delta.token_ids]
+                assert stream.completion is not None
+                assert tuple(read) == stream.completion.token_ids
+                return stream.completion.token_ids
+            if i % 3 == 2:
+                llm.embed(f"prompt {i}")
+            return llm.generate(f"prompt {i}", params).token_ids
+
+        alone = [ask(i) for i in range(24)]
+        with ThreadPoolExecutor(24) as pool:
+            together = list(pool.map(ask, range(24)))
         llm.check()
     assert together == alone
 

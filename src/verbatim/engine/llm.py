@@ -70,11 +70,14 @@ class Stream:
 
     def __next__(self) -> Delta:
         while not self._pending:
-            if self._cancelled:
-                self.close()
-            if self.completion is not None or not self._llm.core.busy:
-                raise StopIteration
-            self._llm._step()
+            with self._llm._lock:  # or another thread's step could end this one between two looks
+                if self._cancelled:
+                    self.close()
+                elif self._pending:
+                    break
+                if self.completion is not None or not self._llm.core.busy:
+                    raise StopIteration
+                self._llm._step()
         return self._pending.pop(0)
 
     def cancel(self) -> None:
@@ -179,8 +182,9 @@ class LLM(OpenedModel):
         """Mean of the final hidden states over all tokens: a float32 array [hidden]."""
         request = self.core.request(text, SamplingParams(max_tokens=0), hidden=True)
         self._wanted.add(request.id)
-        self._add(request)
-        job = self.core.jobs[request.id]
+        with self._lock:  # before another thread's step can end it
+            self._add(request)
+            job = self.core.jobs[request.id]
         self._finish([request.id])
         return job.hidden.mean()
 
@@ -204,14 +208,17 @@ class LLM(OpenedModel):
             raise
 
     def _add(self, request: Request, stream: Stream | None = None) -> None:
-        if self.closed:
-            raise UnavailableError("this LLM is closed")
-        while self.core.full:
-            self._step()
-        if stream is not None:
-            self._streams[request.id] = stream
-        with self._lock:
-            self.core.add(request)
+        """Into the queue, as soon as it has room: one thread at a time looks and takes the place."""
+        while True:
+            with self._lock:
+                if self.closed:
+                    raise UnavailableError("this LLM is closed")
+                if not self.core.full:
+                    if stream is not None:
+                        self._streams[request.id] = stream
+                    self.core.add(request)
+                    return
+                self._step()
 
     def _finish(self, ids: Sequence[str]) -> list[Completion]:
         while any(request_id not in self._done for request_id in ids):
@@ -248,9 +255,10 @@ class LLM(OpenedModel):
 
     def close(self) -> None:
         """Release the backend. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self.core.close()
+        with self._lock:  # not in the middle of another thread's step
+            if not self.closed:
+                self.closed = True
+                self.core.close()
 
     def __enter__(self) -> Self:
         return self
