@@ -74,7 +74,8 @@ def test_debug_shows_the_traceback_wherever_it_stands(failing, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["rum"], "did you mean run?"),
+        (["rum"], "no command 'rum'; did you mean run?"),
+        (["run", "--temprature", "1", "x"], "no such option '--temprature'; did you mean '--temperature'?"),
         (["xyzzy"], "verbatim --help"),
         (["run", "--top-q", "1", "x"], "'--top-q'"),
         (["run", "--top-k", "many", "x"], "--top-k"),
@@ -95,6 +96,19 @@ def test_wrong_words_are_code_2_and_say_what(words: list[str], hint: str, capsys
     assert hint in said
     assert said.startswith("verbatim: ")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("processors", [2, 48])
+def test_too_many_threads_are_refused_with_the_limit_that_holds(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verbatim.base.config import EngineConfig
+    from verbatim.base.errors import ParameterError
+
+    monkeypatch.setattr("os.cpu_count", lambda: processors)
+    most = 64 if processors == 2 else 192
+    EngineConfig(threads=most)
+    with pytest.raises(ParameterError, match=f"9999 is more than the {most} .* this machine has {processors} processors") as raised:
+        EngineConfig(threads=9999)
+    assert "four for each" not in str(raised.value)
 
 
 @pytest.mark.parametrize("model", ["/no/such.gguf", "no-such-name", "../x", ""])

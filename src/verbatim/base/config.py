@@ -41,9 +41,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(name, f"{value} is below 1")
-        most = max(64, 4 * (os.cpu_count() or 1))
+        processors = os.cpu_count() or 1
+        most = max(64, 4 * processors)
         if self.threads is not None and self.threads > most:
-            raise ParameterError("threads", f"{self.threads} is more than {most}, four for each processor of this machine")
+            here = f"this machine has {processors} processor{'s' if processors > 1 else ''}, and more threads than that only wait"
+            raise ParameterError("threads", f"{self.threads} is more than the {most} that are possible; {here}")
 
 
 # the annotations above -> the type that must come, and its name in an error; what counts as an int (NumPy's do) has __index__

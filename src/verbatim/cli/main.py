@@ -213,7 +213,7 @@ def code_of(error: VerbatimError) -> int:
 
 def _usage_line(error: click.ClickException) -> str:
     text = " ".join(error.format_message().split()).rstrip(".")
-    text = re.sub(r"\.? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$", r"; did you mean \1?", text)
+    text = re.sub(r"[.;]? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$", r"; did you mean \1?", text)
     ctx = getattr(error, "ctx", None)
     if ctx is not None and "; " not in text:
         text += f"; see {ctx.command_path} --help"
