@@ -17,7 +17,7 @@ A record is made by sampling/record.py while the token is drawn, by the very run
     row, mask, prompt_len, withheld    what a what-if needs: the raw float32 row and the grammar's mask in base64
 
 `row` is kept where the request also says receipt=True and asks for one answer, for its first 64 tokens: four bytes for each id of the vocabulary
-is too much to send unasked. Under beam search there is no noise and no score; `score`, `lead` and `runner_up` are missing.
+is too much to send unasked (a server sends it where the request also says explain_rows). Under beam search there is no noise and no score; `score`, `lead` and `runner_up` are missing.
 
 what_if() draws the recorded steps again under other settings, without the model. Each step keeps its recorded past, so it answers
 "what would have been drawn here", not "how would the text have gone on". It never guesses: a record that is not sufficient is
@@ -137,7 +137,7 @@ def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarr
     if record.get("row") is None:
         raise RequestError(
             f"the record at position {record['position']} does not hold its whole row of logits, so a what-if could be wrong; record "
-            "it with explain and receipt=True (the first 64 tokens of a single answer keep their row)"
+            "it with explain and receipt=True, over HTTP also explain_rows (the first 64 tokens of a single answer keep their row)"
         )
     try:
         data = base64.b64decode(record["row"], validate=True)
