@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_blocks import random_blocks
+from cpu_blocks import HALVES, random_blocks
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
@@ -54,6 +55,23 @@ def test_hostile_weights_are_refused() -> None:
     for kind, size in (("q4_0", 35), ("q4_0", 0), ("q9_9", 36), ("q4_k", 36)):
         with pytest.raises(ValueError, match=r"cannot have|no kernel"):
             cpu.native.product("scalar", kind, np.zeros(size, np.uint8), 1, x)
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+def test_a_weight_that_is_no_number_is_refused(kind: str) -> None:
+    """Behind it activations are quantised, which makes a number of anything: an answer would come, and be wrong."""
+    wide = {"f32": 4, "q8_k": 4}.get(kind, 2)
+    endless = {"f32": (0x7F800000, 0xFFC00000), "q8_k": (0x7F800000, 0xFFC00000), "bf16": (0x7F80, 0xFFC0)}.get(
+        kind, (0x7C00, 0xFE00)
+    )
+    values, size = BLOCKS[kind]
+    x = np.zeros((1, 512), np.float32)
+    for bits, place, row in product(endless, HALVES.get(kind, (0,)), (0, 18, 39)):
+        weights = random_blocks(kind, np.random.default_rng(9), 40, 512)
+        at = (row * (512 // values) + 512 // values - 1) * size + place  # the row's last block
+        weights[at : at + wide] = np.frombuffer(bits.to_bytes(wide, "little"), np.uint8)
+        with pytest.raises(ValueError, match=f"row {row} holds"):
+            cpu.native.product("scalar", kind, weights, 40, x)
 
 
 def test_rotary_angles_are_those_of_the_reference() -> None:

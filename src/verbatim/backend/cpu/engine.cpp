@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <new>
 #include <stdexcept>
@@ -93,13 +94,16 @@ int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t byt
     m->file_bytes = bytes;
     uint8_t* to = arena_.take((size_t)p.panels * p.panel_bytes);
     p.data = to;
+    std::atomic<int64_t> broken{-1};
     team_.share((p.panels + 7) / 8, [&](int unit, int) {
         for (int j = 8 * unit; j < std::min(8 * unit + 8, p.panels); j++) {
             int64_t first = j / gp * per + j % gp * 16, n = std::min<int64_t>(16, j / gp * per + per - first);
-            pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
-                       to + (size_t)j * p.panel_bytes);
+            int bad = pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
+                                 to + (size_t)j * p.panel_bytes);
+            if (bad >= 0) broken = first + bad;
         }
     });
+    if (broken >= 0) throw std::domain_error("row " + std::to_string(broken.load()) + " holds a weight or a scale that is not a finite number; the file is damaged: get it again");
     matrices_.push_back(std::move(m));
     return (int)matrices_.size() - 1;
 }

@@ -123,8 +123,8 @@ const Kernels& kernels_i8mm();
 // pack.cpp: portable
 size_t panel_bytes(Kind kind, int k);
 bool kind_of(const char* type, Kind* kind);
-// rows r0 .. r0+15 (fewer at the end: padded with zeros) of a GGUF tensor into one panel
-void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst);
+// rows r0 .. r0+15 (fewer at the end: padded with zeros) of a GGUF tensor into one panel; gives a row that holds no finite number, -1: none does
+int pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst);
 void unpack_row(const Packed& w, int row, int byte_bias, float* out);
 // rope.cpp: portable
 void rope_angles(int64_t position, const double* inv_freq, int half, double factor, float* cosv, float* sinv);

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verbatim.base.errors import ModelError
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.model.spec import ModelSpec, RopeSpec
@@ -41,6 +42,7 @@ class Recorder:
         self.spec: ModelSpec = model.spec
         self.weights = model.weights
         self.engine = engine
+        self._file = str(model.path)
         self._matrices: dict[str, int] = {}
         self._ropes: dict[RopeSpec, int] = {}
         spec = self.spec
@@ -58,17 +60,29 @@ class Recorder:
         """Pack the weight of this name once. `heads`: rows of one head, which starts a panel of its own."""
         if name not in self._matrices:
             t = self.weights[name]
-            self._matrices[name] = self.engine.matrix(t.type, _bytes(t), t.rows, t.shape[-1], heads)
+            self._matrices[name] = self._pack(t, _bytes(t), t.rows, heads)
         return self._matrices[name]
+
+    def _pack(self, t: Tensor, data: np.ndarray, rows: int, heads: int = 0) -> int:
+        try:
+            return int(self.engine.matrix(t.type, data, rows, t.shape[-1], heads))
+        except ValueError as error:
+            raise ModelError(f"tensor {t.name}: {error}", file=self._file) from None
 
     def _experts(self, name: str) -> list[int]:
         t = self.weights[name]
-        count, rows, k = t.shape
+        count, rows, _ = t.shape
         parts = _bytes(t).reshape(count, -1)
-        return [self.engine.matrix(t.type, parts[e], rows, k, 0) for e in range(count)]
+        return [self._pack(t, parts[e], rows) for e in range(count)]
 
     def _vector(self, name: str, offset: float = 0.0) -> int:
-        values = self.weights[name].to_f32().reshape(-1)
+        t = self.weights[name]
+        values = t.to_f32().reshape(-1)
+        if not np.isfinite(values).all():
+            raise ModelError(
+                f"tensor {t.name}: it holds a value that is not a finite number; the file is damaged: get it again",
+                file=self._file,
+            )
         return int(self.engine.vector(np.ascontiguousarray(values + np.float32(offset), np.float32)))
 
     def _bias(self, name: str, wanted: bool) -> int:

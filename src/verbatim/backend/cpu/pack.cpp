@@ -237,6 +237,32 @@ void get_scales(Kind kind, const uint8_t* sp, const uint8_t* up, int lane, int j
     }
 }
 
+// The row of a scale, or of a plain weight, that is infinite or no number (all bits of its exponent are set); -1: there is none. It would not show
+// later: quantising the activations behind it makes a number of anything. In all of a panel's parts 16 rows lie side by side.
+template <class T> int endless_row(const uint8_t* part, size_t bytes, T exponent) {
+    const T* value = (const T*)part;
+    bool any = false;
+    for (size_t i = 0; i < bytes / sizeof(T); i++) any |= (value[i] & exponent) == exponent;
+    if (!any) return -1;
+    size_t at = 0;
+    while ((value[at] & exponent) != exponent) at++;
+    return (int)(at % 16);
+}
+int endless_row(Kind kind, const uint8_t* panel, int k) {
+    const KindInfo& info = KIND[kind];
+    const uint8_t* scales = panel + (size_t)(k / 32) * info.qb;
+    const size_t bytes = (size_t)(k / 32) * info.sb;
+    switch (kind) {
+        case K_F32: return endless_row<uint32_t>(panel, (size_t)k * 64, 0x7f800000);
+        case K_F16: return endless_row<uint16_t>(panel, (size_t)k * 32, 0x7c00);
+        case K_BF16: return endless_row<uint16_t>(panel, (size_t)k * 32, 0x7f80);
+        case K_8W: return endless_row<uint32_t>(scales, bytes, 0x7f800000);
+        default: break;
+    }
+    if (info.ub) return endless_row<uint16_t>(scales + bytes, (size_t)(k / 256) * info.ub, 0x7c00);
+    return endless_row<uint16_t>(scales, bytes, 0x7c00);
+}
+
 int offset_of(Kind kind, int bias) {
     switch (kind) {
         case K_4: return 8;
@@ -250,15 +276,15 @@ int offset_of(Kind kind, int bias) {
 
 }  // namespace
 
-void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst) {
+int pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst) {
     Kind kind;
-    if (!kind_of(type, &kind)) return;
+    if (!kind_of(type, &kind)) return -1;
     if (rows < 16) std::memset(dst, 0, panel_bytes(kind, k));
     if (!KIND[kind].quantised) {
         int size = KIND[kind].qb / 512;
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < k; i++) std::memcpy(dst + ((size_t)i * 16 + r) * size, src + r * row_bytes + (size_t)i * size, size);
-        return;
+        return endless_row(kind, dst, k);
     }
     const KindInfo& info = KIND[kind];
     int nb = k / 32;
@@ -271,6 +297,7 @@ void pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows
             put_quants(kind, o, r, byte_bias, dst + (size_t)b * info.qb);
             put_scales(kind, o, b, r, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub);
         }
+    return endless_row(kind, dst, k);
 }
 
 void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
