@@ -106,7 +106,9 @@ def test_too_many_threads_are_refused_with_the_limit_that_holds(processors: int,
     monkeypatch.setattr("os.cpu_count", lambda: processors)
     most = 64 if processors == 2 else 192
     EngineConfig(threads=most)
-    with pytest.raises(ParameterError, match=f"9999 is more than the {most} .* this machine has {processors} processors") as raised:
+    with pytest.raises(
+        ParameterError, match=f"9999 is more than the {most} .* this machine has {processors} processors"
+    ) as raised:
         EngineConfig(threads=9999)
     assert "four for each" not in str(raised.value)
 

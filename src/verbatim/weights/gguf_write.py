@@ -7,7 +7,9 @@ a LazyTensor makes its data when its turn comes, and lets go of them. A conversi
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -59,20 +61,57 @@ def write_gguf(
     try:
         header = _header(metadata, items, types or {}, alignment)
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part")
-        try:
-            with open(part, "xb") as out:
+        remove_abandoned(target)
+        with _part(target) as out:
+            try:
                 out.write(header)
                 for item in items:
                     _pad(out, alignment)
                     out.write(_data(item))
-            os.replace(part, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
-            raise
+                out.close()
+                os.replace(out.name, target)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    out.close()
+                with contextlib.suppress(OSError):
+                    os.unlink(out.name)
+                raise
     except OSError as error:
         raise ModelError(f"cannot be written: {error.strerror or error}", file=str(target)) from error
+
+
+def _part(target: Path) -> BinaryIO:
+    """A new file beside the target, locked as long as it is open: so that others can tell it from one whose writer was killed."""
+    while True:
+        out = open(target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part"), "xb")  # noqa: SIM115
+        _locked(out, wait=True)
+        if os.path.exists(out.name):
+            return out
+        out.close()  # between the two lines above, somebody took it for an abandoned one
+
+
+def remove_abandoned(target: Path) -> None:
+    """Remove the parts of `target` that no living process writes: a kill leaves one behind, as large as the model."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        if re.fullmatch(r"\d+\.[0-9a-f]{8}", path.name[len(target.name) + 2 : -len(".part")]) is None:
+            continue  # not a name of ours
+        with contextlib.suppress(OSError), open(path, "rb") as found:
+            if _locked(found, wait=False):
+                os.unlink(path)
+
+
+def _locked(file: BinaryIO, *, wait: bool) -> bool:
+    """Whether the lock is ours now. The system frees it when its holder dies. Windows, which has no such lock, refuses to remove a file
+    that is open."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # another's; or a file system that knows no locks, where nothing is removed
+        return False
+    return True
 
 
 def _pad(out: BinaryIO, alignment: int) -> None:
