@@ -13,7 +13,7 @@ CHECKED = src tests bench examples
 .PHONY: run chat test lint format soak clients bench clean
 
 run: $(VENV)/.installed
-	@$(BIN)/verbatim run --on-loop stop "$$PROMPT"
+	@$(BIN)/verbatim run "$$PROMPT"
 
 chat: $(VENV)/.installed
 	@$(BIN)/verbatim chat

@@ -144,6 +144,25 @@ def test_jobs_fit_the_context_and_start_together() -> None:
     assert table[3].tokens == 32 * 16
 
 
+@pytest.mark.parametrize(("rate", "said"), [(380.0, False), (390.0, True)])
+def test_a_share_above_the_limit_is_explained(
+    rate: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """387 tokens/s are possible at the start of a text; the second row stays below its limit either way."""
+    from types import SimpleNamespace
+
+    from verbatim.cli import bench
+
+    rows = [measure.Job("decode", 1, 10, lambda _: 10 / rate), measure.Job("decode", 2000, 10, lambda _: 1.0)]
+    monkeypatch.setattr(bench, "_print_limits", lambda llm, quick: (LIMITS, CARD))
+    monkeypatch.setattr(measure, "Ours", lambda llm: SimpleNamespace(name="verbatim"))
+    monkeypatch.setattr(measure, "jobs", lambda **_: rows)
+    llm: Any = SimpleNamespace(config=SimpleNamespace(step_tokens=1), context=4096)
+    bench._measure(llm, None, {}, 1, True)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("share above 100 % (decode at 1): the limit was measured in a slower minute") == said
+
+
 def test_the_plot_is_well_formed() -> None:
     lines = (
         Line("a <b> & c", ((32, 100.0), (512, 90.0), (2000, 50.0))),

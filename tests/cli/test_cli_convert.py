@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from verbatim.base.errors import ModelError
 from verbatim.cli import convert
 from verbatim.cli.export_model import check_round_trip, model_metadata, model_tensors
 from verbatim.cli.export_words import tokenizer_metadata
+from verbatim.cli.main import main
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import FAMILIES, tiny_model
 from verbatim.text.tokenizer import from_directory, from_gguf
@@ -234,6 +237,54 @@ def test_a_directory_becomes_a_quantised_file(tmp_path: Path, capsys: pytest.Cap
 )
 def test_types(name: str, shape: tuple[int, ...], quant: str | None, head: str | None, wanted: str) -> None:
     assert convert._type_for(name, "f16", shape, quant, head) == wanted
+
+
+def _convert_until(tiny: Path, target: Path, limit: int = 0) -> subprocess.Popen[bytes]:
+    """`verbatim convert` as a process: with a limit on file sizes, or holding still in the middle of the writing."""
+    code = "import resource, sys, time\nfrom verbatim.cli.main import main\nfrom verbatim.weights import gguf_write\n"
+    if limit:
+        code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+    else:
+        code += "gguf_write._pad = lambda out, alignment: (print('writing', flush=True), time.sleep(100))\n"
+    code += "main(['convert', *sys.argv[1:]])"
+    words = [sys.executable, "-c", code, str(tiny), str(target)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_full_disk_is_the_systems_failure(tiny: Path, tmp_path: Path) -> None:
+    process = _convert_until(tiny, tmp_path / "q.gguf", limit=4096)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert b"q.gguf: cannot be written: File too large" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_conversion_left_is_removed_by_the_next(tiny: Path, tmp_path: Path) -> None:
+    """And nothing else: neither what a living process writes, nor what only looks like it, nor another target's."""
+    target, other = tmp_path / "q.gguf", tmp_path / "q.gguf.gguf"
+    kept = [tmp_path / ".q.gguf.mine.part", tmp_path / ".q.gguf"]
+    for file in kept:
+        file.write_text("x")
+    alive, killed, elsewhere = (_convert_until(tiny, t) for t in (target, target, other))
+    try:
+        for process in (alive, killed, elsewhere):
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"writing\n"
+        for process in (killed, elsewhere):
+            process.kill()
+            process.communicate()
+        assert len(list(tmp_path.glob(".*.part"))) == 4
+        with pytest.raises(SystemExit) as ended:
+            main(["convert", str(tiny), str(target)])
+        assert ended.value.code == 0
+        left = sorted(p.name for p in tmp_path.glob(".*.part"))
+        assert sum(f".q.gguf.{alive.pid}." in name for name in left) == 1
+        assert sum(f".q.gguf.{killed.pid}." in name for name in left) == 0
+        assert sum(f".q.gguf.gguf.{elsewhere.pid}." in name for name in left) == 1
+        assert all(file.exists() for file in kept)
+    finally:
+        alive.kill()
+        alive.communicate()
 
 
 def test_perplexity_over_windows() -> None:

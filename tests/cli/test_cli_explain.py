@@ -25,6 +25,21 @@ def test_explain_prints_every_token(verbatim: Call) -> None:
     assert "seed" not in brief.err
 
 
+def test_several_explained_answers_are_numbered_and_beams_say_their_scores(verbatim: Call) -> None:
+    drawn = ["explain", "--raw", "--brief", "the cat", "--max-tokens", "3", "--temperature", "1", "--seed", "5", "--n", "2"]
+    out = verbatim(*drawn).out
+    texts = [choice["text"] for choice in verbatim(*drawn, "--json").json["choices"]]
+    assert [f"[{i}] {text}\n" in out for i, text in enumerate(texts, 1)] == [True, True]
+    assert "[1]" not in verbatim(*drawn[:-2]).out
+    beams = ["explain", "--raw", "--brief", "the cat", "--max-tokens", "3", "--num-beams", "2"]
+    alone = verbatim(*beams, "--json").json
+    both = [*beams, "--num-return-sequences", "2"]
+    scores = [choice["score"] for choice in verbatim(*both, "--json").json["choices"]]
+    out = verbatim(*both).out
+    assert all(f"[{i}] ({score:.4f}) " in out for i, score in enumerate(scores, 1))
+    assert verbatim(*beams).out.startswith(f"({scores[0]:.4f}) {alone['text']}\n")
+
+
 def test_explain_is_what_the_model_says(verbatim: Call, tiny: Path) -> None:
     """Entropy, probabilities, ranks and margins from raw logits that another path of the engine gives (prompt log-probabilities)."""
     data = verbatim(

@@ -96,7 +96,7 @@ def test_every_parameter_is_a_flag(name: str) -> None:
 
 def test_nothing_typed_means_the_defaults_and_temperature_zero() -> None:
     assert call()["params"] == json.loads(
-        json.dumps({f: getattr(SamplingParams(temperature=0), f) for f in FIELDS}, default=str)
+        json.dumps({f: getattr(SamplingParams(temperature=0, on_loop="stop"), f) for f in FIELDS}, default=str)
     )
     assert call()["engine"] == {}
 

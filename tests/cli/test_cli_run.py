@@ -168,6 +168,61 @@ def test_receipt_is_written(verbatim: Call, tmp_path: Path) -> None:
     assert verbatim("run", "the", "--max-tokens", "4", "--save-receipt", str(tmp_path / "no" / "r.json")).code == 2
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(verbatim: Call, tmp_path: Path) -> None:
+    """Neither the model is opened nor a word written, and no folder appears."""
+    gone, requests = tmp_path / "no", tmp_path / "in.jsonl"
+    requests.write_text("")
+    for words, named in (
+        (["run", "--save-receipt", str(gone / "r.json"), "the"], "save_receipt"),
+        (["bench", "--plot", str(gone / "p.svg")], "plot"),
+        (["bench", "--speculate", "--plot", str(gone / "p.svg")], "plot"),
+        (["batch", str(requests), str(gone / "out.jsonl")], "OUT"),
+        (["convert", "nothing.gguf", str(gone / "q.gguf")], "target"),
+    ):
+        if words[0] != "convert":
+            words += ["--model", "/no/such/model.gguf"]  # which would be code 3
+        said = verbatim(*words)
+        assert (said.code, said.out) == (2, ""), words
+        assert said.err.startswith(f"verbatim: {named}: cannot write")
+        assert "does not exist; make it (mkdir -p)" in said.err
+        assert not gone.exists()
+    said = verbatim("run", "--save-receipt", str(tmp_path), "--model", "/no/such/model.gguf", "the")
+    assert (said.code, said.out) == (2, "")
+    assert "is a folder" in said.err
+
+
+LOOP = ["--raw", "--allowed-token-ids", "40", "--max-tokens", "300", "the"]
+
+
+def test_a_loop_is_stopped_and_said_in_one_line(verbatim: Call) -> None:
+    said = verbatim("run", *LOOP)
+    told = [line for line in said.err.splitlines() if "--on-loop" in line]
+    assert told == ["warning: stopped, because the end repeats a run of 1 token; --on-loop report lets it go on"]
+    assert "64 output tokens" in said.err
+    assert verbatim("run", "--json", *LOOP).json["finish_reason"] == "loop"
+    let = verbatim("run", "--on-loop", "report", *LOOP)
+    assert "300 output tokens" in let.err
+    assert "--on-loop stop ends such an answer" in let.err
+    assert len(let.out) > 4 * len(said.out)
+
+
+@pytest.mark.parametrize("flag", [["--ignore-eos"], ["--min-tokens", "200"], ["--on-loop", "report"]])
+def test_who_asks_for_length_gets_it(verbatim: Call, flag: list[str]) -> None:
+    data = verbatim("run", "--json", *flag, *LOOP).json
+    assert (data["finish_reason"], len(data["tokens"])) == ("length", 300)
+
+
+def test_the_library_only_reports_a_loop(llm: LLM) -> None:
+    done = llm.generate("the", SamplingParams(temperature=0, allowed_token_ids=[40], max_tokens=300))
+    assert (done.finish_reason, len(done.token_ids), done.choices[0].loop) == ("length", 300, 1)
+
+
+def test_a_disk_that_fills_at_the_receipt_is_the_systems_failure(verbatim: Call) -> None:
+    said = verbatim("run", "--max-tokens", "2", "--save-receipt", "/dev/full", "the")
+    assert said.code == 1
+    assert "no space left" in said.err
+
+
 def test_score(verbatim: Call, llm: LLM) -> None:
     score = llm.score("the cat sat on the mat")
     said = verbatim("score", "the cat sat on the mat")
@@ -205,6 +260,21 @@ def test_a_reader_that_leaves_is_no_error(spawn: Spawn) -> None:
     err = process.stderr.read()
     assert process.wait(60) == 141
     assert err == b""
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_quiet_batch_says_nothing(spawn: Spawn, tmp_path: Path, quiet: bool) -> None:
+    """Nor does its engine, which is a process with a log of its own (where it gives its threads processors, it says so there)."""
+    body = {"prompt": "the", "max_tokens": 2}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
+    words = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *(["-q"] if quiet else [])]
+    process = spawn(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, out) == (0, b""), err
+    assert (err == b"") == quiet
+    assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200
 
 
 def test_a_terminal_gets_colour_and_a_progress_line(spawn: Spawn) -> None:

@@ -20,7 +20,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 def test_the_capital_of_france(default_model: Path) -> None:
     """What `make run` does, with the words of the Makefile."""
     variables = dict(re.findall(r"^(\w+) \?= (.*)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE))
-    done = run("run", "--on-loop", "stop", variables["PROMPT"])
+    done = run("run", variables["PROMPT"])
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     closing = done.stderr.strip().splitlines()[-1]

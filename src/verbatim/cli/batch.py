@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import click
 
 from verbatim.base.errors import BackendError, ModelError, ParameterError
 from verbatim.base.params import no_key_twice
-from verbatim.cli.options import Command, Option, engine_of, engine_options, model_options
+from verbatim.cli.options import Command, Option, check_output, engine_of, engine_options, model_options
 from verbatim.cli.screen import note
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def command(
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
         raise BackendError(f"batch needs {error.name}; pip install 'verbatim-llm[server]'") from None
+    check_output("OUT", target)
     if Path(target).exists() and Path(source).samefile(target):
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
     lines = read_requests(Path(source))
@@ -70,6 +72,8 @@ def command(
         test_engine=test_engine, limits=limits, store_items=0,
     )  # fmt: skip
     failed = 0
+    if quiet:  # the engine's process has a log of its own
+        os.environ.setdefault("VERBATIM_LOG", "WARNING")
     if todo:
         with open(target, "a", encoding="utf-8") as out, progress(len(lines), len(lines) - len(todo), quiet) as advance:
             failed = asyncio.run(answer_all(settings, todo, concurrency, out, advance))

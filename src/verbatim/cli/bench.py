@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option, engine_options_without, model_options
+from verbatim.cli.options import Command, Option, check_output, engine_options_without, model_options
 from verbatim.cli.screen import note
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from verbatim.observe.roofline import CostCard, Limits
 
 SECTION = "What to measure"
+ABOVE = "the limit was measured in a slower minute than the work, or part of the model stayed in a cache; the limit is not exact here"
 
 
 @click.command(cls=Command)
@@ -85,6 +86,8 @@ def command(
     rounds = repeats or (2 if quick else 5)
     if plot and Path(plot).suffix not in (".svg", ".png"):
         raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
+    if plot:
+        check_output("plot", plot)
     for name, given in (("rival_python", rival_python), ("rival_model", rival_model)):
         if given and not against:
             raise ParameterError(name, "no rival was asked for; add --against")
@@ -125,7 +128,15 @@ def _measure(
     for job in jobs(**sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context):
         rows.append(measure(job, runners, rounds))
         _print_row(rows[-1], card, limits, rival)
+    if over := above_limit(rows, card, limits):
+        print(f"share above 100 % ({over}): {ABOVE}")
     return limits, card, rows
+
+
+def above_limit(rows: list[Row], card: CostCard, limits: Limits) -> str:
+    """The rows that beat the limit, by their labels."""
+    over = [row for row in rows if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling]
+    return ", ".join(_label(row) for row in over)
 
 
 def _cold_start(flags: dict[str, Any], rounds: int) -> float:
@@ -207,12 +218,16 @@ def _header(rival: Rival | None) -> None:
 
 
 def _print_row(row: Row, card: CostCard, limits: Limits, rival: Rival | None) -> None:
-    label = {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[row.job.kind] + f" {row.job.size}"
+    label = _label(row)
     rate = row.rate("verbatim")
     ceiling = ceiling_of(row, card, limits)
     share = f"{ceiling:8.0f} {rate / ceiling:6.0%}" if ceiling else f"{'-':>8} {'-':>6}"
     theirs = f"   {row.rate(rival.name):18.1f} {rate / row.rate(rival.name):6.2f}x" if rival else ""
     print(f"{label:16} {rate:10.1f} {share}{theirs}", flush=True)
+
+
+def _label(row: Row) -> str:
+    return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[row.job.kind] + f" {row.job.size}"
 
 
 def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:

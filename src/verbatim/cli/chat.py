@@ -122,7 +122,7 @@ class Conversation:
         return mark.replace("\x1b[1m", "\x01\x1b[1m\x02").replace("\x1b[0m", "\x01\x1b[0m\x02")
 
     def _turn(self, text: str) -> None:
-        from verbatim.cli.report import closing_line
+        from verbatim.cli.report import closing_line, loop_line
         from verbatim.cli.run import collect
         from verbatim.cli.session import speed_limit
 
@@ -132,7 +132,8 @@ class Conversation:
         # An answer cut short stays in the history as far as it was read: the model should know what the person saw.
         self.turns += [asked[-1], {"role": "assistant", "content": completion.text}]
         self.last = asked, self.params, completion
-        for line in completion.warnings:
+        loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")
+        for line in (*completion.warnings, *([loop] if loop else [])):
             warn(line)
         if code and self.quiet:
             note("(stopped)")
@@ -207,6 +208,8 @@ class Conversation:
                 note(f"verbatim: {word!r} is not NAME=VALUE, such as temperature=0.7", RED)
                 return
             changes[name.replace("-", "_")] = parse_parameter(name, value)
+        if changes.get("num_beams", 1) > 1:  # beams cannot be stopped in the middle; what is in force is shown below
+            changes.setdefault("on_loop", "report")
         changed = self.params.with_(**changes)
         _check_place(changed)
         self.params = changed

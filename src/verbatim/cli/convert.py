@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option
+from verbatim.cli.options import Command, Option, check_output
 from verbatim.cli.screen import Progress, note, write
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def command(
     out = Path(target)
     if out.suffix != ".gguf":
         raise ParameterError("target", f"{target!r} does not end in .gguf")
+    check_output("target", target)
     if out.exists() and not force:
         raise ParameterError("target", f"{target!r} exists; --force overwrites it")
     text = _read(perplexity) if perplexity else None

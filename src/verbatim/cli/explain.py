@@ -109,17 +109,21 @@ def _what_if(llm: LLM, completion: Completion, params: SamplingParams, changes: 
 
 
 def _print(llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[str, list[WhatIf]]]) -> None:
-    from verbatim.cli.report import closing_line
+    from verbatim.cli.report import choice_head, closing_line, loop_line
     from verbatim.observe.explain import headline, render, render_what_if
 
     show = llm.tokenizer.token_bytes
     for choice in completion.choices:
-        write(paint(choice.text, BOLD, sys.stdout) + "\n\n")
+        if brief and choice.index:
+            write("\n")
+        head = choice_head(choice, several=len(completion.choices) > 1)
+        write(head + paint(choice.text, BOLD, sys.stdout) + "\n\n")
         for record in choice.explain:
             write((headline if brief else render)(record, show) + "\n" + ("" if brief else "\n"))
     for asked, results in what_ifs:
         write(f"{'' if not brief else chr(10)}what if {asked}:\n{render_what_if(results, show)}\n")
-    for line in completion.warnings:
+    loop = loop_line(completion, "--on-loop report", "--on-loop stop")
+    for line in (*completion.warnings, *([loop] if loop else [])):
         warn(line)
     note(closing_line(llm, completion, sampled=not completion_greedy(completion)))
 

@@ -6,6 +6,7 @@ is a flag at once; only flags that were typed are passed on, so that defaults li
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,7 +23,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Values = dict[str, Any]
 
 DEFAULT_MODEL = "smollm2"
-TEMPERATURE = 0.0  # of the command line: the same answer every time; the library's and the server's default is 1
+# What the command line sets where nothing was typed; the library's and the server's defaults are others (ADR 10).
+# Temperature 0: the same answer every time. A loop ends the answer: a small model at temperature 0 would fill its context with it.
+DEFAULTS: Values = {"temperature": 0.0, "on_loop": "stop"}
 
 # EngineConfig has its defaults and meanings in the source; these are the lines a user reads
 ENGINE_HELP = {
@@ -80,8 +83,9 @@ def sampling_options(command: F) -> F:
 
 def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
     flag, dest = "--" + name.replace("_", "-"), "p_" + name
-    shown = TEMPERATURE if name == "temperature" else rule.default
+    shown = DEFAULTS.get(name, rule.default)
     text = rule.help + (f" [{shown:g}]" if isinstance(shown, (int, float)) and not isinstance(shown, bool) else "")
+    text += f" [{shown}]" if name in DEFAULTS and isinstance(shown, str) else ""
     common: Values = {"cls": Option, "section": "Sampling", "default": None, "help": text}
     match rule.kind:
         case "int":
@@ -107,9 +111,12 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
 
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     """SamplingParams from the parsed flags. A wrong value raises ParameterError, which names it."""
-    values: Values = {"temperature": TEMPERATURE, **defaults, **typed_sampling(flags)}
-    if values.get("num_beams", 1) > 1 and flags.get("p_temperature") is None:
-        values.pop("temperature", None)
+    typed = typed_sampling(flags)
+    values: Values = {**DEFAULTS, **defaults, **typed}
+    if values.get("num_beams", 1) > 1:  # which has neither
+        values = {name: value for name, value in values.items() if name not in DEFAULTS or name in typed}
+    if "on_loop" not in typed and (typed.get("ignore_eos") or typed.get("min_tokens")):
+        values.pop("on_loop", None)  # who asks for more than the model wants to say gets it
     return SamplingParams.from_mapping(values)
 
 
@@ -195,6 +202,19 @@ def _file(name: str, path: str) -> str:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(name, f"cannot read {path!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+
+
+def check_output(name: str, file: str) -> None:
+    """Refuse a file that cannot be written, before the work whose result it should hold. No folder is made in silence."""
+    path = Path(file)
+    folder = path.parent
+    if path.is_dir():
+        raise ParameterError(name, f"{file!r} is a folder; name a file in it")
+    if not folder.is_dir():
+        why = "is not a folder" if folder.exists() else "does not exist"
+        raise ParameterError(name, f"cannot write {file!r}: {str(folder)!r} {why}; make it (mkdir -p), or choose another place")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ParameterError(name, f"cannot write {file!r}: permission denied; choose another place")
 
 
 # -------------------------------------------------------------------------------------------------- model and engine

@@ -41,6 +41,25 @@ def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: floa
     return " · ".join(parts)
 
 
+def loop_line(completion: Completion, go_on: str, stop: str) -> str | None:
+    """What is said about an answer whose end repeats. `go_on` and `stop` are how a person here asks for the other."""
+    stopped = max((choice.loop for choice in completion.choices if choice.finish.reason == "loop"), default=0)
+    if stopped:
+        return f"stopped, because the end repeats a run of {_tokens(stopped)}; {go_on} lets it go on"
+    loop = max((choice.loop for choice in completion.choices), default=0)
+    return f"the end repeats a run of {_tokens(loop)}; {stop} ends such an answer" if loop else None
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' if count > 1 else ''}"
+
+
+def choice_head(choice: Choice, *, several: bool) -> str:
+    """`[2] (-0.3172) `: which answer this is, and the score it was ranked by, where there is one."""
+    score = "" if choice.score is None else f"({choice.score:.4f}) "
+    return (f"[{choice.index + 1}] " if several else "") + score
+
+
 def backend_words(llm: LLM) -> str:
     info = llm.parts.backend.info
     threads = f", {info.threads} threads" if info.threads > 1 else ""

@@ -13,7 +13,16 @@ import click
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.options import Command, Option, engine_options, model_options, sampling_of, sampling_options
+from verbatim.cli.main import SYSTEM
+from verbatim.cli.options import (
+    Command,
+    Option,
+    check_output,
+    engine_options,
+    model_options,
+    sampling_of,
+    sampling_options,
+)
 from verbatim.cli.screen import note, warn, write, write_json
 
 if TYPE_CHECKING:
@@ -38,13 +47,15 @@ def command(
     """Answer PROMPT, streamed: as a chat turn where the model has a chat template, else as a continuation.
 
     PROMPT is one argument, in quotes; `-`, or none and a pipe, reads it from stdin. The command line's temperature is 0: the same
-    answer every time.
+    answer every time. An answer whose end repeats over and over is stopped; --on-loop report lets it go on.
     """
     from verbatim.cli.session import open_llm, read_prompt
 
     params = sampling_of(flags, receipt=save_receipt is not None)
     if save_receipt is not None and not params.receipt:
         raise ParameterError("receipt", "--save-receipt needs one; leave out --no-receipt")
+    if save_receipt is not None:
+        check_output("save_receipt", save_receipt)
     if not as_json:
         check_shown(params, REPORTS if save_receipt is None else REPORTS[:-1])
     if raw and system is not None:
@@ -115,7 +126,7 @@ def _streams(params: SamplingParams) -> bool:
 def _finish(
     llm: LLM, completion: Completion, params: SamplingParams, *, as_json: bool, quiet: bool, save_receipt: str | None
 ) -> None:
-    from verbatim.cli.report import closing_line, completion_json
+    from verbatim.cli.report import closing_line, completion_json, loop_line
     from verbatim.cli.session import speed_limit
 
     if as_json:
@@ -133,24 +144,27 @@ def _finish(
         return
     for line in completion.warnings:
         warn(line)
-    loop = max((choice.loop for choice in completion.choices), default=0)
+    loop = loop_line(completion, "--on-loop report", "--on-loop stop")
     if loop:
-        warn(f"the end repeats a run of {loop} tokens; --on-loop stop ends such an answer")
+        warn(loop)
     limit = speed_limit(llm, len(completion.prompt_ids)) if completion.usage.output_tokens > 1 else None
     note(closing_line(llm, completion, sampled=not params.greedy and params.num_beams == 1, limit=limit))
 
 
 def _show_choices(completion: Completion, *, shown: bool) -> None:
     """Several answers, one after the other. Of a beam search the first was shown already as it came."""
+    from verbatim.cli.report import choice_head
+
     if shown:
         write("\n")
     for choice in completion.choices[1 if shown else 0 :]:
-        score = "" if choice.score is None else f" ({choice.score:.4f})"
-        write(f"[{choice.index + 1}]{score} {choice.text}\n")
+        write(f"{choice_head(choice, several=True)}{choice.text}\n")
 
 
 def _save(path: Path, receipt: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(receipt, ensure_ascii=False, indent=1) + "\n", "utf-8")
     except OSError as error:
+        if error.errno in SYSTEM:  # a full disk is no wrong word of the person's
+            raise
         raise ParameterError("save_receipt", f"cannot write {path}: {error.strerror}; choose another file") from None
