@@ -281,6 +281,34 @@ async def test_close_ends_what_runs() -> None:
         await e.submit("x")
 
 
+@pytest.mark.parametrize("ask", ["call", "submit"])
+async def test_who_comes_while_it_closes_is_answered(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed between the question whether it is open and the request's place in the inbox: done, cancelled or refused, but never left waiting."""
+    e = engine()
+    check, closing = e._check_open, threading.Thread(target=e.close)
+
+    def closed_behind() -> None:
+        check()
+        if threading.current_thread() is threading.main_thread() and not closing.is_alive():
+            closing.start()
+            closing.join(0.3)
+
+    if ask == "call":
+        monkeypatch.setattr(e, "_check_open", closed_behind)
+        assert await asyncio.wait_for(e.call(lambda core: 7), 20) == 7
+    else:
+        reserve = e._reserve
+
+        def then_close(request_id: str) -> None:
+            reserve(request_id)
+            monkeypatch.setattr(e, "_check_open", closed_behind)
+
+        monkeypatch.setattr(e, "_reserve", then_close)
+        stream = await e.submit("x", SamplingParams(max_tokens=5))
+        assert (await asyncio.wait_for(stream.result(), 20)).finish.reason in ("cancel", "length", "eos")
+    await asyncio.to_thread(closing.join)
+
+
 async def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
     """What the server sends is made of this: the pieces of a stream and the whole agree, and neither has half a character."""
     async with engine() as e:

@@ -337,10 +337,11 @@ class AsyncEngine(OpenedModel):
             with self._lock:
                 self._check_open()
                 self._streams[request_id] = weakref.ref(reader) if isinstance(reader, AsyncStream) else partial(_same, reader)
+                self._inbox.append(("add", request))  # in one go with the question whether anybody still reads it
         except BaseException:
             self._give_up(request_id)
             raise
-        self._note("add", request)
+        self._awake.set()
         return reader
 
     async def _made(self, make: Callable[[], Request], params: SamplingParams | None, tenant: str) -> Request:
@@ -400,8 +401,10 @@ class AsyncEngine(OpenedModel):
     async def call(self, work: Callable[[EngineCore], Any]) -> Any:
         """Run a function of the core on the engine's thread, between two steps."""
         future: Future[Any] = Future()
-        self._check_open()
-        self._note("call", (work, future))
+        with self._lock:
+            self._check_open()
+            self._inbox.append(("call", (work, future)))
+        self._awake.set()
         return await asyncio.wrap_future(future)
 
     async def drain(self, timeout: float | None = None) -> bool:
