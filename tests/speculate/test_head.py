@@ -23,9 +23,10 @@ from verbatim.engine.llm import LLM
 from verbatim.engine.parts import Parts
 from verbatim.model.draft_head import ARCHITECTURE, SCALES, DraftHead, find_head, guess, read_head, write_head
 from verbatim.model.load import Model, load_model
-from verbatim.speculate.adapt import DEBT, MARGIN, SHARE, START, Speculator
+from verbatim.speculate.adapt import MARGIN, Speculator
 from verbatim.speculate.head import DEEPEST, HeadProposer
 from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.speculate.purse import DEBT, SHARE, START
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 from verbatim.weights.gguf import read_gguf

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from verbatim.backend.protocol import Backend
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, StepPlan, StepResult
-from verbatim.speculate.adapt import DEBT, LEAST, PRIOR, SHARE, START, Acceptance, Speculator, StepCost, draft_length
+from verbatim.speculate.acceptance import PRIOR, Acceptance
+from verbatim.speculate.adapt import Speculator, draft_length
+from verbatim.speculate.cost import LEAST, StepCost
 from verbatim.speculate.draft import DraftProposer
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.speculate.purse import DEBT, SHARE, START
 from verbatim.speculate.suffix import SuffixAutomaton, SuffixProposer
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)

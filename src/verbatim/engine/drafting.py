@@ -14,7 +14,8 @@ from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan
 from verbatim.schedule.sequence import Sequence
-from verbatim.speculate.adapt import Speculator, StepCost
+from verbatim.speculate.adapt import Speculator
+from verbatim.speculate.cost import StepCost
 from verbatim.speculate.draft import DraftProposer
 from verbatim.speculate.forced import ForcedProposer
 from verbatim.speculate.head import Guesser, HeadProposer
