@@ -56,7 +56,6 @@ def test_version_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_extra_brings_something_that_the_sources_import() -> None:
     """Nobody should wait for gigabytes that nothing uses. `dev` is for the tests."""
-    import re
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -67,8 +66,14 @@ def test_every_extra_brings_something_that_the_sources_import() -> None:
             module = re.split(r"[^A-Za-z0-9_]", package)[0]
             used = re.compile(rf"^\s*(import|from) {module}\b", re.MULTILINE)
             assert any(used.search(text) for text in sources), f"the extra {name} brings {module}, which nothing imports"
-    offered = {extra for text in [*sources, *said] for extra in re.findall(r"verbatim-llm\[([a-z]+)\]", text)}
-    assert offered <= set(extras), "an extra is recommended that does not exist"
+    offered = {extra for text in [*sources, *said] for extra in re.findall(r"pip install '\.\[([a-z]+)\]'", text)}
+    assert {"server", "grammar", "hub"} <= offered <= set(extras), "an extra is recommended that does not exist"
+
+
+def test_nobody_is_sent_to_the_public_index() -> None:
+    """The package is not published: under its name there may one day be somebody else's."""
+    told = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    assert [str(path) for path in told if re.search(r"pip install \S*verbatim", path.read_text())] == []
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -59,7 +59,9 @@ def command(
     try:
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
-        raise BackendError(f"batch needs {error.name}; pip install 'verbatim-llm[server]'") from None
+        raise BackendError(
+            f"batch needs {error.name}; install the extra 'server': pip install '.[server]' in the checkout"
+        ) from None
     check_output("OUT", target)
     if Path(target).exists() and Path(source).samefile(target):
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")

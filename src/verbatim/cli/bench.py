@@ -290,7 +290,9 @@ def _draw(path: str, charts: list[Chart]) -> None:
         if png(charts, path):
             return
         path = path[:-4] + ".svg"
-        note(f"matplotlib is not installed, so the plot is {path}; pip install 'verbatim-llm[bench]' for PNG")
+        note(
+            f"matplotlib is not installed, so the plot is {path}; for PNG install the extra 'bench': pip install '.[bench]' in the checkout"
+        )
     Path(path).write_text(svg(charts), "utf-8")
 
 

@@ -45,7 +45,7 @@ def findings() -> Iterator[Finding]:
         try:
             yield "good", extra, f"{package} {version(package)}"
         except PackageNotFoundError:
-            yield "note", extra, f"{package} is not installed; pip install 'verbatim-llm[{extra}]' if you need it"
+            yield "note", extra, f"{package} is not installed; if you need it: pip install '.[{extra}]' in the checkout"
     yield from _cache()
 
 

@@ -80,7 +80,9 @@ def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> i
         from verbatim.server.serve import run
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
-        raise BackendError(f"the server needs {error.name}; pip install 'verbatim-llm[server]'") from None
+        raise BackendError(
+            f"the server needs {error.name}; install the extra 'server': pip install '.[server]' in the checkout"
+        ) from None
     limits = {f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None}
     settings = Settings(
         model=flags["model"],

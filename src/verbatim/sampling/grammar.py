@@ -271,7 +271,9 @@ def _llguidance(field: str) -> Any:
         import llguidance
     except ImportError:
         raise UnsupportedError(
-            field, "structured output needs llguidance, which is not installed; pip install 'verbatim-llm[grammar]'"
+            field,
+            "structured output needs llguidance, which is not installed; "
+            "install the extra 'grammar': pip install '.[grammar]' in the checkout",
         ) from None
     return llguidance
 

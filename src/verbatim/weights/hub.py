@@ -79,7 +79,7 @@ def _library() -> Any:
         import huggingface_hub
         import huggingface_hub.constants  # a lazy package: its submodules must be asked for
     except ImportError:
-        raise ModelError("models of the hub (org/name) need an extra: pip install 'verbatim-llm[hub]'") from None
+        raise ModelError("models of the hub (org/name) need the extra 'hub': pip install '.[hub]' in the checkout") from None
     return huggingface_hub
 
 
