@@ -15,7 +15,7 @@ import pytest
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, VerbatimError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.aio import Feed
+from verbatim.engine.readers import Feed
 from verbatim.server.place import give_places, native_threads
 from verbatim.testing import FakeBackend, fake_parts
 

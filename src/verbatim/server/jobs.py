@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.base.errors import BackendError, ParameterError, UnsupportedError, VerbatimError
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, Timings, TokenLogprob, Usage
-from verbatim.engine.aio import Feed
+from verbatim.engine.readers import Feed
 from verbatim.observe.receipt import digest_of
 from verbatim.server import wire
 from verbatim.server.fair import FairQueue, Waiting
