@@ -32,6 +32,17 @@ def answers(tiny: Path, *asked: str) -> list[str]:
     return said
 
 
+def test_a_loop_is_stopped_and_beams_go_without(verbatim: Call) -> None:
+    flags = ["--allowed-token-ids", "40", "--max-tokens", "150"]
+    said = verbatim("chat", "-q", *flags, stdin="the\n/params num_beams=2 temperature=1\n")
+    lines = said.err.splitlines()
+    assert lines[0] == "warning: stopped, because the end repeats a run of 1 token; /params on_loop=report lets it go on"
+    assert "num_beams=2" in lines[1]
+    assert "on_loop" not in lines[1]
+    let = verbatim("chat", *flags, stdin="/params on_loop=report\nthe\n")
+    assert "150 output tokens" in let.err
+
+
 def test_piped_lines_are_turns_with_history(verbatim: Call, tiny: Path) -> None:
     first = "the cat sat on the mat, and the dog did not mind"  # longer than a cache block
     said = verbatim("chat", *SHORT, stdin=f"{first}\nand the dog\n")

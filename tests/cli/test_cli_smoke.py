@@ -36,6 +36,14 @@ def test_json_has_what_was_promised(default_model: Path) -> None:
     assert data["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("raw", [[], ["--raw"]])
+def test_a_character_that_the_model_cannot_read_is_warned_of(default_model: Path, raw: list[str]) -> None:
+    """The vocabulary of the default model has no token for U+0006."""
+    done = run("run", *raw, "--max-tokens", "1", "a\x06b")
+    assert "warning: prompt: the model's vocabulary cannot write U+0006" in done.stderr
+    assert "cannot write" not in run("run", *raw, "--max-tokens", "1", "a b").stderr
+
+
 def test_models_lists_it_as_ready(default_model: Path) -> None:
     rows = json.loads(run("models", "--json").stdout)
     assert any(row["name"] == "smollm2" and row["ready"] for row in rows)

@@ -16,7 +16,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import CapacityError, ContextError, ParameterError, UnavailableError, UnsupportedError, VerbatimError
 from verbatim.base.records import Completion
 from verbatim.sampling.draw import noise_key
-from verbatim.testing import ByteTokenizer, FakeBackend, fake_parts, fake_spec
+from verbatim.testing import ByteTokenizer, ChatByteTokenizer, FakeBackend, fake_parts, fake_spec, server_parts
 
 EOS = ByteTokenizer.EOS
 
@@ -684,6 +684,34 @@ def test_threads_wait_for_a_place_in_a_short_queue() -> None:
             together = list(pool.map(ask, range(24)))
         llm.check()
     assert together == alone
+
+
+class DropsX(ChatByteTokenizer):
+    """A vocabulary without a token for "x"."""
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return super().encode(text.replace("x", ""), special=special)
+
+    def lost(self, text: str) -> str:
+        return "x" if "x" in text else ""
+
+
+def test_a_character_that_the_vocabulary_drops_is_warned_of() -> None:
+    from dataclasses import replace
+
+    params = SamplingParams(max_tokens=2, seed=5)
+    parts = replace(server_parts("pipeline"), tokenizer=DropsX())
+    with LLM.from_parts(parts, kv_blocks=64) as llm:
+        told = "prompt: the model's vocabulary cannot write U+0078, so the model does not read it as it stands"
+        assert told in llm.generate("a fox", params).warnings
+        assert told in llm.chat([{"role": "user", "content": [{"type": "text", "text": "a fox"}]}], params).warnings
+        assert told in llm.score("a fox").warnings
+        with llm.chat_stream([{"role": "user", "content": "a fox"}], params) as stream:
+            assert list(stream)
+        assert stream.completion is not None
+        assert told in stream.completion.warnings
+        for prompt in ("a cat", [97, 120]):
+            assert not llm.generate(prompt, params).warnings
 
 
 def test_bytes_are_not_a_prompt() -> None:

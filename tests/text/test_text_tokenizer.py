@@ -219,6 +219,21 @@ def test_ids_outside_the_vocabulary_are_refused(default_tokenizer: Tokenizer) ->
             default_tokenizer.token_bytes(bad)
 
 
+def test_what_the_vocabulary_cannot_write_is_told(default_tokenizer: Tokenizer) -> None:
+    """Every character below U+3000, and some of each plane above: lost is what does not come back."""
+    told = 0
+    for code in [*range(0x3000), *range(0x10000, 0x110000, 4099)]:
+        character = chr(code)
+        gone = default_tokenizer.decode(default_tokenizer.encode(character)) != character
+        assert default_tokenizer.lost(f"a{character}b{character}") == (character if gone else ""), hex(code)
+        told += gone
+    assert told > 6
+    assert default_tokenizer.lost("a\x06b\x13\x06") == "\x06\x13"
+    assert len(default_tokenizer.lost("".join(map(chr, range(0x40000, 0x50000))))) == 16, (
+        "named at most, however many there are"
+    )
+
+
 def test_a_lone_surrogate_is_refused_by_name(default_tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="U\\+D800"):
         default_tokenizer.encode("abc\ud800")

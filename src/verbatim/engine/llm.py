@@ -40,6 +40,7 @@ class Score:
     logprobs: tuple[TokenLogprob | None, ...]  # one a token; the first has nothing before it and is None
     total: float  # sum of the log-probabilities, in nats
     perplexity: float  # exp(-mean)
+    warnings: tuple[str, ...] = ()  # as a Completion's
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +159,7 @@ class LLM(OpenedModel):
         scored = [entry.logprob for entry in done.prompt_logprobs if entry is not None]
         total = math.fsum(scored)
         perplexity = math.exp(-total / len(scored)) if scored else math.nan
-        return Score(done.prompt_ids, done.prompt_logprobs, total, perplexity)
+        return Score(done.prompt_ids, done.prompt_logprobs, total, perplexity, done.warnings)
 
     def vote(
         self,

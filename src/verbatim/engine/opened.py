@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.engine.core import EngineCore
 from verbatim.engine.parts import Parts, Progress, load_parts
+from verbatim.engine.request import EncodedText, lost_in
 
 Message = Mapping[str, Any]
 OURS = {"tokenizer", "template", "messages"}  # names that an option of the template cannot have
@@ -76,11 +77,22 @@ class OpenedModel:
         for name in OURS & template.keys():
             raise ParameterError("chat_template_kwargs", f"{name!r} is set by the engine; leave it out")
         tokenizer: Any = self.parts.tokenizer
-        return list(encode_chat(tokenizer, self.parts.template, messages, **template))
+        ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
+        ids.lost = lost_in(tokenizer, "".join(_texts([messages, template])))
+        return ids
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...), as plain numbers."""
         return self.core.stats()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a conversation and in its options."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, Sequence)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(each)
 
 
 def check_messages(messages: Any) -> None:

@@ -19,6 +19,12 @@ MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
+class EncodedText(list[int]):
+    """Token ids that were made of a text before the request was, with what of the text they could not hold."""
+
+    lost: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and how to go on from it. `seed` is the request's own, or the one it was given."""
@@ -69,7 +75,7 @@ def make_request(
         arrival=arrival,
         structure=_structure(params, parts.tokenizer, share, until),
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
-        warnings=_warnings(params),
+        warnings=(*_warnings(params), *_lost(parts.tokenizer, prompt)),
         hidden=hidden,
     )
 
@@ -145,7 +151,7 @@ def _structure(params: SamplingParams, tokenizer: Tokenizer, share: Share, until
     except ImportError:  # the extra is not installed
         named = next(f for f in ("json_schema", "regex", "grammar", "choice") if getattr(params, f) is not None)
         raise UnsupportedError(
-            named, "structured output needs the extra `grammar`: pip install verbatim-llm[grammar]"
+            named, "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout"
         ) from None
     return compile_structure(params, tokenizer, share=share, until=until)
 
@@ -163,6 +169,21 @@ def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, 
 
 
 _BREAKERS: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = WeakKeyDictionary()
+
+
+def lost_in(tokenizer: Tokenizer, text: str) -> str:
+    """The characters of a text that never reach the model. Not every tokenizer loses any (those of verbatim.testing do not)."""
+    look = getattr(tokenizer, "lost", None)
+    return "" if look is None else str(look(text))
+
+
+def _lost(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
+    lost = lost_in(tokenizer, prompt) if isinstance(prompt, str) else getattr(prompt, "lost", "")
+    if not lost:
+        return ()
+    named = ", ".join(f"U+{ord(character):04X}" for character in lost)
+    it, stands = ("it", "it stands") if len(lost) == 1 else ("them", "they stand")
+    return (f"prompt: the model's vocabulary cannot write {named}, so the model does not read {it} as {stands}",)
 
 
 def _warnings(params: SamplingParams) -> tuple[str, ...]:

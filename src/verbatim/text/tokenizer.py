@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from verbatim.text.decode import decode_all
 
 # Ends of a turn that a model file may know only as a vocabulary entry. They end an answer wherever they are control tokens.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+LOST = 16  # characters that are named at most
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Tokenizer:
         """Ids of the text, and nothing but the text. With `special`, literal control tokens become control ids.
 
         A vocabulary may have no token for some rare bytes (the default model's has none for U+0006, for instance). As in the
-        published tokenizers, such bytes are then left out, or become the unknown token where there is one.
+        published tokenizers, such bytes are then left out, or become the unknown token where there is one; `lost` tells which.
         """
         _check_text(text)
         ids = _ids(self._vocab.special, text) if special else self._plain(text, self._vocab.plain)
@@ -140,6 +142,29 @@ class Tokenizer:
         if not self._control_ids.isdisjoint(set(out) - {self.unk_id}):
             raise RequestError(f"the vocabulary cannot write this text without the control token {min(bad)!r}", param="prompt")
         return out
+
+    def lost(self, text: str) -> str:
+        """Characters of the text that the vocabulary cannot write, each once (a text full of them: the first LOST).
+
+        Byte-level vocabularies are looked at, some of which lack a token for a byte; SentencePiece spells any byte."""
+        lacking = self._lacking
+        if not lacking or len(raw := text.encode("utf-8", "surrogatepass")) == len(raw.translate(None, lacking)):
+            return ""
+        suspects = (c for c in dict.fromkeys(text) if not set(lacking).isdisjoint(c.encode("utf-8", "surrogatepass")))
+        return "".join(c for c in islice(suspects, LOST) if not self._writes(c))
+
+    def _writes(self, character: str) -> bool:
+        ids = _ids(self._vocab.plain, character)
+        return b"".join(self.token_bytes(i) for i in ids) == character.encode("utf-8")
+
+    @cached_property
+    def _lacking(self) -> bytes:
+        """Bytes without a token of their own: merging begins with single bytes, so a text with such a byte loses it."""
+        if not self._vocab.byte_level:
+            return b""
+        from verbatim.text.gguf_vocab import BYTE_ALPHABET
+
+        return bytes(byte for sign, byte in BYTE_ALPHABET.items() if self._vocab.plain.token_to_id(sign) is None)
 
     # ------------------------------------------------------------------------------------------------------ to bytes
 
