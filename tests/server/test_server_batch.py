@@ -112,6 +112,14 @@ def test_a_batch_line_for_another_model_is_refused_as_by_the_server(fake: Any, t
     assert (answers["none"]["status_code"], answers["none"]["body"]["model"]) == (200, MODEL)
 
 
+def test_equal_lines_of_a_batch_without_a_seed_are_drawn_apart(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(line(f"c{i}", prompt="x", max_tokens=20, seed=None) for i in range(3)) + "\n")
+    assert batch(source, target).returncode == 0
+    answers = [json.loads(row)["response"]["body"] for row in target.read_text().splitlines()]
+    assert len({a["choices"][0]["text"] for a in answers}) == len({a["seed"] for a in answers}) == 3
+
+
 def test_a_batch_does_not_write_into_the_file_it_reads(tmp_path: Path) -> None:
     source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
     source.write_text(line("a", prompt="x") + "\n" + line("b", prompt="y"))  # without a last line end, as a cut answer would be
@@ -135,6 +143,13 @@ def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:
         again = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping(receipt["params"]))
         makers = {"digest": llm.parts.digest, "backend": "fake", "numerics": "fake-1", "context": llm.context}
         assert compare(receipt, again.choices, makers).identical
+        drawn_apart = fake.post("/v1/completions", {"prompt": ["x"] * 3, "max_tokens": 20, "receipt": True}).json()
+        for choice, each in zip(drawn_apart["choices"], map(read_receipt, drawn_apart["receipt"]), strict=True):
+            same = llm.generate(each["prompt_ids"], SamplingParams.from_mapping({**each["params"], "seed": choice["seed"]}))
+            assert same.text == choice["text"]
+            assert compare(
+                each, llm.generate(each["prompt_ids"], SamplingParams.from_mapping(each["params"])).choices, makers
+            ).identical
         other = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping({**receipt["params"], "seed": 1}))
         verdict = compare(receipt, other.choices, {**makers, "numerics": "fake-2"})
     assert not verdict.identical

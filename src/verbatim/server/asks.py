@@ -36,6 +36,18 @@ def positive_seed(seed: int) -> int:
     return seed % 2**63
 
 
+def fresh_seed() -> int:
+    return secrets.randbelow(2**53)  # JavaScript and jq would round a larger one
+
+
+def for_each_prompt(params: dict[str, Any], body: Mapping[str, Any], prompts: int) -> list[dict[str, Any]]:
+    """The parameters of each prompt of a list. Noise is made of seed and position: under one seed equal prompts get equal answers. So each has
+    a seed of its own, unless the client gave one, which is then everybody's, as in the library."""
+    if prompts == 1 or "seed" in body or params.get("seed") is None:  # None: beam search draws nothing
+        return [params] * prompts
+    return [{**params, "seed": fresh_seed()} for _ in range(prompts)]
+
+
 def finish_params(
     values: dict[str, Any],
     *,
@@ -58,7 +70,7 @@ def finish_params(
         if longest and "max_tokens" not in values:
             values["max_tokens"] = longest
         if values.get("num_beams", 1) == 1:  # known from the first chunk of a stream on; beam search draws nothing
-            values.setdefault("seed", secrets.randbelow(2**53))  # JavaScript and jq would round a larger one
+            values.setdefault("seed", fresh_seed())
         return SamplingParams.from_mapping(values).to_mapping()
     except (RequestError, Problem) as error:
         raise renamed(problem_of(error), names or {}) from None

@@ -76,6 +76,8 @@ class Completions:
         self.echo = bool(body.get("echo"))
         self.top = body.get("logprobs")
         self.params: dict[str, Any] = {}
+        self.asked: list[dict[str, Any]] = []  # params of each prompt
+        self.own_seeds = False
         self.n = body.get("num_return_sequences") or (1 if body.get("num_beams", 1) > 1 else body.get("n", 1))
         self.places: dict[tuple[int, int], Places] = {}
 
@@ -99,7 +101,13 @@ class Completions:
         self.rows = asks.wants_rows(self.body, self.params, len(self.prompts))
         if self.rows:
             self.call.room.enter_context(state.admit_rows())
-        self.head["seed"] = self.params.get("seed")
+        self.asked = asks.for_each_prompt(self.params, self.body, len(self.prompts))
+        self.own_seeds = len({params.get("seed") for params in self.asked}) > 1
+        self.head["seed"] = None if self.own_seeds else self.params.get("seed")
+
+    def seed_of(self, run: int) -> dict[str, Any]:
+        """Where prompts have seeds of their own, each choice says which it was drawn with."""
+        return {"seed": self.asked[run]["seed"]} if self.own_seeds else {}
 
     def choice(self, run: int, choice: dict[str, Any], done: dict[str, Any], echo: str) -> dict[str, Any]:
         logprobs = None
@@ -114,7 +122,8 @@ class Completions:
             "logprobs": logprobs,
             "finish_reason": finish_reason(choice["finish"]),
         }
-        return out | {name: choice[name] for name in ("score", "explain") if choice[name]} | loop_of(choice)
+        more = {name: choice[name] for name in ("score", "explain") if choice[name]}
+        return out | more | self.seed_of(run) | loop_of(choice)
 
     def echoed(self, run: int, done: dict[str, Any]) -> dict[str, Any]:
         """Log-probabilities of the prompt that stands before the answer; of nothing without echo. A prompt of ids is shown with its control
@@ -141,7 +150,7 @@ class Completions:
                 **self.head,
                 "choices": choices,
                 "usage": usage_of(self.call.runs),
-                "seed": results[0]["seed"],
+                "seed": None if self.own_seeds else results[0]["seed"],
                 **extras(self.call.runs),
             }
         )
@@ -178,7 +187,7 @@ class Completions:
             "logprobs": logprobs,
             "finish_reason": finish_reason(piece.finish),
         }
-        return out | ({"explain": piece.explain} if piece.explain else {})
+        return out | ({"explain": piece.explain} if piece.explain else {}) | self.seed_of(piece.run)
 
 
 def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
@@ -206,8 +215,8 @@ async def completions(call: Call) -> Response:
     made = Completions(call, body, model, prompts)
     made.ask()
     stream = bool(body.get("stream"))
-    for prompt in prompts:
-        call.submit("generate", prompt=prompt, params=made.params, stream=stream, echo=made.echo, rows=made.rows)
+    for prompt, params in zip(prompts, made.asked, strict=True):
+        call.submit("generate", prompt=prompt, params=params, stream=stream, echo=made.echo, rows=made.rows)
     await call.accepted()
     if stream:
         return EventStream(call, made.events(with_usage, pad))

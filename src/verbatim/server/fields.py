@@ -83,7 +83,17 @@ INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
 TRUE_FALSE = Annotated[bool, P(strict=True)]
 LENGTH = Annotated[int, P(strict=True, ge=1, le=MOST)]
 MODEL = Rule("honoured", "a name from the start-up table (see /v1/models)", parts.Label, required=True)
-SEED = Rule("honoured", "makes the draw repeatable; a negative one is taken modulo 2**63; the answer says the seed used", INT64)
+SEED = Rule(
+    "honoured",
+    "makes the draw repeatable; a negative one, which OpenAI allows, is taken modulo 2**63 (-1 is 9223372036854775807); the answer says the seed used",
+    INT64,
+)
+LIST_SEED = Rule(
+    "honoured",
+    f"{SEED.help}; of a list, every prompt is drawn with this one, so equal prompts get equal answers; missing: each prompt of a list "
+    "has its own, which its choices say (the answer's is then null)",
+    INT64,
+)
 STREAM = Rule("honoured", "send the answer as events while it is written", TRUE_FALSE)
 USER = Rule("label", "written to the log", parts.Label)
 STOP = Rule("honoured", FIELDS["stop"].help, parts.Text | list[parts.Text])
@@ -115,7 +125,7 @@ COMPLETIONS: dict[str, Rule] = {
     "max_tokens": Rule(
         "honoured", "most tokens to write; missing: 16, as OpenAI's", Annotated[int, P(strict=True, ge=0, le=MOST)]
     ),
-    "seed": SEED,
+    "seed": LIST_SEED,
     "stop": STOP,
     "stream": STREAM,
     "stream_options": Rule("honoured", "include_usage, include_obfuscation", parts.StreamOptions),
