@@ -514,6 +514,32 @@ def test_a_last_message_of_the_assistants_is_continued(fake: Any, stream: bool) 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+MEDIA = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, PICTURE]}]}, "messages[0].content[1]", "an image_url"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages[0].content[0]", "a file"),
+    ("/tokenize", {"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]", "an image_url"),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "an input_image"),
+    ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]", "an image"),
+    (
+        "/v1/messages",
+        {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}]}]},
+        "messages[0].content[0].content[0]",
+        "an image",
+    ),
+    ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "messages[0].images", "no text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "body", "where", "what"), MEDIA)
+def test_a_picture_is_refused_in_plain_words(fake: Any, route: str, body: Any, where: str, what: str) -> None:
+    answer = fake.post(route, body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert (error if isinstance(error, str) else error["message"]) == f"this server reads text; {where} is {what}"
+    assert isinstance(error, str) or error["param"] == where
+
+
 def test_ollama_lines_equal_the_whole(fake: Any) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 9, "seed": 3}}
     whole = fake.post("/api/chat", {**body, "stream": False}).json()

@@ -138,6 +138,11 @@ OF_ANOTHER_KIND = (
     "literal_error",
 )
 
+# parts of a message that hold something else than text, as the protocols call them
+MEDIA = (
+    "image_url", "input_image", "image", "image_file", "input_audio", "audio", "video_url", "input_video", "video", "file", "input_file", "document",
+)  # fmt: skip
+
 # -------------------------------------------------------------------------------------------------------------- models
 
 
@@ -250,6 +255,10 @@ def _problem(error: ValidationError, data: Any) -> Problem:
             kind = complaint["input"][:64]
             where = _spelled(path)
             return Problem("unsupported_parameter", f"{where}: {kind!r} tools are not offered; {_words(complaint)}", where)
+    media = next((found for path, _ in paths if (found := _media_at(path, data))), None)
+    if media is not None:
+        where, kind = media
+        return Problem("unsupported_parameter", f"this server reads text; {where} is {kind}", where)
     path, chosen = max(paths, key=lambda item: (len(item[0]), item[1]["type"] not in OF_ANOTHER_KIND))
     param = _spelled(path)
     if chosen["type"] == "missing":
@@ -257,6 +266,21 @@ def _problem(error: ValidationError, data: Any) -> Problem:
     if chosen["type"] == "extra_forbidden":
         return Problem("unknown_parameter", f"{param}: no such field", param=param)
     return Problem("invalid_parameter", f"{param}: {_words(chosen)}", param=param)
+
+
+def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:
+    """Where on the way to a complaint something else than text was sent, and what it is. A validator only sees that it is no text part."""
+    if path[:1] not in (["messages"], ["input"], ["system"]):
+        return None
+    here = data
+    for i, step in enumerate(path):
+        part = isinstance(here, list)
+        here = here[step] if part else here.get(step)  # a key that is missing is the last step
+        if part and isinstance(here, dict) and here.get("type") in MEDIA:
+            return _spelled(path[: i + 1]), f"{'an' if here['type'][0] in 'aeiou' else 'a'} {here['type']}"
+        if step == "images" and here:
+            return _spelled(path[: i + 1]), "no text"
+    return None
 
 
 def _path(error: ErrorDetails, data: Any) -> list[str | int]:
