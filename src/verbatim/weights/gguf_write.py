@@ -7,6 +7,7 @@ a LazyTensor makes its data when its turn comes, and lets go of them. A conversi
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import re
@@ -77,7 +78,8 @@ def write_gguf(
                     os.unlink(out.name)
                 raise
     except OSError as error:
-        raise ModelError(f"cannot be written: {error.strerror or error}", file=str(target)) from error
+        remedy = "; free some space, or choose another place" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise ModelError(f"cannot be written: {error.strerror or error}{remedy}", file=str(target)) from error
 
 
 def _part(target: Path) -> BinaryIO:
