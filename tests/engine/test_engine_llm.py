@@ -175,6 +175,8 @@ def test_a_loop_is_reported_and_stops_only_when_asked(llm: LLM) -> None:
     assert (told.finish.reason, told.choices[0].loop, len(told.token_ids)) == ("length", 1, 200)
     stopped = llm.generate("hello", looping.with_(on_loop="stop"))
     assert (stopped.finish.reason, len(stopped.token_ids)) == ("loop", 64)
+    least = llm.generate("hello", looping.with_(on_loop="stop", min_tokens=100))
+    assert (least.finish.reason, len(least.token_ids)) == ("loop", 100), "min_tokens is kept"
     assert llm.generate("hello", letters(llm, max_tokens=200)).choices[0].loop == 0
 
 

@@ -81,7 +81,7 @@ class ChoiceStream:
             stop = self._write(self._decoder.push(drawn.token))
             if stop is not None:
                 finish = Finish("stop", stop)
-        if finish is None and looped and self._params.on_loop == "stop":
+        if finish is None and looped and self._params.on_loop == "stop" and len(self.token_ids) >= self._params.min_tokens:
             finish = Finish("loop", f"{self._loop.length} tokens repeat")
         if finish is not None:
             self.end(finish)
