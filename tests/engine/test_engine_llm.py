@@ -176,7 +176,7 @@ def test_a_loop_is_reported_and_stops_only_when_asked(llm: LLM) -> None:
     stopped = llm.generate("hello", looping.with_(on_loop="stop"))
     assert (stopped.finish.reason, len(stopped.token_ids)) == ("loop", 64)
     least = llm.generate("hello", looping.with_(on_loop="stop", min_tokens=100))
-    assert (least.finish.reason, len(least.token_ids)) == ("loop", 100), "min_tokens is kept"
+    assert (least.finish.reason, len(least.token_ids)) == ("loop", 112), "min_tokens is kept; it is looked at every 16 tokens"
     assert llm.generate("hello", letters(llm, max_tokens=200)).choices[0].loop == 0
 
 
