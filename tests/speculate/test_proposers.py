@@ -17,7 +17,7 @@ from verbatim.speculate.draft import DraftProposer
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.speculate.purse import DEBT, SHARE, START
-from verbatim.speculate.suffix import SuffixAutomaton, SuffixProposer
+from verbatim.speculate.suffix import BITE, SuffixAutomaton, SuffixProposer
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -67,6 +67,14 @@ def test_guesses_do_not_depend_on_when_the_text_was_seen(tokens: list[int], cut:
         grown = make()
         grown.propose([view(tokens[:cut])], 6)
         assert grown.propose([view(tokens)], 6) == whole
+
+
+def test_a_long_prompt_is_read_in_bites() -> None:
+    """Whoever else writes in the step waits for it; what is guessed in the end is the same."""
+    text, proposer = [*range(5, 3 * BITE), 5, 6, 7], SuffixProposer()
+    assert [proposer.propose([view(text)], 3) for _ in range(2)] == [{}, {}]
+    assert proposer.propose([view(text)], 3)[0] == Draft((8, 9, 10), "suffix", 3)
+    assert proposer.propose([view([*text, 8])], 3)[0] == Draft((9, 10, 11), "suffix", 4)
 
 
 def test_room_and_limit_are_kept() -> None:

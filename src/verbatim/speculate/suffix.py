@@ -17,6 +17,7 @@ from verbatim.speculate.protocol import Draft, SeqView
 
 SHORTEST = 2  # a match of one token is no evidence
 LONG = 16  # matches longer than this count as one kind of evidence
+BITE = 4096  # tokens of a long prompt that are read in one step: about 10 ms
 NEWEST = 16  # suffixes whose latest end is kept exact
 REMEMBERED = 16  # recent answers kept for a tenant that opted in
 REMEMBERED_TOKENS = 1024  # of each
@@ -94,20 +95,20 @@ class SuffixAutomaton:
 
 
 class _Text:
-    """One sequence's automaton, behind the remembered answers that were read into it first."""
+    """One sequence's automaton, behind the remembered answers that are read into it first."""
 
-    __slots__ = ("automaton", "offset")
+    __slots__ = ("automaton", "before")
 
     def __init__(self, answers: Iterable[tuple[int, ...]]) -> None:
         self.automaton = SuffixAutomaton()
-        for answer in answers:
-            for token in (*answer, BARRIER):
-                self.automaton.add(token)
-        self.offset = len(self.automaton.tokens)
+        self.before = [token for answer in answers for token in (*answer, BARRIER)]
 
-    def follow(self, tokens: Sequence[int]) -> None:
-        for token in tokens[len(self.automaton.tokens) - self.offset :]:
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Read on, a bite at a time: others' answers wait meanwhile. False: there is more to read."""
+        at, first = len(self.automaton.tokens), len(self.before)
+        for token in (*self.before[at : at + BITE], *tokens[max(at - first, 0) : max(at + BITE - first, 0)]):
             self.automaton.add(token)
+        return at + BITE >= first + len(tokens)
 
 
 class SuffixProposer:
@@ -127,9 +128,9 @@ class SuffixProposer:
             text = self._texts.get(view.seq_id)
             if text is None:
                 text = self._texts[view.seq_id] = _Text(self._recent.get(view.tenant, ()))
-            text.follow(view.tokens)
+            caught_up = text.follow(view.tokens)
             end, length = text.automaton.match()
-            if length >= SHORTEST:
+            if caught_up and length >= SHORTEST:
                 guess = unroll(text.automaton.tokens, end, min(limit, view.room))
                 if BARRIER in guess:  # a remembered answer went no further
                     guess = guess[: guess.index(BARRIER)]
