@@ -189,8 +189,9 @@ class ByteTokenizer:
             text = text[len(name) if name else 1 :]
         return out
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return [self.BOS, *self.encode(text)]
+    def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
+        ids = self.encode(text, special=special)
+        return ids if ids[:1] == [self.BOS] else [self.BOS, *ids]
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else self.NAMES[token - 256].encode()

@@ -550,10 +550,122 @@ def test_ollama_lines_equal_the_whole(fake: Any) -> None:
     assert fake.post("/api/generate", {"prompt": "hi", "stream": False, "options": {"num_predict": 9, "seed": 3}}).json()[
         "response"
     ]
-    refused = fake.post("/api/chat", {**body, "options": {"num_ctx": 4096}})
+    refused = fake.post("/api/chat", {**body, "options": {"num_gpu": 1}})
     assert refused.status_code == 400
-    assert "num_ctx" in refused.json()["error"]
+    assert "num_gpu" in refused.json()["error"]
     assert any(m["name"] == "m" for m in fake.client.get("/api/tags").json()["models"])
+    (loaded,) = fake.client.get("/api/ps").json()["models"]
+    assert (loaded["model"], loaded["context_length"]) == ("m", 4096)
+
+
+OLLAMA_ASKS = {
+    "chat": ("/api/chat", {"messages": [{"role": "user", "content": "hello"}]}),
+    "generate": ("/api/generate", {"prompt": "hello"}),
+    "raw": ("/api/generate", {"prompt": "hello", "raw": True}),
+    "parsed": ("/api/generate", {"prompt": "<|user|>hello", "raw": True, "parse_special": True}),
+}
+
+
+@pytest.mark.parametrize("kind", OLLAMA_ASKS)
+def test_num_ctx_bounds_prompt_and_answer_together(fake: Any, kind: str) -> None:
+    route, body = OLLAMA_ASKS[kind]
+
+    def ask(**options: int) -> httpx.Response:
+        return fake.post(route, {**body, "stream": False, "options": {"seed": 3, **options}})  # type: ignore[no-any-return]
+
+    free = ask(num_predict=40).json()
+    prompt = free["prompt_eval_count"]
+    for open_end in ({}, {"num_predict": -1}):
+        held = ask(num_ctx=prompt + 9, **open_end).json()
+        assert (held["prompt_eval_count"], held["eval_count"], held["done_reason"]) == (prompt, 9, "length")
+        text, whole = (a["message"]["content"] if kind == "chat" else a["response"] for a in (held, free))
+        assert text
+        assert whole.startswith(text)  # the same draws, ended earlier
+    assert ask(num_ctx=prompt + 9, num_predict=9).json()["eval_count"] == 9
+    for refused, words in (
+        (ask(num_ctx=prompt + 9, num_predict=10), "ask for at most 9"),
+        (ask(num_ctx=prompt), "leaves no room"),
+        (ask(num_ctx=4097), "options.num_ctx: 4097 is above this server's context of 4096"),
+        (ask(num_ctx=0), "options.num_ctx"),
+    ):
+        assert refused.status_code == 400
+        assert words in refused.json()["error"]
+        assert "num_ctx" in refused.json()["error"]
+
+
+def test_ollamas_seed_of_minus_one_is_of_our_choice(fake: Any) -> None:
+    body = {"prompt": "hi", "stream": False, "options": {"seed": -1, "num_predict": 20}}
+    first, second = (fake.post("/api/generate", body).json() for _ in range(2))
+    assert first["seed"] != second["seed"]
+    assert first["response"] != second["response"]
+
+
+TYPED = "<|user|>hi<|assistant|>"
+
+
+def test_control_tokens_typed_in_a_prompt_are_warned_of_or_read(fake: Any) -> None:
+    """Plain text unless asked for; both as the tokens that a client could send itself."""
+    plain = fake.complete(TYPED, receipt=True)
+    parsed = fake.complete(TYPED, receipt=True, parse_special=True)
+    (warning,) = plain["warnings"]
+    assert "'<|user|>' was read as plain text; parse_special" in warning
+    assert "warnings" not in parsed
+    assert plain["receipt"]["prompt_ids"] == [256, *TYPED.encode()]
+    assert parsed["receipt"]["prompt_ids"] == [256, 258, *b"hi", 259]
+    assert parsed["choices"] == fake.complete([256, 258, *b"hi", 259])["choices"]
+    assert fake.complete("<s>hi", receipt=True, parse_special=True)["receipt"]["prompt_ids"] == [256, *b"hi"]
+    assert "warnings" not in fake.complete("a < b |> c <|us er|>")
+    assert fake.complete(["x", TYPED, TYPED])["warnings"] == [warning]
+
+
+def test_the_warning_of_typed_control_tokens_travels_on_every_route_that_reads_them(fake: Any) -> None:
+    raw = {"prompt": TYPED, "raw": True, "options": {"num_predict": 3}}
+    for route, body in (
+        ("/v1/score", {"prompt": TYPED}),
+        ("/tokenize", {"prompt": TYPED}),
+        ("/api/generate", {**raw, "stream": False}),
+    ):
+        answer = fake.post(route, body).json()
+        assert "'<|user|>' was read as plain text" in answer["warnings"][0], route
+        assert "warnings" not in fake.post(route, {**body, "parse_special": True}).json(), route
+    assert "plain text" in json.loads(fake.post("/api/generate", raw).text.splitlines()[-1])["warnings"][0]
+    stream = fake.post("/v1/completions", {"prompt": TYPED, "max_tokens": 2, "stream": True}).text
+    assert "\n: warning: prompt: the text of the control token '<|user|>'" in stream
+    read = {"prompt": TYPED, "parse_special": True}
+    assert fake.post("/tokenize", read).json()["tokens"] == [256, 258, *b"hi", 259]
+    assert fake.post("/tokenize", {**read, "add_special_tokens": False}).json()["tokens"] == [258, *b"hi", 259]
+    assert [t["id"] for t in fake.post("/v1/score", read).json()["data"][0]["tokens"]] == [256, 258, *b"hi", 259]
+
+
+@pytest.mark.parametrize("prompt", [TYPED, "hi<|user|>x", "<s>hi<|user|>"])
+def test_offsets_of_an_echoed_prompt_count_its_own_control_tokens(fake: Any, prompt: str) -> None:
+    answer = fake.complete(prompt, parse_special=True, echo=True, logprobs=0, max_tokens=4)["choices"][0]
+    assert answer["text"].startswith(prompt)
+    tokens, offsets = answer["logprobs"]["tokens"], answer["logprobs"]["text_offset"]
+    shown = [(t, at) for t, at in zip(tokens, offsets, strict=True) if at < len(prompt)]
+    for token, at in shown[0 if prompt.startswith("<s>") else 1 :]:
+        assert prompt.startswith(token, at)
+    assert offsets[0] == 0
+    assert offsets[-4] == len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": [256, 104]}),
+        ("/v1/score", {"prompt": [[256, 104]]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/api/generate", {"prompt": "x"}),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_parse_special_is_refused_by_name_where_it_means_nothing(fake: Any, route: str, body: Any) -> None:
+    answer = fake.post(route, {**body, "parse_special": True})
+    assert answer.status_code == 400
+    assert "parse_special: " in answer.text
 
 
 def test_openapi_names_every_route_and_resolves_every_reference(fake: Any) -> None:

@@ -63,6 +63,7 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/api/generate": {"POST": (ollama.generate, True)},
     "/api/show": {"POST": (ollama.show, False)},
     "/api/tags": {"GET": (ollama.tags, False)},
+    "/api/ps": {"GET": (ollama.ps, False)},
     "/api/version": {"GET": (ollama.version, False)},
     "/health": {"GET": (info.health, False)},
     "/health/live": {"GET": (info.live, False)},

@@ -182,7 +182,7 @@ class Ask:
         for message in self.messages:
             asks.check_text_length(own, message["content"] or "", facts)
 
-    def submit(self, stream: bool) -> None:
+    def submit(self, stream: bool, **more: Any) -> None:
         facts = self.call.state.facts
         template = template_options(self.body)
         if self.tools and facts["template_tools"]:
@@ -190,7 +190,7 @@ class Ask:
         if self.continues:
             template["continue_final"] = True
         ask = {"messages": self.messages, "template": template, "params": self.params, "rows": self.rows}
-        self.call.submit("generate", **ask, stream=stream)
+        self.call.submit("generate", **ask, **more, stream=stream)
 
     async def accepted(self) -> None:
         try:

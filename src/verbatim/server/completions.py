@@ -24,6 +24,7 @@ from verbatim.server.generate import (
     observe,
     pieces,
     prompt_items,
+    spelled,
     usage_of,
 )
 from verbatim.server.problems import Problem
@@ -50,6 +51,12 @@ def prompts_of(value: Any, name: str, call: Call) -> list[str | list[int]]:
     return prompts
 
 
+def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool:
+    if body.get("parse_special") and not isinstance(prompts[0], str):
+        raise Problem("invalid_parameter", "parse_special: only with text; token ids are what they are", "parse_special")
+    return bool(body.get("parse_special"))
+
+
 def stream_options(body: dict[str, Any]) -> tuple[bool, bool]:
     """(include_usage, include_obfuscation)"""
     options = body.get("stream_options")
@@ -74,6 +81,7 @@ class Completions:
             "system_fingerprint": call.state.facts["fingerprint"],
         }
         self.echo = bool(body.get("echo"))
+        self.parse = parses_special(body, prompts)
         self.top = body.get("logprobs")
         self.params: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []  # params of each prompt
@@ -129,8 +137,16 @@ class Completions:
         """Log-probabilities of the prompt that stands before the answer; of nothing without echo. A prompt of ids is shown with its control
         tokens, one of text without those that the model wants around it."""
         assert self.top is not None
-        places = Places(self.call.state.facts, skip_special=isinstance(self.prompts[run], str), start=True)
-        return completion_logprobs(prompt_items(done) if self.echo else [], self.top, places)
+        items, prompt, facts = prompt_items(done) if self.echo else [], self.prompts[run], self.call.state.facts
+        places = Places(facts, skip_special=isinstance(prompt, str) and not self.parse, start=True)
+        if self.parse and isinstance(prompt, str):  # its own control tokens are in the text, those put before it are not
+            typed = (
+                n
+                for n, (token, _, raw, _) in enumerate(items)
+                if token not in facts["control"] or prompt.startswith(spelled(raw))
+            )
+            places.unseen = next(typed, len(items))
+        return completion_logprobs(items, self.top, places)
 
     def answer_places(self, before: int = 0) -> Places:
         places = Places(self.call.state.facts, self.params.get("skip_special", True))
@@ -216,7 +232,8 @@ async def completions(call: Call) -> Response:
     made.ask()
     stream = bool(body.get("stream"))
     for prompt, params in zip(prompts, made.asked, strict=True):
-        call.submit("generate", prompt=prompt, params=params, stream=stream, echo=made.echo, rows=made.rows)
+        ask = {"prompt": prompt, "parse": made.parse, "params": params, "echo": made.echo, "rows": made.rows}
+        call.submit("generate", **ask, stream=stream)
     await call.accepted()
     if stream:
         return EventStream(call, made.events(with_usage, pad))

@@ -105,6 +105,12 @@ RETENTION = Rule(
 SAFETY = Rule("label", "written to the log", parts.Label)
 METADATA = Rule("label", "kept with the stored object; echoed where the protocol echoes it", parts.Metadata)
 NO_MODERATION = Rule("refused", "no moderation model runs here")
+PARSE = Rule(
+    "honoured",
+    "true: the text of a control token (<|im_start|>) in the prompt becomes that token; missing: it stays plain text, and the answer warns of it",
+    TRUE_FALSE,
+)
+NO_PARSE = Rule("refused", "the chat template writes the control tokens, and what people type stays text", only=(False,))
 KWARGS = Rule(
     "honoured", "further variables for the chat template; one that the model's template never reads is refused", dict[str, Any]
 )
@@ -130,6 +136,7 @@ COMPLETIONS: dict[str, Rule] = {
     "stream": STREAM,
     "stream_options": Rule("honoured", "include_usage, include_obfuscation", parts.StreamOptions),
     "suffix": Rule("refused", "text after the answer needs a model trained to fill in"),
+    "parse_special": PARSE,
     "user": USER,
     **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
 }
@@ -180,6 +187,7 @@ CHAT: dict[str, Rule] = {
     "top_logprobs": Rule(
         "honoured", "alternatives for each token; needs logprobs", Annotated[int, P(strict=True, ge=0, le=1024)]
     ),
+    "parse_special": NO_PARSE,
     "user": USER,
     "verbosity": Rule("refused", "say it in the prompt", parts.Text, only=("medium",)),
     "web_search_options": Rule("refused", "nothing is ever fetched for a request"),
@@ -226,6 +234,7 @@ RESPONSES: dict[str, Rule] = {
     "tools": Rule("honoured", "functions the model may call; built-in tools are refused", list[parts.ResponseTool]),
     "top_logprobs": Rule("honoured", "alternatives for each token", Annotated[int, P(strict=True, ge=0, le=1024)]),
     "truncation": Rule("refused", "nothing is ever cut to fit", parts.Text, only=("disabled",)),
+    "parse_special": NO_PARSE,
     "user": USER,
     "seed": SEED,
     "stop": STOP,
@@ -251,6 +260,7 @@ TOKENIZE: dict[str, Rule] = {
         Annotated[list[parts.Message], P(min_length=1)],
     ),
     "add_special_tokens": Rule("honoured", "begin as a prompt would (default true)", TRUE_FALSE),
+    "parse_special": PARSE,
     "return_token_strs": Rule("honoured", "also each token's text", TRUE_FALSE),
 }
 DETOKENIZE: dict[str, Rule] = {
@@ -263,6 +273,7 @@ SCORE: dict[str, Rule] = {
         "honoured", "a string, a list of strings, token ids, or a list of lists of them", parts.Prompt, required=True
     ),
     "top_logprobs": Rule("honoured", "alternatives for each token", Annotated[int, P(strict=True, ge=0, le=1024)]),
+    "parse_special": PARSE,
     "user": USER,
 }
 
@@ -299,11 +310,16 @@ MESSAGES: dict[str, Rule] = {
     "top_p": sampling("top_p"),
 }
 
+OLLAMA_OPTIONS = (
+    "sampling options by Ollama's names; those for the machine are refused. num_ctx: prompt and answer together have at most so many tokens, up to "
+    "the server's context; a prompt that does not fit, or not with num_predict, is refused, and nothing is cut. seed: -1 or missing, one of the "
+    "server's choice; any other negative one is taken modulo 2**63"
+)
 _OLLAMA: dict[str, Rule] = {
     "model": MODEL,
     "stream": Rule("honoured", "lines of JSON while it is written (default true)", TRUE_FALSE),
     "format": Rule("honoured", '"json" or a JSON schema (enforced while drawing)', Literal["json", ""] | dict[str, Any]),
-    "options": Rule("honoured", "sampling options by Ollama's names; those for the machine are refused", parts.OllamaOptions),
+    "options": Rule("honoured", OLLAMA_OPTIONS, parts.OllamaOptions),
     "keep_alive": Rule("refused", "the model stays loaded", only=(-1, "-1", "-1m")),
     "think": Rule("refused", "the model decides", only=(False,)),
     "logprobs": Rule("refused", "use /v1/chat/completions", only=(False,)),
@@ -328,6 +344,7 @@ OLLAMA_GENERATE: dict[str, Rule] = {
     "prompt": Rule("honoured", "the user's text; empty: an empty answer with done_reason load", parts.Text),
     "system": Rule("honoured", "a system message", parts.Text),
     "raw": Rule("honoured", "true: the prompt as it is, without the chat template", TRUE_FALSE),
+    "parse_special": Rule("honoured", f"with raw: {PARSE.help}", TRUE_FALSE),
     "suffix": Rule("refused", "text after the answer needs a model trained to fill in", only=("",)),
     "template": Rule("refused", "no template is taken from a request", only=("",)),
     "images": Rule("refused", "this server reads text", only=([],)),

@@ -174,6 +174,7 @@ class Places:
 
     def __init__(self, facts: Mapping[str, Any], skip_special: bool, *, start: bool = False) -> None:
         self.at = 0
+        self.unseen = 0  # so many tokens were put before the text
         self.space_prefix: bool = facts["space_prefix"]
         self._control = facts["control"]
         self._raw = b""
@@ -187,6 +188,9 @@ class Places:
 
     def place(self, token: int, raw: bytes) -> int:
         at, self._raw = self.at, raw
+        if self.unseen:
+            self.unseen -= 1
+            return at
         self.at += len(self._decoder.push(token))
         return at
 

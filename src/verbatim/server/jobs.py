@@ -1,8 +1,8 @@
 """The engine process's side of each request: a submit message in; accepted, deltas, and exactly one done or error out.
 
-generate    {id, prompt: str | ids} or {id, messages, template}, params, tenant, stream, echo
+generate    {id, prompt: str | ids, parse} or {id, messages, template}, params, tenant, stream, echo; num_ctx, open_end
 embed       {id, prompt}
-tokenize    {id, text | messages, special};    detokenize {id, ids}
+tokenize    {id, text, special, parse} or {id, messages, template};    detokenize {id, ids}
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.errors import BackendError, ParameterError, UnsupportedError, VerbatimError
+from verbatim.base.errors import BackendError, ContextError, ParameterError, UnsupportedError, VerbatimError
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, Timings, TokenLogprob, Usage
 from verbatim.engine.readers import Feed
+from verbatim.engine.request import EncodedText, lost_in
 from verbatim.observe.receipt import digest_of
 from verbatim.server import wire
 from verbatim.server.fair import FairQueue, Waiting
@@ -31,6 +33,9 @@ log = logging.getLogger("verbatim.engine")
 
 # what can leave nothing to draw, the narrowest first: that is where a client can do something about it
 EXCLUDING = ("allowed_token_ids", "banned_token_ids", *STRUCTURE, "no_repeat_ngram", "min_tokens")
+
+
+SHORT = 16_384  # characters of a text that is looked through in less time than a thread takes to begin
 
 
 class Gone(Exception):
@@ -53,6 +58,26 @@ def forget_rows(records: Sequence[dict[str, Any]]) -> None:
         record["row"] = record["mask"] = None
 
 
+def held_to(params: SamplingParams, prompt: int, num_ctx: int, open_end: bool) -> SamplingParams:
+    """The parameters under Ollama's num_ctx, which prompt and answer must fit together. An end that the client left open comes where there is no
+    more room; a length that it asked for is given, or refused, as with the context itself."""
+    room = num_ctx - prompt
+    if room < 1:
+        raise ContextError(
+            f"the prompt has {prompt} tokens and options.num_ctx is {num_ctx}, which leaves no room for an answer",
+            param="prompt",
+        )
+    if params.max_tokens is None or open_end:
+        return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
+    if params.max_tokens > room:
+        raise ContextError(
+            f"the prompt has {prompt} tokens, and with {params.max_tokens} tokens of answer it needs {prompt + params.max_tokens} of an "
+            f"options.num_ctx of {num_ctx}; shorten the prompt or ask for at most {room}",
+            param="max_tokens",
+        )
+    return params
+
+
 class Job:
     """One request here. `aborted` may come before the engine knows of it: a client can leave while its prompt is tokenised."""
 
@@ -64,6 +89,7 @@ class Job:
         self.rows = False  # explanations are sent with their rows of logits
         self.streamed = False
         self.aborted = False
+        self.warnings: list[str] = []  # of ours, besides the engine's
 
 
 class Jobs:
@@ -150,7 +176,7 @@ class Jobs:
         job.params = params = SamplingParams.from_mapping(message["params"])
         place = await self._wait_turn(job, message, params)
         try:
-            await self._run(job, message, params)
+            await self._run(job, message)
         finally:
             self._fair.release(place)
             self._next_turns()
@@ -179,23 +205,24 @@ class Jobs:
     async def _claim(self, message: wire.Message, params: SamplingParams) -> int:
         prompt = message.get("prompt")
         known = (
-            len(prompt)
-            if isinstance(prompt, list)
-            else len(await asyncio.to_thread(self._encode, {"text": prompt, "special": True, **message}))
+            len(prompt) if isinstance(prompt, list) else len(await asyncio.to_thread(self._encode, {"text": prompt, **message}))
         )
         longest = self._engine.context - known if params.max_tokens is None else params.max_tokens
-        return params.width * min(known + max(longest, 0), self._engine.context)
+        return params.width * min(
+            known + max(longest, 0), self._engine.context, int(message.get("num_ctx") or self._engine.context)
+        )
 
-    async def _run(self, job: Job, message: wire.Message, params: SamplingParams) -> None:
+    async def _run(self, job: Job, message: wire.Message) -> None:
         request_id = message["id"]
+        prompt = await self._prompt(job, message)
         end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         job.end, job.streamed, job.rows = end, message["stream"], message.get("rows", False)
         await self._engine.submit_to(
             self._feed,
             request_id,
-            message.get("prompt"),
-            params,
-            messages=message.get("messages"),
+            prompt,
+            job.params,
+            messages=message.get("messages") if prompt is None else None,
             template=message.get("template"),
             tenant=message["tenant"],
         )
@@ -205,7 +232,33 @@ class Jobs:
         if message.get("echo"):
             accepted["text"] = self._echo(message["prompt"])
         self._outbox.put(accepted)
+        if isinstance(message.get("prompt"), str) and not message.get("parse"):
+            job.warnings = await self._typed(message["prompt"])
         self._done(await end, job)
+
+    async def _prompt(self, job: Job, message: wire.Message) -> str | Sequence[int] | None:
+        """The prompt as the engine takes it; None: a conversation, which it encodes itself. Encoded here is what must be read in another way than
+        the engine's own, or must be counted before the engine sees it."""
+        prompt, num_ctx = message.get("prompt"), message.get("num_ctx")
+        if isinstance(prompt, list) or not (message.get("parse") or num_ctx):
+            return prompt
+        ids = await asyncio.to_thread(self._encode, {"text": prompt, **message})
+        if num_ctx:
+            job.params = held_to(job.params, len(ids), num_ctx, message["open_end"])
+        return ids
+
+    async def _typed(self, text: str) -> list[str]:
+        """Typed control tokens stay text, which surprises whoever wrote a prompt in the model's own format: so they are told. Looked for in a
+        prompt that was accepted, and so is no longer than the context, while the engine is at work on it."""
+        finder = getattr(self._engine.tokenizer, "finder", None)
+        if finder is None:
+            return []
+        token = finder.first(text) if len(text) <= SHORT else await asyncio.to_thread(finder.first, text)
+        if token is None:
+            return []
+        return [
+            f"prompt: the text of the control token {token!r} was read as plain text; parse_special: true makes it the token"
+        ]
 
     def _hear(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
         """What a step gave to all requests: their deltas leave in one message, their ends one by one, each from its own task."""
@@ -260,7 +313,7 @@ class Jobs:
                 "timings": [times.queued, times.first_token, times.total, times.preemptions, times.saved],
                 "seed": completion.seed,
                 "fingerprint": completion.fingerprint,
-                "warnings": list(completion.warnings),
+                "warnings": [*completion.warnings, *job.warnings],
                 "prompt_logprobs": self._logprobs(completion.prompt_logprobs),
                 "prompt_ids": list(completion.prompt_ids) if completion.prompt_logprobs else [],
                 "prompt_first": self._first_bytes(completion),
@@ -315,7 +368,9 @@ class Jobs:
     async def _tokenize(self, job: Job, message: wire.Message) -> None:
         ids = await asyncio.to_thread(self._encode, message)
         spell = self._engine.tokenizer.token_bytes
-        self._outbox.put({"t": "done", "id": message["id"], "ids": ids, "bytes": [spell(t) for t in ids]})
+        plain = "text" in message and not message["parse"] and len(ids) <= self._engine.context
+        warnings = await self._typed(message["text"]) if plain else []
+        self._outbox.put({"t": "done", "id": message["id"], "ids": ids, "bytes": [spell(t) for t in ids], "warnings": warnings})
 
     def _encode(self, message: wire.Message) -> list[int]:
         tokenizer = self._engine.tokenizer
@@ -323,10 +378,10 @@ class Jobs:
             if not self._engine.has_template:
                 raise UnsupportedError("messages", "this model has no chat template")
             return self._engine.encode_chat(message["messages"], **(message.get("template") or {}))
-        text_ids: list[int] = (
-            tokenizer.encode_prompt(message["text"]) if message["special"] else tokenizer.encode(message["text"])
-        )
-        return text_ids
+        text, parse = message["text"], bool(message.get("parse"))
+        ids = EncodedText((tokenizer.encode_prompt if message.get("special", True) else tokenizer.encode)(text, special=parse))
+        ids.lost = lost_in(tokenizer, text)
+        return ids
 
     async def _detokenize(self, job: Job, message: wire.Message) -> None:
         tokenizer = self._engine.tokenizer

@@ -1,6 +1,6 @@
-"""Ollama's /api/chat, /api/generate, /api/tags, /api/show, /api/version: lines of JSON in Ollama's shapes.
+"""Ollama's /api/chat, /api/generate, /api/tags, /api/ps, /api/show, /api/version: lines of JSON in Ollama's shapes.
 
-Sampling defaults are this server's (temperature 1, no penalty), not Ollama's; options for the machine (num_ctx, num_gpu, ...) are refused.
+Sampling defaults are this server's (temperature 1, no penalty), not Ollama's; options for the machine (num_gpu, num_thread, ...) are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ OPTIONS = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
     "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "stop": "stop",
 }  # fmt: skip
+NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "max_tokens": "options.num_predict",
     "seed": "options.seed",
@@ -38,7 +39,7 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
 
 def sampling(options: dict[str, Any]) -> dict[str, Any]:
     values = {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
-    if options.get("seed") is not None:
+    if options.get("seed", -1) not in (None, -1):  # -1: Ollama's word for one of the server's choice
         values["seed"] = asks.positive_seed(options["seed"])
     length = options.get("num_predict")
     if length is not None and length > 0:  # -1 and -2: until the context's end, which is what missing means
@@ -46,6 +47,18 @@ def sampling(options: dict[str, Any]) -> dict[str, Any]:
     elif length == 0:
         raise Problem("invalid_parameter", "options.num_predict: 0 leaves nothing to write", "options.num_predict")
     return values
+
+
+def window(call: Call, options: dict[str, Any]) -> dict[str, Any]:
+    """What tells the engine's side of options.num_ctx, and whether the client left the end of its answer open (then it ends there)."""
+    asked = options.get("num_ctx")
+    if asked is None:
+        return {}
+    context = call.state.facts["context"]
+    if asked > context:
+        where = "options.num_ctx"
+        raise Problem("invalid_parameter", f"{where}: {asked} is above this server's context of {context}", where)
+    return {"num_ctx": asked, "open_end": (options.get("num_predict") or -1) < 0}
 
 
 def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,7 +172,7 @@ async def chat(call: Call) -> Response:
     if body.get("tools"):
         fields["tools"] = body["tools"]
     ask = Ask(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
-    return await _answer(call, body, Answer(call, model, ask))
+    return await _answer(call, body, Answer(call, model, ask), window(call, body.get("options") or {}))
 
 
 async def generate(call: Call) -> Response:
@@ -171,10 +184,14 @@ async def generate(call: Call) -> Response:
     values = sampling(body.get("options") or {})
     if body.get("raw"):
         return await _raw(call, body, model, prompt, values)
+    if body.get("parse_special"):
+        raise Problem(
+            "invalid_parameter", "parse_special: only with raw; the chat template writes the control tokens", "parse_special"
+        )
     system = [{"role": "system", "content": body["system"]}] if "system" in body else []
     fields = {**values, **structure(body), "messages": [*system, {"role": "user", "content": prompt}], "prompt": prompt}
     ask = Ask(call, fields, _params(), {**NAMES, "messages": "prompt"})
-    return await _answer(call, body, Answer(call, model, ask))
+    return await _answer(call, body, Answer(call, model, ask), window(call, body.get("options") or {}))
 
 
 async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]) -> Response:
@@ -186,15 +203,17 @@ async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values
     asks.check_text_length("prompt", prompt, call.state.facts)
     state = call.state
     params = asks.finish_params(values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=NAMES)
-    call.submit("generate", prompt=prompt, params=params, stream=body.get("stream", True))
+    ask = {"prompt": prompt, "parse": bool(body.get("parse_special")), "params": params}
+    call.names = NAMES
+    call.submit("generate", **ask, **window(call, body.get("options") or {}), stream=body.get("stream", True))
     await call.accepted()
     return await _answer(call, body, Answer(call, model, None))
 
 
-async def _answer(call: Call, body: dict[str, Any], answer: Answer) -> Response:
+async def _answer(call: Call, body: dict[str, Any], answer: Answer, window: dict[str, Any] | None = None) -> Response:
     stream = body.get("stream", True)
     if answer.ask is not None:
-        answer.ask.submit(stream)
+        answer.ask.submit(stream, **(window or {}))
         await answer.ask.accepted()
     return EventStream(call, answer.events(), media_type="application/x-ndjson") if stream else await answer.whole()
 
@@ -220,6 +239,13 @@ async def tags(call: Call) -> Response:
         {"name": n, "model": n, "modified_at": when, "size": 0, "digest": digest, "details": _details(call)} for n in call.state.names()
     ]  # fmt: skip
     return Json({"models": rows})
+
+
+async def ps(call: Call) -> Response:
+    """The one model that is loaded, and stays so."""
+    facts, name = call.state.facts, next(iter(call.state.names()))
+    row = {"name": name, "model": name, "size": 0, "digest": facts.get("digest", ""), "details": _details(call)}
+    return Json({"models": [{**row, "expires_at": NEVER, "size_vram": 0, "context_length": facts["context"]}]})
 
 
 async def show(call: Call) -> Response:

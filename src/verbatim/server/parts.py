@@ -304,6 +304,7 @@ class OllamaOptions(Strict):
     """Ollama's options under its own names. Those that would change the machine, not the answer, are refused."""
 
     num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
+    num_ctx: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from verbatim.server import asks
 from verbatim.server.call import Call, Json
-from verbatim.server.completions import prompts_of
-from verbatim.server.generate import floor, observe, prompt_items, spelled, usage_of
+from verbatim.server.completions import parses_special, prompts_of
+from verbatim.server.generate import extras, floor, observe, prompt_items, spelled, usage_of
 from verbatim.server.problems import Problem
 from verbatim.server.tools import template_messages
 
@@ -56,6 +56,7 @@ async def score(call: Call) -> Response:
     model = call.state.check_model(body["model"])
     top = body.get("top_logprobs", 0)
     prompts = prompts_of(body["prompt"], "prompt", call)
+    parse = parses_special(body, prompts)
     values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
     names = {"prompt_logprobs": "top_logprobs"}
     state = call.state
@@ -63,7 +64,7 @@ async def score(call: Call) -> Response:
         values, limits=state.limits, facts=state.facts, tenant=call.tenant, prompts=len(prompts), names=names
     )
     for prompt in prompts:
-        call.submit("generate", prompt=prompt, params=params, stream=False)
+        call.submit("generate", prompt=prompt, parse=parse, params=params, stream=False)
     results = await call.results()
     observe(call)
     return Json(
@@ -73,6 +74,7 @@ async def score(call: Call) -> Response:
             "system_fingerprint": call.state.facts["fingerprint"],
             "data": [_scored(i, r) for i, r in enumerate(results)],
             "usage": usage_of(call.runs),
+            **extras(call.runs),
         }
     )
 
@@ -94,18 +96,20 @@ async def tokenize(call: Call) -> Response:
     call.state.check_model(body.get("model"))
     if ("prompt" in body) == ("messages" in body):
         raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
-    if "messages" in body and "add_special_tokens" in body:
-        raise Problem(
-            "invalid_parameter", "add_special_tokens: only with prompt; the chat template writes its own", "add_special_tokens"
-        )
+    for name in ("add_special_tokens", "parse_special"):
+        if "messages" in body and name in body:
+            raise Problem("invalid_parameter", f"{name}: only with prompt; the chat template writes its own", name)
     if "prompt" in body:
         asks.check_text_length("prompt", body["prompt"], call.state.facts)
-        call.submit("tokenize", text=body["prompt"], special=body.get("add_special_tokens", True))
+        parse = body.get("parse_special", False)
+        call.submit("tokenize", text=body["prompt"], special=body.get("add_special_tokens", True), parse=parse)
     else:
         messages = template_messages(body["messages"], [], call.state.facts)
         call.submit("tokenize", messages=messages)
     (done,) = await call.results()
     answer = {"tokens": done["ids"], "count": len(done["ids"]), "max_model_len": call.state.facts["context"]}
+    if done["warnings"]:
+        answer["warnings"] = done["warnings"]
     if body.get("return_token_strs"):
         answer["token_strs"] = [spelled(raw) for raw in done["bytes"]]
     return Json(answer)

@@ -66,6 +66,28 @@ class ControlFinder:
             parts.append((text[done:], None))
         return parts
 
+    def first(self, text: str) -> str | None:
+        """The first control token that the text spells, if there is one. One scan, which most texts leave without a second look."""
+        for found in self._opening.finditer(text):
+            token = self.longest_at(text, found.start())
+            rule = self._rules.get(token) if token is not None else None
+            crowded = (
+                rule is not None and rule.single_word and not _alone(text, found.start(), found.start() + len(token or ""))
+            )
+            if token is not None and not crowded:
+                return token
+        return None
+
+    @cached_property
+    def _opening(self) -> re.Pattern[str]:
+        """Where a control token may begin, by its first two characters: "<" is all over a page of HTML, "<|" is not."""
+        seconds: dict[str, set[str]] = {}
+        for token in self.control:
+            seconds.setdefault(token[0], set()).add(token[1:2])
+        classes = {one: "".join(re.escape(c) for c in sorted(two)) for one, two in seconds.items() if "" not in two}
+        pattern = "|".join(re.escape(one) + (f"(?=[{classes[one]}])" if one in classes else "") for one in sorted(seconds))
+        return re.compile(pattern or "(?!)")
+
     def begins(self, text: str) -> list[int]:
         """Every index where `text` could be read as (part of) a control token: a whole one begins there, or one that goes on
         in whatever follows the text, or (index 0) one that began before it."""
