@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from verbatim import LLM, SamplingParams
+
 pytestmark = pytest.mark.model
 
 
@@ -42,6 +44,23 @@ def test_a_character_that_the_model_cannot_read_is_warned_of(default_model: Path
     done = run("run", *raw, "--max-tokens", "1", "a\x06b")
     assert "warning: prompt: the model's vocabulary cannot write U+0006" in done.stderr
     assert "cannot write" not in run("run", *raw, "--max-tokens", "1", "a b").stderr
+
+
+def test_a_prompt_in_the_models_own_format_is_read_as_such_when_asked(default_model: Path) -> None:
+    turn = "<|im_start|>user\nName the capital of France.<|im_end|>\n<|im_start|>assistant\n"
+    asked = ["--raw", "--max-tokens", "12"]
+    done = run("run", *asked, turn)
+    assert "'<|im_start|>' was read as plain text; parse_special makes it the token" in done.stderr
+    parsed = run("run", *asked, "--parse-special", turn)
+    assert "Paris" in parsed.stdout
+    assert "plain text" not in parsed.stderr
+    assert "parse_special: belongs to --raw" in run("run", "--parse-special", "hi").stderr
+    with LLM("smollm2", context=64) as llm:
+        ids = llm.encode(turn, parse_special=True)
+        assert (ids[0], len(ids)) == (1, 15)
+        assert llm.decode(ids) == "user\nName the capital of France.\nassistant\n"
+        assert llm.generate(ids, SamplingParams(max_tokens=1)).warnings == ()
+        assert "parse_special" in llm.generate(llm.encode(turn), SamplingParams(max_tokens=1)).warnings[0]
 
 
 def test_models_lists_it_as_ready(default_model: Path) -> None:

@@ -10,7 +10,16 @@ import click
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
+from verbatim.cli.options import (
+    PARSE_HELP,
+    Command,
+    Option,
+    engine_options,
+    model_options,
+    parse_parameter,
+    sampling_of,
+    sampling_options,
+)
 from verbatim.cli.screen import BOLD, note, paint, warn, write, write_json
 
 if TYPE_CHECKING:
@@ -24,6 +33,7 @@ DEFAULT_TOKENS = 16
 @click.command(cls=Command)
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]")
 @click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
+@click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--brief", cls=Option, is_flag=True, help="one line a token")
 @click.option(
@@ -39,7 +49,14 @@ DEFAULT_TOKENS = 16
 @engine_options
 @sampling_options
 def command(
-    prompt: tuple[str, ...], raw: bool, system: str | None, brief: bool, what_ifs: tuple[str, ...], as_json: bool, **flags: Any
+    prompt: tuple[str, ...],
+    raw: bool,
+    parse_special: bool,
+    system: str | None,
+    brief: bool,
+    what_ifs: tuple[str, ...],
+    as_json: bool,
+    **flags: Any,
 ) -> int:
     """Show why each token of the answer to PROMPT was chosen.
 
@@ -59,7 +76,7 @@ def command(
         _check_what_if(params)
     text = read_prompt(prompt)
     with open_llm(flags, quiet=as_json) as llm:
-        code, completion = collect(start(llm, text, params, raw=raw, system=system), show=False)
+        code, completion = collect(start(llm, text, params, raw=raw, system=system, parse_special=parse_special), show=False)
         results = [_what_if(llm, completion, params, change) for change in changes]
         if as_json:
             _print_json(llm, completion, list(zip(what_ifs, results, strict=True)))

@@ -47,6 +47,7 @@ ENGINE_HELP = {
 }
 HIDDEN = {"kv_blocks", "check"}
 FROM_FILE = {"json_schema", "grammar"}  # a value that starts with @ names a file
+PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
 NOT_FLAGS = {"speculate"}  # the engine's --speculate says the same for a single request, and more (draft:MODEL)
 
 

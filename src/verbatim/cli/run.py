@@ -15,6 +15,7 @@ from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.main import SYSTEM
 from verbatim.cli.options import (
+    PARSE_HELP,
     Command,
     Option,
     check_output,
@@ -34,6 +35,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")  # parameters wh
 @click.command(cls=Command, epilog="Exit codes: 0 done, 1 failure, 2 wrong flag or value, 3 model, 130 interrupted.")
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]")
 @click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
+@click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text")
 @click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress, no warnings")
@@ -42,7 +44,14 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")  # parameters wh
 @engine_options
 @sampling_options
 def command(
-    prompt: tuple[str, ...], raw: bool, system: str | None, as_json: bool, quiet: bool, save_receipt: str | None, **flags: Any
+    prompt: tuple[str, ...],
+    raw: bool,
+    parse_special: bool,
+    system: str | None,
+    as_json: bool,
+    quiet: bool,
+    save_receipt: str | None,
+    **flags: Any,
 ) -> int:
     """Answer PROMPT, streamed: as a chat turn where the model has a chat template, else as a continuation.
 
@@ -62,7 +71,7 @@ def command(
         raise ParameterError("system", "has no place in a raw continuation; leave out --raw or --system")
     text = read_prompt(prompt)
     with open_llm(flags, quiet=quiet or as_json) as llm:
-        stream = start(llm, text, params, raw=raw, system=system)
+        stream = start(llm, text, params, raw=raw, system=system, parse_special=parse_special)
         if as_json:
             code, completion = collect(stream, show=False)
         else:
@@ -79,12 +88,14 @@ def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
             raise ParameterError(name, f"its report does not fit plain text; add --json{remedies.get(name, '')}")
 
 
-def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str | None) -> Stream:
+def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str | None, parse_special: bool = False) -> Stream:
     """A chat turn where the model has a template, a continuation otherwise; never the one for the other in silence."""
     if raw or not llm.has_template:
         if system is not None:
             raise ParameterError("system", "this model has no chat template, so there is no place for a system message")
-        return llm.stream(text, params)
+        return llm.stream(llm.encode(text, parse_special=parse_special), params)
+    if parse_special:
+        raise ParameterError("parse_special", "belongs to --raw: in a chat turn the template writes the control tokens")
     from verbatim.cli.session import typed
 
     messages = [{"role": "user", "content": text}]

@@ -11,7 +11,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.engine.core import EngineCore
 from verbatim.engine.parts import Parts, Progress, load_parts
-from verbatim.engine.request import EncodedText, lost_in
+from verbatim.engine.request import EncodedText, encoded, lost_in
 
 Message = Mapping[str, Any]
 OURS = {"tokenizer", "template", "messages"}  # names that an option of the template cannot have
@@ -65,6 +65,15 @@ class OpenedModel:
     def fingerprint(self) -> str:
         """Digest of model, backend and numerics: equal fingerprints promise equal tokens."""
         return self.core.fingerprint
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """The token ids that a plain prompt is sent as. `parse_special`: the text of a control token ("<|im_start|>") becomes that token,
+        for prompts that are already in the model's own format; without it, it stays text."""
+        return encoded(self.parts.tokenizer, text, special=parse_special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens left out."""
+        return self.parts.tokenizer.decode(ids)
 
     def encode_chat(self, messages: Sequence[Message], /, **template: Any) -> list[int]:
         """The token ids that a conversation is sent as, through the model's chat template; `template` holds its options

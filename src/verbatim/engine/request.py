@@ -20,9 +20,11 @@ SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
 class EncodedText(list[int]):
-    """Token ids that were made of a text before the request was, with what of the text they could not hold."""
+    """Token ids that were made of a text before the request was, with what of the text they could not hold, and the text itself
+    where its control tokens were read as text."""
 
     lost: str = ""
+    plain: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ def make_request(
         arrival=arrival,
         structure=_structure(params, parts.tokenizer, share, until),
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
-        warnings=(*_warnings(params), *_lost(parts.tokenizer, prompt)),
+        warnings=(*_warnings(params), *_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt)),
         hidden=hidden,
     )
 
@@ -177,6 +179,13 @@ def lost_in(tokenizer: Tokenizer, text: str) -> str:
     return "" if look is None else str(look(text))
 
 
+def encoded(tokenizer: Tokenizer, text: str, *, special: bool = False, bare: bool = False) -> EncodedText:
+    """A plain prompt's ids. `special`: the text of a control token becomes that token; `bare`: nothing is put around it."""
+    ids = EncodedText((tokenizer.encode if bare else tokenizer.encode_prompt)(text, special=special))
+    ids.lost, ids.plain = lost_in(tokenizer, text), "" if special else text
+    return ids
+
+
 def _lost(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
     lost = lost_in(tokenizer, prompt) if isinstance(prompt, str) else getattr(prompt, "lost", "")
     if not lost:
@@ -184,6 +193,16 @@ def _lost(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
     named = ", ".join(f"U+{ord(character):04X}" for character in lost)
     it, stands = ("it", "it stands") if len(lost) == 1 else ("them", "they stand")
     return (f"prompt: the model's vocabulary cannot write {named}, so the model does not read {it} as {stands}",)
+
+
+def typed_control(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
+    """Typed control tokens stay text, which surprises whoever wrote a prompt in the model's own format: so they are told. Asked of a prompt
+    that is no longer than the context."""
+    finder, text = getattr(tokenizer, "finder", None), prompt if isinstance(prompt, str) else getattr(prompt, "plain", "")
+    token = finder.first(text) if finder is not None and text else None
+    if token is None:
+        return ()
+    return (f"prompt: the text of the control token {token!r} was read as plain text; parse_special makes it the token",)
 
 
 def _warnings(params: SamplingParams) -> tuple[str, ...]:

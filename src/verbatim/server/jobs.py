@@ -17,7 +17,7 @@ from verbatim.base.errors import BackendError, ContextError, ParameterError, Uns
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, Timings, TokenLogprob, Usage
 from verbatim.engine.readers import Feed
-from verbatim.engine.request import EncodedText, lost_in
+from verbatim.engine.request import encoded, typed_control
 from verbatim.observe.receipt import digest_of
 from verbatim.server import wire
 from verbatim.server.fair import FairQueue, Waiting
@@ -33,9 +33,6 @@ log = logging.getLogger("verbatim.engine")
 
 # what can leave nothing to draw, the narrowest first: that is where a client can do something about it
 EXCLUDING = ("allowed_token_ids", "banned_token_ids", *STRUCTURE, "no_repeat_ngram", "min_tokens")
-
-
-SHORT = 16_384  # characters of a text that is looked through in less time than a thread takes to begin
 
 
 class Gone(Exception):
@@ -89,7 +86,6 @@ class Job:
         self.rows = False  # explanations are sent with their rows of logits
         self.streamed = False
         self.aborted = False
-        self.warnings: list[str] = []  # of ours, besides the engine's
 
 
 class Jobs:
@@ -232,8 +228,6 @@ class Jobs:
         if message.get("echo"):
             accepted["text"] = self._echo(message["prompt"])
         self._outbox.put(accepted)
-        if isinstance(message.get("prompt"), str) and not message.get("parse"):
-            job.warnings = await self._typed(message["prompt"])
         self._done(await end, job)
 
     async def _prompt(self, job: Job, message: wire.Message) -> str | Sequence[int] | None:
@@ -246,19 +240,6 @@ class Jobs:
         if num_ctx:
             job.params = held_to(job.params, len(ids), num_ctx, message["open_end"])
         return ids
-
-    async def _typed(self, text: str) -> list[str]:
-        """Typed control tokens stay text, which surprises whoever wrote a prompt in the model's own format: so they are told. Looked for in a
-        prompt that was accepted, and so is no longer than the context, while the engine is at work on it."""
-        finder = getattr(self._engine.tokenizer, "finder", None)
-        if finder is None:
-            return []
-        token = finder.first(text) if len(text) <= SHORT else await asyncio.to_thread(finder.first, text)
-        if token is None:
-            return []
-        return [
-            f"prompt: the text of the control token {token!r} was read as plain text; parse_special: true makes it the token"
-        ]
 
     def _hear(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
         """What a step gave to all requests: their deltas leave in one message, their ends one by one, each from its own task."""
@@ -313,7 +294,7 @@ class Jobs:
                 "timings": [times.queued, times.first_token, times.total, times.preemptions, times.saved],
                 "seed": completion.seed,
                 "fingerprint": completion.fingerprint,
-                "warnings": [*completion.warnings, *job.warnings],
+                "warnings": list(completion.warnings),
                 "prompt_logprobs": self._logprobs(completion.prompt_logprobs),
                 "prompt_ids": list(completion.prompt_ids) if completion.prompt_logprobs else [],
                 "prompt_first": self._first_bytes(completion),
@@ -369,8 +350,10 @@ class Jobs:
         ids = await asyncio.to_thread(self._encode, message)
         spell = self._engine.tokenizer.token_bytes
         plain = "text" in message and not message["parse"] and len(ids) <= self._engine.context
-        warnings = await self._typed(message["text"]) if plain else []
-        self._outbox.put({"t": "done", "id": message["id"], "ids": ids, "bytes": [spell(t) for t in ids], "warnings": warnings})
+        warnings = await asyncio.to_thread(typed_control, self._engine.tokenizer, message["text"]) if plain else ()
+        self._outbox.put(
+            {"t": "done", "id": message["id"], "ids": ids, "bytes": [spell(t) for t in ids], "warnings": list(warnings)}
+        )
 
     def _encode(self, message: wire.Message) -> list[int]:
         tokenizer = self._engine.tokenizer
@@ -378,10 +361,7 @@ class Jobs:
             if not self._engine.has_template:
                 raise UnsupportedError("messages", "this model has no chat template")
             return self._engine.encode_chat(message["messages"], **(message.get("template") or {}))
-        text, parse = message["text"], bool(message.get("parse"))
-        ids = EncodedText((tokenizer.encode_prompt if message.get("special", True) else tokenizer.encode)(text, special=parse))
-        ids.lost = lost_in(tokenizer, text)
-        return ids
+        return encoded(tokenizer, message["text"], special=bool(message.get("parse")), bare=not message.get("special", True))
 
     async def _detokenize(self, job: Job, message: wire.Message) -> None:
         tokenizer = self._engine.tokenizer
