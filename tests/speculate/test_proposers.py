@@ -246,13 +246,27 @@ def test_looking_for_drafts_in_vain_is_left_for_longer_and_longer() -> None:
     propose = proposer.propose
     proposer.propose = lambda views, limit, floor=0.0: asked.append(1) or propose(views, limit, floor)  # type: ignore[method-assign,func-returns-value]
     for step in range(400):
-        speculator.drafts([view([step, i, 7], seq_id=i) for i in range(4)])
+        if speculator.looks(4):
+            speculator.drafts([view([step, i, 7], seq_id=i) for i in range(4)])
     assert 8 <= len(asked) < 24
     assert speculator._barren <= 12, "and not for ever longer: years of steps later it still looks now and then"
     before = len(asked)
     for step in range(20):
+        assert speculator.looks(1)
         speculator.drafts([view([step, 7], seq_id=9)])
     assert len(asked) == before + 20, "one that writes alone is looked at in every step"
+
+
+def test_where_not_even_a_sure_guess_would_pay_nobody_looks() -> None:
+    speculator = Speculator([NgramProposer()])
+    assert speculator.looks(16), "nothing is known yet"
+    for _ in range(100):
+        for rows in (1, 4, 16, 20):
+            speculator.cost.learn(rows, 0.004 + 0.0005 * rows)
+    assert speculator.looks(4)  # a row costs a third of a token
+    assert not speculator.looks(16)  # 16 x 0.5 ms, where a step takes 12
+    speculator.adaptive = False
+    assert speculator.looks(16)
 
 
 def test_finished_sequences_leave_nothing() -> None:

@@ -92,16 +92,18 @@ class Drafting:
 
     def propose(self, jobs: Mapping[int, Job]) -> None:
         """Guesses for every sequence whose next step draws from its last known token."""
-        views: dict[str, list[SeqView]] = {}
-        running = 0
+        writing: dict[str, list[Sequence]] = {}
         for seq in self._scheduler.running:
             mode = seq.params.speculate or self.default
-            running += 1
-            if mode == "off" or seq.beam or seq.siblings or len(seq.tokens) - seq.computed != 1:
+            if not (mode == "off" or seq.beam or seq.siblings or len(seq.tokens) - seq.computed != 1):
+                writing.setdefault(mode, []).append(seq)
+        running = len(self._scheduler.running)
+        for mode, seqs in writing.items():
+            speculator = self._speculator(mode)
+            if not speculator.looks(running):
                 continue
-            views.setdefault(mode, []).append(self._view(seq, jobs[seq.id]))
-        for mode, group in views.items():
-            for seq_id, drafts in self._speculator(mode).drafts(group, running).items():
+            views = [self._view(seq, jobs[seq.id]) for seq in seqs]
+            for seq_id, drafts in speculator.drafts(views, running).items():
                 matcher = jobs[seq_id].matchers.get(seq_id)
                 if matcher is not None:  # a guess that the grammar forbids cannot come true
                     drafts = drafts[: matcher.allowed_prefix(drafts)]

@@ -97,11 +97,24 @@ class Speculator:
         self._explored = 0  # steps since something was submitted
         self._barren, self._paused = 0, 0  # looks in vain while several wrote; steps since the last look
 
+    def looks(self, running: int) -> bool:
+        """Whether guesses are looked for in this step. In a batch they seldom pay, and looking costs a per cent: it is left where not even a sure
+        guess would pay, and after some steps in vain for longer and longer."""
+        if running == 1 or not self.adaptive:
+            return True
+        if MARGIN * self.cost.load(running).price(0.0) >= 1:
+            return False
+        if self._barren < REST:
+            return True
+        self._paused += 1
+        if self._paused < REST << (self._barren - REST):
+            return False
+        self._paused = 0
+        return True
+
     def drafts(self, views: Sequence[SeqView], running: int | None = None) -> dict[int, tuple[int, ...]]:
         """What to submit for each sequence that is about to draw; those left out write plainly. `running` are all that write in the step."""
         running = running or len(views)
-        if self._pauses(running):
-            return {}
         began = self._clock()
         self._explored += 1
         for view in views:
@@ -144,16 +157,6 @@ class Speculator:
         seconds = self.cost.seconds(running) / running
         for view in views if seconds else ():
             self._records[view.seq_id].purse.pay_for_looking(spent / len(views), seconds)
-
-    def _pauses(self, running: int) -> bool:
-        """In a batch drafts seldom pay, and looking for them costs a few per cent: after some steps in vain it is left for longer and longer."""
-        if running == 1 or not self.adaptive or self._barren < REST:
-            return False
-        self._paused += 1
-        if self._paused < REST << (self._barren - REST):
-            return True
-        self._paused = 0
-        return False
 
     def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], running: int) -> bool:
         """One sequence's drafts make the step longer for all. Every one that writes in it must expect to win what it loses."""
