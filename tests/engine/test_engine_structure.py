@@ -81,6 +81,23 @@ def test_streamed_is_whole() -> None:
             assert "".join(d.text for d in deltas if d.index == choice.index) == choice.text
 
 
+@pytest.mark.parametrize("mode", ["ngram", "suffix"])
+def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> None:
+    """An ambiguous grammar becomes too complex after some 146 tokens. Guesses get there first; the answer must not notice, alone or with others."""
+    deep = 'start: s\ns: "ab" | s s | s s s | s s s s | s s s s s'
+    stops = SamplingParams(max_tokens=300, min_tokens=130, grammar=deep, stop="ab" * 66, seed=1)
+    fails = SamplingParams(max_tokens=300, min_tokens=250, grammar=deep, seed=1, n=2)
+    found = []
+    for way in ("off", mode):
+        llm = fake_llm(speculate=way, context=512, kv_blocks=200)
+        llm.core.drafting.adaptive = False
+        done = [llm.generate("ab", asked) for asked in (stops, fails)]
+        found.append([[(c.token_ids, c.finish) for c in d.choices] for d in done])
+        llm.core.check()
+    assert found[1] == found[0]
+    assert [c[1].reason for d in found[0] for c in d] == ["stop", "error", "error"]
+
+
 @pytest.mark.parametrize("where", ["mask", "advance"])
 def test_a_structure_that_fails_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     plain = fake_llm().generate("neighbour", SamplingParams(max_tokens=30, seed=1))

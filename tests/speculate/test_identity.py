@@ -167,8 +167,9 @@ def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None
 
 
 def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
-    with pytest.raises(ParameterError, match="speculate"):
-        engine("reference", "magic")
+    for mode in ("magic", "suffix:x", "off:", "auto:head"):
+        with pytest.raises(ParameterError, match="speculate"):
+            engine("reference", mode)
     with engine("reference", "auto") as llm:
         with pytest.raises(UnsupportedError, match="speculate"):
             llm.generate("a", SamplingParams(speculate="draft", max_tokens=2))

@@ -257,6 +257,17 @@ def test_looking_for_drafts_in_vain_is_left_for_longer_and_longer() -> None:
     assert len(asked) == before + 20, "one that writes alone is looked at in every step"
 
 
+def test_two_sizes_are_measured_soon() -> None:
+    """Were the first guesses all of one size, nothing would ever be known of another."""
+    speculator, text = Speculator([NgramProposer()]), [1, 2, 3, 4] * 4
+    for _ in range(3):
+        count = len(speculator.drafts([view(text)]).get(0, ()))
+        speculator.cost.learn(1 + count, 0.004 + 0.0002 * count)
+        for _ in range(1 + count):
+            text = [*text, text[-4]]
+    assert speculator.cost.seconds(1) > 0
+
+
 def test_where_not_even_a_sure_guess_would_pay_nobody_looks() -> None:
     speculator = Speculator([NgramProposer()])
     assert speculator.looks(16), "nothing is known yet"

@@ -186,7 +186,9 @@ class EngineCore:
             return plan
         steps: list[SeqStep] = []
         for step in plan.sequences:
-            job = self._by_seq[step.seq_id]
+            job = self._by_seq.get(step.seq_id)
+            if job is None:  # another choice of its request has just failed, and all of it ended
+                continue
             matcher = job.matchers.get(step.seq_id)
             if matcher is None or not step.draws or step.draw is None:
                 steps.append(step)
@@ -200,7 +202,7 @@ class EngineCore:
                 self._ready += self._leave(job)
                 continue
             steps.append(step._replace(draw=replace(step.draw, masks=masks)))
-        return plan._replace(sequences=tuple(steps))
+        return plan._replace(sequences=tuple(step for step in steps if step.seq_id in self._by_seq))
 
     def _collect(self, plan: StepPlan, result: StepResult, planned: float) -> None:
         """What is not a token: when a request began, log-probabilities and hidden states of its prompt."""

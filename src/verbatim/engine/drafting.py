@@ -37,8 +37,8 @@ class Drafting:
     `adaptive=False` (tests, and `verbatim bench --speculate`) submits every guess in full, whether it pays or not."""
 
     def __init__(self, parts: Parts, config: EngineConfig, scheduler: Scheduler) -> None:
-        self.default = config.speculate.partition(":")[0]
-        if self.default not in MODES:
+        self.default, colon, _ = config.speculate.partition(":")
+        if self.default not in MODES or (colon and self.default not in ("head", "draft")):
             raise ParameterError(
                 "speculate", f"{config.speculate!r} is not one of off, ngram, suffix, head, head:FILE, draft:MODEL, auto"
             )
@@ -105,8 +105,8 @@ class Drafting:
             views = [self._view(seq, jobs[seq.id]) for seq in seqs]
             for seq_id, drafts in speculator.drafts(views, running).items():
                 matcher = jobs[seq_id].matchers.get(seq_id)
-                if matcher is not None:  # a guess that the grammar forbids cannot come true
-                    drafts = drafts[: matcher.allowed_prefix(drafts)]
+                if matcher is not None:
+                    drafts = matcher.usable(drafts)
                 self._scheduler.set_drafts(seq_id, drafts)
 
     def _view(self, seq: Sequence, job: Job) -> SeqView:

@@ -157,9 +157,26 @@ class Matcher:
         if self._inner.is_error():
             self._renew()
 
-    def allowed_prefix(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts, from the first on, the structure allows."""
-        return 0 if self.finished else int(self._inner.validate_tokens(list(drafts)))
+    def usable(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        """Of these drafts the first ones that the structure allows and that can be followed: a guess that runs into a limit must not end an
+        answer which may go another way. What is wrong at this very place is told by mask()."""
+        try:
+            masks: list[bytes | None] = [self.mask()]
+        except UnsupportedError:
+            self._mask = None
+            return ()
+        inner, count = self._inner.deep_copy(), 0
+        for token in drafts:
+            if not _allows(masks[-1] or b"", token) or token in self._eos or self.finished:
+                break
+            inner.consume_token(token)
+            masks.append(None if inner.is_stopped() else bytes(inner.compute_bitmask()))
+            if inner.is_error():
+                break
+            count += 1
+            if masks[-1] is None:
+                break
+        return tuple(drafts[:count])
 
     def forced(self) -> tuple[int, ...]:
         """Tokens that the structure leaves no choice about, as the tokenizer writes them; often empty."""

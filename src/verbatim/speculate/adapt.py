@@ -220,8 +220,8 @@ class Speculator:
 
     def _length(self, chances: Sequence[float], load: Load, guess_cost: float, *, explores: bool = True) -> int:
         running, seconds, _, least = load
-        if not seconds:  # nothing known yet: a short guess is a cheap way to learn what rows cost
-            return min(len(chances), 2)
+        if not seconds:  # nothing known yet: short guesses of two sizes are a cheap way to learn what rows cost
+            return min(len(chances), 1 if self.cost.sizes else 2)
         count = draft_length(
             chances, seconds / running, lambda j: max(self.cost.seconds(running + j) - seconds, j * least) + j * guess_cost
         )

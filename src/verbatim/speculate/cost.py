@@ -65,6 +65,11 @@ class StepCost:
             at = where
         return high + USUAL * (rows - at) if at else 1 + USUAL * (rows - 1)
 
+    @property
+    def sizes(self) -> int:
+        """Of steps, that were measured."""
+        return len(self._shape)
+
     def seconds(self, rows: float) -> float:
         """Of a step of this many rows; 0 until steps of two sizes were seen."""
         if len(self._shape) < 2:
