@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Self
 
@@ -81,27 +81,19 @@ class OpenedModel:
         if self.parts.template is None:
             raise UnsupportedError("messages", f"{self.parts.name} has no chat template; use generate() with plain text")
         from verbatim.text.chat import encode_chat
+        from verbatim.text.control import strings_in
 
         check_messages(messages)
         for name in OURS & template.keys():
             raise ParameterError("chat_template_kwargs", f"{name!r} is set by the engine; leave it out")
         tokenizer: Any = self.parts.tokenizer
         ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
-        ids.lost = lost_in(tokenizer, "".join(_texts([messages, template])))
+        ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
         return ids
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...), as plain numbers."""
         return self.core.stats()
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a conversation and in its options."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (Mapping, Sequence)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(each)
 
 
 def check_messages(messages: Any) -> None:

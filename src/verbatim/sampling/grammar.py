@@ -161,21 +161,19 @@ class Matcher:
         """Of these drafts the first ones that the structure allows and that can be followed: a guess that runs into a limit must not end an
         answer which may go another way. What is wrong at this very place is told by mask()."""
         try:
-            masks: list[bytes | None] = [self.mask()]
+            mask = self.mask()
         except UnsupportedError:
             self._mask = None
             return ()
         inner, count = self._inner.deep_copy(), 0
         for token in drafts:
-            if not _allows(masks[-1] or b"", token) or token in self._eos or self.finished:
+            if inner.is_stopped() or token in self._eos or not _allows(mask, token):
                 break
             inner.consume_token(token)
-            masks.append(None if inner.is_stopped() else bytes(inner.compute_bitmask()))
+            mask = b"" if inner.is_stopped() else bytes(inner.compute_bitmask())
             if inner.is_error():
                 break
             count += 1
-            if masks[-1] is None:
-                break
         return tuple(drafts[:count])
 
     def forced(self) -> tuple[int, ...]:
