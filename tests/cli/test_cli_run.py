@@ -57,6 +57,13 @@ def test_json_is_one_object(verbatim: Call, llm: LLM) -> None:
     assert {"model", "backend", "warnings", "prompt_token_ids"} <= set(data)
 
 
+def test_beams_refuse_a_way_of_drafting_that_was_typed(verbatim: Call) -> None:
+    said = verbatim("run", "the", "--num-beams", "2", "--speculate", "suffix", "--max-tokens", "4")
+    assert said.code == 2
+    assert "speculate: cannot be combined with beam search" in said.err
+    assert verbatim("run", "the", "--num-beams", "2", "--speculate", "off", "--max-tokens", "4").code == 0
+
+
 def test_raw_system_and_stdin(verbatim: Call, llm: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=6)
     raw = verbatim("run", "--raw", "--json", "--max-tokens", "6", "the cat").json

@@ -779,6 +779,7 @@ def test_bytes_that_the_model_itself_broke_are_marked(llm: LLM) -> None:
         ({"speculate": None}, "speculate: None is not a text"),
         ({"prefix_cache": "no"}, "prefix_cache: 'no' is not True or False"),
         ({"suffix_tenants": "me"}, "suffix_tenants: 'me' is not a list of texts"),
+        ({"suffix_tenants": [1]}, "suffix_tenants: [1] is not a list of texts"),
     ],
 )
 def test_an_ill_typed_option_is_named(options: dict[str, Any], wanted: str) -> None:

@@ -407,22 +407,26 @@ def test_control_tokens_are_not_text() -> None:
 def test_masks_along_drafts_are_those_of_single_steps() -> None:
     structure = build(json_schema={"type": "array", "items": {"type": "boolean"}})
     matcher = structure.start()
-    drafts = [ord("["), 258, ord("x"), ord("]")]  # [ true x ]: the x is forbidden
+    drafts = matcher.usable([ord("["), 258, ord("x"), ord("]")])  # [ true x ]: the x is forbidden
+    assert drafts == (ord("["), 258)
     masks = matcher.masks_along(drafts)
-    assert len(masks) == 5
     single = structure.start()
-    for i in range(3):
-        assert masks[i] == single.mask()
+    for i, mask in enumerate(masks):
+        assert mask == single.mask()
         if i < 2:
             single.advance(drafts[i])
-    assert masks[3:] == (None, None)
     assert matcher.mask() == masks[0]  # the matcher itself has not moved
+    assert matcher.masks_along(drafts[:1]) == masks[:2]  # a plan may have room for fewer
     assert matcher.masks_along([]) == (masks[0],)
+    with pytest.raises(AssertionError):
+        matcher.masks_along([ord("x")])
 
 
 def test_masks_along_the_end() -> None:
     matcher = build(choice=["no"]).start()
-    assert matcher.masks_along([ord("n"), ord("o"), 5])[2:] == (None, None)
+    drafts = matcher.usable([ord("n"), ord("o"), 5])
+    assert drafts == (ord("n"), ord("o"))
+    assert matcher.masks_along(drafts)[2] is None
 
 
 def test_forced_tokens_are_the_only_way() -> None:

@@ -78,7 +78,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "logprobs_mode": {"logprobs_mode": "processed", "logprobs": 2, "logit_bias": {97: 9.0}},
     "explain": {"explain": 2},
     "receipt": {"receipt": True},
-    "speculate": {"speculate": "off"},
+    "speculate": {"speculate": "ngram"},
     "priority": {"priority": -3},
     "cache_salt": {"cache_salt": "x"},
 }

@@ -166,6 +166,35 @@ def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None
     assert np.mean(same) >= np.mean(bound) - 4 * 0.008
 
 
+@pytest.mark.parametrize(
+    "ends", [{"stop": ("e", "t", "ab")}, {"choice": ("alpha", "beta")}, {"on_loop": "stop", "logit_bias": {98: 90.0}}]
+)
+def test_what_was_drafted_behind_the_end_of_a_text_leaves_no_trace(ends: dict[str, Any]) -> None:
+    """A stop string, a structure or a loop ends a text in the middle of drafts that were all right. Nothing behind it is counted, cached or remembered."""
+    asked = [
+        SamplingParams(**{"temperature": 1.0, "max_tokens": 100, "seed": i, "ignore_eos": True, **ends}) for i in range(40)
+    ]
+    left: dict[str, Any] = {}
+    for mode in ("off", "draft"):
+        with engine("reference", mode, backend_of("reference") if mode == "draft" else None) as llm:
+            left[mode] = [trace(llm, [97 + i % 5] * 5, params) for i, params in enumerate(asked)]
+    assert left["draft"] == left["off"]
+    assert any(choice[2].reason != "length" for choices, _ in left["off"] for choice in choices), "none ended early"
+
+
+def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
+    """The answer, and how many blocks it left in the prefix cache."""
+    scheduler, known = llm.core.scheduler, []
+    scheduler.forget_prefixes()
+    with pytest.MonkeyPatch.context() as patch:
+        end = scheduler._end
+        patch.setattr(scheduler, "_end", lambda seq: (known.append(list(seq.tokens)), end(seq)))
+        done = llm.generate(prompt, params)
+    assert known == [prompt + list(done.token_ids)], "the scheduler knows tokens that the answer has not"
+    assert done.usage.accepted_tokens < done.usage.output_tokens == len(done.token_ids)
+    return answer(done), [len(pool.cached) for pool in scheduler.cache.pools]
+
+
 def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
     for mode in ("magic", "suffix:x", "off:", "auto:head"):
         with pytest.raises(ParameterError, match="speculate"):
@@ -177,4 +206,5 @@ def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
             llm.generate("a", SamplingParams(speculate="guess", max_tokens=2))
         with pytest.raises(ParameterError, match="speculate"):
             SamplingParams(num_beams=2, speculate="ngram")
+        assert SamplingParams(num_beams=2, speculate="off").speculate == "off"  # which says what beams do anyway
         assert llm.generate("abababab", SamplingParams(speculate="off", max_tokens=8, seed=1)).usage.drafted_tokens == 0

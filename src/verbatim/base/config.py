@@ -63,5 +63,6 @@ def _check_type(name: str, annotation: str, value: object) -> None:
     if value is None and annotation.endswith(" | None"):
         return
     types, words = _TYPES[annotation.removesuffix(" | None")]
-    if not isinstance(value, types) or (isinstance(value, bool) and types is not bool):
+    wrong = not isinstance(value, types) or (isinstance(value, bool) and types is not bool)
+    if wrong or (isinstance(value, (tuple, list)) and not all(isinstance(item, str) for item in value)):
         raise ParameterError(name, f"{value!r:.60} is not {words}")

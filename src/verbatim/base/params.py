@@ -197,9 +197,7 @@ class SamplingParams:
         """Beam search looks for the most likely sequences; what draws, or reshapes a draw, has no meaning there."""
         for name in BEAM_REFUSES:
             value, default = getattr(self, name), FIELDS[name].default
-            if name == "temperature" and value in (0.0, 1.0):
-                continue  # 0 says "no randomness", 1 "the model's own distribution": both are what beams do
-            if value != default:
+            if value != default and value not in BEAM_AGREES.get(name, ()):
                 raise ParameterError(name, f"cannot be combined with beam search (num_beams={self.num_beams}); leave one out")
         if (self.num_return_sequences or 1) > self.num_beams:
             raise ParameterError(
@@ -274,6 +272,8 @@ BEAM_REFUSES = (
     "n", "best_of", "speculate", "on_loop", "json_schema", "regex", "grammar", "choice",
 )
 # fmt: on
+# Values that say what beams do anyway: no randomness, or the model's own distribution; no drafts.
+BEAM_AGREES: dict[str, tuple[object, ...]] = {"temperature": (0.0, 1.0), "speculate": ("off",)}
 
 
 # ---------------------------------------------------------------------------------------------------------- validation

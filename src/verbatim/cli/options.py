@@ -118,7 +118,10 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
         values = {name: value for name, value in values.items() if name not in DEFAULTS or name in typed}
     if "on_loop" not in typed and (typed.get("ignore_eos") or typed.get("min_tokens")):
         values.pop("on_loop", None)  # who asks for more than the model wants to say gets it
-    return SamplingParams.from_mapping(values)
+    params = SamplingParams.from_mapping(values)
+    if params.num_beams > 1 and flags.get("e_speculate") not in (None, "off"):  # typed beside beams it is meant for them
+        params.with_(speculate=flags["e_speculate"])
+    return params
 
 
 def typed_sampling(flags: Values) -> Values:

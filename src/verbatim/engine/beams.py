@@ -34,13 +34,15 @@ class BeamJob(Job):
     def _stream(self, index: int) -> ChoiceStream:
         return ChoiceStream(self.request.id, index, self.request.params, self.tokenizer)
 
-    def push(self, event: TokenEvent) -> None:
+    def push(self, event: TokenEvent) -> bool:
+        """Never True: which lines end is the search's to say."""
         if event.drawn is None or event.drawn.token < 0:
             self.end(event.finish or Finish("error", NOTHING_LEFT))
-            return
+            return False
         self._candidates[event.seq_id] = event.drawn
         if len(self._candidates) == len(self._live):
             self._advance()
+        return False
 
     def _advance(self) -> None:
         moves = self.search.step([self._candidates[seq.id] for seq in self._live])

@@ -158,9 +158,9 @@ class EngineCore:
         planned = time.perf_counter()
         result = self._execute(plan)
         executed = time.perf_counter()
-        events = self.scheduler.commit(plan, result)
         self._collect(plan, result, planned)
-        touched = self._deliver(events, executed)
+        events = self.scheduler.commit(plan, result, self._read)
+        touched = dict.fromkeys(self._by_seq[event.seq_id] for event in events)
         if self.config.check:
             self.check()
         self.drafting.learn(plan, executed - planned)
@@ -215,19 +215,16 @@ class EngineCore:
             if done.hidden is not None:
                 job.hidden.add(step.start, done.hidden)
 
-    def _deliver(self, events: list[TokenEvent], now: float) -> list[Job]:
-        """Hand each event to its request; return the requests that have something new."""
-        touched: dict[str, Job] = {}
-        for event in events:
-            job = self._by_seq[event.seq_id]
-            touched[job.request.id] = job
-            if job.first is None and event.drawn is not None:
-                job.first = now
-            before = len(job.ids)
-            job.push(event)
-            if len(job.ids) > before:  # beams fork as they go
-                self._by_seq.update(dict.fromkeys(job.ids[before:], job))
-        return list(touched.values())
+    def _read(self, event: TokenEvent) -> bool:
+        """Hand an event to its request. True: the request's text ends there."""
+        job = self._by_seq[event.seq_id]
+        if job.first is None and event.drawn is not None:
+            job.first = time.perf_counter()
+        before = len(job.ids)
+        ends = job.push(event)
+        if len(job.ids) > before:  # beams fork as they go
+            self._by_seq.update(dict.fromkeys(job.ids[before:], job))
+        return ends
 
     def _leave(self, job: Job) -> list[Output]:
         """What a request sends now: its Deltas, and when all is done its Completion."""

@@ -98,22 +98,18 @@ class Job:
 
     # ---------------------------------------------------------------------------------------------------- token by token
 
-    def push(self, event: TokenEvent) -> None:
-        """One event of one of its sequences."""
+    def push(self, event: TokenEvent) -> bool:
+        """One event of one of its sequences. True: the text ends with it."""
         stream = self.streams[event.seq_id]
-        if stream.finish is not None:  # a stop string ended it earlier in this same step
-            return
         if event.drawn is None:
             assert event.finish is not None
             stream.end(event.finish)
-            self._open -= 1
-            return
-        self._drawn += 1
-        finish = self._follow(event, event.drawn) if self.matchers else event.finish
-        if stream.push(event.drawn, finish) is not None:
-            self._open -= 1
-            if event.finish is None:
-                self.scheduler.abort(event.seq_id)
+        else:
+            self._drawn += 1
+            finish = self._follow(event, event.drawn) if self.matchers else event.finish
+            stream.push(event.drawn, finish)
+        self._open -= stream.finish is not None
+        return stream.finish is not None
 
     def _follow(self, event: TokenEvent, drawn: Drawn) -> Finish | None:
         """Move the structure on; it ends the text where nothing but an end could follow."""

@@ -4,7 +4,8 @@
     matcher = structure.start()                          # one for each sequence
     matcher.mask() -> bytes                              # bit i of byte i // 8, lowest first: may id i come next?
     matcher.advance(token);  matcher.finished            # finished: nothing but an end token could follow
-    matcher.masks_along(drafts) -> (mask, ...)           # for the draws of a step with drafts
+    matcher.usable(drafts) -> (ids, ...)                 # the first of them, as far as the structure can follow
+    matcher.masks_along(usable) -> (mask, ...)           # for the draws of a step with these drafts
     matcher.forced() -> (ids, ...)                       # what must come next: drafts that cost no guess
 
 llguidance does the parsing (extra `grammar`); it is imported when first used. End tokens are allowed exactly where the text so
@@ -109,6 +110,7 @@ class Matcher:
     def __init__(self, structure: Structure, inner: Any, eos: frozenset[int], mask: bytes | None) -> None:
         self._structure, self._inner, self._eos = structure, inner, eos
         self._mask = mask
+        self._ahead: tuple[tuple[int, ...], tuple[bytes | None, ...]] = ((), ())  # drafts and the masks along them
         self._taken: list[int] = []
         self._ended = False
 
@@ -133,17 +135,13 @@ class Matcher:
         return self._mask
 
     def masks_along(self, drafts: Sequence[int]) -> tuple[bytes | None, ...]:
-        """The mask here and after each draft: 1 + len(drafts). After a draft that the structure forbids the rest are None:
-        the draw at that draft cannot be it, so what is drawn later is dropped."""
-        out: list[bytes | None] = [self.mask()]
-        scout = self.copy() if drafts else self
-        for token in drafts:
-            if out[-1] is None or not _allows(out[-1], token):
-                out.append(None)
-                continue
-            scout.advance(token)
-            out.append(None if scout.finished else scout.mask())
-        return tuple(out)
+        """The mask here and after each draft, 1 + len(drafts), as usable() found them. None where a draft completes the text: nothing is
+        drawn behind it."""
+        if not drafts:
+            return (self.mask(),)
+        tokens, masks = self._ahead
+        assert tuple(drafts) == tokens[: len(drafts)], "drafts of a structure are those that usable() let pass"
+        return masks[: 1 + len(drafts)]
 
     def advance(self, token: int) -> None:
         """Take a token that the mask allows (an end token included)."""
@@ -159,22 +157,23 @@ class Matcher:
 
     def usable(self, drafts: Sequence[int]) -> tuple[int, ...]:
         """Of these drafts the first ones that the structure allows and that can be followed: a guess that runs into a limit must not end an
-        answer which may go another way. What is wrong at this very place is told by mask()."""
+        answer which may go another way. What is wrong at this very place is told by mask(). The masks on the way are kept for the step."""
         try:
-            mask = self.mask()
+            masks: list[bytes | None] = [self.mask()]
         except UnsupportedError:
             self._mask = None
             return ()
-        inner, count = self._inner.deep_copy(), 0
+        inner = self._inner.deep_copy()
         for token in drafts:
-            if inner.is_stopped() or token in self._eos or not _allows(mask, token):
+            if masks[-1] is None or token in self._eos or not _allows(masks[-1], token):
                 break
             inner.consume_token(token)
-            mask = b"" if inner.is_stopped() else bytes(inner.compute_bitmask())
+            mask = None if inner.is_stopped() else bytes(inner.compute_bitmask())
             if inner.is_error():
                 break
-            count += 1
-        return tuple(drafts[:count])
+            masks.append(mask)
+        self._ahead = tuple(drafts[: len(masks) - 1]), tuple(masks)
+        return self._ahead[0]
 
     def forced(self) -> tuple[int, ...]:
         """Tokens that the structure leaves no choice about, as the tokenizer writes them; often empty."""

@@ -35,7 +35,7 @@ worth that many places in the queue. The rank never changes, so whoever waits is
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from verbatim.base.errors import CapacityError
@@ -49,6 +49,7 @@ from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
 
 PRIORITY_PLACES = 64
 NOTHING_LEFT = "no token is left to draw: bans, the grammar and min_tokens together exclude every id"
+Reader = Callable[[TokenEvent], bool]  # True: the text ends with this event
 _rank = attrgetter("rank")
 
 
@@ -114,8 +115,7 @@ class Scheduler:
                 )
 
     def abort(self, seq_id: int) -> bool:
-        """Take a sequence out, whatever it is doing; its blocks are back at once. Also how the engine ends one that hit
-        a stop string."""
+        """Take a sequence out, whatever it is doing; its blocks are back at once."""
         seq = self.sequences.get(seq_id)
         if seq is None:
             return False
@@ -358,11 +358,18 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------- commit
 
-    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
-        """Move the counters by what was computed; return one event for each token gained, in order."""
+    def commit(self, plan: StepPlan, result: StepResult, read: Reader | None = None) -> list[TokenEvent]:
+        """Move the counters by what was computed; return one event for each token gained, in order. `read` sees each event as it comes, and says
+        whether the text ends there (a stop string): of drafts accepted in the same step, nothing behind it ever was."""
         if plan.step != result.step or len(plan.sequences) != len(result.sequences):
             prove(False, "the result is not of this plan")
         events: list[TokenEvent] = []
+
+        def tell(event: TokenEvent) -> bool:
+            events.append(event)
+            ends = read is not None and read(event)
+            return ends or event.finish is not None
+
         for step, done in zip(plan.sequences, result.sequences, strict=True):
             if step.seq_id != done.seq_id or len(done.drawn) != step.draws:
                 prove(False, f"sequence {step.seq_id}: the result is not of this plan")
@@ -372,15 +379,15 @@ class Scheduler:
             if step.targets:
                 seq.scored = max(seq.scored, step.start + len(step.targets))
             if step.draws == 0:
-                self._advance(seq, step, events)
+                self._advance(seq, step, tell)
             elif seq.beam:
                 self._hold(seq, step)
-                events.append(TokenEvent(seq.id, done.drawn[0]))
+                tell(TokenEvent(seq.id, done.drawn[0]))
             else:
-                self._accept(seq, step, done.drawn, events)
+                self._accept(seq, step, done.drawn, tell)
         return events
 
-    def _advance(self, seq: Sequence, step: SeqStep, events: list[TokenEvent]) -> None:
+    def _advance(self, seq: Sequence, step: SeqStep, tell: Reader) -> None:
         """A part of the prompt is computed, nothing drawn."""
         seq.computed = step.start + len(step.tokens)
         self.cache.publish(seq)
@@ -388,7 +395,7 @@ class Scheduler:
             self._fork_siblings(seq)
         if seq.computed == len(seq.tokens) == seq.limit:  # nothing was asked for beyond the prompt
             self._end(seq)
-            events.append(TokenEvent(seq.id, None, Finish("length", seq.limit_name)))
+            tell(TokenEvent(seq.id, None, Finish("length", seq.limit_name)))
 
     def _hold(self, seq: Sequence, step: SeqStep) -> None:
         """A beam has its candidates; extend() will say how it goes on."""
@@ -397,24 +404,24 @@ class Scheduler:
         if not self.use_cache:
             self.cache.release_all(seq)
 
-    def _accept(self, seq: Sequence, step: SeqStep, drawn: tuple[Drawn, ...], events: list[TokenEvent]) -> None:
+    def _accept(self, seq: Sequence, step: SeqStep, drawn: tuple[Drawn, ...], tell: Reader) -> None:
         """Keep the target's own tokens as long as the drafts before them were the same; the rest of the step never happened."""
         tokens, last = seq.tokens, step.draws - 1
         drafts = step.tokens[-last:] if last else ()
-        finish: Finish | None = None
+        finish, ended = None, False
         for i, draw in enumerate(drawn):
             token = draw.token
             if token < 0:
-                events.append(TokenEvent(seq.id, None, Finish("error", NOTHING_LEFT)))
                 self._end(seq)
+                tell(TokenEvent(seq.id, None, Finish("error", NOTHING_LEFT)))
                 return
             tokens.append(token)
             if token in seq.ends and len(tokens) > seq.min_len:
                 finish = Finish("stop", seq.ends[token])
             elif len(tokens) >= seq.limit:
                 finish = Finish("length", seq.limit_name)
-            events.append(TokenEvent(seq.id, draw, finish))
-            if finish is not None or i == last or drafts[i] != token:
+            ended = tell(TokenEvent(seq.id, draw, finish))
+            if ended or i == last or drafts[i] != token:
                 break
         seq.computed = computed = len(tokens) - 1
         if last:
@@ -423,7 +430,7 @@ class Scheduler:
             self.cache.trim(seq)
         if computed // self.block_size > seq.published:
             self.cache.publish(seq)
-        if finish is not None:
+        if ended:
             self._end(seq)
         elif not self.use_cache:
             self.cache.release_all(seq)
