@@ -285,16 +285,3 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tiny: Path, tmp_pa
     finally:
         alive.kill()
         alive.communicate()
-
-
-def test_perplexity_over_windows() -> None:
-    from types import SimpleNamespace
-
-    seen: list[int] = []
-
-    def score(ids: list[int]) -> Any:
-        seen.append(len(ids))
-        return SimpleNamespace(total=-2.0 * (len(ids) - 1))
-
-    assert convert.window_perplexity(list(range(21)), score, 10) == pytest.approx(np.exp(2.0))
-    assert seen == [10, 10]  # a last window of one token scores nothing

@@ -240,6 +240,11 @@ def test_score(verbatim: Call, llm: LLM) -> None:
     lines = verbatim("score", "--tokens", "the cat sat on the mat").out.splitlines()
     assert len(lines) == len(score.token_ids) + 1
     assert float(lines[2].split()[0]) == pytest.approx(score.logprobs[2].logprob, abs=1e-3)  # type: ignore[union-attr]
+    said = verbatim("score", "--window", "4", "--stride", "2", "the cat sat on the mat")
+    assert said.out == f"perplexity\t{llm.score('the cat sat on the mat', window=4, stride=2).perplexity:.4f}\n"
+    said = verbatim("score", "--context", "4", "the cat sat on the mat")
+    assert said.code == 2
+    assert "or read it in windows (--window 4)" in said.err
 
 
 # ----------------------------------------------------------------------------------------------- as a process of its own

@@ -468,6 +468,44 @@ def test_scores_do_not_depend_on_chunks(llm: LLM, options: dict[str, Any]) -> No
     assert fake_llm(**options).score(text, top=2) == llm.score(text, top=2)
 
 
+def test_a_long_text_is_scored_in_windows(llm: LLM) -> None:
+    text = "the quick brown fox jumps over the lazy dog and runs away"
+    ids = llm.encode(text)
+    score = llm.score(text, window=16, stride=10, top=1)
+    assert score.token_ids == tuple(ids)
+    assert [i for i, entry in enumerate(score.logprobs) if entry is None] == [0]
+    for i in range(1, len(ids)):
+        start = 0 if i < 16 else 10 * -(-(i - 15) // 10)  # where the first window that has it begins
+        alone = llm.score(ids[start : start + 16], top=1).logprobs[i - start]
+        assert score.logprobs[i] == alone
+    assert llm.score(text, window=len(ids)) == llm.score(text)
+    apart = llm.score(text, window=8, stride=8)
+    assert [i for i, entry in enumerate(apart.logprobs) if entry is None] == list(range(0, len(ids), 8))
+    assert apart.perplexity == pytest.approx(math.exp(-apart.total / (len(ids) - len(range(0, len(ids), 8)))))
+
+
+def test_a_text_longer_than_the_context_has_a_perplexity() -> None:
+    llm = fake_llm(context=64)
+    with pytest.raises(ContextError):
+        llm.score([7] * 200)
+    assert llm.score([7] * 200, window=64).perplexity > 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "wanted"),
+    [
+        ({"window": 1}, "window: 1 is below 2"),
+        ({"window": 10**6}, "window: 1000000 is more than the context holds"),
+        ({"window": 8, "stride": 9}, "stride: 9 is not between 1 and the window"),
+        ({"window": 8, "stride": 0}, "stride: 0 is not between 1"),
+        ({"stride": 4}, "stride: belongs to window"),
+    ],
+)
+def test_windows_that_make_no_sense_are_refused_by_name(llm: LLM, asked: dict[str, int], wanted: str) -> None:
+    with pytest.raises(ParameterError, match=wanted):
+        llm.score("the quick brown fox", **asked)
+
+
 def test_scores_survive_preemption() -> None:
     llm = fake_llm(kv_blocks=8, step_tokens=9)
     prompts = [f"{i} the quick brown fox jumps over" for i in range(6)]

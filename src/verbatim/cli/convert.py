@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,21 +178,9 @@ def _compare(before: Path, after: Path, text: str) -> None:
     results = []
     for path in (before, after):
         with LLM(str(path)) as llm:
-            results.append(window_perplexity(llm.tokenizer.encode_prompt(text), llm.score, min(WINDOW, llm.context)))
+            window = min(WINDOW, llm.context)
+            results.append(llm.score(text, window=window, stride=window).perplexity)
     old, new = results
-    write(f"perplexity\t{old:.4f}\t{new:.4f}\t{(new / old - 1) * 100:+.2f} %\n")
-
-
-def window_perplexity(ids: list[int], score: Callable[[list[int]], Any], window: int) -> float:
-    """exp(-mean log-probability) over windows that do not overlap; the first token of each has nothing before it."""
-    total, count = 0.0, 0
-    for start in range(0, len(ids), window):
-        piece = ids[start : start + window]
-        if len(piece) < 2:
-            break
-        result = score(piece)
-        total += result.total
-        count += len(piece) - 1
-    if not count:
+    if math.isnan(old):
         raise ParameterError("perplexity", "the text has fewer than two tokens")
-    return math.exp(-total / count)
+    write(f"perplexity\t{old:.4f}\t{new:.4f}\t{(new / old - 1) * 100:+.2f} %\n")

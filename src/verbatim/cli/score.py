@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.base.errors import ContextError
 from verbatim.cli.options import Command, Option, engine_options, model_options
 from verbatim.cli.report import token_logprobs
 from verbatim.cli.screen import note, warn, write, write_json
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM, Score
+    from verbatim.engine.llm import LLM
+    from verbatim.engine.score import Score
 
 
 @click.command(cls=Command)
@@ -21,19 +23,27 @@ if TYPE_CHECKING:
     "--top", cls=Option, type=click.IntRange(0, 1024), default=0, metavar="N", help="alternatives to report a token [0]"
 )
 @click.option("--tokens", cls=Option, is_flag=True, help="one line a token: log-probability, token")
+@click.option("--window", cls=Option, type=int, metavar="N", help="read a text of any length in windows of so many tokens")
+@click.option("--stride", cls=Option, type=int, metavar="N", help="tokens from one window to the next [half a window]")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
 @engine_options
-def command(text: tuple[str, ...], top: int, tokens: bool, as_json: bool, **flags: Any) -> int:
+def command(
+    text: tuple[str, ...], top: int, tokens: bool, window: int | None, stride: int | None, as_json: bool, **flags: Any
+) -> int:
     """Log-probability of every token of TEXT, and its perplexity. TEXT is one argument, in quotes; `-`, or none and a pipe, reads stdin.
 
-    Plain output is `perplexity`, a tab, and the number. Log-probabilities are natural logarithms.
+    Plain output is `perplexity`, a tab, and the number. Log-probabilities are natural logarithms. With --window each token is scored once, in
+    the first window that has it, so it sees at least window - stride tokens before it; the first window's see what there is.
     """
     from verbatim.cli.session import open_llm, read_prompt
 
     content = read_prompt(text, "text")
     with open_llm(flags, quiet=as_json) as llm:
-        score = llm.score(content, top=top)
+        try:
+            score = llm.score(content, top=top, window=window, stride=stride)
+        except ContextError as error:
+            raise ContextError(f"{error.message}, or read it in windows (--window {llm.context})", param=error.param) from None
         if as_json:
             out = {
                 "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,  # one token has nothing to score

@@ -10,7 +10,6 @@ Threads may share an LLM: their requests run in the same steps, taken in turns. 
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,20 +26,10 @@ from verbatim.base.records import Completion, Delta, TokenLogprob
 from verbatim.engine.job import Output
 from verbatim.engine.opened import Message, OpenedModel
 from verbatim.engine.parts import Parts
-from verbatim.engine.request import Request
+from verbatim.engine.request import Request, read_prompt
+from verbatim.engine.score import Score, score_of, windows
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What `LLM.score` returns: the teacher-forced log-probability of every token, from one pass."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob | None, ...]  # one a token; the first has nothing before it and is None
-    total: float  # sum of the log-probabilities, in nats
-    perplexity: float  # exp(-mean)
-    warnings: tuple[str, ...] = ()  # as a Completion's
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +142,24 @@ class LLM(OpenedModel):
     def chat_stream(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Stream:
         return self.stream(self.encode_chat(messages, **template), params)
 
-    def score(self, text: Prompt, *, top: int = 0) -> Score:
-        """Teacher-forced log-probability of every token and the perplexity, in one pass. `top`: alternatives to report."""
-        done = self._run([text], [SamplingParams(max_tokens=0, prompt_logprobs=top)])[0]
-        scored = [entry.logprob for entry in done.prompt_logprobs if entry is not None]
-        total = math.fsum(scored)
-        perplexity = math.exp(-total / len(scored)) if scored else math.nan
-        return Score(done.prompt_ids, done.prompt_logprobs, total, perplexity, done.warnings)
+    def score(self, text: Prompt, *, top: int = 0, window: int | None = None, stride: int | None = None) -> Score:
+        """Teacher-forced log-probability of every token and the perplexity, in one pass. `top`: alternatives to report. `window`: read a
+        text of any length in windows of so many tokens, each beginning `stride` (half a window) behind the one before."""
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        if window is None:
+            if stride is not None:
+                raise ParameterError("stride", "belongs to window; set it too, or leave stride out")
+            done = self._run([text], [params])[0]
+            return score_of(done.prompt_ids, done.prompt_logprobs, done.warnings)
+        if window > self.context:
+            raise ParameterError("window", f"{window} is more than the context holds ({self.context})")
+        ids, warnings = read_prompt(self.parts, text)
+        parts = windows(len(ids), window, stride)
+        read = self._run([ids[part.start : part.end] for part in parts], [params] * len(parts))
+        logprobs: list[TokenLogprob | None] = []
+        for part, done in zip(parts, read, strict=True):
+            logprobs += done.prompt_logprobs[part.first - part.start :]
+        return score_of(ids, logprobs, warnings)
 
     def vote(
         self,

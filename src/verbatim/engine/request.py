@@ -61,9 +61,8 @@ def make_request(
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
-    vocab = parts.backend.spec.vocab
-    ids = tuple(parts.tokenizer.encode_prompt(prompt)) if isinstance(prompt, str) else _prompt_ids(prompt, vocab)
-    _check_ids(params, vocab)
+    ids, told = read_prompt(parts, prompt)
+    _check_ids(params, parts.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
     if params.speculate is not None and params.speculate not in SPECULATE:
@@ -77,9 +76,18 @@ def make_request(
         arrival=arrival,
         structure=_structure(params, parts.tokenizer, share, until),
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
-        warnings=(*_warnings(params), *_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt)),
+        warnings=(*_warnings(params), *told),
         hidden=hidden,
     )
+
+
+def read_prompt(parts: Parts, prompt: str | Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Its token ids, and what the caller should know about how it was read."""
+    if isinstance(prompt, str):
+        ids = tuple(parts.tokenizer.encode_prompt(prompt))
+    else:
+        ids = _prompt_ids(prompt, parts.backend.spec.vocab)
+    return ids, (*_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt))
 
 
 def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
