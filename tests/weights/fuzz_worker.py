@@ -1,6 +1,6 @@
 """Reads mutated model files in a process of its own, under a memory limit. Not a test: test_hostile_files.py starts it.
 
-    python fuzz_worker.py KIND FIRST COUNT DIRECTORY        KIND: gguf | safetensors | directory | whole
+    python fuzz_worker.py KIND FIRST COUNT DIRECTORY        KIND: gguf | split | safetensors | directory | whole
 
 Case i is a function of i alone, so that a failure can be repeated with FIRST = i, COUNT = 1. Prints one line of JSON: how many files
 were read, how many refused with a ModelError, and the cases that ended in anything else or took more than a second of CPU.
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf_splitting import split_gguf
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.gguf import GGUFFile, read_gguf
@@ -254,6 +255,27 @@ def gguf_case(index: int, directory: Path) -> Callable[[], object]:
     return read
 
 
+def split_case(index: int, directory: Path) -> Callable[[], object]:
+    """Three parts, of which one is mutated; any of them is named."""
+    rng = random.Random(index)
+    files = [directory / f"case-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    bases = [directory / f"base{index % 20}" / file.name for file in files]
+    if not bases[0].exists():
+        small_gguf(directory / "base.gguf", random.Random(index % 20))
+        split_gguf(directory / "base.gguf", bases[0].parent, "case", (1, 2, 2))
+    chosen = rng.randrange(3)
+    for number, (file, base) in enumerate(zip(files, bases, strict=True)):
+        raw = base.read_bytes()
+        if number == chosen:
+            raw = (
+                mutate_bytes(raw, rng, 1400 if number == 0 else 250)
+                if index % 2
+                else count_fields(raw, number_fields(raw), rng)
+            )
+        put(file, raw)
+    return lambda: [tensor.to_f32().shape for tensor in read_gguf(files[rng.randrange(3)]).tensors.values()]
+
+
 def safetensors_file(index: int) -> bytes:
     rng = random.Random(index)
     text, data = small_safetensors(rng)
@@ -310,7 +332,13 @@ def whole_case(index: int, directory: Path) -> Callable[[], object]:
     return read
 
 
-CASES = {"gguf": gguf_case, "safetensors": safetensors_case, "directory": directory_case, "whole": whole_case}
+CASES = {
+    "gguf": gguf_case,
+    "split": split_case,
+    "safetensors": safetensors_case,
+    "directory": directory_case,
+    "whole": whole_case,
+}
 
 
 def limit_memory(file_bytes: int, kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.server
 import json
 import os
 import re
@@ -11,12 +12,13 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import types
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -409,6 +411,9 @@ class FakeHub(types.ModuleType):
         return str(path)
 
 
+Q4 = [f"Q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]  # as large models lie there
+
+
 @pytest.fixture
 def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     repos = {
@@ -427,6 +432,9 @@ def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub
         "org/one-GGUF": ["README.md", "m.Q4_K_M.gguf"],
         "org/many-GGUF": ["m.Q4_K_M.gguf", "m.Q8_0.gguf"],
         "org/pickle": ["config.json", "pytorch_model.bin"],
+        "org/split-GGUF": ["README.md", *Q4, "imatrix.dat"],
+        "org/splits-GGUF": [*Q4, *(part.replace("Q4", "[Q8]") for part in Q4), "m.Q2_K.gguf"],
+        "org/lost-GGUF": [Q4[0], Q4[2]],
     }
     fake = FakeHub(tmp_path / "fake", repos)
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
@@ -469,6 +477,70 @@ def test_hub_pickle_is_refused_before_it_is_fetched(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="neither safetensors nor GGUF"):
         resolve("org/pickle")
     assert [kind for kind, _ in hub.calls] == ["list"]
+
+
+# ------------------------------------------------------------------------------------------- split files on the hub
+
+
+def kept(hub: FakeHub, repo: str) -> list[str]:
+    folder = hub.folder(repo, None)
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[1]}"])
+def test_hub_all_parts_of_one_revision(name: str, hub: FakeHub) -> None:
+    """In one call of the library's, which settles the revision once: parts fetched one by one may be of two."""
+    path = resolve(name)
+    assert path.name == (name.rpartition("/")[2] if ":" in name else "m-00001-of-00003.gguf")
+    assert kept(hub, "org/split-GGUF") == Q4
+    assert [kind for kind, _ in hub.calls] == ["list", "snapshot"]
+
+
+def test_hub_parts_of_the_file_that_was_asked_for_only(hub: FakeHub) -> None:
+    resolve("org/splits-GGUF:[Q8]/m-00001-of-00003.gguf")  # and a name is not a pattern
+    assert kept(hub, "org/splits-GGUF") == [part.replace("Q4", "[Q8]") for part in Q4]
+
+
+def test_hub_a_split_file_is_one_choice(hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match="holds 3 GGUF files; choose one: ") as caught:
+        resolve("org/splits-GGUF")
+    assert str(caught.value).endswith(
+        "org/splits-GGUF:Q4/m-00001-of-00003.gguf, org/splits-GGUF:[Q8]/m-00001-of-00003.gguf, org/splits-GGUF:m.Q2_K.gguf"
+    )
+
+
+@pytest.mark.parametrize("name", ["org/lost-GGUF", f"org/lost-GGUF:{Q4[2]}"])
+def test_hub_a_repository_without_a_part(name: str, hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match=f"org/lost-GGUF does not hold all 3 parts of .*: {Q4[1]} is missing; choose another"):
+        resolve(name)
+    assert [kind for kind, _ in hub.calls] == ["list"], "refused before anything is fetched"
+
+
+def test_hub_a_part_that_did_not_arrive(hub: FakeHub) -> None:
+    """Between the list and the fetch somebody took it away."""
+    listed = hub.model_info("org/split-GGUF", timeout=1)
+    hub.repos["org/split-GGUF"].remove(Q4[1])
+    hub.model_info = lambda *_, **__: listed  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match=f"could not get all of org/split-GGUF from the hub: {Q4[1]} is missing; what has arr"):
+        resolve("org/split-GGUF")
+
+
+@pytest.mark.parametrize("name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[2]}"])
+def test_hub_parts_without_a_network(name: str, hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ModelError, match=r"only the cache was searched\): it is not there; fetch it once with `verbatim pull"):
+        resolve(name, offline=True)
+    fetched = resolve(name)
+    hub.calls.clear()
+    assert resolve(name, offline=True) == fetched
+    assert all(call["local_files_only"] for _, call in hub.calls)
+    hub.down = refused()
+    assert resolve(name) == fetched
+    assert f"taking {name} from the cache, revision {fetched.relative_to(hub.root).parts[2]}" in caplog.text
+    (hub.folder("org/split-GGUF", None) / Q4[1]).unlink()
+    with pytest.raises(ModelError, match=f"{Q4[1]} is missing; fetch it once"):
+        resolve(name, offline=True)
+    with pytest.raises(ModelError, match=f"in the cache {Q4[1]} is missing; check the network"):
+        resolve(name)
 
 
 def test_hub_offline(hub: FakeHub) -> None:
@@ -645,6 +717,76 @@ def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None
     assert time.monotonic() - began < 20, "the library's own retries take 23 seconds"
 
 
+class Repository(http.server.BaseHTTPRequestHandler):
+    """One repository, as the hub answers for it: which files there are, and each of them. The commit changes with every list."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path, _, _ = self.path.partition("?")
+        self.asked.append(f"{self.command} {path}")
+        commit = f"{sum('/api/' in line for line in self.asked):040x}"
+        name = path.partition("/resolve/")[2].partition("/")[2]
+        body = b""
+        if path.startswith("/api/models/org/name/tree/"):  # asked by newer versions of the library
+            tree = [
+                {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()} for n, b in self.files.items()
+            ]
+            body = json.dumps(tree).encode()
+        elif path.startswith("/api/models/org/name"):
+            body = json.dumps({"id": "org/name", "sha": commit, "siblings": [{"rfilename": n} for n in self.files]}).encode()
+        elif name in self.files:
+            body = self.files[name]
+        self.send_response(200 if body else 404)
+        self.send_header("ETag", f'"{hashlib.sha1(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", path.partition("/resolve/")[2].partition("/")[0])
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
+    """Over HTTP on this machine: all parts of one commit, with bars on stderr; then from the cache with nobody there, and offline."""
+    Repository.files = {name: name.encode() * 1000 for name in (*Q4, "README.md", "m.Q2_K.gguf")}
+    Repository.asked = []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Repository)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
+    environment |= {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}"}
+    environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+
+    def ask(options: str = "") -> tuple[Path, str]:
+        code = f"from verbatim.weights.catalog import resolve\nprint(resolve('org/name:{Q4[1]}'{options}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return Path(done.stdout.strip()), done.stderr
+
+    try:
+        path, said = ask()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert "3/3" in said, "its bars count the parts"
+    snapshot = path.parents[1]
+    assert path == snapshot / Q4[1]
+    assert {f.relative_to(snapshot).as_posix(): f.read_bytes() for f in snapshot.rglob("*.*") if f.is_file()} == {
+        name: name.encode() * 1000 for name in Q4
+    }
+    again, said = ask()
+    assert again == path
+    assert f"taking org/name:{Q4[1]} from the cache, revision {snapshot.name}" in said
+    assert ask(", offline=True") == (path, "")
+
+
 def test_hub_models_are_listed(store: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)
@@ -656,10 +798,18 @@ def test_hub_models_are_listed(store: Path, tmp_path: Path) -> None:
     gguf.mkdir(parents=True)
     (gguf / "a.gguf").write_bytes(bytes(50))
     (gguf / "b.gguf").symlink_to(tmp_path / "gone")
+    (gguf / "Q4").mkdir()
+    for number, part in enumerate(Q4, 1):
+        (gguf / part).write_bytes(bytes(number))
+        if number != 2:
+            (gguf / part.replace("Q4/m", "n")).write_bytes(bytes(10))
     records = {r.name: (r.bytes, r.kind, r.ready) for r in list_models()}
     assert records == {
         "smollm2": (ENTRY.size, "gguf", False),
         "org/name": (100, "safetensors", True),
         "org/files@fedcba9876543210:a.gguf": (50, "gguf", True),
         "org/files@fedcba9876543210:b.gguf": (0, "gguf", False),
+        f"org/files@fedcba9876543210:{Q4[0]}": (6, "gguf", True),
+        "org/files@fedcba9876543210:n-00001-of-00003.gguf": (20, "gguf", False),
     }
+    assert [r.note for r in list_models() if "-of-" in r.name] == ["3 parts", "2 of 3 parts are here"]

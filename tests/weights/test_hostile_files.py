@@ -261,7 +261,9 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
     return result["read"], result["refused"]
 
 
-@pytest.mark.parametrize(("kind", "count"), [("gguf", 20_000), ("safetensors", 8_000), ("directory", 8_000), ("whole", 2_000)])
+@pytest.mark.parametrize(
+    ("kind", "count"), [("gguf", 20_000), ("split", 6_000), ("safetensors", 8_000), ("directory", 8_000), ("whole", 2_000)]
+)
 def test_mutated_files_give_a_model_error_or_a_model(kind: str, count: int, quick_path: Path) -> None:
     read, refused = fuzz(kind, 0, count, quick_path)
     assert read + refused == count
@@ -272,7 +274,8 @@ def test_mutated_files_give_a_model_error_or_a_model(kind: str, count: int, quic
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("kind", "count"), [("gguf", 1_000_000), ("safetensors", 200_000), ("directory", 200_000), ("whole", 100_000)]
+    ("kind", "count"),
+    [("gguf", 1_000_000), ("split", 200_000), ("safetensors", 200_000), ("directory", 200_000), ("whole", 100_000)],
 )
 def test_a_million_mutated_files(kind: str, count: int, quick_path: Path) -> None:
     read, refused = fuzz(kind, 1_000_000, count, quick_path)

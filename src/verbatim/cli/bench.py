@@ -163,8 +163,9 @@ def _numbers(name: str, text: str) -> list[int]:
 def _open_rival(name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM) -> Rival:
     from verbatim.cli.rivals.client import Rival, find_python
     from verbatim.weights.catalog import resolve
+    from verbatim.weights.split import with_siblings
 
-    path = resolve(model, revision=flags.get("revision"), offline=True)
+    path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[0]  # llama.cpp takes the first part only
     rival = Rival(name, find_python(name, python))
     try:
         rival.open(str(path), llm.parts.backend.info.threads, min(llm.context, 2304))

@@ -54,6 +54,7 @@ def command(
     """
     from verbatim.weights.catalog import resolve
     from verbatim.weights.gguf_write import write_gguf
+    from verbatim.weights.split import with_siblings
 
     out = Path(target)
     if out.suffix != ".gguf":
@@ -64,7 +65,7 @@ def command(
     text = _read(perplexity) if perplexity else None
     progress = Progress()
     path = resolve(source, offline=offline, progress=progress)
-    if out.exists() and out.samefile(path):
+    if out.exists() and any(file.exists() and out.samefile(file) for file in with_siblings(path)):
         raise ParameterError("target", "is the source itself; choose another name")
     metadata, kinds, tensors = _read_model(path)
     chosen = {name: _type_for(name, tensor.type, tensor.shape, quant, head) for name, tensor in tensors.items()}

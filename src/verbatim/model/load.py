@@ -61,7 +61,7 @@ def load_model(path: str | Path, *, context: int | None = None, quant: str | Non
 
 def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     source = read_gguf(path)
-    file = str(path)
+    file = str(source.path)  # of a split model the first part, whichever was named
     spec = spec_from_gguf(source.metadata, source.tensors, context=context, file=file)
     architecture = source.metadata["general.architecture"]
     collector = _Collector(spec, source.tensors, file, quant)

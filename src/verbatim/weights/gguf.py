@@ -1,4 +1,4 @@
-"""Read a GGUF file: path in, metadata and memory-mapped tensors out. Nothing of the weights is read until someone asks.
+"""Read a GGUF model: path in, metadata and memory-mapped tensors out. Nothing of the weights is read until someone asks.
 
 The file: magic, version, two counts; metadata (key, type, value); tensor infos (name, dimensions, type, offset); padding; data.
 It is a stranger's file. Every count, length, offset and dimension is checked against the file before anything is allocated
@@ -25,6 +25,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.quant import nbytes
+from verbatim.weights.split import join, place_of
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 DEFAULT_ALIGNMENT = 32
@@ -91,7 +92,8 @@ _U64 = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """`digest` names the content (see _digest); `tensors` keeps the file's order, shapes are ours: rows first, [out, in]."""
+    """`digest` names the content (see _digest); `tensors` keeps the file's order, shapes are ours: rows first, [out, in].
+    Of a split model, all of it, under the first part's path."""
 
     path: Path
     metadata: dict[str, Any] = field(repr=False)
@@ -102,8 +104,13 @@ class GGUFFile:
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map the file and read all but the weights. Any fault is a ModelError."""
-    file = Path(path)
+    """Map the file, or all files of a split model (see split.py), and read all but the weights. Any fault is a ModelError."""
+    file = _read_file(Path(path))
+    place = place_of(file.metadata, file.path)
+    return file if place is None else join(file, place, _read_file)
+
+
+def _read_file(file: Path) -> GGUFFile:
     view = map_file(file, least=24)
     reader = _Reader(file, view)
     version, tensor_count, key_count = reader.header()
@@ -122,7 +129,7 @@ def map_file(file: Path, *, least: int = 0) -> mmap.mmap:
             if not stat.S_ISREG(info.st_mode):
                 raise ModelError("not a regular file", file=str(file))
             if info.st_size < max(least, 1):
-                raise ModelError(f"{info.st_size} bytes are too few for a model file", file=str(file))
+                raise ModelError(f"{info.st_size} bytes are too few for a model file (cut short? get it again)", file=str(file))
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)) from error
@@ -155,7 +162,9 @@ class _Reader:
 
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.pos:
-            self.fail(f"{what} needs {count} bytes at offset {self.pos}, but the file ends at {self.size}")
+            self.fail(
+                f"{what} needs {count} bytes at offset {self.pos}, but the file ends at {self.size} (cut short? get it again)"
+            )
 
     def charge(self, count: int, what: str) -> None:
         """Take memory from the budget before making objects with it."""
@@ -354,8 +363,6 @@ def _place(reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         reader.fail(f"general.alignment is {alignment!r}; a power of two up to {MAX_ALIGNMENT} is needed")
-    if metadata.get("split.count", 0) not in (0, 1):
-        reader.fail("one part of a split model; join the parts first (llama-gguf-split --merge)")
     start = -(-reader.pos // alignment) * alignment
     spans: list[tuple[int, int, str]] = []
     for name, (kind, shape, offset) in infos.items():
@@ -369,7 +376,7 @@ def _place(reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str
             reader.fail(f"tensor {name!r} lies at offset {offset}, which is not a multiple of the alignment {alignment}")
         if start + offset + length > reader.size:
             reader.fail(
-                f"tensor {name!r} ({kind} {shape}) ends at byte {start + offset + length}; the file has {reader.size} (cut short?)"
+                f"tensor {name!r} ({kind} {shape}) ends at byte {start + offset + length}; the file has {reader.size} (cut short? get it again)"
             )
         spans.append((offset, offset + length, name))
     spans.sort()

@@ -9,6 +9,7 @@ it, and a notice says so: the revision, and why. So a train without a network co
 
 from __future__ import annotations
 
+import glob
 import json
 import re
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import ModelError
+from verbatim.weights.split import grouped, parts_of
 
 PATIENCE = 10.0  # seconds for the first answer
 
@@ -87,18 +89,29 @@ def _take(hub: Any, wanted: Wanted, names: list[str]) -> Path:
     file = wanted.file
     if file is None and not any(name.endswith(".safetensors") and "/" not in name for name in names):
         file = _only_gguf(wanted.repo, names)
-    if file is not None:
+    if file is None:
+        return _snapshot(hub, wanted, local=False)
+    parts = parts_of(file)
+    if not set(parts) & set(names):  # one file; or none, which the hub itself will say
         return Path(hub.hf_hub_download(wanted.repo, file, revision=wanted.revision, local_files_only=False))
-    return _snapshot(hub, wanted, local=False)
+    if lost := [part for part in parts if part not in names]:
+        raise ModelError(f"{wanted.repo} does not hold all {len(parts)} parts of {file}: {_missing(lost)}; choose another file")
+    folder = _snapshot(hub, wanted, local=False, parts=parts)
+    if missing := _missing(_not_in(folder, parts)):
+        raise ModelError(f"could not get all of {wanted} from the hub: {missing}; what has arrived is kept, so ask again")
+    return folder / file
 
 
-def _snapshot(hub: Any, wanted: Wanted, *, local: bool) -> Path:
+def _snapshot(hub: Any, wanted: Wanted, *, local: bool, parts: list[str] | None = None) -> Path:
+    """The folder of one revision, with what of it we read; or with the parts of one split file, which must all be of the same revision."""
     patterns = {"allow_patterns": list(PATTERNS), "ignore_patterns": list(IGNORED)}
+    if parts is not None:
+        patterns = {"allow_patterns": [glob.escape(part) for part in parts], "ignore_patterns": []}
     return Path(hub.snapshot_download(wanted.repo, revision=wanted.revision, local_files_only=local, **patterns))
 
 
 def _only_gguf(repo: str, names: list[str]) -> str:
-    files = sorted(name for name in names if name.endswith(".gguf"))
+    files = list(grouped(name for name in names if name.endswith(".gguf")))
     if len(files) == 1:
         return files[0]
     if files:
@@ -124,14 +137,26 @@ def _instead(hub: Any, wanted: Wanted, error: Exception) -> tuple[Path, str]:
 def _in_cache(hub: Any, wanted: Wanted) -> tuple[Path, str]:
     """(path, "") where the cache holds all that was asked for, else what is missing."""
     try:
-        if wanted.file is not None:
+        if wanted.file is not None and not parts_of(wanted.file):
             return Path(hub.hf_hub_download(wanted.repo, wanted.file, revision=wanted.revision, local_files_only=True)), ""
         path = _snapshot(hub, wanted, local=True)
     except Exception:  # whatever the library calls it
         return Path(), "it is not there"
-    if any(path.glob("*.safetensors")) or not any(path.glob("*.gguf")):
-        return path, _lacks(path)
-    return path / _only_gguf(wanted.repo, [f.name for f in path.glob("*.gguf")]), ""
+    file = wanted.file
+    if file is None:
+        files = [f.relative_to(path).as_posix() for f in path.rglob("*.gguf")]
+        if any(path.glob("*.safetensors")) or not files:
+            return path, _lacks(path)
+        file = _only_gguf(wanted.repo, files)
+    return path / file, _missing(_not_in(path, parts_of(file) or [file]))
+
+
+def _not_in(folder: Path, files: list[str]) -> list[str]:
+    return [file for file in files if not (folder / file).exists()]  # files are links, which may dangle
+
+
+def _missing(lost: list[str]) -> str:
+    return f"{lost[0]} is missing" + (f" (and {len(lost) - 1} more)" if lost[1:] else "") if lost else ""
 
 
 def _lacks(folder: Path) -> str:
@@ -151,7 +176,7 @@ def _lacks(folder: Path) -> str:
         lost.append("a file of weights")
     if not have & set(_TOKENIZERS):
         lost.append("a tokenizer")
-    return f"{lost[0]} is missing" + (f" (and {len(lost) - 1} more)" if lost[1:] else "") if lost else ""
+    return _missing(lost)
 
 
 def _unreachable(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.gguf import map_file, sample, sample_runs
+from verbatim.weights.split import grouped
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -103,7 +104,7 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
 def _no_model(directory: Path) -> str:
     """A directory without config.json: what it is not, and which file in it was probably meant."""
     try:
-        files = sorted(f.name for f in directory.glob("*.gguf"))
+        files = list(grouped(f.name for f in directory.glob("*.gguf")))
     except OSError:  # it may not be listed
         files = []
     if files:

@@ -1,0 +1,381 @@
+"""Models in several GGUF files: read as the one model they are, or refused with the part and the reason."""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf as oracle
+import numpy as np
+import pytest
+from fuzz_worker import whole_gguf
+from gguf_splitting import SPLIT_TYPES, split_gguf
+
+from verbatim import LLM, SamplingParams
+from verbatim.base.errors import ModelError
+from verbatim.model.load import load_model
+from verbatim.weights.gguf import GGUFFile, read_gguf
+from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.quant import requantise
+from verbatim.weights.split import MAX_PARTS, grouped, parts_of
+from verbatim.weights.tensor import Tensor
+
+NAMES = ["m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf"]
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of one layer and eleven tensors, with random weights and a tokenizer."""
+    path = tmp_path_factory.mktemp("whole") / "whole.gguf"
+    whole_gguf(path)
+    file = read_gguf(path)
+    rng = np.random.default_rng(0)
+    tensors = []
+    for tensor in file.tensors.values():
+        values = rng.standard_normal(tensor.shape, dtype=np.float32) * np.float32(0.3)
+        plain = Tensor(tensor.name, "f32", tensor.shape, values.reshape(-1).view(np.uint8))
+        tensors.append(requantise(plain, tensor.type))
+    write_gguf(path, file.metadata, tensors, types=file.types)
+    return path
+
+
+@pytest.fixture
+def parts(whole: Path, tmp_path: Path) -> list[Path]:
+    return split_gguf(whole, tmp_path / "parts", "m", (4, 5, 2))
+
+
+def same(a: GGUFFile, b: GGUFFile) -> None:
+    assert a.metadata == b.metadata
+    assert a.types == b.types
+    assert list(a.tensors) == list(b.tensors)
+    for name, tensor in a.tensors.items():
+        other = b.tensors[name]
+        assert (tensor.name, tensor.type, tensor.shape) == (other.name, other.type, other.shape)
+        np.testing.assert_array_equal(tensor.data, other.data)
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_name_of_one_part_gives_all(name: str) -> None:
+    assert parts_of(name) == NAMES
+    assert parts_of(f"a/b.c/{name}") == [f"a/b.c/{part}" for part in NAMES]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "m.gguf",
+        "m-00001-of-00001.gguf",
+        "m-00000-of-00003.gguf",
+        "m-00004-of-00003.gguf",
+        "m-1-of-3.gguf",
+        "m-00001-of-00003.gguf.part",
+        "-00001-of-00003.gguf",
+        "m-00001-of-99999.gguf",
+        "m-٠٠٠٠١-of-٠٠٠٠٣.gguf",
+        "m-00001-of-00003.safetensors",
+    ],
+)
+def test_names_that_are_no_parts(name: str) -> None:
+    assert parts_of(name) == []
+
+
+def test_grouped() -> None:
+    found = grouped(["z.gguf", NAMES[2], NAMES[1], "f/m-00002-of-00002.gguf"])
+    two = ["f/m-00001-of-00002.gguf", "f/m-00002-of-00002.gguf"]
+    assert found == {two[0]: two, NAMES[0]: NAMES, "z.gguf": ["z.gguf"]}
+
+
+# ---------------------------------------------------------------------------------------------------------------- read
+
+
+@pytest.mark.parametrize("named", [0, 1, 2])
+def test_any_part_is_the_whole_model(named: int, whole: Path, parts: list[Path]) -> None:
+    found = read_gguf(parts[named])
+    same(found, read_gguf(whole))
+    assert found.path == parts[0]
+    assert found.digest == read_gguf(parts[0]).digest
+
+
+def test_parts_stay_on_disk(parts: list[Path]) -> None:
+    for tensor in read_gguf(parts[0]).tensors.values():
+        assert not tensor.data.flags.writeable
+        base: Any = tensor.data
+        while isinstance(base, np.ndarray):
+            base = base.base
+        assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
+
+
+def test_a_first_part_without_tensors(whole: Path, tmp_path: Path) -> None:
+    for sizes in [(0, 11), (0, 6, 5), (1,) * 11]:
+        same(read_gguf(split_gguf(whole, tmp_path, "n", sizes)[0]), read_gguf(whole))
+
+
+def test_a_relative_name_and_links(parts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub's cache is a folder of links to files with other names."""
+    links = tmp_path / "snapshot"
+    links.mkdir()
+    for number, part in enumerate(parts):
+        part.rename(tmp_path / f"blob{number}")
+        (links / part.name).symlink_to(tmp_path / f"blob{number}")
+    monkeypatch.chdir(links)
+    found = read_gguf(NAMES[1])
+    assert found.path == Path(NAMES[0])
+    assert len(found.tensors) == 11
+
+
+def test_tokens_and_logits_are_those_of_the_whole_file(whole: Path, parts: list[Path]) -> None:
+    params = SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=5, prompt_logprobs=5)
+    for backend in ("reference", "cpu"):
+        answers = []
+        for path in (whole, parts[0], parts[2]):
+            with LLM(str(path), backend=backend) as llm:
+                done = llm.generate("he was here", params)
+                answers.append((done.token_ids, done.logprobs, done.prompt_logprobs))
+        assert len(answers[0][0]) > 8
+        assert answers[0] == answers[1] == answers[2]
+
+
+def test_the_gguf_package_writes_what_we_read(tmp_path: Path) -> None:
+    """Parts by another hand, with its own value types, cut by count and by size, with and without tensors in the first."""
+    rng = np.random.default_rng(1)
+    made = {f"t{i}": rng.standard_normal((3, 32), dtype=np.float32) for i in range(7)}
+    for name, options in {
+        "a": {"split_max_tensors": 3},
+        "b": {"split_max_size": 800},
+        "c": {"split_max_tensors": 4, "small_first_shard": True},
+    }.items():
+        writer = oracle.GGUFWriter(tmp_path / f"{name}.gguf", "llama", **options)
+        writer.add_uint32("n", 7)
+        for tensor, values in made.items():
+            writer.add_tensor(tensor, values)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        files = sorted(tmp_path.glob(f"{name}-*.gguf"))
+        assert len(files) > 1
+        found = read_gguf(files[0])
+        assert found.metadata == {"general.architecture": "llama", "n": 7}
+        assert list(found.tensors) == list(made)
+        for tensor, values in made.items():
+            np.testing.assert_array_equal(found.tensors[tensor].to_f32(), values)
+
+
+def test_the_gguf_package_reads_the_parts_that_we_test_with(parts: list[Path]) -> None:
+    ours = read_gguf(parts[0]).tensors
+    theirs = {}
+    for number, path in enumerate(parts):
+        reader = oracle.GGUFReader(path)
+        assert reader.fields["split.no"].contents() == number
+        assert reader.fields["split.no"].types == [oracle.GGUFValueType.UINT16]
+        assert reader.fields["split.tensors.count"].types == [oracle.GGUFValueType.INT32]
+        theirs |= {tensor.name: tensor for tensor in reader.tensors}
+    assert set(theirs) == set(ours)
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name].data, tensor.data.reshape(-1).view(np.uint8))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_merged_file_is_a_whole_one(count: int, whole: Path, tmp_path: Path) -> None:
+    """gguf-split --merge leaves the keys of the first part and a split.count of 0."""
+    file = read_gguf(whole)
+    keys = {"split.no": 0, "split.count": count, "split.tensors.count": 11}
+    write_gguf(tmp_path / "m.gguf", file.metadata | keys, file.tensors.values(), types=file.types | SPLIT_TYPES)
+    assert len(read_gguf(tmp_path / "m.gguf").tensors) == 11
+
+
+def test_a_whole_file_under_a_parts_name_is_itself(whole: Path, parts: list[Path]) -> None:
+    """It is the header that says what a file is."""
+    shutil.copy(whole, parts[1])
+    found = read_gguf(parts[1])
+    assert found.path == parts[1]
+    assert found.digest == read_gguf(whole).digest
+
+
+# -------------------------------------------------------------------------------------------------------------- digest
+
+
+def test_the_digest_names_all_parts(whole: Path, parts: list[Path], tmp_path: Path) -> None:
+    digests = {read_gguf(parts[0]).digest, read_gguf(whole).digest}
+    for part in parts:
+        raw = bytearray(part.read_bytes())
+        raw[-40] ^= 1
+        kept = part.read_bytes()
+        part.write_bytes(raw)
+        digests.add(read_gguf(parts[0]).digest)
+        part.write_bytes(kept)
+    assert len(digests) == 5
+    moved = split_gguf(whole, tmp_path / "elsewhere", "other", (4, 5, 2))
+    assert read_gguf(moved[0]).digest == read_gguf(parts[0]).digest, "names the content, not the place"
+
+
+def test_the_digest_of_a_whole_file_is_what_it_was_before_parts_were_read(tmp_path: Path) -> None:
+    """Receipts and the draft head that comes with the default model know files by it."""
+    raw = np.arange(64 * 256 // 32 * 34, dtype=np.uint64).astype(np.uint8)
+    write_gguf(tmp_path / "x", {"k": 1, "split.count": 1}, [Tensor("w", "q8_0", (64, 256), raw)])
+    assert read_gguf(tmp_path / "x").digest == "68be374b2e3a024bb4c1ae7502cda9c396548da1b235c624072040a5257e6036"
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+Spoil = Callable[[list[Path], Path], object]
+
+
+def rewritten(number: int, tensors: Callable[[dict[str, Tensor]], list[Tensor]] | None = None, **keys: Any) -> Spoil:
+    """One part anew, with other keys (None: without it) or other tensors."""
+
+    def spoil(parts: list[Path], whole: Path) -> None:
+        from verbatim.weights import gguf
+
+        file = gguf._read_file(parts[number])
+        metadata = file.metadata | {key.replace("_", "."): value for key, value in keys.items()}
+        metadata = {key: value for key, value in metadata.items() if value is not None}
+        types = {key: kind for key, kind in file.types.items() if key.replace(".", "_") not in keys}
+        kept = tensors(dict(file.tensors)) if tensors else list(file.tensors.values())
+        write_gguf(parts[number], metadata, [Tensor(t.name, t.type, t.shape, t.data.copy()) for t in kept], types=types)
+
+    return spoil
+
+
+def cut(number: int, keep: Callable[[int], int]) -> Spoil:
+    return lambda parts, whole: parts[number].write_bytes(parts[number].read_bytes()[: keep(parts[number].stat().st_size)])
+
+
+def of_another(number: int) -> Spoil:
+    """The part of a model with another number of tensors."""
+
+    def spoil(parts: list[Path], whole: Path) -> None:
+        other = split_gguf(whole, parts[0].parent / "other", "m", (4, 5, 2), split_tensors_count=12)
+        shutil.copy(other[number], parts[number])
+
+    return spoil
+
+
+def foreign_tensor(tensors: dict[str, Tensor]) -> list[Tensor]:
+    return [*tensors.values(), Tensor("token_embd.weight", "f32", (4,), np.zeros(16, dtype=np.uint8))]
+
+
+def exchanged(parts: list[Path], whole: Path) -> None:
+    kept = parts[1].read_bytes()
+    parts[1].write_bytes(parts[2].read_bytes())
+    parts[2].write_bytes(kept)
+
+
+# what is done, the part that is named in the error, what it says
+REFUSED: dict[str, tuple[Spoil, int, str]] = {
+    "a part is missing": (lambda p, w: p[1].unlink(), 1, "part 2 of 3 is missing; put all parts into one folder"),
+    "the first is missing": (lambda p, w: p[0].unlink(), 0, "part 1 of 3 is missing"),
+    "two are missing": (lambda p, w: [p[1].unlink(), p[2].unlink()], 1, r"part 2 of 3 is missing \(and 1 more\)"),
+    "a link without its file": (lambda p, w: [p[2].unlink(), p[2].symlink_to("gone")], 2, "part 3 of 3 is missing"),
+    "a part without data": (cut(1, lambda size: size - 300), 1, r"ends at byte .* \(cut short\? get it again\)"),
+    "a part of half a header": (cut(2, lambda size: 100), 2, "cut short"),
+    "an empty part": (cut(1, lambda size: 0), 1, "0 bytes are too few"),
+    "another kind of file": (lambda p, w: p[1].write_bytes(b"PK" * 50), 1, "not a GGUF file"),
+    "a whole model as a part": (lambda p, w: shutil.copy(w, p[1]), 1, "it has no split.count: it is no part of this model"),
+    "a part of another model": (of_another(1), 1, r"split.tensors.count is 12, and in m-00001-of-00003.gguf 11"),
+    "another count": (rewritten(2, split_count=4), 2, r"split.count is 4, and by its name \(part 3 of 3\) it should be 3"),
+    "one part twice": (lambda p, w: shutil.copy(p[1], p[2]), 2, r"split.no is 1, and by its name .* it should be 2"),
+    "parts exchanged": (exchanged, 1, r"split.no is 2, and by its name .* it should be 1"),
+    "another model's metadata": (
+        rewritten(1, general_architecture="qwen2"),
+        1,
+        "'general.architecture' is not that of m-00001",
+    ),
+    "metadata that the first has not": (rewritten(1, a_b=3), 1, "'a.b' is not that of"),
+    "a tensor twice": (rewritten(2, foreign_tensor), 2, "'token_embd.weight' is in m-00001-of-00003.gguf too; get all parts"),
+    "a tensor too few": (rewritten(1, lambda t: list(t.values())[1:]), 0, "hold 10 tensors, and split.tensors.count says 11"),
+    "no number": (rewritten(1, split_no=None), 1, "split.no is missing; get this part again"),
+    "no tensor count": (rewritten(1, split_tensors_count=None), 1, "split.tensors.count is missing"),
+    "no count in the first": (rewritten(0, split_tensors_count=None), 0, "split.tensors.count is missing"),
+    "a number as text": (rewritten(1, split_no="1"), 1, "split.no is '1', which is no such number"),
+    "a negative count": (rewritten(1, split_tensors_count=-11), 1, "split.tensors.count is -11"),
+    "a number beyond the count": (rewritten(1, split_no=3), 1, "split.no is 3, beyond the 3 parts"),
+    "too many parts": (rewritten(1, split_count=MAX_PARTS + 1), 1, f"split.count is {MAX_PARTS + 1}; .* up to {MAX_PARTS}"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str, whole: Path, parts: list[Path]) -> None:
+    spoil, guilty, message = REFUSED[case]
+    spoil(parts, whole)
+    with pytest.raises(ModelError, match=message) as caught:
+        read_gguf(parts[0] if parts[0].exists() else parts[1])
+    assert caught.value.file == str(parts[guilty])
+
+
+@pytest.mark.parametrize("named", [1, 2])
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_whichever_part_is_named(case: str, named: int, whole: Path, parts: list[Path]) -> None:
+    spoil, guilty, _ = REFUSED[case]
+    spoil(parts, whole)
+    if case == "a whole model as a part" and named == guilty:
+        return  # it is one, see above
+    with pytest.raises(ModelError) as caught:
+        read_gguf(parts[named])
+    if named != guilty and parts[named].exists() and case != "parts exchanged":  # else both are wrong
+        assert caught.value.file == str(parts[guilty])
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "name", ["x.gguf", NAMES[1], "m-00001-of-00004.gguf", "m-00001-of-00002.gguf", "m-00001-of-00001.gguf"]
+)
+def test_the_part_that_is_named_is_checked_against_its_name(name: str, parts: list[Path]) -> None:
+    path = parts[0].rename(parts[0].with_name(name))
+    with pytest.raises(ModelError, match=r"this is part 1 of 3 .* call it NAME-00001-of-00003\.gguf") as caught:
+        read_gguf(path)
+    assert caught.value.file == str(path)
+
+
+def test_a_shape_that_does_not_fit_is_the_loaders_to_see(parts: list[Path]) -> None:
+    """A part of a model of the same names and other sizes: the header cannot tell, the architecture can."""
+
+    def other(tensors: dict[str, Tensor]) -> list[Tensor]:
+        return [*list(tensors.values())[:-1], Tensor(list(tensors)[-1], "f32", (64,), np.zeros(256, dtype=np.uint8))]
+
+    rewritten(1, other)(parts, parts[0])
+    with pytest.raises(ModelError, match=r"64"):
+        load_model(parts[1])
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, str, str]:
+    from verbatim.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+def test_convert_joins_the_parts(whole: Path, parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    joined = tmp_path / "joined.gguf"
+    assert call(["convert", str(parts[1]), str(joined)], capsys)[0] == 0
+    same(read_gguf(joined), read_gguf(whole))
+    assert joined.read_bytes() == whole.read_bytes(), "nothing of the splitting is left"
+
+
+def test_convert_does_not_write_over_a_part(parts: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for target in parts:
+        code, _, err = call(["convert", str(parts[0]), str(target), "--force"], capsys)
+        assert code == 2
+        assert "is the source itself" in err
+    assert len(read_gguf(parts[0]).tensors) == 11
+
+
+def test_the_command_line_says_which_part(parts: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    parts[2].unlink()
+    code, _, err = call(["run", "-m", str(parts[0]), "--raw", "Hi"], capsys)
+    assert code == 3
+    [line] = err.strip().splitlines()
+    assert f"{parts[2]}: part 3 of 3 is missing" in line
+    code, _, err = call(["run", "-m", str(parts[0].parent), "--raw", "Hi"], capsys)
+    assert f"give the GGUF file itself: {parts[0]}\n" in err
