@@ -294,7 +294,8 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
     "no tensor count": (rewritten(1, split_tensors_count=None), 1, "split.tensors.count is missing"),
     "no count in the first": (rewritten(0, split_tensors_count=None), 0, "split.tensors.count is missing"),
     "a number as text": (rewritten(1, split_no="1"), 1, "split.no is '1', which is no such number"),
-    "a negative count": (rewritten(1, split_tensors_count=-11), 1, "split.tensors.count is -11"),
+    "a negative number": (rewritten(2, split_no=-1), 2, "split.no is -1, which is no such number"),
+    "a negative count": (rewritten(1, split_tensors_count=-11), 1, "split.tensors.count is -11, which is no such number"),
     "a number beyond the count": (rewritten(1, split_no=3), 1, "split.no is 3, beyond the 3 parts"),
     "too many parts": (rewritten(1, split_count=MAX_PARTS + 1), 1, f"split.count is {MAX_PARTS + 1}; .* up to {MAX_PARTS}"),
 }

@@ -1,7 +1,7 @@
 """Models of the Hugging Face hub: a repository, a revision and perhaps a file in, a path in the hub's own cache out.
 
 Through huggingface_hub, so resumable and cached, and HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are honoured. Only weights that run no code
-are fetched, and the texts beside them.
+are fetched, and the texts beside them. A split GGUF file is one file: whichever part is asked for, all are fetched, out of one revision.
 
 One short question comes first: which files are there? If nobody answers it, the model is taken out of the cache, where that holds all of
 it, and a notice says so: the revision, and why. So a train without a network costs a second, not a program. (`offline` does not ask.)
