@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import gc
 import math
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -278,8 +281,60 @@ def test_closed() -> None:
         backend = llm.parts.backend
     assert backend.closed
     llm.close()
-    with pytest.raises(UnavailableError):
-        llm.generate("x")
+    for ask in (llm.generate, llm.embed, llm.stream):
+        with pytest.raises(UnavailableError):
+            ask("x")
+    assert not llm._wanted
+
+
+def test_a_stream_of_a_closed_llm_says_so() -> None:
+    llm = fake_llm()
+    with llm.stream("hello", letters(llm)) as stream:
+        next(stream)
+        llm.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            list(stream)
+        stream.cancel()
+        with pytest.raises(UnavailableError, match="closed"):
+            next(stream)
+    assert stream.completion is None
+
+
+@pytest.mark.parametrize("what", ["generate", "embed", "stream"])
+def test_closed_while_another_thread_waits_for_its_answer(what: str) -> None:
+    backend = Meanwhile()
+    llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, step_tokens=4)
+    closing = threading.Thread(target=llm.close)
+
+    def close_from_elsewhere() -> None:
+        closing.start()
+        deadline = time.monotonic() + 20
+        while not llm.closed and time.monotonic() < deadline:  # it waits for this step, and asks for no other
+            time.sleep(0.001)
+
+    backend.deed = close_from_elsewhere
+    with pytest.raises(UnavailableError, match="closed"):
+        {"generate": llm.generate, "embed": llm.embed, "stream": lambda text: list(llm.stream(text))}[what]("a long prompt")
+    closing.join()
+    assert backend.closed
+    assert not llm._wanted
+
+
+@pytest.mark.parametrize("what", ["generate", "embed", "score"])
+def test_an_interrupted_call_leaves_nothing_behind(what: str) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    backend = Meanwhile(canary=True)
+    llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, check=True, step_tokens=4)
+    backend.deed = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        getattr(llm, what)("a long prompt")
+    assert not llm.core.jobs
+    assert not llm._wanted
+    params = SamplingParams(max_tokens=3, seed=1)
+    assert llm.generate("x", params).choices == fake_llm().generate("x", params).choices
+    llm.check()
 
 
 # ------------------------------------------------------------------------------------------------------- several choices
@@ -445,6 +500,35 @@ def test_leaving_a_stream_aborts_it(llm: LLM, how: str) -> None:
             pass
     del stream
     gc.collect()
+    llm.generate("next", SamplingParams(max_tokens=1))  # a dropped one is ended by whoever comes next
+    assert not llm.core.jobs
+    llm.check()
+
+
+class Meanwhile(FakeBackend):
+    """Does what it is told in the middle of a step, once."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.deed: Callable[[], Any] = list
+
+    def execute(self, plan: Any) -> Any:
+        deed, self.deed = self.deed, list
+        deed()
+        return super().execute(plan)
+
+
+def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody() -> None:
+    """The collector runs where it likes, in the thread that holds the engine's lock too."""
+    backend = Meanwhile(canary=True)
+    llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, check=True)
+    params = letters(llm, ignore_eos=True)
+    alone = llm.generate("other", params)
+    held = [llm.stream("hello", params)]
+    next(held[0])
+    backend.deed = held.clear
+    assert llm.generate("other", params).choices == alone.choices
+    assert not held
     assert not llm.core.jobs
     llm.check()
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, overload
@@ -44,7 +46,7 @@ class Vote:
 class Stream:
     """One request being written: iterate for Deltas; afterwards `completion` holds the whole.
 
-    Closing it early (or leaving its `with` block, or dropping it) aborts the request. Deltas of several choices
+    Closing it early (or leaving its `with` block) aborts the request; dropping it does so before the next step. Deltas of several choices
     interleave; `delta.index` says whose they are. Deltas of one choice concatenate to exactly its text."""
 
     def __init__(self, llm: LLM, request: Request) -> None:
@@ -77,8 +79,9 @@ class Stream:
 
     def close(self) -> None:
         """Abort it, if it still runs. What was written so far is in `completion`, with finish reason "cancel"."""
-        if self.completion is None and not self._llm.closed and self._llm._abort(self.request_id):
-            self._llm._step()
+        with self._llm._lock, suppress(UnavailableError):  # the LLM is being closed: it steps no more
+            if self.completion is None and self._llm._abort(self.request_id):
+                self._llm._step()
         self._pending.clear()
 
     def __enter__(self) -> Self:
@@ -88,8 +91,9 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "completion", True) is None and not self._llm.closed:
-            self._llm._abort(self.request_id)
+        # The collector calls this anywhere, in the middle of a step too, and the thread's own lock would let it in: so only a note.
+        if getattr(self, "completion", True) is None:
+            self._llm._dropped.append(self.request_id)
 
 
 class LLM(OpenedModel):
@@ -104,6 +108,7 @@ class LLM(OpenedModel):
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
         self._done: dict[str, Completion] = {}  # of generate(), by request id
         self._wanted: set[str] = set()
+        self._dropped: deque[str] = deque()  # requests whose streams were collected; the next to hold the lock ends them
 
     @overload
     def generate(self, prompts: str | list[int] | tuple[int, ...], params: SamplingParams | None = None) -> Completion: ...
@@ -182,11 +187,11 @@ class LLM(OpenedModel):
     def embed(self, text: Prompt) -> np.ndarray:
         """Mean of the final hidden states over all tokens: a float32 array [hidden]."""
         request = self.core.request(text, SamplingParams(max_tokens=0), hidden=True)
-        self._wanted.add(request.id)
-        with self._lock:  # before another thread's step can end it
-            self._add(request)
-            job = self.core.jobs[request.id]
-        self._finish([request.id])
+        with self._awaited([request]):
+            with self._lock:  # before another thread's step can end it
+                self._add(request)
+                job = self.core.jobs[request.id]
+            self._finish([request.id])
         return job.hidden.mean()
 
     # --------------------------------------------------------------------------------------------------------- the engine
@@ -196,24 +201,29 @@ class LLM(OpenedModel):
         requests = [self.core.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         for request in requests:
             self.core.check_fits(request)
-        self._wanted.update(request.id for request in requests)
-        try:
+        with self._awaited(requests):
             for request in requests:
                 self._add(request)
             return self._finish([request.id for request in requests])
-        except BaseException:  # Ctrl-C too: leave nothing running
-            for request in requests:
-                self._abort(request.id)
-                self._wanted.discard(request.id)
-                self._done.pop(request.id, None)
-            raise
+
+    @contextmanager
+    def _awaited(self, requests: Sequence[Request]) -> Iterator[None]:
+        """The Completions of these are kept for who waits here. However that ends (Ctrl-C too), nothing of them is left behind."""
+        self._wanted.update(request.id for request in requests)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for request in requests:
+                    self._abort(request.id)  # of one that is over: nothing
+                    self._wanted.discard(request.id)
+                    self._done.pop(request.id, None)
 
     def _add(self, request: Request, stream: Stream | None = None) -> None:
         """Into the queue, as soon as it has room: one thread at a time looks and takes the place."""
         while True:
             with self._lock:
-                if self.closed:
-                    raise UnavailableError("this LLM is closed")
+                self._tidy()
                 if not self.core.full:
                     if stream is not None:
                         self._streams[request.id] = stream
@@ -224,17 +234,24 @@ class LLM(OpenedModel):
     def _finish(self, ids: Sequence[str]) -> list[Completion]:
         while any(request_id not in self._done for request_id in ids):
             self._step()
-        self._wanted.difference_update(ids)
-        return [self._done.pop(request_id) for request_id in ids]
+        return [self._done[request_id] for request_id in ids]
 
     def _step(self) -> None:
         with self._lock:
+            self._tidy()
             for output in self.core.step():
                 self._sort(output)
 
+    def _tidy(self) -> None:
+        """Before the core is touched, with the lock: is it still there, and whose stream is gone?"""
+        if self.closed:
+            raise UnavailableError("this LLM is closed")
+        while self._dropped:
+            self.core.abort(self._dropped.popleft())
+
     def _abort(self, request_id: str) -> bool:
         with self._lock:
-            return self.core.abort(request_id)
+            return not self.closed and self.core.abort(request_id)
 
     def _sort(self, output: Output) -> None:
         stream = self._streams.get(output.request_id)
@@ -252,14 +269,14 @@ class LLM(OpenedModel):
 
     def check(self) -> None:
         """Prove the block accounting; an AssertionError says what is wrong."""
-        self.core.check()
+        with self._lock:  # not in the middle of another thread's step
+            self.core.check()
 
     def close(self) -> None:
-        """Release the backend. Idempotent."""
+        """Release the backend. Idempotent. What another thread is generating, or a stream still open, ends in an UnavailableError."""
+        self.closed = True  # before the lock: a thread that steps and steps sees it, and lets go
         with self._lock:  # not in the middle of another thread's step
-            if not self.closed:
-                self.closed = True
-                self.core.close()
+            self.core.close()
 
     def __enter__(self) -> Self:
         return self
