@@ -79,6 +79,15 @@ def test_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
     assert "never read" not in said.out + said.err
 
 
+@pytest.mark.parametrize("name", ["~no-such-user-here/x", "a\0b", "/no/such/place/x"])
+def test_a_file_that_cannot_be_written_does_not_end_the_conversation(verbatim: Call, tiny: Path, name: str) -> None:
+    said = verbatim("chat", "-q", *SHORT, stdin=f"/save {name}\nthe cat\n")
+    assert said.code == 0
+    assert said.err.startswith(f"verbatim: cannot write {name!r}: ")
+    assert said.err.count("\n") == 1
+    assert said.out == answers(tiny, "the cat")[0] + "\n"
+
+
 def test_explain_shows_the_last_answer_token_by_token(verbatim: Call) -> None:
     flags = ("--temperature", "1.3", "--max-tokens", "6", "--ignore-eos")
     said = verbatim("chat", "-q", *flags, stdin="/explain\nthe cat\n/explain\n/reset\n/explain\n")

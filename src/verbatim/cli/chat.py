@@ -229,8 +229,8 @@ class Conversation:
         try:
             Path(name).expanduser().write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", "utf-8")
             note(f"saved {len(self.turns) // 2} turns to {name}")
-        except OSError as error:
-            note(f"verbatim: cannot write {name}: {error.strerror}", RED)
+        except (OSError, RuntimeError, ValueError) as error:  # Runtime: ~ of nobody; Value: no possible name of a file
+            note(f"verbatim: cannot write {name!r}: {getattr(error, 'strerror', None) or error}", RED)
 
 
 def _next_line() -> str:
