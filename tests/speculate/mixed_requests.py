@@ -62,6 +62,9 @@ def random_params(r: random.Random) -> SamplingParams:
     }
     if r.random() < 0.12:
         fields |= r.choice(_STRUCTURES) | {"banned_token_ids": (), "stop": (), "no_repeat_ngram": 0}
+    elif r.random() < 0.08:  # bans that leave nothing to draw after some tokens
+        few = tuple(r.sample(range(97, 103), r.randrange(1, 4)))
+        fields |= {"allowed_token_ids": few, "banned_token_ids": (), "no_repeat_ngram": r.randrange(1, 3), "max_tokens": 27}
     return SamplingParams(**fields)
 
 

@@ -15,9 +15,11 @@ from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
+from verbatim.base.records import Finish
 from verbatim.engine.llm import LLM
 from verbatim.engine.parts import Parts
 from verbatim.model.draft_head import DraftHead
+from verbatim.schedule.scheduler import NOTHING_LEFT
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
@@ -103,6 +105,9 @@ def compare(backend: str, count: int, seed: int) -> None:
             assert mode in ("off", "draft itself") or accepted < drafted, f"{mode}: no guess was ever rejected"
             if mode == "off":
                 assert llm.core.scheduler.preemptions > 0, "the cache should be too small for these crowds"
+                assert any(c[2] == Finish("error", NOTHING_LEFT) for choices in answers[mode] for c in choices), (
+                    "no bans ran out"
+                )
     for mode in modes[1:]:
         for i, (plain, guessed) in enumerate(zip(answers["off"], answers[mode], strict=True)):
             assert guessed == plain, f"{mode}, request {i}: {params[i]}"
@@ -180,6 +185,18 @@ def test_what_was_drafted_behind_the_end_of_a_text_leaves_no_trace(ends: dict[st
             left[mode] = [trace(llm, [97 + i % 5] * 5, params) for i, params in enumerate(asked)]
     assert left["draft"] == left["off"]
     assert any(choice[2].reason != "length" for choices, _ in left["off"] for choice in choices), "none ended early"
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_bans_that_leave_nothing_end_one_answer_and_not_the_engine(backend: str) -> None:
+    """The draft model meets the end of what may be drawn before the target does. What came true on the way there is counted."""
+    asked = SamplingParams(allowed_token_ids=(97, 98), no_repeat_ngram=2, max_tokens=40, temperature=1.0, seed=3)
+    with engine(backend, "draft", backend_of(backend)) as llm:
+        done, beside = llm.generate([[97], [98]], [asked, SamplingParams(max_tokens=5, seed=1, ignore_eos=True)])
+        assert done.choices[0].finish == Finish("error", NOTHING_LEFT)
+        assert done.token_ids == (97, 98, 98, 97)
+        assert done.usage.drafted_tokens == done.usage.accepted_tokens == 3, "its own draft, and all that it could draw"
+        assert len(beside.token_ids) == 5
 
 
 def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:

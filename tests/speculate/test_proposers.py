@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from verbatim.backend.protocol import Backend
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, StepPlan, StepResult
+from verbatim.sampling.pipeline import NOTHING
 from verbatim.speculate.acceptance import PRIOR, Acceptance
 from verbatim.speculate.adapt import Speculator, draft_length
 from verbatim.speculate.cost import LEAST, StepCost
@@ -112,6 +114,44 @@ def test_a_draft_model_stops_where_it_ends_the_text() -> None:
     proposer = DraftProposer(cast("Backend", Counting()), blocks=8)
     found = proposer.propose([view([10]), view([10], seq_id=1)._replace(ends={12: "eos"})], 5)
     assert [found[i].tokens for i in (0, 1)] == [(11, 12, 13, 14, 15), (11, 12)]
+
+
+def test_a_draft_model_stops_where_bans_leave_it_nothing_to_draw() -> None:
+    class Exhausted(Counting):
+        def execute(self, plan: StepPlan) -> StepResult:
+            done = super().execute(plan)
+            return done._replace(
+                sequences=tuple(
+                    r if r.drawn[0].token < 13 else r._replace(drawn=(Drawn(NOTHING, 0.0),)) for r in done.sequences
+                )
+            )
+
+    proposer = DraftProposer(cast("Backend", Exhausted()), blocks=8)
+    found = proposer.propose([view([10]), view([12], seq_id=1), view([5], seq_id=2)], 5)
+    assert {i: draft.tokens for i, draft in found.items()} == {0: (11, 12), 2: (6, 7, 8, 9, 10)}
+
+
+class Saying:
+    """A proposer that says what it is told."""
+
+    name, token_cost, states_odds = "saying", 0.0, False
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        return {v.seq_id: Draft(self.tokens, self.name, 0) for v in views}
+
+    def finish(self, view: SeqView) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_whatever_a_proposer_says_only_tokens_are_submitted() -> None:
+    for said, submitted in (((5, -1, 6), (5,)), ((5, 6, 260), (5, 6)), ((259, 0), (259, 0))):
+        assert Speculator([Saying(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {0: submitted}
+    for said in ((-1,), (260, 5), ()):
+        assert Speculator([Saying(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {}
 
 
 def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> None:

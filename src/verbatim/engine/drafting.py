@@ -45,6 +45,7 @@ class Drafting:
         self.adaptive = True
         self.longest: int | None = None
         self.cost = StepCost()
+        self._vocab = parts.backend.spec.vocab
         self._scheduler = scheduler
         self._draft: Proposer | None = None
         if parts.draft is not None:
@@ -71,7 +72,7 @@ class Drafting:
     def _speculator(self, mode: str) -> Speculator:
         found = self._speculators.get(mode)
         if found is None:
-            found = self._speculators[mode] = Speculator(self._proposers(mode), adaptive=self.adaptive)
+            found = self._speculators[mode] = Speculator(self._proposers(mode), adaptive=self.adaptive, vocab=self._vocab)
             found.cost = self.cost
             found.longest = self.longest or found.longest
         return found

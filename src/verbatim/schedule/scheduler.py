@@ -412,6 +412,7 @@ class Scheduler:
         for i, draw in enumerate(drawn):
             token = draw.token
             if token < 0:
+                seq.drafted, seq.accepted = seq.drafted + last, seq.accepted + i
                 self._end(seq)
                 tell(TokenEvent(seq.id, None, Finish("error", NOTHING_LEFT)))
                 return

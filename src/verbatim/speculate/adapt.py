@@ -85,6 +85,7 @@ class Speculator:
         *,
         adaptive: bool = True,
         longest: int = LONGEST,
+        vocab: int = 1 << 31,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.proposers = tuple(proposers)
@@ -92,6 +93,7 @@ class Speculator:
         self.acceptance = Acceptance()
         self.adaptive = adaptive
         self.longest = longest
+        self._vocab = vocab
         self._clock = clock
         self._records: defaultdict[int, _Record] = defaultdict(_Record)  # by sequence id
         self._explored = 0  # steps since something was submitted
@@ -150,7 +152,10 @@ class Speculator:
             floor = MARGIN * load.price(proposer.token_cost)
             able = self._afford(able, load, proposer)
         found = proposer.propose(able, self.longest, floor) if able else {}
-        return [(view, found[view.seq_id].until(view.ends)) for view in able if view.seq_id in found] if found else []
+        if not found:
+            return []
+        cut = [(view, found[view.seq_id].within(self._vocab).until(view.ends)) for view in able if view.seq_id in found]
+        return [(view, draft) for view, draft in cut if draft.tokens]
 
     def _charge(self, views: Sequence[SeqView], running: int, spent: float) -> None:
         """Looking for guesses takes time as well, whether or not anything comes of it."""

@@ -47,17 +47,20 @@ class DraftProposer:
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         began = time.perf_counter()
         guesses: dict[int, list[int]] = {}
-        live: list[SeqView] = []
+        live: list[SeqView] = []  # those for whom another token is guessed
         for view in views:
             if self._reserve(view, min(limit, view.room), {v.seq_id for v in live}):
                 live.append(view)
         self._catch_up(live)
         for depth in range(limit):
-            live = [view for view in live if depth < view.room and guesses.get(view.seq_id, (-1,))[-1] not in view.ends]
+            live = [view for view in live if depth < view.room]
             if not live:
                 break
-            for view, token in zip(live, self._draw(live, guesses), strict=True):
-                guesses.setdefault(view.seq_id, []).append(token)
+            drawn = list(zip(live, self._draw(live, guesses), strict=True))
+            for view, token in drawn:
+                if token >= 0:  # else bans left nothing to draw: the text ends there
+                    guesses.setdefault(view.seq_id, []).append(token)
+            live = [view for view, token in drawn if token >= 0 and token not in view.ends]
         drafted = sum(map(len, guesses.values()))
         if drafted:
             spent = (time.perf_counter() - began) / drafted

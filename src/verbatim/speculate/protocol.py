@@ -1,7 +1,7 @@
 """The seam of the proposers. In: the tokens of a sequence. Out: a guess at what comes next, with the kind of evidence behind it.
 
 A proposer may guess anything: the target draws its own token at every drafted position and commit() keeps a guess only where it
-*is* that token. So a wrong proposer costs time, and no proposer can change an answer.
+*is* that token. So a wrong proposer costs time, and no proposer can change an answer. What is no token at all is left out by the Speculator.
 """
 
 from __future__ import annotations
@@ -39,8 +39,18 @@ class Draft(NamedTuple):
         """Without what follows the first of `ends`. What was said before often stands at the end of a message: the copy goes no further either."""
         for at, token in enumerate(self.tokens[:-1], 1):
             if token in ends:
-                return self._replace(tokens=self.tokens[:at], odds=self.odds[:at])
+                return self.first(at)
         return self
+
+    def within(self, vocab: int) -> Draft:
+        """Without the first id that is no token of the model, and what follows it."""
+        for at, token in enumerate(self.tokens):
+            if not 0 <= token < vocab:
+                return self.first(at)
+        return self
+
+    def first(self, count: int) -> Draft:
+        return self._replace(tokens=self.tokens[:count], odds=self.odds[:count])
 
 
 class Proposer(Protocol):
