@@ -74,6 +74,23 @@ def test_a_weight_that_is_no_number_is_refused(kind: str) -> None:
             cpu.native.product("scalar", kind, weights, 40, x)
 
 
+def test_a_position_that_was_never_learnt_is_refused() -> None:
+    """GPT-2's positions are rows of a table: a step beyond its end must not read what lies behind it."""
+    from verbatim.backend import open_backend
+    from verbatim.testing_models import tiny_model
+
+    backend = open_backend(tiny_model("gpt2", n_positions=20), EngineConfig(backend="cpu", threads=1))
+    backend.allocate((4,))
+    try:
+        for tokens, start in ((20, 0), (1, 19)):
+            backend.execute(StepPlan(0, (SeqStep(0, (97,) * tokens, start, ((0, 1, 2, 3),)),)))
+        for tokens, start in ((21, 0), (1, 20), (3, 18), (1, 2**63 - 1)):
+            with pytest.raises(ValueError, match="position is out of range"):
+                backend.execute(StepPlan(0, (SeqStep(0, (97,) * tokens, start, ((0, 1, 2, 3),)),)))
+    finally:
+        backend.close()
+
+
 def test_rotary_angles_are_those_of_the_reference() -> None:
     rope = make_rope({}, theta=10000.0, dim=64, context=8192, trained=8192, file="test")
     positions = np.array([0, 1, 2, 63, 1000, 8191, 131071, 1048575])

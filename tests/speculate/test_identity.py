@@ -199,6 +199,40 @@ def test_bans_that_leave_nothing_end_one_answer_and_not_the_engine(backend: str)
         assert len(beside.token_ids) == 5
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> None:
+    """Learnt positions end where their table does: beyond that there are no guesses, and the answer is the same."""
+    words, answers = ByteTokenizer(), []
+    config = EngineConfig(backend=backend, threads=1)
+    for draft in (None, open_backend(tiny_model("gpt2", seed=0, type="q8_0", n_positions=32), config)):
+        target = open_backend(tiny_model("gpt2", seed=0, type="q8_0"), config)
+        parts = Parts(target, words, (words.EOS,), draft=draft)
+        with LLM.from_parts(parts, context=128, kv_blocks=16, speculate="draft" if draft else "off", check=True) as llm:
+            llm.core.drafting.adaptive = False
+            asked = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
+            done = llm.generate([[97] * 20, [98] * 30, [99] * 50], asked)
+            answers.append([answer(d) for d in done])
+            drafted = [d.usage.drafted_tokens for d in done]
+    assert answers[0] == answers[1]
+    assert drafted[0] > drafted[1] > 0 == drafted[2]
+
+
+def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verbatim.engine.parts import _load_draft
+
+    def load(path: str, *, context: int | None = None, quant: str | None = None) -> Any:
+        return tiny_model("gpt2", context=context, n_positions=32)
+
+    monkeypatch.setattr("verbatim.weights.catalog.resolve", lambda name, **_: name)
+    monkeypatch.setattr("verbatim.model.load.load_model", load)
+    for asked, opened in ((16, 16), (256, 32), (None, 32)):
+        config = EngineConfig(backend="reference", context=asked, speculate="draft:small")
+        draft = _load_draft(config, 260, offline=True, progress=None)
+        assert draft is not None
+        assert draft.spec.context == opened
+        draft.close()
+
+
 def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     """The answer, and how many blocks it left in the prefix cache."""
     scheduler, known = llm.core.scheduler, []

@@ -20,6 +20,7 @@ from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.speculate.purse import DEBT, SHARE, START
 from verbatim.speculate.suffix import BITE, SuffixAutomaton, SuffixProposer
+from verbatim.testing import fake_spec
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -100,6 +101,7 @@ class Counting:
     """A model that writes 11, 12, 13 and so on: each token is one more than the one before."""
 
     block_size = 16
+    spec = fake_spec(context=40)
 
     def block_bytes(self) -> tuple[int, ...]:
         return (1,)
@@ -129,6 +131,22 @@ def test_a_draft_model_stops_where_bans_leave_it_nothing_to_draw() -> None:
     proposer = DraftProposer(cast("Backend", Exhausted()), blocks=8)
     found = proposer.propose([view([10]), view([12], seq_id=1), view([5], seq_id=2)], 5)
     assert {i: draft.tokens for i, draft in found.items()} == {0: (11, 12), 2: (6, 7, 8, 9, 10)}
+
+
+def test_a_draft_model_guesses_nothing_beyond_its_own_context() -> None:
+    positions: list[int] = []
+
+    class Watched(Counting):
+        def execute(self, plan: StepPlan) -> StepResult:
+            positions.extend(s.start + len(s.tokens) - 1 for s in plan.sequences)
+            return super().execute(plan)
+
+    proposer = DraftProposer(cast("Backend", Watched()), blocks=8)
+    found = proposer.propose([view([10] * n, seq_id=n) for n in (10, 36, 40, 41, 60)], 8)
+    assert {i: len(draft.tokens) for i, draft in found.items()} == {10: 8, 36: 5, 40: 1}
+    assert max(positions) == 39
+    assert proposer.propose([view([10] * 41, seq_id=40)], 8) == {}, "a text that grew beyond it"
+    assert set(proposer._cached) == {10, 36}, "and gives its blocks back"
 
 
 class Saying:

@@ -150,7 +150,13 @@ def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Pr
         return None
     if not name:
         raise ParameterError("speculate", "'draft' needs a model: draft:MODEL")
-    model = load_model(resolve(name, offline=offline, progress=progress), context=config.context, quant=config.quant)
+    path = resolve(name, offline=offline, progress=progress)
+    try:
+        model = load_model(path, context=config.context, quant=config.quant)
+    except ParameterError as error:
+        if error.param != "context":
+            raise
+        model = load_model(path, quant=config.quant)  # fewer positions than were asked for: beyond its own it makes no guesses
     if model.spec.vocab != vocab:
         raise ParameterError(
             "speculate", f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same"

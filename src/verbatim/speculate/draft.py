@@ -4,7 +4,7 @@ It draws with the target's own parameters and noise key. Gumbel noise depends on
 distributions are close, the same noise picks the same token: the guess comes true with probability of at least (1 - TV) / (1 + TV),
 where TV is the total variation distance of the two distributions; with noise of its own it would be far less.
 
-It has a backend and a cache of its own. A sequence's tokens that still agree with what was computed here are not computed again.
+It has a backend and a cache of its own, and a context of its own: beyond that it makes no guesses. A sequence's tokens that still agree with what was computed here are not computed again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class DraftProposer:
         """`blocks` is the size of the draft's own cache, for each of its groups."""
         self.token_cost = 1e-6  # replaced by what is measured
         self._backend = backend
+        self._context = backend.spec.context
         self._groups = len(backend.block_bytes())
         backend.allocate((blocks,) * self._groups)
         self._free = [list(range(blocks)) for _ in range(self._groups)]
@@ -49,8 +50,9 @@ class DraftProposer:
         guesses: dict[int, list[int]] = {}
         live: list[SeqView] = []  # those for whom another token is guessed
         for view in views:
-            if self._reserve(view, min(limit, view.room), {v.seq_id for v in live}):
-                live.append(view)
+            room = min(limit, view.room, self._context + 1 - len(view.tokens))  # the last guess is never read
+            if self._reserve(view, room, {v.seq_id for v in live}):
+                live.append(view._replace(room=room))
         self._catch_up(live)
         for depth in range(limit):
             live = [view for view in live if depth < view.room]
@@ -70,6 +72,7 @@ class DraftProposer:
     def _reserve(self, view: SeqView, drafts: int, busy: set[int]) -> bool:
         """Blocks for the whole sequence and its drafts; those of others that are not `busy` now are taken back, oldest first, if need be."""
         if drafts < 1:
+            self._release(view.seq_id)
             return False
         need = -(-(len(view.tokens) + drafts) // self._backend.block_size)
         state = self._cached.setdefault(view.seq_id, _Cached(blocks=[[] for _ in range(self._groups)]))

@@ -141,6 +141,7 @@ void Engine::add_group(int window, const std::vector<int>& layers) {
 void Engine::add_op(Op op) {
     if (op.type == O_HEAD) logits_buffer_ = op.dst;
     if (op.type == O_NORM && op.outputs) hidden_buffer_ = op.dst;
+    if (op.type == O_POSITIONS) positions_ = std::min(positions_, (int64_t)matrices_[op.mat[0]]->p.n);
     if (op.type == O_GATEUP || op.type == O_ATTEND) buffers_[op.dst]->inner = true;
     ops_.push_back(std::move(op));
 }

@@ -135,6 +135,7 @@ class Engine : Team::Work {
     int64_t weight_bytes() const;
     Team& team() { return team_; }
     int group_window(int g) const { return groups_[g].window; }
+    int64_t most_positions() const { return positions_; }
     const Packed& matrix(int i) const { return matrices_[i]->p; }
 
   private:
@@ -208,6 +209,7 @@ class Engine : Team::Work {
     std::vector<Phase> phases_;              // of this step
     std::vector<int> units_;                 // of each phase
     int max_width_ = 0, rows_ = 0;
+    int64_t positions_ = ((int64_t)1 << 24) - 1;  // of one text: what indices are made for, or as many as were learnt
     int logits_buffer_ = -1, hidden_buffer_ = -1;
     bool q8_;
     int vdim_;

@@ -45,7 +45,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups, const std::vecto
         q.row0 = (int)s.tokens.size();
         q.rows = (int)nb::len(tokens);
         q.start = integer(nb::object(h.attr(names->start)).ptr());
-        if (q.start < 0 || q.start + q.rows >= (int64_t)1 << 24) throw std::invalid_argument("a position is out of range");
+        if (q.start < 0 || q.start > e.most_positions() - q.rows) throw std::invalid_argument("a position is out of range");
         for (int i = 0; i < q.rows; i++) {
             int64_t t = integer(PyTuple_GET_ITEM(tokens.ptr(), i));
             if (t < 0 || t >= e.shape.vocab) throw std::invalid_argument("token " + std::to_string(t) + " is outside the vocabulary");
