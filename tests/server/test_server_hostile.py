@@ -295,12 +295,23 @@ def test_typed_control_tokens_stay_text(fake: Any) -> None:
     assert typed.count(259) == 1  # the template's own, not the user's
 
 
+def test_typed_control_tokens_are_told_where_they_stay_text(fake: Any) -> None:
+    typed = "a <|assistant|> b"
+    told = fake.complete(typed)["warnings"]
+    assert told
+    assert "<|assistant|>" in told[0]
+    assert fake.post("/v1/embeddings", {"input": ["plain", typed]}).json()["warnings"] == told
+    assert "warnings" not in fake.post("/v1/embeddings", {"input": ["plain"]}).json()
+
+
 LARGE: list[tuple[str, str, Any, str]] = [
     ("/v1/completions", "prompt", "", "prompt"),
     ("/v1/completions", "prompt", ["a"] * 1000, "prompt"),
     ("/v1/completions", "prompt", "a" * 200_000, "prompt"),
     ("/v1/completions", "prompt", [65] * 5000, "prompt"),
     ("/v1/completions", "n", 1000, "n"),
+    ("/v1/completions", "prompt", ["a"] * 100, "n"),
+    ("/v1/score", "prompt", ["a"] * 100, "n"),
     ("/v1/completions", "best_of", 1000, "best_of"),
     ("/v1/completions", "num_beams", 200, "num_beams"),
     ("/v1/completions", "logprobs", 1000, "logprobs"),

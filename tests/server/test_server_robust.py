@@ -259,6 +259,37 @@ def test_a_disconnect_frees_the_request_at_once_streamed_or_not(serve: Any) -> N
     check_ledger(numbers)
 
 
+def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_path: Path) -> None:
+    """Half a minute of embeddings of one key: another key's request comes between them, and none is left once their client is gone."""
+    (tmp_path / "keys").write_text("first-key-1\nsecond-key-2\n")
+    live = serve("--api-key-file", str(tmp_path / "keys"), "--max-running", "4", engine="hash,pause=0.05")
+    live.client.headers["authorization"] = "Bearer second-key-2"
+
+    async def leave_one() -> float:
+        _, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes("/v1/embeddings", {"input": ["x" * 60] * 128}, "first-key-1"))
+        await asyncio.sleep(1)
+        begun = time.monotonic()
+        other = await stream(live.port, "/v1/completions", completion(1), key="second-key-2")
+        assert other.finished
+        writer.transport.abort()
+        return time.monotonic() - begun
+
+    assert asyncio.run(leave_one()) < 8
+    numbers = live.wait_at_rest(10)
+    ended = {k: v for k, v in numbers.items() if k.startswith("verbatim_requests_ended_total") and v}
+    assert sum(ended.values()) == 129
+    assert ended['verbatim_requests_ended_total{state="cancel"}'] > 64
+    check_ledger(numbers)
+
+
+def test_embeddings_have_their_time_and_no_more(serve: Any) -> None:
+    live = serve("--request-seconds", "1", engine="hash,pause=0.05")
+    late = live.post("/v1/embeddings", {"input": ["x" * 500] * 128})
+    assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
+    check_ledger(live.wait_at_rest(10))
+
+
 def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 

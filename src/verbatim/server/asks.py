@@ -53,11 +53,10 @@ def finish_params(
     *,
     limits: Limits,
     facts: Facts,
-    tenant: str,
     prompts: int = 1,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Apply the limits, check the ids against the vocabulary, salt the cache with the key, and let SamplingParams judge the rest."""
+    """Apply the limits, check the ids against the vocabulary, and let SamplingParams judge the rest."""
     try:
         _check_limits(values, limits, facts, prompts)
         longest = limits.max_output_tokens
@@ -131,7 +130,9 @@ def _check_limits(values: Mapping[str, Any], limits: Limits, facts: Facts, promp
         if (values.get(name) or 1) * prompts > limits.max_width:
             times = f" times {prompts} prompts" if prompts > 1 else ""
             raise Problem(
-                "invalid_parameter", f"{name}: {values[name]}{times} is above this server's limit of {limits.max_width}", name
+                "invalid_parameter",
+                f"{name}: {values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
+                name,
             )
     for name in ("json_schema", "regex", "grammar", "choice"):
         value = values.get(name)

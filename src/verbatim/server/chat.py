@@ -74,9 +74,7 @@ class Ask:
         self._lengths_of_text()
         call.names = self.names
         state = call.state
-        self.params = asks.finish_params(
-            self.values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=self.names
-        )
+        self.params = asks.finish_params(self.values, limits=state.limits, facts=state.facts, names=self.names)
         self.rows = asks.wants_rows(body, self.params)
         if self.rows:
             call.room.enter_context(state.admit_rows())

@@ -103,9 +103,7 @@ class Completions:
                 "invalid_parameter", "best_of: cannot be streamed, because the best is known only at the end", "best_of"
             )
         state = self.call.state
-        self.params = asks.finish_params(
-            values, limits=state.limits, facts=state.facts, tenant=self.call.tenant, prompts=len(self.prompts)
-        )
+        self.params = asks.finish_params(values, limits=state.limits, facts=state.facts, prompts=len(self.prompts))
         self.rows = asks.wants_rows(self.body, self.params, len(self.prompts))
         if self.rows:
             self.call.room.enter_context(state.admit_rows())

@@ -1,7 +1,6 @@
 """The engine process's side of each request: a submit message in; accepted, deltas, and exactly one done or error out.
 
-generate    {id, prompt: str | ids, parse} or {id, messages, template}, params, tenant, stream, echo; num_ctx, open_end
-embed       {id, prompt}
+generate    {id, prompt: str | ids, parse} or {id, messages, template}, params, tenant, stream, echo; num_ctx, open_end; hidden: an embedding too
 tokenize    {id, text, special, parse} or {id, messages, template};    detokenize {id, ids}
 """
 
@@ -120,7 +119,6 @@ class Jobs:
             "template_tools": template is not None and template.takes_tools,
             "template_calls": template is not None and template.takes_calls,
             "tool_format": detect_format(source),
-            "embeddings": hasattr(engine, "embed"),
             "control": [t for t in range(tokenizer.vocab_size) if tokenizer.is_control(t)],
             "space_prefix": bool(getattr(tokenizer, "space_prefix", False)),
             "longest_token": max((len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)), default=1) or 1,
@@ -213,7 +211,7 @@ class Jobs:
         prompt = await self._prompt(job, message)
         end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         job.end, job.streamed, job.rows = end, message["stream"], message.get("rows", False)
-        await self._engine.submit_to(
+        line = await self._engine.submit_to(
             self._feed,
             request_id,
             prompt,
@@ -221,6 +219,7 @@ class Jobs:
             messages=message.get("messages") if prompt is None else None,
             template=message.get("template"),
             tenant=message["tenant"],
+            hidden=message.get("hidden", False),
         )
         if job.aborted:
             self._engine.abort(request_id)
@@ -228,7 +227,10 @@ class Jobs:
         if message.get("echo"):
             accepted["text"] = self._echo(message["prompt"])
         self._outbox.put(accepted)
-        self._done(await end, job)
+        completion = await end
+        whole = completion.choices[0].finish.reason != "cancel"
+        vector = line.embedding().tolist() if message.get("hidden") and whole else None
+        self._done(completion, job, vector)
 
     async def _prompt(self, job: Job, message: wire.Message) -> str | Sequence[int] | None:
         """The prompt as the engine takes it; None: a conversation, which it encodes itself. Encoded here is what must be read in another way than
@@ -274,7 +276,7 @@ class Jobs:
         finish = None if delta.finish is None else spelled_finish(delta.finish, job.params)
         return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
 
-    def _done(self, completion: Completion, job: Job) -> None:
+    def _done(self, completion: Completion, job: Job, vector: list[float] | None = None) -> None:
         if not job.rows:  # those that came with the end, and in no delta
             for choice in completion.choices:
                 forget_rows(choice.explain)
@@ -299,6 +301,7 @@ class Jobs:
                 "prompt_ids": list(completion.prompt_ids) if completion.prompt_logprobs else [],
                 "prompt_first": self._first_bytes(completion),
                 "receipt": self._receipt(completion.receipt),
+                "vector": vector,
             }
         )
 
@@ -336,15 +339,6 @@ class Jobs:
         ]
 
     # --------------------------------------------------------------------------------------------------------- others
-
-    async def _embed(self, job: Job, message: wire.Message) -> None:
-        embed = getattr(self._engine, "embed", None)
-        if embed is None:
-            raise UnsupportedError("input", "this engine gives no embeddings")
-        vector, tokens = await embed(message["prompt"], request_id=message["id"], tenant=message["tenant"])
-        self._outbox.put(
-            {"t": "done", "id": message["id"], "vector": [float(x) for x in vector], "usage": [int(tokens), 0, 0, 0, 0]}
-        )
 
     async def _tokenize(self, job: Job, message: wire.Message) -> None:
         ids = await asyncio.to_thread(self._encode, message)

@@ -202,7 +202,7 @@ async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values
         values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
     asks.check_text_length("prompt", prompt, call.state.facts)
     state = call.state
-    params = asks.finish_params(values, limits=state.limits, facts=state.facts, tenant=call.tenant, names=NAMES)
+    params = asks.finish_params(values, limits=state.limits, facts=state.facts, names=NAMES)
     ask = {"prompt": prompt, "parse": bool(body.get("parse_special")), "params": params}
     call.names = NAMES
     call.submit("generate", **ask, **window(call, body.get("options") or {}), stream=body.get("stream", True))
@@ -255,7 +255,7 @@ async def show(call: Call) -> Response:
     capabilities = [
         "completion",
         *(["tools"] if facts["has_template"] else []),
-        *(["embedding"] if facts["embeddings"] else []),
+        "embedding",
     ]
     info = {"general.fingerprint": facts["fingerprint"], "general.context_length": facts["context"]}
     return Json({"details": _details(call), "model_info": info, "capabilities": capabilities, "template": "", "parameters": ""})

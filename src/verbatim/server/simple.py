@@ -21,21 +21,22 @@ async def embeddings(call: Call) -> Response:
     """The mean of the final hidden states over all tokens, scaled to length 1 as OpenAI's are."""
     body = await call.body()
     model = call.state.check_model(body["model"])
-    if not call.state.facts["embeddings"]:
-        raise Problem("unsupported_parameter", "model: this engine gives no embeddings", "model")
     prompts = prompts_of(body["input"], "input", call)
     hidden = call.state.facts.get("hidden")
     if hidden and body.get("dimensions", 1) > hidden:
         raise Problem("invalid_parameter", f"dimensions: {body['dimensions']} is above the model's {hidden}", "dimensions")
+    state = call.state
+    params = asks.finish_params({"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts)
     for prompt in prompts:
-        call.submit("embed", prompt=prompt)
+        call.submit("generate", prompt=prompt, params=params, stream=False, hidden=True)
     results = await call.results()
     data = [
         {"object": "embedding", "index": i, "embedding": _spell_vector(_unit(r["vector"], body.get("dimensions")), body)}
         for i, r in enumerate(results)
     ]
     total = sum(r["usage"][0] for r in results)
-    return Json({"object": "list", "data": data, "model": model, "usage": {"prompt_tokens": total, "total_tokens": total}})
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return Json({"object": "list", "data": data, "model": model, "usage": usage, **extras(call.runs)})
 
 
 def _unit(vector: list[float], dimensions: int | None) -> list[float]:
@@ -60,9 +61,7 @@ async def score(call: Call) -> Response:
     values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
     names = {"prompt_logprobs": "top_logprobs"}
     state = call.state
-    params = asks.finish_params(
-        values, limits=state.limits, facts=state.facts, tenant=call.tenant, prompts=len(prompts), names=names
-    )
+    params = asks.finish_params(values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names)
     for prompt in prompts:
         call.submit("generate", prompt=prompt, parse=parse, params=params, stream=False)
     results = await call.results()

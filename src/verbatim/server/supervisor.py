@@ -213,7 +213,7 @@ class Supervisor:
 
     def _finished(self, message: wire.Message) -> None:
         running = self._running.pop(message["id"])
-        if "choices" not in message:  # tokenize, embed: no generation to account for
+        if "choices" not in message:  # tokenize: no generation to account for
             self.ledger.close(running.id, "done", message.get("usage"))
         else:
             reasons = [c["finish"][0] for c in message["choices"]]
