@@ -130,15 +130,16 @@ class AsyncEngine(OpenedModel):
         messages: Sequence[Mapping[str, Any]] | None = None,
         template: Mapping[str, Any] | None = None,
         tenant: str = "",
-    ) -> None:
-        """submit(), or chat() where there are messages, for a reader of many requests."""
+        hidden: bool = False,
+    ) -> Line:
+        """submit(), or chat() where there are messages, for a reader of many requests. hidden: the line gathers what embed() gives."""
         make: Callable[[], str | Sequence[int]]
         if messages is not None:
             make = partial(self.encode_chat, messages, **(template or {}))
         else:
             assert prompt is not None
             make = partial(_same, prompt)
-        await self._submit(make, params, request_id, tenant, partial(Line, feed))
+        return await self._submit(make, params, request_id, tenant, partial(Line, feed), hidden)
 
     async def embed(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""

@@ -11,6 +11,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol, Self
 
+import numpy as np
+
 from verbatim.base.errors import UnavailableError, VerbatimError
 from verbatim.base.records import Completion, Delta
 from verbatim.engine.job import HiddenMean, Output
@@ -169,6 +171,10 @@ class Line:
 
     def _fail(self, error: VerbatimError) -> None:
         self.feed._put([(self._id, error)])
+
+    def embedding(self) -> np.ndarray:
+        """After the end of a request that was submitted with hidden, unless it was cancelled: float32 [hidden]."""
+        return self._hidden.mean()
 
 
 def join(first: Delta, second: Delta) -> Delta:
