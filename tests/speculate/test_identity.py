@@ -20,6 +20,7 @@ from verbatim.engine.llm import LLM
 from verbatim.engine.parts import Parts
 from verbatim.model.draft_head import DraftHead
 from verbatim.schedule.scheduler import NOTHING_LEFT
+from verbatim.speculate.purse import Purse
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
@@ -231,6 +232,19 @@ def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(mo
         assert draft is not None
         assert draft.spec.context == opened
         draft.close()
+
+
+def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a text ends by its end token, a stop string, a limit or for want of tokens: the time saved is that of the accepted drafts."""
+    settled: list[int] = []
+    settle = Purse.settle
+    monkeypatch.setattr(Purse, "settle", lambda purse, won, *costs: (settled.append(won), settle(purse, won, *costs)))
+    r = random.Random(5)
+    with engine("reference", "draft", backend_of("reference")) as llm:
+        for _ in range(60):
+            settled.clear()
+            done = llm.generate(random_prompt(r), random_params(r))
+            assert sum(settled) == done.usage.accepted_tokens
 
 
 def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:

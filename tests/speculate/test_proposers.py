@@ -93,8 +93,12 @@ def test_nothing_is_guessed_behind_the_end_of_a_text() -> None:
     text = [5, 6, 7, 8, 99, 3, 4, 5, 6]
     speculator = Speculator([SuffixProposer()], adaptive=False)
     assert speculator.drafts([view(text)]) == {0: (7, 8, 99, 3, 4, 5, 6, 7, 8, 99, 3, 4, 5, 6, 7)}
-    assert speculator.drafts([view(text, seq_id=1)._replace(ends={99: "eos"})]) == {1: (7, 8, 99)}
-    assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).until((99,)) == Draft((7, 99), "head", 0, (0.9, 0.8))
+    assert speculator.drafts([view(text, seq_id=1)._replace(ends={99: "eos"})]) == {1: (7, 8)}, "the target ends it by itself"
+    assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).until((99,), 100) == Draft((7, 99), "head", 0, (0.9, 0.8))
+    ended = view([*text, 7, 8], seq_id=2)._replace(ends={99: "eos"})
+    assert Speculator([SuffixProposer(), Saying(5, 6)], adaptive=False).drafts([ended]) == {}, (
+        "a good guess, and no row is worth it"
+    )
 
 
 class Counting:
@@ -256,28 +260,28 @@ def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
         speculator.cost.learn(1, 0.0040)
         speculator.cost.learn(2, 0.0048)
     speculator.acceptance.chances = lambda seq_id, draft, limit: [0.9**j for j in range(1, limit + 1)]  # type: ignore[method-assign]
-    text, lost = [1, 2, 9, 1, 2], 0.0
+    text, lost, drafted = [1, 2, 9, 1, 2], 0.0, 0
     for step in range(400):
-        lost += 0.2 * len(speculator.drafts([view(text)]).get(0, ()))
+        rows = len(speculator.drafts([view(text)._replace(drafted=drafted)]).get(0, ()))
+        lost, drafted = lost + speculator.cost.seconds(1 + rows) / speculator.cost.seconds(1) - 1, drafted + rows
         text = [*text, 100 + step, 1, 2]
-        speculator.drafts([view(text)])
         assert lost <= START + DEBT + SHARE * len(text) + 0.2
     assert lost > 1, "it did try"
 
 
 def test_what_drafts_saved_is_told_at_the_end() -> None:
-    """Three drafts that come true save three tokens' time less what their rows cost; one that does not costs its row."""
-    for text, told in (([1, 2, 3, 4] * 4, 1), ([1, 2, 9, 1, 2], -1)):
+    """Three drafts that come true save three tokens' time less what their rows cost; one that does not costs its row. What the scheduler had
+    no room for, or what came true at the very end, is what its counts say."""
+    for text, came in (([1, 2, 3, 4] * 4, 1.0), ([1, 2, 3, 4] * 4, 0.5), ([1, 2, 9, 1, 2], 0.0)):
         speculator = Speculator([NgramProposer()], clock=lambda: 0.0)
         for _ in range(300):
             for rows in (1, 2, 16):
                 speculator.cost.learn(rows, 0.0040 + 0.0008 * (rows - 1))
         drafts = speculator.drafts([view(text)])[0]
-        written = drafts if told > 0 else (77,)
-        saved = speculator.finish(view([*text, *written, 5]))
-        expected = (len(drafts) if told > 0 else 0) * 0.004 - len(drafts) * 0.0008
-        assert abs(saved - expected) < 1e-4
-        assert saved * told > 0
+        rows, won = len(drafts), int(came * len(drafts))
+        saved = speculator.finish(view([*text, *(drafts or (77,))])._replace(drafted=rows, accepted=won))
+        assert abs(saved - (won * 0.004 - rows * 0.0008)) < 1e-4
+        assert (saved > 0) == (won > 0)
 
 
 def _four_writing(dear: bool) -> Speculator:

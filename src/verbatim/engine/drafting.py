@@ -122,6 +122,8 @@ class Drafting:
             tenant=job.request.tenant,
             forced=matcher.forced() if matcher is not None else (),
             ends=seq.ends,
+            drafted=seq.drafted,
+            accepted=seq.accepted,
         )
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
@@ -140,7 +142,8 @@ class Drafting:
         speculator = self._speculators.get(self._mode(seq.params))
         if speculator is None:
             return 0.0
-        return speculator.finish(SeqView(seq.id, seq.tokens, seq.prompt_len, seq.params, seq.key, 0, tenant))
+        done = SeqView(seq.id, seq.tokens, seq.prompt_len, seq.params, seq.key, 0, tenant)
+        return speculator.finish(done._replace(drafted=seq.drafted, accepted=seq.accepted))
 
     def close(self) -> None:
         for speculator in self._speculators.values():

@@ -50,6 +50,8 @@ class _Record:
     purse: Purse = field(default_factory=Purse)
     pending: list[_Pending] = field(default_factory=list)
     resting: dict[str, int] = field(default_factory=dict)  # steps for which a proposer is not asked again
+    drafted: int = 0  # of the view's counts, what was accounted for
+    accepted: int = 0
 
 
 def draft_length(chances: Sequence[float], value: float, extra: Callable[[int], float]) -> int:
@@ -65,15 +67,6 @@ def draft_length(chances: Sequence[float], value: float, extra: Callable[[int], 
         if left > most:
             best, most = j, left
     return best
-
-
-def _came_true(guesses: Sequence[int], written: Sequence[int]) -> int:
-    count = 0
-    for guess, token in zip(guesses, written, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
 
 
 class Speculator:
@@ -123,17 +116,21 @@ class Speculator:
             self._settle(view)
         out: dict[int, tuple[int, ...]] = {}
         hopes: dict[int, float] = {}
+        guessed: set[int] = set()
         asking = [view for view in views if view.room > 0]
         for proposer in self.proposers:
             guess_cost = proposer.token_cost
             for view, draft in self._asked(proposer, asking, running):
                 count, hope = self._decide(view, draft, running, guess_cost)
-                pending = _Pending(draft, len(view.tokens), count, running, guess_cost > 0)
+                tokens = draft.gaining(count, view.ends)
+                pending = _Pending(draft, len(view.tokens), len(tokens), running, guess_cost > 0)
                 self._records[view.seq_id].pending.append(pending)
-                if count:
-                    out[view.seq_id], hopes[view.seq_id] = draft.tokens[:count], hope
-            if out:
-                asking = [view for view in asking if view.seq_id not in out]
+                if tokens:
+                    out[view.seq_id], hopes[view.seq_id] = tokens, hope
+                if count:  # where the guess is that the text ends here, nobody else is asked either
+                    guessed.add(view.seq_id)
+            if guessed:
+                asking = [view for view in asking if view.seq_id not in guessed]
             if not asking:
                 break
         if self.adaptive and out and not self._fair(out, hopes, running):
@@ -154,7 +151,7 @@ class Speculator:
         found = proposer.propose(able, self.longest, floor) if able else {}
         if not found:
             return []
-        cut = [(view, found[view.seq_id].within(self._vocab).until(view.ends)) for view in able if view.seq_id in found]
+        cut = [(view, found[view.seq_id].until(view.ends, self._vocab)) for view in able if view.seq_id in found]
         return [(view, draft) for view, draft in cut if draft.tokens]
 
     def _charge(self, views: Sequence[SeqView], running: int, spent: float) -> None:
@@ -182,7 +179,7 @@ class Speculator:
                     record.resting[pending.draft.source] = 4 * REST
 
     def _decide(self, view: SeqView, draft: Draft, running: int, guess_cost: float) -> tuple[int, float]:
-        """How much of a guess is submitted, and how many tokens of it are expected to come true."""
+        """How much of a guess is worth its rows, and how many tokens of it are expected to be gained."""
         limit = min(len(draft.tokens), self.longest)
         if not self.adaptive:
             return limit, 0.0
@@ -194,7 +191,7 @@ class Speculator:
             count = self._records[view.seq_id].purse.affordable(len(view.tokens), chances[:count], price)
         if not count and not draft.odds:  # stated odds change with every token; a match that does not pay stays so for a while
             self._records[view.seq_id].resting[draft.source] = REST
-        return count, sum(chances[:count])
+        return count, sum(chances[: len(draft.gaining(count, view.ends))])
 
     def _chances(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
         """That the first token comes true, the first two, and so on."""
@@ -255,14 +252,16 @@ class Speculator:
             else:
                 self.acceptance.learn(view.seq_id, pending.draft, written)
             if pending.submitted:
-                self._account(record, pending, written)
+                self._account(record, pending, view)
         record.pending.clear()
 
-    def _account(self, record: _Record, pending: _Pending, written: Sequence[int]) -> None:
-        """What a guess won, less what its rows cost, in times of a token."""
+    def _account(self, record: _Record, pending: _Pending, view: SeqView) -> None:
+        """What a guess won, less what its rows cost, in times of a token. The scheduler's counts say it: there may have been no room for all of it,
+        and a text that ends with a guessed token would have ended in that step anyway."""
         step = self.cost.seconds(pending.running)
-        won = _came_true(pending.draft.tokens[: pending.submitted], written)
-        record.purse.settle(won, self.cost.seconds(pending.running + pending.submitted) - step, step / pending.running)
+        rows, won = view.drafted - record.drafted, view.accepted - record.accepted
+        record.drafted, record.accepted = view.drafted, view.accepted
+        record.purse.settle(won, self.cost.seconds(pending.running + rows) - step, step / pending.running)
 
     def finish(self, view: SeqView) -> float:
         """Forget the sequence. What its drafts saved, in seconds, by the measured costs of steps; below zero if they cost more."""

@@ -24,6 +24,8 @@ class SeqView(NamedTuple):
     tenant: str = ""
     forced: tuple[int, ...] = ()  # what the request's grammar leaves no choice about
     ends: Collection[int] = ()  # tokens after which nothing is written
+    drafted: int = 0  # drafts that the scheduler has put into steps so far,
+    accepted: int = 0  # and those of them that gained a token
 
 
 class Draft(NamedTuple):
@@ -35,22 +37,18 @@ class Draft(NamedTuple):
     evidence: int
     odds: tuple[float, ...] = ()
 
-    def until(self, ends: Collection[int]) -> Draft:
-        """Without what follows the first of `ends`. What was said before often stands at the end of a message: the copy goes no further either."""
-        for at, token in enumerate(self.tokens[:-1], 1):
-            if token in ends:
-                return self.first(at)
-        return self
-
-    def within(self, vocab: int) -> Draft:
-        """Without the first id that is no token of the model, and what follows it."""
+    def until(self, ends: Collection[int], vocab: int) -> Draft:
+        """Without what follows the first of `ends`: what was said before often stands at the end of a message, and the copy goes no further either.
+        Without the first id that is no token of the model, and what follows it."""
         for at, token in enumerate(self.tokens):
-            if not 0 <= token < vocab:
-                return self.first(at)
+            if token in ends or not 0 <= token < vocab:
+                kept = at + (token in ends)
+                return self._replace(tokens=self.tokens[:kept], odds=self.odds[:kept])
         return self
 
-    def first(self, count: int) -> Draft:
-        return self._replace(tokens=self.tokens[:count], odds=self.odds[:count])
+    def gaining(self, count: int, ends: Collection[int]) -> tuple[int, ...]:
+        """Of the first `count` those whose rows gain a token if they come true. Not an end: the target draws it from the token before it."""
+        return self.tokens[: count - 1] if count and self.tokens[count - 1] in ends else self.tokens[:count]
 
 
 class Proposer(Protocol):
