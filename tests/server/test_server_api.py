@@ -686,3 +686,38 @@ def _references(value: Any) -> list[str]:
         own = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
         return own + [r for v in value.values() for r in _references(v)]
     return [r for v in value for r in _references(v)] if isinstance(value, list) else []
+
+
+@pytest.mark.parametrize("protocol", ["openai", "anthropic", "ollama"])
+def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: str, caplog: pytest.LogCaptureFixture) -> None:
+    import asyncio
+    import time
+    from collections.abc import AsyncIterator
+    from types import SimpleNamespace
+
+    from verbatim.server import anthropic, call, ollama
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"one"
+        raise TypeError("unhashable secret")
+
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body"))
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    state = SimpleNamespace(limits=SimpleNamespace(request_seconds=60))
+    of: Any = SimpleNamespace(id="req_1", arrived=time.monotonic(), runs=[], state=state, close=lambda: None, deadline=None)
+    failed = {"openai": call.error_event, "anthropic": anthropic.error_event, "ollama": ollama.error_line}[protocol]
+    asyncio.run(call.EventStream(of, events(), failed)({}, receive, send))
+    assert sent[1] == b"one"
+    assert sent[-1] == b""  # the body ends as it should
+    (told,) = sent[2:-1]
+    assert b"error" in told
+    assert b"log has the details" in told
+    assert b"secret" not in told
+    assert told.endswith({"openai": b"data: [DONE]\n\n", "anthropic": b"\n\n", "ollama": b"}\n"}[protocol])
+    assert "req_1" in caplog.text

@@ -43,6 +43,8 @@ CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
     ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})], ""),  # cut by a limit, but whole
     ("hermes", '<tool_call>\n{"name": "add", "argu', [], '<tool_call>\n{"name": "add", "argu'),
     ("hermes", "a < b and <tool", [], "a < b and <tool"),
+    ("hermes", '{"name": {"a": 1}, "arguments": {}}', [], '{"name": {"a": 1}, "arguments": {}}'),
+    ("hermes", '<tool_call>{"name": ["add"]}</tool_call>', [], '<tool_call>{"name": ["add"]}</tool_call>'),
     ("llama3", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})], ""),
     ("llama3", '{"answer": 42}', [], '{"answer": 42}'),
     ("json", '[{"name": "add", "arguments": {"a": 1}}, {"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}]',

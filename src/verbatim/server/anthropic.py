@@ -39,6 +39,10 @@ def error_body(problem: Problem) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": problem.message, "param": problem.param, "code": problem.code}}
 
 
+def error_event(problem: Problem) -> bytes:
+    return sse(error_body(problem), "error")
+
+
 def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     if "system" in body:
@@ -178,29 +182,26 @@ class Answer:
         start = {**self.base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": blank}
         yield sse({"type": "message_start", "message": start}, "message_start")
         parser, finish, blocks = self.ask.parser(), None, Blocks()
-        try:
-            async for piece in pieces(self.call):
-                if piece is None:
-                    yield sse({"type": "ping"}, "ping")
-                    continue
-                finish = piece.finish or finish
-                found = [("text", piece.text)] if parser is None else parser.push(piece.text)
-                if parser is not None and piece.finish is not None:
-                    found += parser.finish()
-                for kind, value in found:
-                    for made in blocks.text(value) if kind == "text" else blocks.call(value):
-                        yield made
-            if not all(run.done is not None for run in self.call.runs):
-                return
-            for made in blocks.close():
-                yield made
-            observe(self.call)
-            called = parser is not None and parser.calls > 0
-            last = {"type": "message_delta", "delta": self.stop(finish, called), "usage": self.usage(), **self.own()}
-            yield sse(last, "message_delta")
-            yield sse({"type": "message_stop"}, "message_stop")
-        except Problem as problem:
-            yield sse(error_body(problem), "error")
+        async for piece in pieces(self.call):
+            if piece is None:
+                yield sse({"type": "ping"}, "ping")
+                continue
+            finish = piece.finish or finish
+            found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+            if parser is not None and piece.finish is not None:
+                found += parser.finish()
+            for kind, value in found:
+                for made in blocks.text(value) if kind == "text" else blocks.call(value):
+                    yield made
+        if not all(run.done is not None for run in self.call.runs):
+            return
+        for made in blocks.close():
+            yield made
+        observe(self.call)
+        called = parser is not None and parser.calls > 0
+        last = {"type": "message_delta", "delta": self.stop(finish, called), "usage": self.usage(), **self.own()}
+        yield sse(last, "message_delta")
+        yield sse({"type": "message_stop"}, "message_stop")
 
 
 class Blocks:
@@ -248,7 +249,7 @@ async def create(call: Call) -> Response:
     stream = bool(body.get("stream"))
     ask.submit(stream)
     await ask.accepted()
-    return EventStream(call, answer.events()) if stream else await answer.whole()
+    return EventStream(call, answer.events(), error_event) if stream else await answer.whole()
 
 
 async def count(call: Call) -> Response:

@@ -170,15 +170,35 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
+def sse(data: Any, event: str | None = None) -> bytes:
+    head = f"event: {event}\n".encode() if event else b""
+    return head + b"data: " + dumps(data) + b"\n\n"
+
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+def error_event(problem: Problem) -> bytes:
+    return sse(problem.body()) + DONE
+
+
 class EventStream(Response):
     """Sends what `events` yields, each piece whole, while watching for the client to leave. `events` ends by itself when the call's
-    runs are closed; the call is closed however this ends."""
+    runs are closed; the call is closed however this ends. Where `events` raises, `failed` spells the last words of the stream."""
 
-    def __init__(self, call: Call, events: AsyncIterator[bytes], media_type: str = "text/event-stream") -> None:
+    def __init__(
+        self,
+        call: Call,
+        events: AsyncIterator[bytes],
+        failed: Callable[[Problem], bytes] = error_event,
+        media_type: str = "text/event-stream",
+    ) -> None:
         super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
         del self.headers["content-length"]
         self._call = call
         self._events = events
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._watch(receive))
@@ -188,7 +208,7 @@ class EventStream(Response):
             async with asyncio.timeout(max(left, WRITE_GRACE)) as self._call.deadline:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 straight = scope.get("verbatim.send", send)  # past the layers that only look at a head
-                async for piece in self._events:
+                while (piece := await self._next()) is not None:
                     await straight({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         except (TimeoutError, ClientGone):  # a reader that takes nothing: there is no polite way left
@@ -199,15 +219,19 @@ class EventStream(Response):
             self._call.close()
             await self._events.aclose()  # type: ignore[attr-defined]
 
+    async def _next(self) -> bytes | None:
+        """None: that was all."""
+        try:
+            return await anext(self._events)
+        except StopAsyncIteration:
+            return None
+        except Exception as error:
+            return self._failed(answer_of(error, self._call.id))
+
     async def _watch(self, receive: Receive) -> None:
         await wait_for_disconnect(receive)
         for running in self._call.runs:
             running.close()
-
-
-def sse(data: Any, event: str | None = None) -> bytes:
-    head = f"event: {event}\n".encode() if event else b""
-    return head + b"data: " + dumps(data) + b"\n\n"
 
 
 class Chunks:
@@ -220,14 +244,6 @@ class Chunks:
     def spell(self, choice: dict[str, Any], padding: str | None = None) -> bytes:
         pad = b"" if padding is None else b',"obfuscation":' + dumps(padding)
         return b"%s%s]%s%s}\n\n" % (self._before, dumps(choice), self._after, pad)
-
-
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
-
-
-def error_event(problem: Problem) -> bytes:
-    return sse(problem.body())
 
 
 Handler = Callable[[Call], Awaitable[Response]]

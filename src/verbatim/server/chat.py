@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server import asks
-from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, error_event, new_id
+from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, new_id
 from verbatim.server.completions import closing, loop_of, stream_options
 from verbatim.server.fields import CHAT, Rule
 from verbatim.server.generate import (
@@ -285,21 +285,17 @@ class Chat:
         head = {**self.head, "object": "chat.completion.chunk"}
         chunks = Chunks(head, {"usage": None} if with_usage else {})
         parsers: dict[int, ToolParser | None] = {}
-        try:
-            async for piece in pieces(self.call):
-                if piece is None:
-                    yield KEEP_ALIVE
-                    continue
-                for choice in self._deltas(piece, parsers):
-                    yield chunks.spell(choice, obfuscation(choice["delta"].get("content") or "") if pad else None)
-        except Problem as problem:
-            yield error_event(asks.renamed(problem, self.ask.names))
-        else:
-            if all(run.done is not None for run in self.call.runs):
-                observe(self.call)
-                self._keep_stream()
-                for last in closing(self.call, head, with_usage):
-                    yield last
+        async for piece in pieces(self.call):
+            if piece is None:
+                yield KEEP_ALIVE
+                continue
+            for choice in self._deltas(piece, parsers):
+                yield chunks.spell(choice, obfuscation(choice["delta"].get("content") or "") if pad else None)
+        if all(run.done is not None for run in self.call.runs):
+            observe(self.call)
+            self._keep_stream()
+            for last in closing(self.call, head, with_usage):
+                yield last
         yield DONE
 
     def _keep_stream(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server import asks
-from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, error_event, new_id, sse
+from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, new_id, sse
 from verbatim.server.fields import COMPLETIONS
 from verbatim.server.generate import (
     Piece,
@@ -172,22 +172,18 @@ class Completions:
     async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
         started: set[tuple[int, int]] = set()
         chunks = Chunks(self.head, {"usage": None} if with_usage else {})
-        try:
-            async for piece in pieces(self.call):
-                if piece is None:
-                    yield KEEP_ALIVE
-                    continue
-                key = (piece.run, piece.index)
-                if self.echo and key not in started:
-                    started.add(key)
-                    piece.text = self.call.runs[piece.run].text + piece.text
-                yield chunks.spell(self.delta(piece), obfuscation(piece.text) if pad else None)
-        except Problem as problem:
-            yield error_event(problem)
-        else:
-            observe(self.call)
-            for last in closing(self.call, self.head, with_usage):
-                yield last
+        async for piece in pieces(self.call):
+            if piece is None:
+                yield KEEP_ALIVE
+                continue
+            key = (piece.run, piece.index)
+            if self.echo and key not in started:
+                started.add(key)
+                piece.text = self.call.runs[piece.run].text + piece.text
+            yield chunks.spell(self.delta(piece), obfuscation(piece.text) if pad else None)
+        observe(self.call)
+        for last in closing(self.call, self.head, with_usage):
+            yield last
         yield DONE
 
     def delta(self, piece: Piece) -> dict[str, Any]:

@@ -135,23 +135,23 @@ class Answer:
     async def events(self) -> AsyncIterator[bytes]:
         parser = self.ask.parser() if self.ask is not None else None
         finish: Any = None
-        try:
-            async for piece in pieces(self.call):
-                if piece is None:
-                    continue  # lines of JSON have no comment to keep a connection alive with
-                finish = piece.finish or finish
-                found = [("text", piece.text)] if parser is None else parser.push(piece.text)
-                if parser is not None and piece.finish is not None:
-                    found += parser.finish()
-                for kind, value in found:
-                    if value:
-                        yield (
-                            dumps(self.line(value if kind == "text" else "", [value] if kind == "call" else [], False)) + b"\n"
-                        )
-            if all(run.done is not None for run in self.call.runs):
-                yield dumps({**self.line("", [], True), **self.closing(finish)}) + b"\n"
-        except Problem as problem:
-            yield dumps({"error": problem.message}) + b"\n"
+        async for piece in pieces(self.call):
+            if piece is None:
+                continue  # lines of JSON have no comment to keep a connection alive with
+            finish = piece.finish or finish
+            found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+            if parser is not None and piece.finish is not None:
+                found += parser.finish()
+            for kind, value in found:
+                if value:
+                    line = self.line(value if kind == "text" else "", [value] if kind == "call" else [], False)
+                    yield dumps(line) + b"\n"
+        if all(run.done is not None for run in self.call.runs):
+            yield dumps({**self.line("", [], True), **self.closing(finish)}) + b"\n"
+
+
+def error_line(problem: Problem) -> bytes:
+    return dumps({"error": problem.message}) + b"\n"
 
 
 def structure(body: dict[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ async def _answer(call: Call, body: dict[str, Any], answer: Answer, window: dict
     if answer.ask is not None:
         answer.ask.submit(stream, **(window or {}))
         await answer.ask.accepted()
-    return EventStream(call, answer.events(), media_type="application/x-ndjson") if stream else await answer.whole()
+    return EventStream(call, answer.events(), error_line, "application/x-ndjson") if stream else await answer.whole()
 
 
 def _params() -> dict[str, Any]:

@@ -230,27 +230,24 @@ class Events:
         yield self.event("response.in_progress", response=answer.object("in_progress"))
         parser = answer.ask.parser()
         finish: Any = None
-        try:
-            async for piece in pieces(answer.call):
-                if piece is None:
-                    yield KEEP_ALIVE
-                    continue
-                finish = piece.finish or finish
-                found = [("text", piece.text)] if parser is None else parser.push(piece.text)
-                if parser is not None and piece.finish is not None:
-                    found += parser.finish()
-                for made in self._spell(found, piece):
-                    yield made
-            if not all(run.done is not None for run in answer.call.runs):
-                return
+        async for piece in pieces(answer.call):
+            if piece is None:
+                yield KEEP_ALIVE
+                continue
+            finish = piece.finish or finish
+            found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+            if parser is not None and piece.finish is not None:
+                found += parser.finish()
+            for made in self._spell(found, piece):
+                yield made
+        if all(run.done is not None for run in answer.call.runs):
             for made in self._end(finish):
                 yield made
-        except Problem as problem:
-            failed = answer.object("failed", error={"code": "server_error", "message": problem.message})
-            yield self.event(
-                "error", code=problem.code, message=problem.message, param=problem.param, error=problem.body()["error"]
-            )
-            yield self.event("response.failed", response=failed)
+
+    def failed(self, problem: Problem) -> bytes:
+        response = self.answer.object("failed", error={"code": "server_error", "message": problem.message})
+        told = {"code": problem.code, "message": problem.message, "param": problem.param, "error": problem.body()["error"]}
+        return self.event("error", **told) + self.event("response.failed", response=response)
 
     def _spell(self, found: list[tuple[str, Any]], piece: Piece) -> list[bytes]:
         out: list[bytes] = []
@@ -343,7 +340,8 @@ async def create(call: Call) -> Response:
     await ask.accepted()
     if stream:
         pad = bool((body.get("stream_options") or {}).get("include_obfuscation"))
-        return EventStream(call, Events(answer, pad).events())
+        made = Events(answer, pad)
+        return EventStream(call, made.events(), made.failed)
     return await answer.whole()
 
 

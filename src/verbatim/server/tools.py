@@ -158,7 +158,7 @@ def read_calls(text: str, names: set[str]) -> list[Call]:
         return []
     calls = []
     for item in data if isinstance(data, list) else [data]:
-        if not isinstance(item, dict) or item.get("name") not in names:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or item["name"] not in names:
             return []
         arguments = item.get("arguments", item.get("parameters", {}))
         if isinstance(arguments, str):  # some models write them as a text
