@@ -15,6 +15,7 @@ import pytest
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
 from verbatim.base.records import Completion, Delta
+from verbatim.engine.workers import Workers
 from verbatim.testing import PacedBackend, fake_parts
 
 OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
@@ -116,6 +117,117 @@ async def test_leaving_frees_everything(how: str) -> None:
         del stream
         gc.collect()
         await at_rest(e)
+
+
+class WatchedLock:
+    """A lock that knows who took it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+        self.takers: list[int] = []
+
+    def __enter__(self) -> None:
+        self.takers.append(threading.get_ident())
+        self.lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+async def test_a_collected_stream_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs where it likes, in a thread that already holds one of them too."""
+    async with engine(PacedBackend(canary=True, pause=0.002)) as e:
+        held = [await e.submit("hello", SamplingParams(seed=1, ignore_eos=True))]
+        await anext(held[0])
+        lock = WatchedLock(e._lock)
+        with monkeypatch.context() as patch:
+            patch.setattr(e, "_lock", lock)
+            patch.setattr(e._awake, "set", lambda: lock.takers.append(threading.get_ident()))  # an Event has a lock inside
+            held.clear()
+            gc.collect()
+        assert threading.get_ident() not in lock.takers
+        await at_rest(e)
+
+
+class Hold:
+    """Keeps the engine's thread between two steps until it is let go."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    async def __call__(self, e: AsyncEngine, then: Any = lambda core: None) -> asyncio.Task[Any]:
+        def work(core: Any) -> Any:
+            self.begun.set()
+            assert self.gate.wait(30)
+            return then(core)
+
+        task = asyncio.create_task(e.call(work))
+        assert await asyncio.to_thread(self.begun.wait, 30)
+        return task
+
+
+async def test_a_stream_dropped_late_does_not_end_the_next_of_its_name() -> None:
+    async with engine(PacedBackend(canary=True, pause=0.002)) as e:
+        stream = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True), request_id="same")
+        await anext(stream)
+        hold, ended = Hold(), threading.Event()
+
+        def end(core: Any) -> None:
+            core.abort("same")
+            e._send(core.step())
+            ended.set()
+            assert again.wait(30)
+
+        again = threading.Event()
+        held = await hold(e, end)
+        del stream
+        gc.collect()
+        hold.gate.set()
+        assert await asyncio.to_thread(ended.wait, 30)
+        second = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True, max_tokens=7), request_id="same")
+        again.set()
+        await held
+        assert (await second.result()).finish.reason == "length"
+
+
+async def test_a_call_that_nobody_waits_for_any_more_harms_nobody() -> None:
+    async with engine() as e:
+        hold = Hold()
+        first = await hold(e)
+        later = asyncio.create_task(e.call(lambda core: core.stats()))
+        await asyncio.sleep(0)  # now it is in the inbox
+        first.cancel()
+        later.cancel()
+        hold.gate.set()
+        assert await asyncio.wait_for(e.call(lambda core: 7), 20) == 7
+        assert e.error is None
+        for task in (first, later):
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+
+async def test_calls_behind_the_failure_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    e = engine(PacedBackend(pause=0.002))
+    stream = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True))
+    hold = Hold()
+    first = await hold(e)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(e.core, "abort", fail)
+    e.abort(stream.request_id)
+    left = asyncio.create_task(e.call(lambda core: 7))
+    waiting = asyncio.create_task(e.call(lambda core: 7))
+    await asyncio.sleep(0)
+    left.cancel()
+    hold.gate.set()
+    await first
+    with pytest.raises(BackendError, match="out of luck"):
+        await asyncio.wait_for(waiting, 20)
+    with pytest.raises(BackendError, match="out of luck"):
+        await stream.result()
+    e.close()
 
 
 async def test_random_arrivals_and_departures() -> None:
@@ -279,6 +391,53 @@ async def test_close_ends_what_runs() -> None:
     e.close()
     with pytest.raises(UnavailableError):
         await e.submit("x")
+
+
+@pytest.mark.parametrize("what", ["prepare", "encode"])
+async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread in foreign code at the interpreter's end would take the process down with it."""
+    begun, gate = threading.Event(), threading.Event()
+
+    def slow(*_: Any, **__: Any) -> list[int]:
+        begun.set()
+        assert gate.wait(30)
+        return [1]
+
+    parts = fake_parts()
+    if what == "prepare":
+        monkeypatch.setattr("verbatim.engine.aio.prepare", slow)
+    else:
+        monkeypatch.setattr(parts.tokenizer, "encode", slow)
+    e = AsyncEngine.from_parts(parts, **OPTIONS)
+    asking = asyncio.create_task(e.submit("x")) if what == "encode" else None
+    assert await asyncio.to_thread(begun.wait, 30)
+    closing = threading.Thread(target=e.close)
+    closing.start()
+    await asyncio.to_thread(closing.join, 0.2)  # time for one who would not wait
+    assert not e.parts.backend.closed
+    gate.set()
+    await asyncio.to_thread(closing.join)
+    assert e.parts.backend.closed
+    if asking is not None:
+        with pytest.raises(UnavailableError):
+            await asking
+
+
+def test_closed_workers_have_no_threads() -> None:
+    workers, begun, gate = Workers(2, "test-workers"), threading.Event(), threading.Event()
+    first = workers.submit("", lambda: begun.set() or gate.wait(30))
+    second = workers.submit("", list)  # of the same caller: waits for the first
+    assert begun.wait(30)
+    closing = threading.Thread(target=workers.close)
+    closing.start()
+    closing.join(0.2)
+    gate.set()
+    closing.join()
+    assert first.done()
+    assert first.result()
+    assert second.cancelled()
+    assert workers.submit("", list).cancelled()
+    assert not any(thread.name.startswith("test-workers") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("ask", ["call", "submit"])

@@ -17,6 +17,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -62,10 +63,9 @@ class AsyncEngine(OpenedModel):
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
         self._compilers = Workers(4, "verbatim-compile")
         self._compilers.submit("", partial(prepare, parts.tokenizer))  # now, while nobody's answer waits for it
-        self._inbox: list[tuple[str, Any]] = []
-        self._lock = (
-            threading.RLock()
-        )  # guards the inbox, the streams and the flags; a stream collected under it aborts its request
+        self._inbox: deque[tuple[str, Any]] = deque()
+        self._dropped: deque[tuple[str, Any]] = deque()  # requests whose streams were collected, and what held those
+        self._lock = threading.RLock()  # guards the inbox, the streams and the flags
         self._awake = threading.Event()
         self._arriving = 0  # accepted by submit() and not yet seen by the loop
         self._draining = self._closing = False
@@ -170,10 +170,14 @@ class AsyncEngine(OpenedModel):
 
         try:
             request = await self._made(make, params, tenant)
-            reader = reader_of(request_id)  # not before: a stream that is dropped aborts the request of its name
+            reader = reader_of(request_id)
             with self._lock:
                 self._check_open()
-                self._streams[request_id] = weakref.ref(reader) if isinstance(reader, AsyncStream) else partial(_same, reader)
+                self._streams[request_id] = (
+                    weakref.ref(reader, partial(self._drop, request_id))
+                    if isinstance(reader, AsyncStream)
+                    else partial(_same, reader)
+                )
                 self._inbox.append(("add", request))  # in one go with the question whether anybody still reads it
         except BaseException:
             self._give_up(request_id)
@@ -194,6 +198,11 @@ class AsyncEngine(OpenedModel):
 
     def _stream(self, request_id: str) -> AsyncStream:
         return AsyncStream(self, request_id)
+
+    def _drop(self, request_id: str, held: object) -> None:
+        """A stream was collected. That may come anywhere, in a thread that holds any lock: so none is taken here, and nobody woken. A request
+        that can still be ended keeps the loop awake."""
+        self._dropped.append((request_id, held))
 
     def _reserve(self, request_id: str) -> None:
         """A place in the queue, before any work is done for it."""
@@ -260,7 +269,9 @@ class AsyncEngine(OpenedModel):
         if first:
             self._note("cancel", Finish("cancel", "shutdown"))
             self._thread.join()
-            self._encoders.shutdown(wait=False, cancel_futures=True)
+            # Both wait for what has begun, and it ends: a text is encoded in the time that its length takes (the server bounds that), a structure is
+            # compiled or given up within PATIENCE and the second after it, and prepare() goes once over the vocabulary.
+            self._encoders.shutdown(wait=True, cancel_futures=True)
             self._compilers.close()
             self.core.close()
 
@@ -302,9 +313,9 @@ class AsyncEngine(OpenedModel):
 
     def _read_inbox(self) -> None:
         self._awake.clear()
-        with self._lock:
-            inbox, self._inbox = self._inbox, []
-        for what, value in inbox:
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]  # first: what they asked for has come in by now
+        for _ in range(len(self._inbox)):  # one by one: what is left when one fails is told so
+            what, value = self._inbox.popleft()
             if what == "add":
                 self._add(value)
             elif what == "abort":
@@ -314,6 +325,11 @@ class AsyncEngine(OpenedModel):
             else:
                 for request_id in list(self.core.jobs):
                     self.core.abort(request_id, value)
+        for request_id, held in dropped:
+            with self._lock:
+                same = self._streams.get(request_id) is held  # not a later one of the same name
+            if same:
+                self.core.abort(request_id)
 
     def _add(self, request: Request) -> None:
         try:
@@ -331,9 +347,11 @@ class AsyncEngine(OpenedModel):
                 self._arriving -= 1
 
     def _call(self, work: Callable[[EngineCore], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():  # who asked has left
+            return
         try:
             future.set_result(work(self.core))
-        except Exception as error:
+        except BaseException as error:  # the caller's, whatever it is: nobody else asked for it
             future.set_exception(error)
 
     def _send(self, outputs: Sequence[Output]) -> None:
@@ -359,9 +377,9 @@ class AsyncEngine(OpenedModel):
         with self._lock:
             self._error = error
             streams, self._streams = [held() for held in self._streams.values()], {}
-            inbox, self._inbox = self._inbox, []
-        for what, value in inbox:
-            if what == "call":
+        while self._inbox:
+            what, value = self._inbox.popleft()
+            if what == "call" and value[1].set_running_or_notify_cancel():
                 value[1].set_exception(BackendError(f"the engine has failed: {error}"))
         for stream in streams:
             if stream is not None:

@@ -25,8 +25,8 @@ class Aborts(Protocol):
 class AsyncStream:
     """One running request: an async iterator of Deltas that ends with the Completion.
 
-    If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs.
-    One reader only."""
+    If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs; the engine
+    notices one that nobody holds any more. One reader only."""
 
     def __init__(self, engine: Aborts, request_id: str) -> None:
         self.request_id = request_id
@@ -128,10 +128,6 @@ class AsyncStream:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    def __del__(self) -> None:
-        if not self._over and self.completion is None and self._error is None:
-            self._engine.abort(self.request_id)
 
 
 class Feed:

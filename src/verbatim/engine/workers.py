@@ -26,8 +26,9 @@ class Workers:
         self._running: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._closed = False
-        for number in range(threads):
-            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, caller: str, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -40,7 +41,8 @@ class Workers:
         return future
 
     def close(self) -> None:
-        """What has not begun is cancelled; nobody waits for the rest."""
+        """What has not begun is cancelled, what has is waited for: a thread that Python's end finds in foreign code takes the process down with
+        it. So work that is submitted here must end by itself. Not from one of these threads."""
         with self._changed:
             self._closed = True
             for queue in self._queues.values():
@@ -48,6 +50,8 @@ class Workers:
                     future.cancel()
             self._queues.clear()
             self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:
