@@ -236,6 +236,60 @@ def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
         jsonschema.validate({"name": "add", "arguments": {"a": 1}}, forced_schema([TOOL, other], "get_weather"))
 
 
+DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+# tools whose schemas refer to themselves: two under the same name, to a root, to the older word for $defs, to a property
+REFERRING = {
+    "set_address": {**closed(item={"$ref": "#/$defs/Item"}), "$defs": {"Item": closed(street={"enum": ["A", "B"]})}},
+    "set_price": {**closed(item={"$ref": "#/$defs/Item"}), "$defs": {"Item": closed(price=DIGIT)}},
+    "grow": closed(v=DIGIT, next={"anyOf": [{"type": "null"}, {"$ref": "#"}]}),
+    "older": {**closed(item={"$ref": "#/definitions/Item"}), "definitions": {"Item": closed(price=DIGIT)}},
+    "twice": closed(v=DIGIT, w={"$ref": "#/properties/v"}),
+    "literal": closed(const={"$ref": "#/properties/enum"}, enum={"const": {"$ref": "#"}}),
+}
+
+
+def test_references_in_a_tool_mean_its_own_schema() -> None:
+    import jsonschema
+
+    tools = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in REFERRING.items()]
+    good = {
+        "set_address": {"item": {"street": "A"}},
+        "set_price": {"item": {"price": 3}},
+        "grow": {"v": 1, "next": {"v": 2, "next": None}},
+        "older": {"item": {"price": 3}},
+        "twice": {"v": 1, "w": 2},
+        "literal": {"const": {"$ref": "#"}, "enum": {"$ref": "#"}},
+    }
+    for name in REFERRING:
+        for schema in (forced_schema(tools, None), forced_schema(tools, name)):
+            for other, arguments in good.items():
+                call = {"name": name, "arguments": arguments}
+                fits = jsonschema.Draft202012Validator(schema).is_valid(call)
+                assert fits is jsonschema.Draft202012Validator(REFERRING[name]).is_valid(arguments), (name, other)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("strict", [False, True])
+def test_forced_and_strict_calls_with_references_are_valid(fake: Any, strict: bool) -> None:
+    import jsonschema
+
+    tools = [{"type": "function", "function": {"name": n, "parameters": p, "strict": strict}} for n, p in REFERRING.items()]
+    ask = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 400, "parallel_tool_calls": False}
+    bias = {"110": 50, "60": 100}  # "n": null rather than one more level; "<": a call where there may be text
+    named = [{"type": "function", "function": {"name": name}} for name in REFERRING]
+    for seed, choice in enumerate(["auto"] * 6 if strict else ["required", "required", *named]):
+        answer = fake.post("/v1/chat/completions", {**ask, "tool_choice": choice, "seed": seed, "logit_bias": bias})
+        (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+        assert isinstance(choice, str) or call["function"]["name"] == choice["function"]["name"]
+        jsonschema.validate(json.loads(call["function"]["arguments"]), REFERRING[call["function"]["name"]])
+
+
 @pytest.mark.server
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])

@@ -104,31 +104,41 @@ def _spell(function: Mapping[str, Any]) -> str:
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     """The schema whose every answer is a valid call: of the named tool, or of any."""
-    shapes = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-        if name is None or tool["function"]["name"] == name
-    ]
-    return _lifted(shapes[0] if len(shapes) == 1 else {"anyOf": shapes}, shapes)
+    functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
+    if len(functions) == 1:
+        return _call_shape(functions[0], "#")
+    return {"anyOf": [_call_shape(function, f"#/anyOf/{i}") for i, function in enumerate(functions)]}
 
 
-def _lifted(schema: dict[str, Any], shapes: list[dict[str, Any]]) -> dict[str, Any]:
-    """`#/$defs/X` inside a tool's parameters means their own root; one level down that is ours, so definitions move up."""
-    definitions: dict[str, Any] = {}
-    for shape in shapes:
-        parameters = shape["properties"]["arguments"]
-        if isinstance(parameters, dict) and "$defs" in parameters:
-            definitions.update(parameters["$defs"])
-            shape["properties"]["arguments"] = {k: v for k, v in parameters.items() if k != "$defs"}
-    return {**schema, "$defs": definitions} if definitions else schema
+def _call_shape(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    arguments = _moved(function.get("parameters") or {"type": "object"}, f"{place}/properties/arguments")
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # their members are schemas
+VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that was its own root and now stands at `place`: its references (`#`, `#/$defs/X`) still mean what they meant."""
+    if isinstance(schema, list):
+        return [_moved(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            out[key] = place + value[1:]
+        elif key in BY_NAME and isinstance(value, dict):
+            out[key] = {name: _moved(item, place) for name, item in value.items()}
+        else:
+            out[key] = value if key in VALUES else _moved(value, place)
+    return out
 
 
 def call_or_text(tools: Sequence[Mapping[str, Any]], form: str, *, single: bool, text: Any = None) -> str | None:
