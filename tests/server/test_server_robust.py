@@ -460,6 +460,16 @@ def test_a_frozen_engine_is_noticed_killed_and_replaced(serve: Any) -> None:
     assert live.complete()["choices"]
 
 
+def test_a_server_that_waits_to_start_its_engine_again_ends_at_once(serve: Any) -> None:
+    live = serve("--backoff-seconds", "30")
+    os.kill(live.engine_pid(), signal.SIGKILL)
+    while "starting it again in 30" not in live.said():
+        time.sleep(0.05)
+    begun = time.monotonic()
+    assert live.stop() == 0
+    assert time.monotonic() - begun < 5
+
+
 def test_no_engine_outlives_a_killed_server(serve: Any) -> None:
     live = serve()
     child = live.engine_pid()

@@ -41,7 +41,7 @@ class Supervisor:
         )  # the first start failed: there is nothing to serve
         self._running: dict[str, Running] = {}
         self._outbox: wire.Outbox | None = None
-        self._closing = False
+        self._closing = asyncio.Event()
         self._last_beat = 0.0
         self._last_progress = (0.0, -1)
         self._task: asyncio.Task[None] | None = None
@@ -86,7 +86,7 @@ class Supervisor:
         self._task = asyncio.create_task(self._supervise())
 
     async def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         self.ready.clear()
         if self._outbox is not None:
             self._outbox.put({"t": "close"})
@@ -105,19 +105,20 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         wait = self.settings.backoff_seconds
-        while not self._closing:
+        while not self._closing.is_set():
             born = time.monotonic()
             try:
                 await self._one_life()
             except Exception:
                 log.exception("the supervisor failed; the engine is started again")
             self._bury()
-            if self._closing or self.fatal.done():
+            if self._closing.is_set() or self.fatal.done():
                 return
             wait = self.settings.backoff_seconds if time.monotonic() - born > STABLE_SECONDS else wait
             log.warning("the engine ended; starting it again in %.1f s", wait)
             self.restarts += 1
-            await asyncio.sleep(wait)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), wait)
             wait = min(wait * 2, self.settings.backoff_limit)
 
     async def _one_life(self) -> None:
@@ -147,12 +148,13 @@ class Supervisor:
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
         """The socket is closed. A sound engine ends by itself; the others are not waited for."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), 5.0 if self._closing else 1.0)
+            await asyncio.wait_for(process.wait(), 5.0 if self._closing.is_set() else 1.0)
         if process.returncode is None:
             self._kill(process)
             await process.wait()
         self.pid = self._process = None
-        log.log(logging.INFO if self._closing else logging.ERROR, "the engine process ended with code %s", process.returncode)
+        level = logging.INFO if self._closing.is_set() else logging.ERROR
+        log.log(level, "the engine process ended with code %s", process.returncode)
 
     def _bury(self) -> None:
         """Every request that was running gets its error now, and its line in the ledger."""
