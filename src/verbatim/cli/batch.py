@@ -4,7 +4,8 @@
     {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
 
 The requests go through the server's own handlers, in this process and without a socket, so an answer is what the server would have sent.
-What OUT already holds is not asked again: run the same line once more after a crash.
+What OUT already holds is not asked again: run the same line once more after a crash. A request that is refused for now (429, 503) is asked
+again, with fewer beside it; what still has no answer at the end (429 and 5xx) is in OUT, and the next run asks again and takes its line out.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import asyncio
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from verbatim.server.settings import Settings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ALONE = 3  # times that a request which is refused for now is asked with nothing beside it, before that is its answer
+LONGEST_PAUSE = 10.0  # seconds, whatever Retry-After says
+RESTART_SECONDS = 900.0  # an engine that died has this long to read its model again
 Line = dict[str, Any]
 
 
@@ -54,7 +59,8 @@ def command(
 ) -> int:
     """Answer every request of IN (OpenAI's batch format, one a line) into OUT. Interrupted, it goes on where it stopped.
 
-    A request that names another model than this one is refused, as a server would. Exit code 1: some requests were refused; OUT says why.
+    A request that names another model than this one is refused, as a server would. Exit code 1: OUT holds a refusal, now or from an earlier
+    run, and says why.
     """
     try:
         from verbatim.server.settings import Limits, Settings
@@ -66,34 +72,44 @@ def command(
     if Path(target).exists() and Path(source).samefile(target):
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
     lines = read_requests(Path(source))
-    done = answered(Path(target))
-    todo = [line for line in lines if line["custom_id"] not in done]
+    held = answered(Path(target), {line["custom_id"] for line in lines})
+    todo = [line for line in lines if line["custom_id"] not in held]
+    there = sum(status == 200 for status in held.values())
     limits = Limits(max_queue=concurrency, request_seconds=86_400.0)
     settings = Settings(
         model=flags["model"], served_names=names, engine=engine_of(flags), revision=flags.get("revision"), offline=bool(flags.get("offline")),
         test_engine=test_engine, limits=limits, store_items=0,
     )  # fmt: skip
-    failed = 0
     if quiet:  # the engine's process has a log of its own
         os.environ.setdefault("VERBATIM_LOG", "WARNING")
     if todo:
-        with open(target, "a", encoding="utf-8") as out, progress(len(lines), len(lines) - len(todo), quiet) as advance:
-            failed = asyncio.run(answer_all(settings, todo, concurrency, out, advance))
+        with open(target, "a", encoding="utf-8") as out, progress(len(lines), len(held), quiet) as advance:
+
+            def write(answer: Line) -> None:
+                out.write(json.dumps(answer, ensure_ascii=False) + "\n")
+                out.flush()
+                held[answer["custom_id"]] = status_of(answer)
+                advance()
+
+            asyncio.run(answer_all(settings, todo, concurrency, write))
+    good = sum(status == 200 for status in held.values())
     if not quiet:
-        note(f"{len(lines)} requests: {len(lines) - len(todo)} were there, {len(todo) - failed} answered, {failed} refused")
-    return 1 if failed else 0
+        note(f"{len(lines)} requests: {there} were there, {good - there} answered, {len(lines) - good} refused")
+    return 0 if good == len(lines) else 1
 
 
 def read_requests(path: Path) -> list[Line]:
     """Every line is checked before anything runs: a typo in the last one should not cost the night."""
     out: list[Line] = []
     seen: set[str] = set()
-    with open(path, encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            if not text.strip():
+    with open(path, "rb") as file:
+        for number, raw in enumerate(file, 1):
+            if not raw.strip():
                 continue
             try:
-                line = json.loads(text, object_pairs_hook=no_key_twice)
+                line = json.loads(raw.decode("utf-8"), object_pairs_hook=no_key_twice)
+            except UnicodeDecodeError:
+                raise ParameterError("IN", f"line {number} is not UTF-8; save the file in that encoding") from None
             except (json.JSONDecodeError, RecursionError):
                 raise ParameterError("IN", f"line {number} is not JSON") from None
             except ValueError as error:
@@ -108,6 +124,8 @@ def read_requests(path: Path) -> list[Line]:
                 raise ParameterError("IN", f"line {number}: no such key of a request: {min(unknown)[:40]!r}")
             if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
                 raise ParameterError("IN", f"line {number}: method must be POST and url one of {', '.join(URLS)}")
+            if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
+                raise ParameterError("IN", f"line {number}: custom_id {line['custom_id'][:40]!a} holds half a character")
             if line["custom_id"] in seen:
                 raise ParameterError("IN", f"line {number}: custom_id {line['custom_id'][:40]!r} appears twice")
             if line["body"].get("stream"):
@@ -117,22 +135,49 @@ def read_requests(path: Path) -> list[Line]:
     return out
 
 
-def answered(path: Path) -> set[str]:
-    """The ids that are done. A last line cut by a crash is removed; anything else that is not ours is an error, not overwritten."""
+def status_of(answer: Line) -> int:
+    status: int = answer["response"]["status_code"]
+    return status
+
+
+def unsettled(status: int) -> bool:
+    """Not the request's fault: asked again, it may have an answer."""
+    return status == 429 or status >= 500
+
+
+def answered(path: Path, wanted: set[str]) -> dict[str, int]:
+    """The statuses of wanted requests that are done. What is not settled, and a last line cut by a crash, is removed; anything else that is not ours is
+    an error, not overwritten."""
     if not path.exists():
-        return set()
+        return {}
     raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    done = set()
-    for number, text in enumerate(whole.splitlines(), 1):
+    done: dict[str, int] = {}
+    kept: list[bytes] = []
+    for number, text in enumerate(raw.split(b"\n")[:-1], 1):
         try:
-            done.add(json.loads(text)["custom_id"])
-        except (ValueError, KeyError, TypeError):
+            answer = json.loads(text)
+            ours, settled = answer["custom_id"] in wanted, not unsettled(status_of(answer))
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ParameterError("OUT", f"line {number} of {path} is not an answer of a batch; choose another file") from None
-    if len(whole) < len(raw):
-        with open(path, "r+b") as file:
-            file.truncate(len(whole))
+        if settled or not ours:
+            kept.append(text + b"\n")
+        if settled and ours:
+            done[answer["custom_id"]] = status_of(answer)
+    keep_only(path, raw, b"".join(kept))
     return done
+
+
+def keep_only(path: Path, raw: bytes, whole: bytes) -> None:
+    """Brings a file from `raw` to `whole`, which is part of it. A crash in the middle loses nothing."""
+    if raw.startswith(whole):
+        if len(whole) < len(raw):
+            os.truncate(path, len(whole))
+        return
+    path = path.resolve()  # a link stays one
+    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    beside.write_bytes(whole)
+    shutil.copymode(path, beside)
+    beside.replace(path)
 
 
 class progress:
@@ -155,8 +200,8 @@ class progress:
         self._bar.stop()
 
 
-async def answer_all(settings: Settings, todo: list[Line], concurrency: int, out: TextIO, advance: Callable[[], None]) -> int:
-    """As many workers as may run at once take lines in order; each answer is written and flushed when it is there."""
+async def answer_all(settings: Settings, todo: list[Line], concurrency: int, write: Callable[[Line], None]) -> None:
+    """Starts the engine, asks, ends it."""
     from verbatim.server.app import make_app
     from verbatim.server.state import State
     from verbatim.server.supervisor import Supervisor
@@ -165,45 +210,74 @@ async def answer_all(settings: Settings, todo: list[Line], concurrency: int, out
     state = State(settings, supervisor)
     app = make_app(state)
     supervisor.start()
-    failed = 0
     try:
         await asyncio.wait(
             (asyncio.ensure_future(supervisor.ready.wait()), supervisor.fatal), return_when=asyncio.FIRST_COMPLETED
         )
         if supervisor.fatal.done():
             raise ModelError(supervisor.fatal.result())
-        waiting: Iterator[Line] = iter(todo)
 
-        async def work() -> None:
-            nonlocal failed
-            for line in waiting:
-                answer = await ask(app, supervisor, state.names()[0], line)
-                failed += answer["response"]["status_code"] != 200
-                out.write(json.dumps(answer, ensure_ascii=False) + "\n")
-                out.flush()
-                advance()
+        async def ask_one(line: Line) -> tuple[Line, float]:
+            await restarted(supervisor.ready)
+            return await ask(app, state.names()[0], line)
 
-        await asyncio.gather(*(work() for _ in range(min(concurrency, len(todo)))))
+        await answer_in_rounds(ask_one, todo, concurrency, write)
     finally:
         await supervisor.close()
-    return failed
 
 
-async def ask(app: Any, supervisor: Any, model: str, line: Line) -> Line:
-    """One request through the application. An engine that died is waited for, and the request asked again: twice is enough."""
-    status: int = 0
-    headers: dict[str, str] = {}
-    body: Any = {}
+async def restarted(ready: asyncio.Event) -> None:
+    try:
+        await asyncio.wait_for(ready.wait(), RESTART_SECONDS)
+    except TimeoutError:
+        raise BackendError(
+            f"the engine died and is not back after {RESTART_SECONDS:g} seconds; its log says why, and the same line goes on from here"
+        ) from None
+
+
+async def answer_in_rounds(
+    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]], todo: list[Line], concurrency: int, write: Callable[[Line], None]
+) -> None:
+    """A queue that is too short for all is long enough for some: what one round refuses for now, the next asks with half as many at once. The last
+    rounds ask one by one: nothing else of ours is in the way then, and an engine that dies there died of this very request."""
+    limits = [concurrency >> halved for halved in range(concurrency.bit_length() - 1)] + [1] * ALONE
+    refused: list[tuple[Line, Line]] = []
+    for limit in limits:
+        refused = await one_round(ask_one, todo, limit, write)
+        todo = [line for line, _ in refused]
+    for _, answer in refused:
+        write(answer)
+
+
+async def one_round(
+    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]], todo: list[Line], limit: int, write: Callable[[Line], None]
+) -> list[tuple[Line, Line]]:
+    """`limit` workers take lines in order, and write each answer when it is there. Returns the lines that are refused for now, and the refusals."""
+    waiting = iter(todo)
+    refused: list[tuple[Line, Line]] = []
+
+    async def work() -> None:
+        for line in waiting:
+            answer, pause = await ask_one(line)
+            if status_of(answer) in (429, 503):
+                refused.append((line, answer))
+                await asyncio.sleep(min(pause, LONGEST_PAUSE))
+            else:
+                write(answer)
+
+    await asyncio.gather(*(work() for _ in range(min(limit, len(todo)))))
+    return refused
+
+
+async def ask(app: Any, model: str, line: Line) -> tuple[Line, float]:
+    """One request through the application: its answer, and how long to wait before the next where that is a refusal."""
     asked = line["body"]
     if asked.get("model") is None:  # here there is one model, and nobody else's to be mistaken for
         asked = {**asked, "model": model}
-    for _ in range(3):
-        status, headers, body = await call(app, line["url"], asked)
-        if status != 503:
-            break
-        await supervisor.ready.wait()
+    status, headers, body = await call(app, line["url"], asked)
     response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
-    return {"id": "batch_req_" + secrets.token_hex(12), "custom_id": line["custom_id"], "response": response, "error": None}
+    answer = {"id": "batch_req_" + secrets.token_hex(12), "custom_id": line["custom_id"], "response": response, "error": None}
+    return answer, float(headers.get("retry-after", 1))
 
 
 async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any]:
