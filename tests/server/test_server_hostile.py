@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from live_server import Live
 
 from verbatim.base.params import FIELDS
 from verbatim.server.check import request_model, too_many_values
@@ -461,6 +462,91 @@ def test_a_prompt_that_is_too_long_has_the_clients_own_name(fake: Any) -> None:
     ):
         status, answer = send(fake, path, json.dumps({**BASE[path], name: value}))
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", name)
+
+
+SAID = [{"role": "user", "content": "hi"}]
+NO_TYPE = {"type": "foo"}
+REFUSED_LATE: list[tuple[str, dict[str, Any], str]] = [
+    ("/v1/chat/completions", {"messages": SAID, "max_tokens": 5000}, "max_tokens"),
+    ("/v1/chat/completions", {"messages": SAID, "max_completion_tokens": 5000}, "max_completion_tokens"),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 5000}, "max_output_tokens"),
+    ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": NO_TYPE}}}, "text"),
+    (
+        "/v1/responses",
+        {"input": "hi", "tool_choice": "required", "tools": [{"type": "function", "name": "f", "parameters": NO_TYPE}]},
+        "tools",
+    ),
+    ("/v1/messages", {"messages": SAID, "max_tokens": 5000}, "max_tokens"),
+    (
+        "/v1/messages",
+        {"messages": SAID, "max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": NO_TYPE}}},
+        "output_config",
+    ),
+    (
+        "/v1/messages",
+        {"messages": SAID, "max_tokens": 9, "output_format": {"type": "json_schema", "schema": NO_TYPE}},
+        "output_format",
+    ),
+    (
+        "/v1/messages",
+        {"messages": SAID, "max_tokens": 9, "tool_choice": {"type": "any"}, "tools": [{"name": "f", "input_schema": NO_TYPE}]},
+        "tools",
+    ),
+    ("/api/generate", {"prompt": "hi", "raw": True, "format": NO_TYPE}, "format"),
+    ("/api/generate", {"prompt": "hi", "format": NO_TYPE}, "format"),
+    ("/api/chat", {"messages": SAID, "options": {"num_predict": 5000}}, "options.num_predict"),
+    ("/v1/embeddings", {"input": "x" * 4096}, "input"),
+]
+
+
+@pytest.mark.parametrize("wait", ["9", "0.0001"], ids=["at once", "after a keep-alive"])
+def test_a_refusal_by_the_engine_has_the_clients_own_name(wait: str) -> None:
+    """Even where it comes after the head of the answer, as an event."""
+    live = Live("--keepalive-seconds", wait).wait_ready()
+    try:
+        for path, body, name in REFUSED_LATE:
+            for more in ({},) if path == "/v1/embeddings" else ({"stream": False}, {"stream": True}):
+                answer = live.post(path, {**body, **more})
+                assert answer.status_code == 400 or more.get("stream")
+                lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if '"error":' in line]
+                error = next(told for told in (json.loads(line).get("error") for line in lines) if told)
+                if isinstance(error, str):  # Ollama's have only words, and those of a length that does not fit name no field
+                    assert error.startswith(f"{name}: ") or "of a context of" in error
+                else:
+                    assert error["param"] == name, (path, body)
+                    assert error["message"].startswith(f"{name}: ") or error["code"] == "context_length_exceeded"
+    finally:
+        live.stop()
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/api/chat"]
+)
+def test_every_route_with_messages_bounds_their_number_and_length(fake: Any, path: str) -> None:
+    most = {"max_tokens": 4} if path == "/v1/messages" else {}
+    for messages, code in (
+        (SAID * 5000, "invalid_parameter"),
+        ([{**SAID[0], "content": "x" * 10**6}], "context_length_exceeded"),
+    ):
+        answer = fake.post(path, {"messages": messages, **most})
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        if path == "/api/chat":
+            assert error.startswith("messages: ")
+        else:
+            assert (error["code"], error["param"]) == (code, "messages")
+
+
+def test_counting_the_tokens_of_a_response_has_its_limits_too(fake: Any) -> None:
+    path = "/v1/responses/input_tokens"
+    tool = {"type": "function", "name": "f", "parameters": {}}
+    for body, param in (
+        ({"input": SAID * 5000}, "input"),
+        ({"input": "x" * 10**6}, "input"),
+        ({"tools": [tool] * 129}, "tools"),
+    ):
+        answer = fake.post(path, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def raw(fake: Any, data: bytes) -> bytes:

@@ -12,15 +12,15 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server.call import Call, EventStream, Json, new_id, sse
-from verbatim.server.chat import Ask
+from verbatim.server.chat import Ask, count_tokens
 from verbatim.server.fields import MESSAGES
 from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation, usage_of
 from verbatim.server.jsons import written
 from verbatim.server.problems import Problem
-from verbatim.server.tools import plain_text, template_messages
+from verbatim.server.tools import plain_text
 
 FAILED = "Error: "  # before the result of a tool that failed
-NAMES = {"stop": "stop_sequences", "json_schema": "output_config", "response_format": "output_config"}
+NAMES = {"stop": "stop_sequences"}
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -244,23 +244,16 @@ class Blocks:
 async def create(call: Call) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
-    ask = Ask(call, as_chat(body), MESSAGES, NAMES)
+    form = "output_format" if "output_format" in body else "output_config"
+    ask = Ask(call, as_chat(body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form})
     answer = Answer(ask, body, model)
     stream = bool(body.get("stream"))
     ask.submit(stream)
-    await ask.accepted()
+    await call.accepted()
     return EventStream(call, answer.events(), error_event) if stream else await answer.whole()
 
 
 async def count(call: Call) -> Response:
     body = await call.body()
     call.state.check_model(body["model"])
-    chat, facts = as_chat(body), call.state.facts
-    tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
-    messages = template_messages(chat["messages"], tools, facts)
-    template: dict[str, Any] = {"tools": tools} if tools and facts["template_tools"] else {}
-    call.submit(
-        "tokenize", messages=messages, template=template | ({"continue_final": True} if "continue_final" in chat else {})
-    )
-    (done,) = await call.results()
-    return Json({"input_tokens": len(done["ids"])})
+    return Json({"input_tokens": await count_tokens(call, as_chat(body), NAMES)})

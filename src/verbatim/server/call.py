@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from verbatim.server.asks import check_finish
+from verbatim.server.asks import check_finish, renamed
 from verbatim.server.check import check, parse_json
 from verbatim.server.jsons import dumps
 from verbatim.server.problems import Problem, problem_of
@@ -50,7 +50,8 @@ class Call:
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
         self.query: dict[str, str] = {}  # checked against the table
-        self.names: Mapping[str, str] = {}  # the engine's word for a parameter -> the client's, for errors that come late
+        self.names: Mapping[str, str] = {}  # the engine's word for a parameter -> the client's, for what the engine refuses
+        self.shift = 0  # messages of ours before the client's own
         self.signal = Signal()
         self.runs: list[Running] = []
         self.deadline: asyncio.Timeout | None = None  # of an open event stream
@@ -97,9 +98,12 @@ class Call:
             wait = self.arrived + self.state.limits.request_seconds - time.monotonic()
             self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
         running = self.state.supervisor.submit(name, self.tenant, {"kind": kind, **message}, self.signal)
-        running.on_fail = self._failed
+        running.on_fail, running.own = self._failed, self._own
         self.runs.append(running)
         return running
+
+    def _own(self, problem: Problem) -> Problem:
+        return renamed(problem, self.names, self.shift)
 
     def _expire(self) -> None:
         for running in self.runs:

@@ -7,7 +7,7 @@ their fields into OpenAI's chat fields first; spelling the answer is each protoc
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -56,11 +56,7 @@ class Ask:
     ) -> None:
         self.call = call
         self.body = body
-        self.names = {"messages": "messages", **(names or {})}
-        self.names = {
-            "prompt": self.names["messages"],
-            **self.names,
-        }  # what the engine calls the prompt is made of the messages
+        self.names = dict(names or {})
         self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False
@@ -71,8 +67,7 @@ class Ask:
         self._structure()
         self._tools()
         self._check_continued()
-        self._lengths_of_text()
-        call.names = self.names
+        self.messages, self.template = conversation(call, body, self.tools, self.names)
         state = call.state
         self.params = asks.finish_params(self.values, limits=state.limits, facts=state.facts, names=self.names)
         self.rows = asks.wants_rows(body, self.params)
@@ -119,12 +114,8 @@ class Ask:
                 )
 
     def _tools(self) -> None:
-        limit, own = self.call.state.limits.max_tools, self._own("tools")
-        if len(self.tools) > limit:
-            raise Problem("invalid_parameter", f"{own}: {len(self.tools)} tools are above this server's limit of {limit}", own)
+        check_tools(self.call, self.tools)
         names = [tool["function"]["name"] for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise Problem("invalid_parameter", f"{own}: two tools have the same name", own)
         wanted = self.choice["function"]["name"] if isinstance(self.choice, dict) else None
         own = self._own("tool_choice")
         if self.choice == "none":
@@ -138,7 +129,7 @@ class Ask:
                 raise Problem("invalid_parameter", f"{own}: names a tool that is not in tools", own)
             self._only_structure("tool_choice")
             self.values["json_schema"] = forced_schema(self.tools, wanted)
-            self.names = {"json_schema": "tools", **self.names}
+            self.names["json_schema"] = "tools"
             self.forced = True
 
     def _calls_or_answer(self) -> None:
@@ -148,18 +139,18 @@ class Ask:
         if not self.tools or not (strict or schema is not None):
             return
         if strict and any(name in self.values for name in STRUCTURES if name != "json_schema"):
-            where = f"{self._own('tools')}[{strict[0]}].function.strict"
+            where = f"tools[{strict[0]}].function.strict"
             raise Problem("invalid_parameter", f"{where}: only one structure at a time", where)
         single = self.body.get("parallel_tool_calls") is False
         grammar = call_or_text(self.tools, self.call.state.facts["tool_format"], single=single, text=schema)
         if grammar is None:
-            where = f"{self._own('tools')}[{strict[0]}].function.strict" if strict else self._own("response_format")
+            where = f"tools[{strict[0]}].function.strict" if strict else self._own("response_format")
             raise Problem(
                 "unsupported_parameter", f"{where}: not offered beside tool_choice auto for this model's tool format", where
             )
         self.values.pop("json_schema", None)
         self.values["grammar"] = grammar
-        self.names = {"grammar": self._own("tools"), **self.names}
+        self.names["grammar"] = "tools"
 
     def _check_continued(self) -> None:
         if self.continues and any(name in self.values for name in STRUCTURES):
@@ -168,33 +159,9 @@ class Ask:
                 "invalid_parameter", f"{own}: an answer whose beginning is given cannot be held to a structure or a tool", own
             )
 
-    def _lengths_of_text(self) -> None:
-        messages = self.body["messages"]
-        limit, own = self.call.state.limits.max_messages, self._own("messages")
-        if len(messages) > limit:
-            raise Problem("invalid_parameter", f"{own}: {len(messages)} messages are above this server's limit of {limit}", own)
-        facts = self.call.state.facts
-        if not facts["has_template"]:
-            raise Problem("unsupported_parameter", f"{own}: this model has no chat template; use /v1/completions", own)
-        self.messages = template_messages(messages, self.tools, facts)
-        for message in self.messages:
-            asks.check_text_length(own, message["content"] or "", facts)
-
     def submit(self, stream: bool, **more: Any) -> None:
-        facts = self.call.state.facts
-        template = template_options(self.body)
-        if self.tools and facts["template_tools"]:
-            template["tools"] = self.tools
-        if self.continues:
-            template["continue_final"] = True
-        ask = {"messages": self.messages, "template": template, "params": self.params, "rows": self.rows}
+        ask = {"messages": self.messages, "template": self.template, "params": self.params, "rows": self.rows}
         self.call.submit("generate", **ask, **more, stream=stream)
-
-    async def accepted(self) -> None:
-        try:
-            await self.call.accepted()
-        except Problem as problem:
-            raise asks.renamed(problem, self.names, len(self.messages) - len(self.body["messages"])) from None
 
     def parser(self) -> ToolParser | None:
         """For one choice. None: the text is the answer."""
@@ -212,6 +179,48 @@ class Ask:
             return text, []
         found = [*parser.push(text), *parser.finish()]
         return "".join(v for kind, v in found if kind == "text"), [v for kind, v in found if kind == "call"]
+
+
+def check_tools(call: Call, tools: Sequence[Mapping[str, Any]]) -> None:
+    limit = call.state.limits.max_tools
+    if len(tools) > limit:
+        raise Problem("invalid_parameter", f"tools: {len(tools)} tools are above this server's limit of {limit}", "tools")
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise Problem("invalid_parameter", "tools: two tools have the same name", "tools")
+
+
+def conversation(
+    call: Call, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and options for the chat template, within this server's limits. From here on the engine may refuse them: it learns what the
+    client calls them."""
+    messages, facts = body["messages"], call.state.facts
+    limit, own = call.state.limits.max_messages, names.get("messages", "messages")
+    if len(messages) > limit:
+        raise Problem("invalid_parameter", f"{own}: {len(messages)} messages are above this server's limit of {limit}", own)
+    if not facts["has_template"]:
+        raise Problem("unsupported_parameter", f"{own}: this model has no chat template; use /v1/completions", own)
+    made = template_messages(messages, tools, facts)
+    for message in made:
+        asks.check_text_length(own, message["content"] or "", facts)
+    template = template_options(body)
+    if tools and facts["template_tools"]:
+        template["tools"] = tools
+    if body.get("continue_final"):
+        template["continue_final"] = True
+    call.names = {"prompt": own, **names}  # what the engine calls the prompt is made of the messages
+    call.shift = len(made) - len(messages)
+    return made, template
+
+
+async def count_tokens(call: Call, body: Mapping[str, Any], names: Mapping[str, str]) -> int:
+    """Of the prompt that a request in chat fields would have."""
+    tools = [] if body.get("tool_choice") == "none" else body.get("tools", [])
+    check_tools(call, tools)
+    messages, template = conversation(call, body, tools, names)
+    call.submit("tokenize", messages=messages, template=template)
+    (done,) = await call.results()
+    return len(done["ids"])
 
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,7 +369,7 @@ async def chat(call: Call) -> Response:
         raise Problem("invalid_parameter", "best_of: cannot be streamed, because the best is known only at the end", "best_of")
     made = Chat(ask := Ask(call, body), model)
     ask.submit(stream)
-    await ask.accepted()
+    await call.accepted()
     if stream:
         return EventStream(call, made.events(with_usage, pad))
     return await made.whole()

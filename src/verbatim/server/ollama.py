@@ -214,7 +214,7 @@ async def _answer(call: Call, body: dict[str, Any], answer: Answer, window: dict
     stream = body.get("stream", True)
     if answer.ask is not None:
         answer.ask.submit(stream, **(window or {}))
-        await answer.ask.accepted()
+        await call.accepted()
     return EventStream(call, answer.events(), error_line, "application/x-ndjson") if stream else await answer.whole()
 
 

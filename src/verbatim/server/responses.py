@@ -12,12 +12,12 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server.call import KEEP_ALIVE, Call, EventStream, Json, new_id, sse
-from verbatim.server.chat import Ask, template_options
+from verbatim.server.chat import Ask, count_tokens
 from verbatim.server.completions import loop_of
 from verbatim.server.fields import RESPONSES
 from verbatim.server.generate import Piece, extras, finish_reason, floor, obfuscation, observe, pieces, spelled, usage_of
 from verbatim.server.problems import Problem
-from verbatim.server.tools import plain_text, template_messages
+from verbatim.server.tools import plain_text
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text", "response_format": "text"}
 
@@ -337,7 +337,7 @@ async def create(call: Call) -> Response:
     answer = Answer(ask, body, model)
     stream = bool(body.get("stream"))
     ask.submit(stream)
-    await ask.accepted()
+    await call.accepted()
     if stream:
         pad = bool((body.get("stream_options") or {}).get("include_obfuscation"))
         made = Events(answer, pad)
@@ -348,11 +348,5 @@ async def create(call: Call) -> Response:
 async def count(call: Call) -> Response:
     body = await call.body()
     call.state.check_model(body.get("model"))
-    chat = as_chat(call, body)
-    facts = call.state.facts
-    tools = [] if chat["tool_choice"] == "none" else chat.get("tools", [])
-    messages = template_messages(chat["messages"], tools, facts)
-    template = {**template_options(body), **({"tools": tools} if tools and facts["template_tools"] else {})}
-    call.submit("tokenize", messages=messages, template=template)
-    (done,) = await call.results()
-    return Json({"object": "response.input_tokens", "input_tokens": len(done["ids"])})
+    count = await count_tokens(call, as_chat(call, body), NAMES)
+    return Json({"object": "response.input_tokens", "input_tokens": count})

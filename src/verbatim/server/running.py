@@ -55,14 +55,13 @@ class Running:
         self.problem: Problem | None = None
         self.accepted = False
         self.closed = False  # nobody reads any more
-        self.first_delta_at: float | None = None
         self.on_fail: Callable[[], None] | None = None
+        self.own: Callable[[Problem], Problem] | None = None  # puts the client's names in the place of the engine's
         self._abort = abort
         self._deltas: list[list[Any]] = []
         self._bytes = 0
         self._max_bytes = max_bytes
         self._signal = signal
-        self._loop = asyncio.get_running_loop()
 
     # ----------------------------------------------------------------------------------------------- the engine's side
 
@@ -73,8 +72,6 @@ class Running:
     def push(self, delta: list[Any]) -> None:
         if self.closed or self.problem is not None:
             return
-        if self.first_delta_at is None:
-            self.first_delta_at = self._loop.time()
         self._deltas.append(delta)
         self._bytes += DELTA_COST + len(delta[1]) * 4
         if delta[4] or delta[5]:
@@ -93,7 +90,7 @@ class Running:
     def fail(self, problem: Problem) -> None:
         """The reader gets what it had, then the problem. The first problem counts."""
         if self.problem is None and self.done is None:
-            self.problem = problem
+            self.problem = problem if self.own is None else self.own(problem)
             self.wake()
             if self.on_fail is not None:
                 self.on_fail()

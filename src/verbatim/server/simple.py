@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from verbatim.server import asks
 from verbatim.server.call import Call, Json
+from verbatim.server.chat import conversation
 from verbatim.server.completions import parses_special, prompts_of
 from verbatim.server.generate import extras, floor, observe, prompt_items, spelled, usage_of
 from verbatim.server.problems import Problem
-from verbatim.server.tools import template_messages
 
 
 async def embeddings(call: Call) -> Response:
@@ -27,6 +27,7 @@ async def embeddings(call: Call) -> Response:
         raise Problem("invalid_parameter", f"dimensions: {body['dimensions']} is above the model's {hidden}", "dimensions")
     state = call.state
     params = asks.finish_params({"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts)
+    call.names = {"prompt": "input"}
     for prompt in prompts:
         call.submit("generate", prompt=prompt, params=params, stream=False, hidden=True)
     results = await call.results()
@@ -59,7 +60,7 @@ async def score(call: Call) -> Response:
     prompts = prompts_of(body["prompt"], "prompt", call)
     parse = parses_special(body, prompts)
     values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
-    names = {"prompt_logprobs": "top_logprobs"}
+    names = call.names = {"prompt_logprobs": "top_logprobs"}
     state = call.state
     params = asks.finish_params(values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names)
     for prompt in prompts:
@@ -103,8 +104,8 @@ async def tokenize(call: Call) -> Response:
         parse = body.get("parse_special", False)
         call.submit("tokenize", text=body["prompt"], special=body.get("add_special_tokens", True), parse=parse)
     else:
-        messages = template_messages(body["messages"], [], call.state.facts)
-        call.submit("tokenize", messages=messages)
+        messages, template = conversation(call, body, [], {})
+        call.submit("tokenize", messages=messages, template=template)
     (done,) = await call.results()
     answer = {"tokens": done["ids"], "count": len(done["ids"]), "max_model_len": call.state.facts["context"]}
     if done["warnings"]:
