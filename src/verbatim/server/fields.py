@@ -114,8 +114,6 @@ NO_PARSE = Rule("refused", "the chat template writes the control tokens, and wha
 KWARGS = Rule(
     "honoured", "further variables for the chat template; one that the model's template never reads is refused", dict[str, Any]
 )
-BIAS = Rule("honoured", FIELDS["logit_bias"].help, annotation(FIELDS["logit_bias"]), param="logit_bias")
-SALT = sampling("cache_salt")
 
 # ------------------------------------------------------------------------------------------------------------- tables
 

@@ -271,10 +271,6 @@ class AnthropicOutputConfig(Strict):
     format: AnthropicFormat | None = None
 
 
-class ThinkingOff(Strict):
-    type: Literal["disabled"]
-
-
 # ------------------------------------------------------------------------------------------------------------- ollama
 
 

@@ -2,7 +2,7 @@
 
 frame = 4 bytes big-endian length | msgpack of a dict with "t" (its type)
 
-to the engine     start, submit, abort, drain, close
+to the engine     start, submit, abort, close
 from the engine   loading, ready, failed, accepted, deltas, done, error, beat
 """
 
