@@ -409,7 +409,8 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
     else:
         monkeypatch.setattr(parts.tokenizer, "encode", slow)
     e = AsyncEngine.from_parts(parts, **OPTIONS)
-    asking = asyncio.create_task(e.submit("x")) if what == "encode" else None
+    asking = [asyncio.create_task(e.submit("x")) for _ in range(6 if what == "encode" else 0)]  # more than there are threads
+    await asyncio.sleep(0)  # each has its place now, and some are not begun
     assert await asyncio.to_thread(begun.wait, 30)
     closing = threading.Thread(target=e.close)
     closing.start()
@@ -418,9 +419,9 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
     gate.set()
     await asyncio.to_thread(closing.join)
     assert e.parts.backend.closed
-    if asking is not None:
+    for task in asking:
         with pytest.raises(UnavailableError):
-            await asking
+            await task
 
 
 def test_closed_workers_have_no_threads() -> None:

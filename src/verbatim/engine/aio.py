@@ -179,8 +179,10 @@ class AsyncEngine(OpenedModel):
                     else partial(_same, reader)
                 )
                 self._inbox.append(("add", request))  # in one go with the question whether anybody still reads it
-        except BaseException:
+        except BaseException as error:
             self._give_up(request_id)
+            if isinstance(error, asyncio.CancelledError) and self._not_begun():
+                raise UnavailableError("the engine is shutting down") from None
             raise
         self._awake.set()
         return reader
@@ -195,6 +197,11 @@ class AsyncEngine(OpenedModel):
         except TimeoutError:
             field = next(name for name in STRUCTURE if getattr(params, name) is not None)
             raise busy(field) from None
+
+    def _not_begun(self) -> bool:
+        """A CancelledError that nobody asked this task for: close() came before its work began."""
+        task = asyncio.current_task()
+        return self._closing and task is not None and not task.cancelling()
 
     def _stream(self, request_id: str) -> AsyncStream:
         return AsyncStream(self, request_id)
