@@ -11,6 +11,7 @@ import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.sampling import grammar
 from verbatim.sampling.grammar import Matcher
 from verbatim.testing import fake_parts
 
@@ -96,6 +97,28 @@ def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> No
         llm.core.check()
     assert found[1] == found[0]
     assert [c[1].reason for d in found[0] for c in d] == ["stop", "error", "error"]
+
+
+@pytest.mark.parametrize("mode", ["ngram", "suffix", "auto"])
+@pytest.mark.parametrize("states", [150, 25_000])
+def test_guesses_use_up_nothing_of_what_answers_share(monkeypatch: pytest.MonkeyPatch, mode: str, states: int) -> None:
+    """A structure whose texts need ever more states of a lexer: an answer that ends for it ends at the same token with drafts, and no earlier."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", states)
+    monkeypatch.setattr(grammar, "AGAIN", 0.0)  # made anew once, whatever the time
+    asked = [SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=200, seed=i, logit_bias={99: -100}) for i in range(3)]
+    found = []
+    for way in ("off", mode):
+        answers, drafted = [], 0
+        for params in asked:
+            llm = fake_llm(speculate=way)
+            llm.core.drafting.adaptive = False
+            done = llm.generate("ab", params)
+            drafted += done.usage.drafted_tokens
+            answers.append([(c.token_ids, c.finish) for c in done.choices])
+        found.append(answers)
+    assert drafted > 100
+    assert found[0] == found[1]
+    assert {finish.reason for (choice,) in found[0] for _, finish in (choice,)} == ({"error"} if states == 150 else {"length"})
 
 
 @pytest.mark.parametrize("where", ["mask", "advance"])

@@ -9,8 +9,11 @@ import os
 import random
 import signal
 import sys
+import threading
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -502,6 +505,67 @@ def test_what_is_too_much_for_one_answer_alone_still_ends_it(monkeypatch: pytest
     with pytest.raises(UnsupportedError, match="too many states"):
         go_on()
     grammar._KEPT.pop(TOKENIZER, None)
+
+
+def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong guesses walk until the scouts' lexer is used up: that ends guessing, and the answer goes on with all that it would have had."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 300)
+    grammar._KEPT.pop(TOKENIZER, None)
+    rng, structure = random.Random(0), build(regex="(a|b)*a(a|b){8}")
+    monkeypatch.setattr(structure, "again", lambda: None)  # the answer gets no second one
+    matcher, alone = structure.start(), Structure(structure._make, "regex", TOKENIZER.eos_ids).start()
+    walked = 0
+    for step in range(60):
+        drafts = matcher.usable([rng.choice([97, 98]) for _ in range(15)])
+        walked += len(drafts)
+        token = drafts[0] if drafts and step % 2 else rng.choice([97, 98])
+        for one in (matcher, alone):
+            one.advance(token)
+        assert matcher.mask() == alone.mask()
+    assert 100 < walked < 60 * 15
+    assert not structure.scouted
+    assert structure.start().usable([97, 98]) == structure.start().forced() == ()
+    assert structure.start().masks_along(()) == (structure.start().mask(),)
+    grammar._KEPT.pop(TOKENIZER, None)
+
+
+def test_scouts_see_what_the_answer_will_see() -> None:
+    """Whatever they walked before, and wherever they begin to follow: the masks of a step are those of the answer itself."""
+    structure = build(json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"type": "number"}}}})
+    text = list(b'{"a": [1.5, -2, 30, 4e5, 6]}')
+    for begin in (0, 5, len(text) - 3):
+        matcher = structure.start()
+        for at, token in enumerate(text):
+            if at >= begin:
+                drafts = matcher.usable([*text[at : at + 4], ord("7")])
+                single = structure.start()
+                for earlier in text[:at]:
+                    single.advance(earlier)
+                assert drafts[:4] == tuple(text[at : at + 4])
+                for draft, mask in zip((*drafts, None), matcher.masks_along(drafts), strict=True):
+                    assert mask is None or mask == single.mask()
+                    if draft is not None:
+                        single.advance(draft)
+            matcher.advance(token)
+        assert matcher.accepting
+
+
+def test_scouts_that_take_long_are_made_beside_the_engine_or_not_at_all() -> None:
+    def slowly(make: Callable[[], Any], threads: list[threading.Thread]) -> Any:
+        threads.append(threading.current_thread())
+        time.sleep(0.1)
+        return make()
+
+    for seconds, made in ((grammar.AT_ONCE / 2, "now"), (grammar.BESIDE / 2, "later"), (grammar.BESIDE * 2, "never")):
+        structure = Structure(build(regex="scout[0-9]")._make, "regex", TOKENIZER.eos_ids)
+        threads: list[threading.Thread] = []
+        structure._make, structure.seconds = partial(slowly, structure._make, threads), seconds
+        assert structure.start().usable(b"sc") == (tuple(b"sc") if made == "now" else ())
+        until = time.monotonic() + 10
+        while made == "later" and not structure.scouted and time.monotonic() < until:
+            time.sleep(0.01)
+        assert structure.start().usable(b"sc") == (() if made == "never" else tuple(b"sc"))
+        assert [t is threading.current_thread() for t in threads] == {"now": [True], "later": [False], "never": []}[made]
 
 
 def test_copies_go_their_own_way() -> None:

@@ -108,6 +108,8 @@ class Job:
             self._drawn += 1
             finish = self._follow(event, event.drawn) if self.matchers else event.finish
             stream.push(event.drawn, finish)
+            if self.matchers and stream.finish is None:
+                self._look_ahead(event.seq_id)
         self._open -= stream.finish is not None
         return stream.finish is not None
 
@@ -122,6 +124,15 @@ class Job:
         if event.finish is None and matcher.finished:
             return Finish("stop", self.request.structure.field)
         return event.finish
+
+    def _look_ahead(self, seq_id: int) -> None:
+        """What may come next is computed here, also where drafts that came true go on: a structure that cannot be followed any further ends the text
+        at the same token with drafts and without."""
+        try:
+            self.matchers[seq_id].mask()
+        except VerbatimError as error:
+            self.error = error
+            self.streams[seq_id].end(Finish("error", error.message))
 
     def end(self, finish: Finish) -> None:
         """End what still runs: an abort, or an error."""

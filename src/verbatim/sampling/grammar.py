@@ -35,6 +35,8 @@ PATIENCE = 1.8  # seconds on the wall: a refusal comes within two, this plus wha
 MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
 MAX_REGEX = 16 * 1024
 AGAIN = 0.1  # seconds that one structure may be compiled anew for matchers that ran out of what they share
+AT_ONCE = 0.005  # seconds that a step of the engine may wait for scouts to be compiled;
+BESIDE = 0.1  # what takes longer is made beside it, up to this: what takes longer still gets none
 SHARED = ("too many states", "too many expressions", "PoisonError")  # signs of that in llguidance's errors
 PLAIN = 64 * 1024  # choices of so many characters cannot take long (some 40 ms), and need no child
 
@@ -64,11 +66,16 @@ class Structure:
     """One compiled structure; start() gives a matcher for each sequence that must follow it.
 
     llguidance's copies share one lexer. The number of its states is limited: what one answer's text used up, another's would miss; and a failure inside it in one
-    copy ends them all. So a matcher that finds it so is made anew, for itself alone (`again`), and nothing new is begun with what is `spent`."""
+    copy ends them all. So a matcher that finds it so is made anew, for itself alone (`again`), and nothing new is begun with what is `spent`.
+
+    Guesses are walked by scouts: copies of a second one, compiled when the first guess is looked for. What wrong guesses use up, no answer misses; the scouts'
+    own end only ends guessing. A structure that takes more than BESIDE to compile has none, and its answers no drafts."""
 
     def __init__(self, make: Callable[[], Any], field: str, eos_ids: Sequence[int]) -> None:
         self._make, self.field = make, field
         self.spent = False
+        self._scouts: Any = None
+        self._scouting: bool | None = None  # None: nobody has looked for guesses yet
         self.seconds = self._again = 0.0  # of making it; of making it anew
         self._eos = frozenset(eos_ids)
         began = time.thread_time()
@@ -89,8 +96,8 @@ class Structure:
 
     @property
     def size(self) -> int:
-        """Bytes, as far as we can tell: measured on many kinds, a millisecond of compiling leaves 80 to 170 KB."""
-        return int(100_000 + 200_000_000 * self.seconds)
+        """Bytes, as far as we can tell: measured on many kinds, a millisecond of compiling leaves 80 to 170 KB, and its scouts as much again."""
+        return int(100_000 + 200_000_000 * self.seconds) * (2 if self.seconds <= BESIDE else 1)
 
     def again(self) -> Any:
         """A new one from the beginning, that shares nothing; None after some of them, since a step of the engine waits for each."""
@@ -99,6 +106,27 @@ class Structure:
             return None
         self._again += self.seconds
         return self._make()
+
+    def scout(self) -> Any:
+        """One from the beginning, to walk guesses with; None where there is none: not yet, not for this structure, or no more."""
+        if self._scouting is None:
+            self._scouting = self.seconds <= BESIDE
+            if self.seconds <= AT_ONCE:
+                self._make_scouts()
+            elif self._scouting:  # llguidance leaves Python's lock to others meanwhile
+                threading.Thread(target=self._make_scouts, daemon=True).start()
+        return self._scouts.deep_copy() if self.scouted else None
+
+    def _make_scouts(self) -> None:
+        self._scouts = self._make()
+
+    @property
+    def scouted(self) -> bool:
+        return bool(self._scouting) and self._scouts is not None
+
+    def end_scouting(self) -> None:
+        """They have used up what they share."""
+        self._scouting, self._scouts = False, None
 
     def start(self) -> Matcher:
         return Matcher(self, self._matcher.deep_copy(), self._eos, self._first)
@@ -113,6 +141,8 @@ class Matcher:
         self._ahead: tuple[tuple[int, ...], tuple[bytes | None, ...]] = ((), ())  # drafts and the masks along them
         self._taken: list[int] = []
         self._ended = False
+        self._scout: Any = None
+        self._scouted = 0  # of the tokens taken, those that the scout has gone along
 
     @property
     def finished(self) -> bool:
@@ -163,13 +193,16 @@ class Matcher:
         except UnsupportedError:
             self._mask = None
             return ()
-        inner = self._inner.deep_copy()
+        here = self._here()
+        if here is None:
+            return ()
+        scout = here.deep_copy()
         for token in drafts:
             if masks[-1] is None or token in self._eos or not _allows(masks[-1], token):
                 break
-            inner.consume_token(token)
-            mask = None if inner.is_stopped() else bytes(inner.compute_bitmask())
-            if inner.is_error():
+            scout.consume_token(token)
+            mask = None if scout.is_stopped() else bytes(scout.compute_bitmask())
+            if self._lost(scout):
                 break
             masks.append(mask)
         self._ahead = tuple(drafts[: len(masks) - 1]), tuple(masks)
@@ -177,7 +210,28 @@ class Matcher:
 
     def forced(self) -> tuple[int, ...]:
         """Tokens that the structure leaves no choice about, as the tokenizer writes them; often empty."""
-        return () if self.finished else tuple(self._inner.compute_ff_tokens())
+        scout = None if self.finished else self._here()
+        if scout is None:
+            return ()
+        found = tuple(scout.compute_ff_tokens())
+        return () if self._lost(scout) else found
+
+    def _here(self) -> Any:
+        """A scout at this point of the text, to look ahead with; None where there is none."""
+        if self._scout is None or not self._structure.scouted:
+            self._scout, self._scouted = self._structure.scout(), 0
+        if self._scout is not None and self._scouted < len(self._taken):
+            self._scout.consume_tokens(self._taken[self._scouted :])
+            self._scouted = len(self._taken)
+        return None if self._scout is None or self._lost(self._scout) else self._scout
+
+    def _lost(self, scout: Any) -> bool:
+        """It can go no further. Where that is because all scouts together have used up what they share, none goes on."""
+        if not scout.is_error():
+            return False
+        if any(sign in scout.get_error() for sign in SHARED):
+            self._structure.end_scouting()
+        return True
 
     def copy(self) -> Matcher:
         """For a fork of the sequence, or to look ahead."""
