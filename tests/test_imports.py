@@ -54,9 +54,10 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "click": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli", "observe"),
+    "torch": ("backend/cuda",),
+    "triton": ("backend/cuda",),
 }
 NEVER = {
-    "torch",
     "transformers",
     "gguf",
     "pickle",

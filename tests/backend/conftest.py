@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
@@ -14,7 +15,7 @@ from verbatim.base.errors import BackendError
 from verbatim.model.load import Model
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", *(["cuda"] if shutil.which("nvidia-smi") else [])])
 def open_tiny(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Open a model on one of the backends, with memory for its cache."""
     opened: list[Backend] = []

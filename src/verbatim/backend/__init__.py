@@ -5,23 +5,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
+from verbatim.base.errors import BackendError, ParameterError
 
 if TYPE_CHECKING:
     from verbatim.backend.protocol import Backend
     from verbatim.base.config import EngineConfig
     from verbatim.model.load import Model
 
-BACKENDS = ("auto", "cpu", "reference")
+BACKENDS = ("auto", "cpu", "cuda", "reference")
 
 
 def open_backend(model: Model, config: EngineConfig) -> Backend:
-    """The backend that config.backend names. auto: cpu where its kernels are built and know the model, else reference."""
+    """The backend that config.backend names. auto: cpu where its kernels are built and know the model, else reference; cuda is
+    for those who ask for it."""
     name, note = config.backend, ""
-    if name == "cuda":
-        raise UnsupportedError("backend", "cuda is not part of this release; leave it out, or ask for cpu or reference")
     if name not in BACKENDS:
         raise ParameterError("backend", f"{name!r} is not one of {', '.join(BACKENDS)}")
+    if name == "cuda":
+        return _cuda(model, config)
     if name in ("auto", "cpu"):
         reason = _cpu_refuses(model)
         if reason is None:
@@ -33,6 +34,16 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
     from verbatim.backend.reference import ReferenceBackend
 
     return ReferenceBackend(model, config, note=note)
+
+
+def _cuda(model: Model, config: EngineConfig) -> Backend:
+    try:
+        opened: Backend = import_module("verbatim.backend.cuda").CudaBackend(model, config)
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"the cuda backend needs PyTorch and Triton, and {error.name} is not installed; install verbatim-engine[cuda]"
+        ) from None
+    return opened
 
 
 def _cpu_refuses(model: Model) -> str | None:

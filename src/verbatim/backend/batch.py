@@ -81,6 +81,21 @@ def _table(plan: StepPlan, group: int) -> np.ndarray:
     return table
 
 
+def only_draws(plan: StepPlan) -> bool:
+    """Nobody asked for scores or final states: every row of logits is a draw."""
+    return not any(s.targets or s.hidden for s in plan.sequences)
+
+
+def share_out(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
+    """The draws of such a step, in order of its rows, to their sequences."""
+    results: list[SeqResult] = []
+    at = 0
+    for s in plan.sequences:
+        results.append(SeqResult(s.seq_id, tuple(drawn[at : at + s.draws])))
+        at += s.draws
+    return StepResult(plan.step, tuple(results))
+
+
 def collect(plan: StepPlan, hidden: np.ndarray, logits: np.ndarray, sampler: Sampler = sample_rows) -> StepResult:
     """Draw, score and cut: `hidden` [outputs, H] and `logits` [logits, V] of make_batch's rows -> the step's result."""
     results: list[SeqResult] = []

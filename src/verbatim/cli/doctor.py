@@ -14,7 +14,7 @@ import click
 
 from verbatim.cli.options import Command, Option
 from verbatim.cli.screen import GREEN, RED, YELLOW, paint, write_json
-from verbatim.cli.version import NO_CUDA, cpu_facts
+from verbatim.cli.version import cpu_facts, cuda_facts
 
 EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib"}
 Finding = tuple[str, str, str]  # good | note | bad, what, the finding
@@ -40,7 +40,7 @@ def findings() -> Iterator[Finding]:
     yield "good", "cores", f"{_cores()} usable"
     state, text = cpu_facts()
     yield state, "cpu kernels", text
-    yield "note", "cuda", NO_CUDA
+    yield "note", "cuda", cuda_facts()
     for extra, package in EXTRAS.items():
         try:
             yield "good", extra, f"{package} {version(package)}"

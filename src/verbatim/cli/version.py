@@ -13,8 +13,6 @@ from verbatim import __version__
 from verbatim.cli.options import Command, Option
 from verbatim.cli.screen import write_json
 
-NO_CUDA = "not part of this release"
-
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
@@ -42,9 +40,19 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
-        "backends": {"cpu": cpu, "cuda": NO_CUDA, "reference": "ready (NumPy; slow, the specification)"},
+        "backends": {"cpu": cpu, "cuda": cuda_facts(), "reference": "ready (NumPy; slow, the specification)"},
         "default_backend": "reference" if state == "note" else "cpu",
     }
+
+
+def cuda_facts() -> str:
+    """Without importing them: PyTorch alone takes seconds."""
+    from importlib.util import find_spec
+
+    missing = [name for name, module in (("PyTorch", "torch"), ("Triton", "triton")) if find_spec(module) is None]
+    if missing:
+        return f"not installed: {' and '.join(missing)}; install verbatim-engine[cuda] for NVIDIA GPUs"
+    return "PyTorch and Triton are installed; --backend cuda asks for it"
 
 
 def cpu_facts() -> tuple[str, str]:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verbatim.backend.batch import collect
+from verbatim.backend.batch import collect, only_draws, share_out
 from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.records import SeqResult, StepPlan, StepResult
+from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import rows_of
 from verbatim.weights.tensor import Tensor
@@ -94,20 +94,10 @@ class CpuBackend:
         for group, source, target in plan.copies:
             self._engine.copy(group, source, target)
         self._engine.step(plan.sequences)
-        for s in plan.sequences:
-            if s.targets or s.hidden:
-                return collect(plan, self._engine.hidden(), self._engine.logits())
-        return self._draw(plan)
-
-    def _draw(self, plan: StepPlan) -> StepResult:
-        """Every row of logits is a draw: all of them in one native call."""
-        drawn = self._sampler.draw([row for s in plan.sequences for row in rows_of(s)])
-        results: list[SeqResult] = []
-        at = 0
-        for s in plan.sequences:
-            results.append(SeqResult(s.seq_id, tuple(drawn[at : at + s.draws])))
-            at += s.draws
-        return StepResult(plan.step, tuple(results))
+        if not only_draws(plan):
+            return collect(plan, self._engine.hidden(), self._engine.logits())
+        # all rows in one native call
+        return share_out(plan, self._sampler.draw([row for s in plan.sequences for row in rows_of(s)]))
 
     def load_head(self, head: DraftHead) -> None:
         """Pack a draft head; its scores are rows of the model's own head, in four bits: a guess need not be exact, but must be quick."""

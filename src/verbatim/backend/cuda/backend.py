@@ -1,0 +1,280 @@
+"""CudaBackend: StepPlan -> StepResult on a GPU. PyTorch for memory, Triton for kernels, a CUDA graph for steps that only write.
+
+A step's integers go to the device in one copy; logits come back in one. Draws are made here on the host, by the same sampler as the cpu
+backend's: every parameter means the same. Without a GPU it opens only under TRITON_INTERPRET=1, Triton's interpreter, which is for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from verbatim.backend.batch import Batch, collect, make_batch, only_draws, share_out
+from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda.ops import CudaOps, Runs, Step, angles_of, load
+from verbatim.backend.protocol import BackendInfo
+from verbatim.base.config import BLOCK_SIZE, EngineConfig
+from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.records import Drawn, StepPlan, StepResult
+from verbatim.model.decoder import forward
+from verbatim.model.load import Model
+from verbatim.sampling.pipeline import Row, rows_of, sample_rows
+
+NUMERICS_VERSION = "cuda-1"
+LARGEST_GRAPH = 256  # rows of a step that is replayed; larger ones are launched kernel by kernel
+
+
+class CudaBackend:
+    """`weights`: tensors that are on the device already, in the form of ops.load (bench/cuda.py makes shapes that no file has)."""
+
+    def __init__(
+        self, model: Model, config: EngineConfig | None = None, *, weights: dict[str, torch.Tensor] | None = None
+    ) -> None:
+        config = config or EngineConfig(backend="cuda")
+        if config.kv_type != "f16":
+            raise ParameterError("kv_type", f"{config.kv_type!r} is not offered by the cuda backend; it keeps f16")
+        self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
+        self.device = _device()
+        self._weights = load(model.weights, model.spec, self.device) if weights is None else weights
+        self._angles = angles_of(model.spec, model.spec.context, self.device)
+        self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self._idle: tuple[int, ...] = ()  # of each group a block that nobody owns, for the rows that fill a graph up
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        self._sampler = _sampler(config)
+        self._host: torch.Tensor | None = None  # where logits arrive; pinned
+        self._ids = torch.arange(model.spec.vocab, device=self.device)
+        self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+        self._replays = self.device.type == "cuda" and not any(layer.experts for layer in model.spec.layers)
+
+    @property
+    def info(self) -> BackendInfo:
+        read = sum(w.nbytes for name, w in self._weights.items() if name != "embed" or self.spec.tied)
+        kv = sum(self.block_bytes()) // BLOCK_SIZE
+        if self.device.type == "cuda":
+            name, (major, minor) = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
+            arch = f"sm{major}{minor}"
+        else:
+            name, arch = "Triton's interpreter", "interpreted"
+        return BackendInfo("cuda", name, 1, f"{NUMERICS_VERSION}, {arch}, triton {triton.__version__}", read, kv)
+
+    def available_memory(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0]) if self.device.type == "cuda" else 1 << 30
+
+    def block_bytes(self) -> tuple[int, ...]:
+        return tuple(len(g.layers) * self.block_size * self.spec.kv_values * 2 for g in self.spec.groups)
+
+    def allocate(self, blocks: tuple[int, ...]) -> None:
+        assert not self._caches, "allocate is called once"
+        self._idle = blocks
+        self._caches = tuple(
+            (self._cache(len(group.layers), n + 1), self._cache(len(group.layers), n + 1))
+            for group, n in zip(self.spec.groups, blocks, strict=True)
+        )
+
+    def _cache(self, layers: int, blocks: int) -> torch.Tensor:
+        shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
+        return torch.zeros(shape, dtype=torch.float16, device=self.device)
+
+    # ------------------------------------------------------------------------------------------------------------ a step
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for group, source, target in plan.copies:
+            for cache in self._caches[group]:
+                cache[:, target] = cache[:, source]
+        batch = make_batch(plan, len(self._caches))
+        if not batch.rows:
+            return collect(plan, np.zeros((0, self.spec.hidden), np.float32), np.zeros((0, self.spec.vocab), np.float32))
+        writes = len(batch.logits) == batch.rows
+        if self._replays and writes and batch.rows <= LARGEST_GRAPH:
+            hidden, logits = self._replay(batch)
+        else:
+            hidden, logits = forward(self.spec, self._ops(self._laid_out(batch)))
+        if only_draws(plan):
+            return share_out(plan, self._draw(logits, [row for s in plan.sequences for row in rows_of(s)]))
+        if not any(s.hidden for s in plan.sequences):
+            hidden = hidden[:0]
+        return collect(plan, hidden.cpu().numpy(), logits.cpu().numpy(), self._sampler)
+
+    def _draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+        """Where all are plain argmaxes only the ids come back; else all logits, and the sampler draws from them."""
+        if rows and all(map(_plain, rows)):
+            return [Drawn(token, 0.0) for token in self._greedy(logits)]
+        if self._host is None or len(self._host) < len(rows):
+            room = 1 << max(0, len(rows) - 1).bit_length()
+            self._host = torch.empty((room, self.spec.vocab), dtype=torch.float32, pin_memory=self.device.type == "cuda")
+        here = self._host[: len(rows)]
+        here.copy_(logits, non_blocking=True)
+        self._wait()
+        drawn: list[Drawn] = self._sampler(here.numpy(), rows)
+        return drawn
+
+    def _greedy(self, logits: torch.Tensor) -> list[int]:
+        """Argmax, ties to the lower id."""
+        best = logits.amax(1, keepdim=True)
+        ids = torch.where(logits == best, self._ids, self.spec.vocab).amin(1)
+        found: list[int] = torch.where(torch.isfinite(best[:, 0]), ids, self.spec.vocab).tolist()
+        if self.spec.vocab in found:
+            raise BackendError("the model computed logits that are not finite numbers; its file or a kernel is broken")
+        return found
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _ops(self, step: Step) -> CudaOps:
+        return CudaOps(self.spec, self._weights, self._caches, self._angles, step)
+
+    def _laid_out(self, batch: Batch) -> Step:
+        """The step's integers on the device."""
+        most = kernels.rows_in_a_run(self.spec.heads, self.spec.kv_heads)
+        first_row, count, owner = [], [], []
+        for s, (first, last) in enumerate(zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)):
+            for row in range(first, last, most):
+                first_row.append(row)
+                count.append(min(most, last - row))
+                owner.append(s)
+        rows = np.array(first_row, np.int32)
+        sent = self._send([batch.tokens, batch.positions, rows, np.array(count, np.int32), batch.positions[rows]])
+        tokens, positions, first, counts, begins = sent
+        tables = self._send([table[owner] for table in batch.tables])
+        whole = len(batch.outputs) == batch.rows
+        return Step(
+            tokens,
+            positions,
+            tuple(self._send([self._slots(batch, table) for table in batch.tables])),
+            tuple(Runs(table, first, counts, begins) for table in tables),
+            None if whole else self._send([batch.outputs])[0],
+            None if len(batch.logits) == len(batch.outputs) else self._send([batch.logits])[0],
+            kernels.spans_of(int(batch.positions.max()) + 1),
+        )
+
+    def _slots(self, batch: Batch, table: np.ndarray) -> np.ndarray:
+        owner = np.repeat(np.arange(len(batch.first) - 1), np.diff(batch.first))
+        blocks = table[owner, batch.positions // self.block_size]
+        assert blocks.min() >= 0, "a token's own block is in the table"
+        return np.asarray(blocks * self.block_size + batch.positions % self.block_size, np.int32)
+
+    def _send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Several arrays of int32 in one copy."""
+        flat = torch.from_numpy(np.concatenate([np.ascontiguousarray(a, np.int32).reshape(-1) for a in arrays]))
+        pieces = flat.to(self.device).split([a.size for a in arrays])
+        return [piece.view(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
+
+    # -------------------------------------------------------------------------------------------------------- replaying
+
+    def _replay(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step in which every row is drawn from: its kernels are recorded once for each size, rounded up."""
+        rows = 1 << (batch.rows - 1).bit_length()
+        spans = 1 << (kernels.spans_of(int(batch.positions.max()) + 1) - 1).bit_length()
+        graph = self._graphs.get((rows, spans))
+        if graph is None:
+            graph = self._graphs[rows, spans] = Graph(self, rows, spans)
+        hidden, logits = graph.run(batch, [self._slots(batch, table) for table in batch.tables])
+        return hidden[: batch.rows], logits[: batch.rows]
+
+    def close(self) -> None:
+        self._graphs.clear()
+        self._caches = ()
+        self._weights.clear()
+
+
+class Graph:
+    """One recorded step of a fixed number of rows, each a run of its own; rows that are not used write into the scratch block."""
+
+    def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
+        self.rows, self.groups = rows, len(backend._caches)
+        self.width = spans * kernels.SPAN // BLOCK_SIZE
+        self.idle = backend._idle
+        sizes = [rows, rows, *[rows] * self.groups, *[rows * self.width] * self.groups]
+        self.host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
+        self.sent = torch.zeros(sum(sizes), dtype=torch.int32, device=backend.device)
+        self.parts = [part.numpy() for part in self.host.split(sizes)]
+        tokens, positions, *rest = self.sent.split(sizes)
+        slots, tables = rest[: self.groups], [t.view(rows, self.width) for t in rest[self.groups :]]
+        row = torch.arange(rows, dtype=torch.int32, device=backend.device)
+        one = torch.ones_like(row)
+        runs = tuple(Runs(table, row, one, positions) for table in tables)
+        self.step = step = Step(tokens, positions, tuple(slots), runs, None, None, spans)  # the graph reads these tensors
+        none = np.zeros(0, np.int32)
+        self._fill(none, none, [none] * self.groups, [none.reshape(0, 0)] * self.groups)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles what is not compiled yet
+                forward(backend.spec, backend._ops(step))
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=backend.pool):  # one pool for all: only one of them runs at a time
+            self.out = forward(backend.spec, backend._ops(step))
+
+    def _fill(
+        self, tokens: np.ndarray, positions: np.ndarray, slots: Sequence[np.ndarray], tables: Sequence[np.ndarray]
+    ) -> None:
+        n = len(tokens)
+        for part, values in zip(self.parts[:2], (tokens, positions), strict=True):
+            part[:n], part[n:] = values, 0
+        for part, values, idle in zip(self.parts[2 : 2 + self.groups], slots, self.idle, strict=True):
+            part[:n], part[n:] = values, idle * BLOCK_SIZE
+        for part, table, idle in zip(self.parts[2 + self.groups :], tables, self.idle, strict=True):
+            lines = part.reshape(self.rows, self.width)
+            lines[:n, : table.shape[1]] = table[:, : self.width]
+            lines[n:, 0] = idle
+        self.sent.copy_(self.host, non_blocking=True)
+
+    def run(self, batch: Batch, slots: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+        owner = np.repeat(np.arange(len(batch.first) - 1), np.diff(batch.first))
+        self._fill(batch.tokens, batch.positions, slots, [table[owner] for table in batch.tables])
+        self.graph.replay()
+        hidden, logits = self.out
+        return hidden, logits
+
+
+def _plain(row: Row) -> bool:
+    """Nothing but an argmax over the model's own logits."""
+    spec, p = row.spec, row.spec.params
+    if not p.greedy or p.wants_logprob or p.explain or spec.beam or spec.withheld or row.mask is not None:
+        return False
+    return not (p.needs_history or p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None)
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return torch.device("cpu")
+    raise BackendError("the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu")
+
+
+def _sampler(config: EngineConfig) -> Any:
+    """The native sampler where it is built, the specification itself elsewhere."""
+    try:
+        from verbatim.backend.cpu.backend import native, physical_cores
+        from verbatim.backend.cpu.sampler import NativeSampler
+    except ImportError:
+        return sample_rows
+    given = Given(native.RowSampler(os.environ.get("VERBATIM_ISA", ""), config.threads or physical_cores()))
+    sampler = NativeSampler(native, given)
+
+    def draw(logits: np.ndarray, rows: Sequence[Row]) -> list[Drawn]:
+        given.rows = np.ascontiguousarray(logits)
+        return sampler.draw(rows)
+
+    return draw
+
+
+class Given:
+    """What NativeSampler asks of an engine, over logits that came from elsewhere."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.rows = np.zeros((0, 0), np.float32)
+
+    def logits(self) -> np.ndarray:
+        return self.rows
+
+    def sample(self, asked: list[Any]) -> Any:
+        return self._sampler.draw(self.rows, asked)
