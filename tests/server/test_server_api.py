@@ -688,6 +688,76 @@ def _references(value: Any) -> list[str]:
     return [r for v in value for r in _references(v)] if isinstance(value, list) else []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_end_is_a_stop_sequence_only_if_the_text_ran_into_it(fake: Any, stream: bool) -> None:
+    """Our own words for an end are not the client's."""
+    ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "stream": stream}
+    only = {"type": "object", "properties": {"b": {"const": "a eos"}}, "required": ["b"], "additionalProperties": False}
+    form = {"output_config": {"format": {"type": "json_schema", "schema": only}}}
+    for stops, told in ((["eos"], "eos"), (["eos?", "json_schema"], None)):
+        answer = fake.post("/v1/messages", {**ask, **form, "stop_sequences": stops})
+        ends = [json.loads(line[6:]) for line in answer.text.splitlines() if '"stop_reason"' in line and stream]
+        end = ends[-1]["delta"] if stream else answer.json()
+        assert (end["stop_reason"], end["stop_sequence"]) == ("stop_sequence" if told else "end_turn", told)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_models_own_end_is_never_a_stop_sequence(real: Any, stream: bool) -> None:
+    ask = {"messages": [{"role": "user", "content": "Say hi"}], "max_tokens": 60, "temperature": 0, "stream": stream}
+    answer = real.post("/v1/messages", {**ask, "stop_sequences": ["eos"]})
+    ends = [json.loads(line[6:]) for line in answer.text.splitlines() if '"stop_reason"' in line and stream]
+    end = ends[-1]["delta"] if stream else answer.json()
+    assert (end["stop_reason"], end["stop_sequence"]) == ("end_turn", None)
+
+
+def test_text_after_a_call_is_refused_and_not_moved(fake: Any) -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    said: dict[str, Any] = {"type": "text", "text": "and so"}
+    for blocks, status in (([said, call], 200), ([call, said], 400)):
+        talk = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": blocks},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}]},
+        ]
+        answer = fake.post("/v1/messages", {"messages": talk, "max_tokens": 2})
+        assert answer.status_code == status
+        assert status == 200 or answer.json()["error"]["param"] == "messages[1].content[1]"
+
+
+def test_a_system_message_of_the_clients_outlives_equal_instructions(fake: Any) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}]
+    ask = {"input": said, "max_output_tokens": 4, "seed": 1, "store": True}
+    plain = fake.post("/v1/responses", ask).json()
+    told = fake.post("/v1/responses", {**ask, "instructions": "Be brief."}).json()
+    for first in (plain, told):
+        text = first["output"][0]["content"][0]["text"]
+        follow = {"previous_response_id": first["id"], "input": "y"}
+        whole = [*said, {"role": "assistant", "content": text}, {"role": "user", "content": "y"}]
+        counted, expected = (fake.post("/v1/responses/input_tokens", body).json() for body in (follow, {"input": whole}))
+        assert counted == expected
+
+
+def test_a_streamed_answer_is_kept_as_a_whole_one_is(fake: Any) -> None:
+    ask = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 4,
+        "seed": 1,
+        "store": True,
+        "receipt": True,
+        "metadata": {"a": "b"},
+    }
+    kept = []
+    for name in (fake.post("/v1/chat/completions", ask).json()["id"], fake.events("/v1/chat/completions", ask)[0]["id"]):
+        kept.append(fake.client.get(f"/v1/chat/completions/{name}").json())
+    for name in ("id", "created", "usage"):
+        assert kept[0].pop(name)
+        assert kept[1].pop(name)
+    assert kept[0]["receipt"]
+    assert kept[0].keys() == kept[1].keys()
+    assert kept[0]["choices"] == kept[1]["choices"]
+
+
 @pytest.mark.parametrize("protocol", ["openai", "anthropic", "ollama"])
 def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: str, caplog: pytest.LogCaptureFixture) -> None:
     import asyncio

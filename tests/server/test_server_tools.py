@@ -89,6 +89,9 @@ def test_one_call_only_when_parallel_calls_are_off() -> None:
     calls, text = parse("hermes", [CALL, CALL], single=True)
     assert len(calls) == 1
     assert text == CALL  # the second stays text: nothing is lost
+    both = '{"name": "add", "arguments": {"a": 1}}', '{"name": "get_weather", "arguments": {"city": "Rome"}}'
+    for listed in (f"[{', '.join(both)}]", f"<tool_call>[{', '.join(both)}]</tool_call>"):
+        assert parse("hermes", list(listed), single=True) == ([("add", {"a": 1})], both[1])
 
 
 @pytest.mark.parametrize(

@@ -73,13 +73,20 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
     """Anthropic's own rules. What breaks them has no place in a chat template, which would drop it or move it."""
     alien, told = ("tool_use", "belongs to the assistant") if role == "user" else ("tool_result", "belongs to the user")
-    text_seen = False
+    text_seen = call_seen = False
     for number, block in enumerate(blocks):
         if block["type"] == alien:
             raise Problem("invalid_parameter", f"{where}[{number}]: a {alien} block {told}", f"{where}[{number}]")
         if block["type"] == "tool_result" and text_seen:
             raise Problem("invalid_parameter", f"{where}[{number}]: tool_result blocks come before text", f"{where}[{number}]")
+        if block["type"] == "text" and block["text"] and call_seen:
+            raise Problem(
+                "invalid_parameter",
+                f"{where}[{number}]: text comes before tool_use blocks; templates know no other order",
+                f"{where}[{number}]",
+            )
         text_seen = text_seen or block["type"] == "text"
+        call_seen = call_seen or block["type"] == "tool_use"
 
 
 def _result(block: dict[str, Any]) -> str:
@@ -134,17 +141,16 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 class Answer:
-    def __init__(self, ask: Ask, body: dict[str, Any], model: str) -> None:
+    def __init__(self, ask: Ask, model: str) -> None:
         self.ask = ask
         self.call = ask.call
-        self.stops = set(body.get("stop_sequences", []))
         self.base: dict[str, Any] = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
     def stop(self, finish: Any, called: bool) -> dict[str, Any]:
         reason = finish_reason(finish)
         if called and reason == "stop":
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        if reason == "stop" and finish[1] in self.stops:
+        if finish[0] == "stop" and finish[2]:
             return {"stop_reason": "stop_sequence", "stop_sequence": finish[1]}
         return {"stop_reason": "max_tokens" if reason == "length" else "end_turn", "stop_sequence": None}
 
@@ -246,7 +252,7 @@ async def create(call: Call) -> Response:
     model = call.state.check_model(body["model"])
     form = "output_format" if "output_format" in body else "output_config"
     ask = Ask(call, as_chat(body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form})
-    answer = Answer(ask, body, model)
+    answer = Answer(ask, model)
     stream = bool(body.get("stream"))
     ask.submit(stream)
     await call.accepted()

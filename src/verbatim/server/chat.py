@@ -257,23 +257,21 @@ class Chat:
 
     async def whole(self) -> Response:
         (done,) = await self.call.results()
-        choices = [self._choice(choice) for choice in done["choices"]]
+        answer = self._answer(done)
         observe(self.call)
-        answer = {
-            **self.head,
-            "seed": done["seed"],
-            "choices": choices,
-            "usage": usage_of(self.call.runs),
-            **extras(self.call.runs),
-        }
-        self.keep(answer)
+        if self.ask.body.get("store"):
+            self._keep(answer)
         return Json(answer)
 
-    def keep(self, answer: dict[str, Any]) -> None:
-        if self.ask.body.get("store"):
-            kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
-            item = {"object": kept, "messages": self.ask.body["messages"]}
-            self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
+    def _answer(self, done: dict[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(choice) for choice in done["choices"]]
+        told = {"choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)}
+        return {**self.head, "seed": done["seed"], **told}
+
+    def _keep(self, answer: dict[str, Any]) -> None:
+        kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
+        item = {"object": kept, "messages": self.ask.body["messages"]}
+        self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
 
     def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
         text, calls = self.ask.read(choice["text"])
@@ -300,18 +298,14 @@ class Chat:
                 continue
             for choice in self._deltas(piece, parsers):
                 yield chunks.spell(choice, obfuscation(choice["delta"].get("content") or "") if pad else None)
-        if all(run.done is not None for run in self.call.runs):
+        done = self.call.runs[0].done
+        if done is not None:
             observe(self.call)
-            self._keep_stream()
+            if self.ask.body.get("store"):
+                self._keep(self._answer(done))
             for last in closing(self.call, head, with_usage):
                 yield last
         yield DONE
-
-    def _keep_stream(self) -> None:
-        if self.ask.body.get("store"):
-            done = self.call.runs[0].done
-            assert done is not None
-            self.keep({**self.head, "choices": [self._choice(c) for c in done["choices"]], "usage": usage_of(self.call.runs)})
 
     def _deltas(self, piece: Piece, parsers: dict[int, ToolParser | None]) -> list[dict[str, Any]]:
         """The chunks of one piece: text and calls as they become certain; the role first, the finish last and alone."""

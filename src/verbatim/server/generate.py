@@ -29,7 +29,7 @@ class Piece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
     explain: list[Any] = field(default_factory=list)
-    finish: tuple[Any, ...] | None = None  # reason, detail
+    finish: tuple[Any, ...] | None = None  # reason, detail, and what jobs.spelled_finish adds
 
 
 async def pieces(call: Call) -> AsyncIterator[Piece | None]:

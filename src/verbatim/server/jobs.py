@@ -38,8 +38,12 @@ class Gone(Exception):
     """The client left while its request waited for its turn: the engine never saw it."""
 
 
-def spelled_finish(finish: Finish, params: SamplingParams) -> list[Any]:
-    """Reason and detail; of an error also the fields it speaks of, as a refusal names them: the one its words begin with, or all that exclude ids."""
+def spelled_finish(finish: Finish, params: SamplingParams, by_token: bool) -> list[Any]:
+    """Reason and detail; of a stop also whether the detail is a stop string, and not a word of ours that reads like one; of an error also the fields
+    it speaks of, as a refusal names them: the one its words begin with, or all that exclude ids."""
+    if finish.reason == "stop":
+        by_structure = finish.detail in STRUCTURE and getattr(params, finish.detail) is not None
+        return [finish.reason, finish.detail, finish.detail in params.stop and not by_token and not by_structure]
     if finish.reason != "error":
         return [finish.reason, finish.detail]
     told = finish.detail.partition(":")[0]
@@ -273,8 +277,12 @@ class Jobs:
         return text
 
     def _delta(self, delta: Delta, job: Job) -> list[Any]:
-        finish = None if delta.finish is None else spelled_finish(delta.finish, job.params)
+        finish = None if delta.finish is None else self._finish(delta.finish, delta.token_ids, job)
         return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
+
+    def _finish(self, finish: Finish, ids: Sequence[int], job: Job) -> list[Any]:
+        ends = {*self._engine.parts.eos_ids, *job.params.stop_token_ids}
+        return spelled_finish(finish, job.params, by_token=bool(ids) and ids[-1] in ends)
 
     def _done(self, completion: Completion, job: Job, vector: list[float] | None = None) -> None:
         if not job.rows:  # those that came with the end, and in no delta
@@ -324,7 +332,7 @@ class Jobs:
             "index": choice.index,
             "text": choice.text,
             "ids": list(choice.token_ids),
-            "finish": spelled_finish(choice.finish, job.params),
+            "finish": self._finish(choice.finish, choice.token_ids, job),
             "logprobs": self._logprobs(choice.logprobs),
             "explain": list(choice.explain),
             "score": choice.score,

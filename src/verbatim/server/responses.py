@@ -155,11 +155,7 @@ class Answer:
 
     def _keep(self, made: dict[str, Any]) -> None:
         if self.body.get("store"):
-            asked = [
-                m
-                for m in self.ask.body["messages"]
-                if not (m["role"] == "system" and m["content"] == self.body.get("instructions"))
-            ]
+            asked = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]  # they hold for one answer
             item = {
                 "object": made,
                 "messages": [*asked, *chat_messages(self.output)],

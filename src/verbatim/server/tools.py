@@ -32,6 +32,10 @@ class Call:
     arguments: str  # JSON text, as OpenAI's API carries it
     id: str = field(default_factory=lambda: "call_" + secrets.token_hex(12))
 
+    @property
+    def text(self) -> str:
+        return f'{{"name": {json.dumps(self.name, ensure_ascii=False)}, "arguments": {self.arguments}}}'
+
 
 # ---------------------------------------------------------------------------------------------------- to the template
 
@@ -211,9 +215,9 @@ class ToolParser:
         if not self._held:
             return []
         body = self._held.removeprefix(self._open) if self._inside else self._held
-        calls = self._admit(read_calls(body.strip(), self._names)) if self._whole or self._inside else []
+        found = self._admit(read_calls(body.strip(), self._names)) if self._whole or self._inside else []
         held, self._held = self._held, ""
-        return [("call", call) for call in calls] if calls else [("text", held)]
+        return found or [("text", held)]
 
     def _scan(self) -> list[tuple[str, Any]]:
         out: list[tuple[str, Any]] = []
@@ -236,16 +240,18 @@ class ToolParser:
             if end < 0:
                 break
             piece, self._held = self._held[: end + len(self._close)], self._held[end + len(self._close) :]
-            calls = self._admit(read_calls(piece[len(self._open) : -len(self._close)].strip(), self._names))
-            out += [("call", call) for call in calls] or [("text", piece)]
-            self._inside, self._called = False, bool(calls)
+            found = self._admit(read_calls(piece[len(self._open) : -len(self._close)].strip(), self._names))
+            out += found or [("text", piece)]
+            self._inside, self._called = False, bool(found)
         return out
 
-    def _admit(self, calls: list[Call]) -> list[Call]:
-        """parallel_tool_calls: false means one call an answer; a second one stays text."""
-        kept = [] if self._single and self.calls else calls[:1] if self._single else calls
+    def _admit(self, calls: list[Call]) -> list[tuple[str, Any]]:
+        """parallel_tool_calls: false means one call an answer; a second one stays text, even one of the same list."""
+        if self._single and self.calls:
+            return []
+        kept = calls[:1] if self._single else calls
         self.calls += len(kept)
-        return kept
+        return [("call", call) for call in kept] + [("text", call.text) for call in calls[len(kept) :]]
 
 
 def _overlap(text: str, tag: str) -> int:
