@@ -57,6 +57,22 @@ def test_memory_and_blocks_can_be_given() -> None:
         plan(free=0, kv_memory=100)
 
 
+def test_a_draft_model_takes_its_share_first() -> None:
+    def shared(free: int, **config: int) -> CachePlan:
+        return plan_cache(
+            FULL, (KIB,), block_size=16, context=1600, fixed=False, config=EngineConfig(**config), available=free, share=0.25
+        )
+
+    made = shared(0, kv_memory=80 * KIB)
+    assert made.blocks == (20,)
+    assert made.rule == f"kv_memory {80 * KIB}, 75% for the draft model"
+    assert shared(16000 * KIB).blocks == (1000,)
+    assert shared(16000 * KIB).rule == "a quarter of available memory, 75% for the draft model"
+    assert shared(0, kv_blocks=9).blocks == (9,)
+    with pytest.raises(ParameterError, match="kv_memory"):
+        shared(16000 * KIB, kv_memory=3)
+
+
 def test_windowed_groups_take_no_more_than_they_can_use() -> None:
     made = plan(MIXED, (KIB, 3 * KIB), free=10**9, max_running=4, step_tokens=16)
     assert made.blocks[0] == 400

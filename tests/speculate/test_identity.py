@@ -247,6 +247,26 @@ def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.Mon
             assert sum(settled) == done.usage.accepted_tokens
 
 
+@pytest.mark.parametrize("target", [{}, {"sliding_window": 32}])
+@pytest.mark.parametrize("heads", [4, 1])
+def test_a_draft_models_cache_is_part_of_the_memory(target: dict[str, int], heads: int) -> None:
+    config, words = EngineConfig(backend="reference", threads=1), ByteTokenizer()
+    memory = 400_000
+    draft = open_backend(tiny_model("llama", num_key_value_heads=heads, num_hidden_layers=5), config)
+    family = "gemma3" if target else "llama"
+    parts = Parts(open_backend(tiny_model(family, **target), config), words, (words.EOS,), draft=draft)
+    allocated: list[tuple[int, ...]] = []
+    allocate = draft.allocate
+    draft.allocate = lambda blocks: (allocated.append(blocks), allocate(blocks))[1]  # type: ignore[method-assign]
+    with LLM.from_parts(parts, kv_memory=memory, speculate="draft") as llm:
+        theirs = sum(n * b for n, b in zip(allocated[0], draft.block_bytes(), strict=True))
+        ours = llm.core.cache_plan.bytes
+        assert 0.8 * memory < ours + theirs <= memory
+        assert "for the draft model" in str(llm.core.cache_plan)
+        most = llm.core.config.max_running * draft.spec.context // draft.block_size
+        assert llm.core.drafting._draft_blocks(parts, EngineConfig(max_running=1)) <= most // llm.core.config.max_running
+
+
 def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     """The answer, and how many blocks it left in the prefix cache."""
     scheduler, known = llm.core.scheduler, []

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim.backend.protocol import Backend
+from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, StepPlan, StepResult
 from verbatim.sampling.pipeline import NOTHING
@@ -151,6 +153,15 @@ def test_a_draft_model_guesses_nothing_beyond_its_own_context() -> None:
     assert max(positions) == 39
     assert proposer.propose([view([10] * 41, seq_id=40)], 8) == {}, "a text that grew beyond it"
     assert set(proposer._cached) == {10, 36}, "and gives its blocks back"
+
+
+def test_a_draft_cache_that_does_not_fit_is_told_in_words() -> None:
+    class Full(Counting):
+        def allocate(self, blocks: tuple[int, ...]) -> None:
+            raise MemoryError
+
+    with pytest.raises(ParameterError, match="speculate: the draft model's cache of 8 MiB does not fit into memory"):
+        DraftProposer(cast("Backend", Full()), blocks=8 << 20)
 
 
 class Saying:

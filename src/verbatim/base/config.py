@@ -21,7 +21,7 @@ class EngineConfig:
     step_tokens: int = 512  # most tokens one step computes: the chunk of a long prompt
     max_running: int = 256  # sequences in one step
     max_waiting: int = 4096  # requests in the queue; one more is refused
-    kv_memory: int | None = None  # bytes for keys and values; None: the rule in schedule/sizing.py
+    kv_memory: int | None = None  # bytes for keys and values, a draft model's included; None: the rule in schedule/sizing.py
     kv_blocks: int | None = None  # exact number of blocks for each group (tests)
     kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference always keeps f32
     prefix_cache: bool = True

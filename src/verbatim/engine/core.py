@@ -18,7 +18,7 @@ from verbatim.base.errors import OverloadedError, ParameterError, VerbatimError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Finish, SeqStep, StepPlan, StepResult, TokenEvent
 from verbatim.engine.beams import kind_of
-from verbatim.engine.drafting import Drafting
+from verbatim.engine.drafting import Drafting, cache_share
 from verbatim.engine.job import Job, Output
 from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request, make_request
@@ -45,6 +45,7 @@ class EngineCore:
             fixed=config.context is not None,
             config=config,
             available=_available(backend),
+            share=cache_share(parts),
         )
         self.context = self.cache_plan.context
         backend.allocate(self.cache_plan.blocks)

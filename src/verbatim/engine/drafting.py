@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 MODES = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
+def cache_share(parts: Parts) -> float:
+    """Of the memory for caches, what is left to the target's: a draft model's holds as many tokens."""
+    if parts.draft is None:
+        return 1.0
+    ours, theirs = sum(parts.backend.block_bytes()), sum(parts.draft.block_bytes())
+    return ours / (ours + theirs)
+
+
 class Drafting:
     """One Speculator for each mode in use; all of them learn from the same measured step costs.
 
@@ -49,12 +57,19 @@ class Drafting:
         self._scheduler = scheduler
         self._draft: Proposer | None = None
         if parts.draft is not None:
-            self._draft = DraftProposer(parts.draft, blocks=max(pool.total for pool in scheduler.cache.pools))
+            self._draft = DraftProposer(parts.draft, self._draft_blocks(parts, config))
         self._head: HeadProposer | None = None
         if parts.head is not None and isinstance(parts.backend, Guesser):
             self._head = HeadProposer(parts.backend, parts.head)
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
+
+    def _draft_blocks(self, parts: Parts, config: EngineConfig) -> int:
+        """As many as the target's cache is worth, so that both stay within the memory that cache_share() split; and no more than could be used."""
+        draft, sizes = parts.draft, parts.backend.block_bytes()
+        assert draft is not None
+        worth = sum(pool.total * size for pool, size in zip(self._scheduler.cache.pools, sizes, strict=True)) // sum(sizes)
+        return max(1, min(worth, config.max_running * -(-draft.spec.context // draft.block_size)))
 
     def check(self, params: SamplingParams) -> None:
         if self._mode(params) == "draft" and self._draft is None:

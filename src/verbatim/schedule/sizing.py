@@ -9,6 +9,8 @@ A quarter of what is free, at least one full context, never more than half of wh
 at once. Memory is only touched when a block is first written. Groups with a sliding window get as many blocks as the
 others, up to max_running windows; where that would leave less than one context to full attention, they get fewer.
 
+A draft model's cache holds as many tokens, and takes its share of that memory first.
+
 If not even one context fits, the engine's context is what fits (unless the context was asked for: then single requests
 are refused).
 """
@@ -57,17 +59,22 @@ def plan_cache(
     fixed: bool,
     config: EngineConfig,
     available: int | None = None,
+    share: float = 1.0,
 ) -> CachePlan:
-    """`fixed`: the context was asked for and is not to be reduced."""
+    """`fixed`: the context was asked for and is not to be reduced. `share`: of the memory, what is left to this cache by a draft model's."""
     full = -(-context // block_size)
     windows = [full if g.window is None else min(full, -(-(g.window + config.step_tokens) // block_size) + 1) for g in groups]
     one = sum(n * b for n, b in zip(windows, block_bytes, strict=True))
     if config.kv_blocks is not None:
         blocks, rule = tuple(config.kv_blocks for _ in groups), f"kv_blocks {config.kv_blocks}"
     else:
-        free = available_memory() if available is None else available
-        memory = config.kv_memory or min(config.max_running * one, max(one, free // 4), free // 2)
-        rule = f"kv_memory {memory}" if config.kv_memory else _reason(memory, config.max_running * one, one, free)
+        free = int(share * (available_memory() if available is None else available))
+        if config.kv_memory:
+            memory, rule = int(share * config.kv_memory), f"kv_memory {config.kv_memory}"
+        else:
+            memory = min(config.max_running * one, max(one, free // 4), free // 2)
+            rule = _reason(memory, config.max_running * one, one, free)
+        rule += f", {1 - share:.0%} for the draft model" if share < 1 else ""
         blocks = _split(memory, windows, block_bytes, [g.window for g in groups], full, config.max_running)
     if min(blocks) < 1:
         raise ParameterError("kv_memory", f"does not hold one block of {sum(block_bytes)} bytes; the context needs {one} bytes")

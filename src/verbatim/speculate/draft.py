@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verbatim.backend.protocol import Backend
+from verbatim.base.errors import ParameterError
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan
 from verbatim.speculate.protocol import Draft, SeqView
 
@@ -40,7 +41,14 @@ class DraftProposer:
         self._backend = backend
         self._context = backend.spec.context
         self._groups = len(backend.block_bytes())
-        backend.allocate((blocks,) * self._groups)
+        try:
+            backend.allocate((blocks,) * self._groups)
+        except MemoryError:
+            size = blocks * sum(backend.block_bytes()) / 2**20
+            raise ParameterError(
+                "speculate",
+                f"the draft model's cache of {size:.0f} MiB does not fit into memory; give less to kv_memory or kv_blocks",
+            ) from None
         self._free = [list(range(blocks)) for _ in range(self._groups)]
         self._cached: OrderedDict[int, _Cached] = OrderedDict()  # least recently used first
         self._step = 0
