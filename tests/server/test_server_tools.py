@@ -375,6 +375,34 @@ def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
         assert json.dumps(anthropic.written(c.arguments)) == ODD[arguments].replace("é", "\\u00e9")  # type: ignore[union-attr]
 
 
+SHOWN = [  # what the model of random numbers is made to write -> the text of its messages
+    ('{"hello": 1}', '{"hello": 1}'),  # held to its end, and then no call
+    ("A <tool_call>no json</tool_call> and <tool_call>x</tool_call> end", "A <tool_call>no json</tool_call> and <tool_call>x</tool_call> end"),
+    ("plain é text", "plain é text"),
+    (f"Let me see. {CALL}", "Let me see. "),
+    (f"One {CALL}\n{CALL} two", "One  two"),
+    (CALL, ""),
+]  # fmt: skip
+
+
+@pytest.mark.server
+@pytest.mark.parametrize(("written", "shown"), SHOWN)
+def test_a_response_has_each_log_probability_of_its_text_once(fake: Any, written: str, shown: str) -> None:
+    tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
+    ask = {"input": "x", "tools": tools, "choice": [written], "include": ["message.output_text.logprobs"], "seed": 1}
+    whole = fake.post("/v1/responses", ask).json()
+    events = fake.events("/v1/responses", ask)
+
+    def parts(response: Any) -> list[Any]:
+        return [p for item in response["output"] if item["type"] == "message" for p in item["content"]]
+
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    for told in (parts(whole), parts(events[-1]["response"]), [{**e, "text": e["delta"]} for e in deltas]):
+        assert "".join(p["text"] for p in told) == shown
+        raw = bytes(b for p in told for token in p["logprobs"] for b in token["bytes"])
+        assert raw.decode().removesuffix("</s>") == shown
+
+
 @pytest.mark.server
 def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
     ask = [{"role": "user", "content": "x"}]

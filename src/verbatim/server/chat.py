@@ -28,7 +28,7 @@ from verbatim.server.generate import (
 )
 from verbatim.server.problems import Problem
 from verbatim.server.tools import Call as ToolCall
-from verbatim.server.tools import ToolParser, call_or_text, forced_schema, template_messages
+from verbatim.server.tools import ToolParser, call_or_text, forced_schema, joined, template_messages
 
 # what encode_chat takes by these names is not the client's to set through the back door
 RESERVED = (
@@ -177,8 +177,7 @@ class Ask:
         parser = self.parser()
         if parser is None:
             return text, []
-        found = [*parser.push(text), *parser.finish()]
-        return "".join(v for kind, v in found if kind == "text"), [v for kind, v in found if kind == "call"]
+        return joined([*parser.push(text), *parser.finish()])
 
 
 def check_tools(call: Call, tools: Sequence[Mapping[str, Any]]) -> None:

@@ -15,9 +15,21 @@ from verbatim.server.call import KEEP_ALIVE, Call, EventStream, Json, new_id, ss
 from verbatim.server.chat import Ask, count_tokens
 from verbatim.server.completions import loop_of
 from verbatim.server.fields import RESPONSES
-from verbatim.server.generate import Piece, extras, finish_reason, floor, obfuscation, observe, pieces, spelled, usage_of
+from verbatim.server.generate import (
+    Piece,
+    Places,
+    extras,
+    finish_reason,
+    floor,
+    obfuscation,
+    observe,
+    pieces,
+    spelled,
+    usage_of,
+)
 from verbatim.server.problems import Problem
-from verbatim.server.tools import plain_text
+from verbatim.server.tools import Call as ToolCall
+from verbatim.server.tools import joined, plain_text
 
 NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text", "response_format": "text"}
 
@@ -86,6 +98,28 @@ def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
         form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
     chat["response_format"] = form
     return chat
+
+
+class TextTokens:
+    """Which of an answer's tokens stand in its texts, and not in its calls: a message has the log-probabilities of those that begin in its text."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._places = Places(ask.call.state.facts, ask.params.get("skip_special", True))
+        self._waiting: list[tuple[int, Any]] = []  # with the place where they begin
+
+    def add(self, items: list[Any]) -> None:
+        self._waiting += [(self._places.place(item[0], item[2]), item) for item in items]
+
+    def within(self, start: int, end: int) -> list[Any]:
+        """Those of the next text. What begins before it was a call's."""
+        taken = [item for at, item in self._waiting if start <= at < end]
+        self._waiting = [(at, item) for at, item in self._waiting if at >= end]
+        return taken
+
+    def rest(self) -> list[Any]:
+        """Behind the last text: what ended it and is not shown."""
+        taken, self._waiting = [item for _, item in self._waiting], []
+        return taken
 
 
 class Answer:
@@ -168,13 +202,25 @@ class Answer:
     async def whole(self) -> Response:
         (done,) = await self.call.results()
         choice = done["choices"][0]
-        text, calls = self.ask.read(choice["text"])
+        text, calls, logprobs = self._read(choice)
         status = "incomplete" if choice["finish"][0] == "length" else "completed"
         if text.strip() or not calls:
-            self.output.append(self.message(text, choice["logprobs"], status))
+            self.output.append(self.message(text, logprobs, status))
         self.output += [spelled_item(c, status) for c in calls]
         observe(self.call)
         return Json(self.finished(choice["finish"]))
+
+    def _read(self, choice: dict[str, Any]) -> tuple[str, list[ToolCall], list[Any]]:
+        parser = self.ask.parser()
+        if parser is None:
+            return choice["text"], [], choice["logprobs"]
+        found = [*parser.push(choice["text"]), *parser.finish()]
+        tokens = TextTokens(self.ask)
+        tokens.add(choice["logprobs"])
+        logprobs = [item for span in parser.spans for item in tokens.within(*span)]
+        if not found or found[-1][0] == "text":
+            logprobs += tokens.rest()
+        return *joined(found), logprobs
 
 
 def spelled_item(call: Any, status: str) -> dict[str, Any]:
@@ -214,6 +260,8 @@ class Events:
         self.open: dict[str, Any] | None = None  # the message that is being written
         self.text = ""
         self.logprobs: list[Any] = []
+        self.parser = answer.ask.parser()
+        self.tokens = TextTokens(answer.ask)
 
     def event(self, kind: str, **data: Any) -> bytes:
         made = sse({"type": kind, "sequence_number": self.number, **data}, kind)
@@ -224,17 +272,13 @@ class Events:
         answer = self.answer
         yield self.event("response.created", response=answer.object("in_progress"))
         yield self.event("response.in_progress", response=answer.object("in_progress"))
-        parser = answer.ask.parser()
         finish: Any = None
         async for piece in pieces(answer.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
             finish = piece.finish or finish
-            found = [("text", piece.text)] if parser is None else parser.push(piece.text)
-            if parser is not None and piece.finish is not None:
-                found += parser.finish()
-            for made in self._spell(found, piece):
+            for made in self._spell(piece):
                 yield made
         if all(run.done is not None for run in answer.call.runs):
             for made in self._end(finish):
@@ -245,31 +289,44 @@ class Events:
         told = {"code": problem.code, "message": problem.message, "param": problem.param, "error": problem.body()["error"]}
         return self.event("error", **told) + self.event("response.failed", response=response)
 
-    def _spell(self, found: list[tuple[str, Any]], piece: Piece) -> list[bytes]:
-        out: list[bytes] = []
+    def _spell(self, piece: Piece) -> list[bytes]:
+        parser = self.parser
+        if parser is None:
+            return self._text(piece.text, piece.logprobs)
+        self.tokens.add(piece.logprobs)
+        found, out = parser.push(piece.text), []
+        if piece.finish is not None:
+            found += parser.finish()
         for kind, value in found:
             if kind == "text":
-                out += self._text(value, piece)
+                out += self._text(value, self.tokens.within(*parser.spans.pop(0)))
             else:
                 out += self._close("completed")
                 out += self._call(value)
+        if piece.finish is not None and (self.open is not None or not self.answer.output):
+            out += self._text("", self.tokens.rest())
         return out
 
-    def _text(self, text: str, piece: Piece) -> list[bytes]:
+    def _text(self, text: str, logprobs: list[Any]) -> list[bytes]:
         out: list[bytes] = []
-        if not text and not piece.logprobs:
+        if not text and not logprobs:
             return out
         if self.open is None:
-            self.open = self.answer.message("", [], "in_progress")
-            blank = {**self.open, "content": []}
-            out.append(self.event("response.output_item.added", output_index=len(self.answer.output), item=blank))
-            out.append(self.event("response.content_part.added", **self._where(), part=self.open["content"][0]))
+            out += self._begin()
         self.text += text
-        self.logprobs += piece.logprobs
+        self.logprobs += logprobs
         padding = {"obfuscation": obfuscation(text)} if self.pad else {}
-        spelled_logprobs = self.answer.logprobs(piece.logprobs)
-        out.append(self.event("response.output_text.delta", **self._where(), delta=text, logprobs=spelled_logprobs, **padding))
+        told = {"delta": text, "logprobs": self.answer.logprobs(logprobs), **padding}
+        out.append(self.event("response.output_text.delta", **self._where(), **told))
         return out
+
+    def _begin(self) -> list[bytes]:
+        self.open = self.answer.message("", [], "in_progress")
+        blank = {**self.open, "content": []}
+        return [
+            self.event("response.output_item.added", output_index=len(self.answer.output), item=blank),
+            self.event("response.content_part.added", **self._where(), part=self.open["content"][0]),
+        ]
 
     def _where(self) -> dict[str, Any]:
         assert self.open is not None
@@ -309,11 +366,7 @@ class Events:
         status = "incomplete" if finish_reason(finish) == "length" else "completed"
         out: list[bytes] = []
         if self.open is None and not self.answer.output:  # an empty answer is a message too
-            out += self._text("", Piece(0, 0, logprobs=[]))
-            if self.open is None:
-                self.open = self.answer.message("", [], "in_progress")
-                out.append(self.event("response.output_item.added", output_index=0, item={**self.open, "content": []}))
-                out.append(self.event("response.content_part.added", **self._where(), part=self.open["content"][0]))
+            out += self._begin()
         out += self._close(status)
         observe(self.answer.call)
         out.append(self.event(f"response.{status}", response=self.answer.finished(finish)))

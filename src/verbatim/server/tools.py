@@ -194,11 +194,13 @@ class ToolParser:
         self._names = names
         self._single = single
         self._held = ""
+        self._at = 0  # where in the answer that begins
         self._inside = False
         self._called = False  # a call has just ended
         self._whole = forced  # hold everything: only the end can tell
         self._begun = forced or midway  # midway: the text goes on from one that was given
         self.calls = 0
+        self.spans: list[tuple[int, int]] = []  # where in the answer each text stood that was given out
 
     def push(self, text: str) -> list[tuple[str, Any]]:
         self._held += text
@@ -216,14 +218,25 @@ class ToolParser:
             return []
         body = self._held.removeprefix(self._open) if self._inside else self._held
         found = self._admit(read_calls(body.strip(), self._names)) if self._whole or self._inside else []
-        held, self._held = self._held, ""
-        return found or [("text", held)]
+        if not found:
+            return [self._text(len(self._held))]
+        self._take(len(self._held))
+        return found
+
+    def _take(self, size: int) -> str:
+        taken, self._held = self._held[:size], self._held[size:]
+        self._at += size
+        return taken
+
+    def _text(self, size: int) -> tuple[str, str]:
+        self.spans.append((self._at, self._at + size))
+        return "text", self._take(size)
 
     def _scan(self) -> list[tuple[str, Any]]:
         out: list[tuple[str, Any]] = []
         while self._held:
             if self._called:  # the line ends between calls are the format's, not the answer's
-                self._held = self._held.lstrip("\n")
+                self._take(len(self._held) - len(self._held.lstrip("\n")))
                 if not self._held:
                     break
                 self._called = False
@@ -231,17 +244,18 @@ class ToolParser:
                 at = self._held.find(self._open)
                 safe = at if at >= 0 else len(self._held) - _overlap(self._held, self._open)
                 if safe:
-                    out.append(("text", self._held[:safe]))
-                    self._held = self._held[safe:]
+                    out.append(self._text(safe))
                 if at < 0:
                     break
                 self._inside = True
             end = self._held.find(self._close) if self._close else -1
             if end < 0:
                 break
-            piece, self._held = self._held[: end + len(self._close)], self._held[end + len(self._close) :]
-            found = self._admit(read_calls(piece[len(self._open) : -len(self._close)].strip(), self._names))
-            out += found or [("text", piece)]
+            found = self._admit(read_calls(self._held[len(self._open) : end].strip(), self._names))
+            size = end + len(self._close)
+            if found:
+                self._take(size)
+            out += found or [self._text(size)]
             self._inside, self._called = False, bool(found)
         return out
 
@@ -251,7 +265,13 @@ class ToolParser:
             return []
         kept = calls[:1] if self._single else calls
         self.calls += len(kept)
+        self.spans += [(self._at, self._at)] * (len(calls) - len(kept))  # texts of ours: no token is in them
         return [("call", call) for call in kept] + [("text", call.text) for call in calls[len(kept) :]]
+
+
+def joined(found: Sequence[tuple[str, Any]]) -> tuple[str, list[Call]]:
+    """A whole answer's text and calls."""
+    return "".join(v for kind, v in found if kind == "text"), [v for kind, v in found if kind == "call"]
 
 
 def _overlap(text: str, tag: str) -> int:
