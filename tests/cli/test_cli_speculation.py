@@ -70,4 +70,7 @@ def test_the_curve_on_a_tiny_model(verbatim: Call, tmp_path: Path) -> None:
         assert rows[0]["tokens_a_pass"] == 1.0
         assert all(row["seconds_a_token"] > 0 for row in rows)
     ElementTree.fromstring(plot.read_text())
-    assert verbatim("bench", "--speculate", "ngram", "--against", "llama.cpp").code == 2
+    for flag, value in (("--against", "llama.cpp"), ("--batches", "1,4"), ("--contexts", "32"), ("--prefills", "32")):
+        said = verbatim("bench", "--speculate", "ngram", flag, value)
+        assert said.code == 2
+        assert f"leave out {flag}" in said.err

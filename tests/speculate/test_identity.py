@@ -280,6 +280,20 @@ def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     return answer(done), [len(pool.cached) for pool in scheduler.cache.pools]
 
 
+def test_settings_that_would_do_nothing_are_refused_by_name() -> None:
+    for mode in ("off", "ngram"):
+        with pytest.raises(ParameterError, match="suffix_tenants: only speculate=suffix or auto reuses answers"):
+            engine("reference", mode, suffix_tenants=("me",))
+    for mode in ("ngram", "suffix", "head", "draft"):
+        with pytest.raises(UnsupportedError, match=r"speculate: .* needs the cache"):
+            engine("reference", mode, use_cache=False)
+    for mode in ("off", "auto"):
+        with engine("reference", mode, use_cache=False) as llm:
+            assert llm.generate("abababab", SamplingParams(max_tokens=8, seed=1)).usage.drafted_tokens == 0
+            with pytest.raises(UnsupportedError, match="speculate: 'suffix' needs the cache"):
+                llm.generate("abababab", SamplingParams(max_tokens=8, seed=1, speculate="suffix"))
+
+
 def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
     for mode in ("magic", "suffix:x", "off:", "auto:head"):
         with pytest.raises(ParameterError, match="speculate"):

@@ -96,6 +96,9 @@ def command(
     if speculate:
         if against:
             raise ParameterError("against", "drafts are measured against plain decoding; leave out --against")
+        for name, sizes_given in (("prefills", prefills), ("contexts", contexts), ("batches", batches)):
+            if sizes_given:
+                raise ParameterError(name, f"--speculate has sizes of its own, of one sequence; leave out --{name}")
         with open_llm(flags) as llm:
             return _speculation(llm, speculate, rounds, plot)
     with open_llm(flags) as llm:

@@ -39,9 +39,9 @@ ENGINE_HELP = {
     "kv_blocks": "exact number of cache blocks (tests)",
     "kv_type": "f16 or q8: how the cache is kept",
     "prefix_cache": "reuse the keys and values of equal beginnings",
-    "use_cache": "keep keys and values; without it every step recomputes everything",
+    "use_cache": "keep keys and values; without it every step recomputes everything, and auto drafts nothing",
     "speculate": "off, ngram, suffix, head, head:FILE, draft:MODEL or auto; changes the time, never the text",
-    "suffix_tenants": "tenant whose recent answers the suffix proposer may reuse for it; *: each (may be repeated)",
+    "suffix_tenants": "tenant whose recent answers suffix (and auto) may reuse for it; *: each, up to 256 of them (may be repeated)",
     "quant": "quantise float weights while loading: q8_0 or q4_0",
     "check": "prove the block accounting after every step",
 }

@@ -50,6 +50,12 @@ class Drafting:
             raise ParameterError(
                 "speculate", f"{config.speculate!r} is not one of off, ngram, suffix, head, head:FILE, draft:MODEL, auto"
             )
+        if config.suffix_tenants and self.default not in ("suffix", "auto"):
+            raise ParameterError(
+                "suffix_tenants", f"only speculate=suffix or auto reuses answers, and speculate is {config.speculate!r}"
+            )
+        self._use_cache = config.use_cache
+        self._check_cache(self.default)
         self.adaptive = True
         self.longest: int | None = None
         self.cost = StepCost()
@@ -72,6 +78,7 @@ class Drafting:
         return max(1, min(worth, config.max_running * -(-draft.spec.context // draft.block_size)))
 
     def check(self, params: SamplingParams) -> None:
+        self._check_cache(self._mode(params))
         if self._mode(params) == "draft" and self._draft is None:
             raise UnsupportedError(
                 "speculate", "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)"
@@ -79,6 +86,13 @@ class Drafting:
         if self._mode(params) == "head" and self._head is None:
             raise UnsupportedError(
                 "speculate", "no draft head comes with this model; open the engine with speculate=head:FILE and the cpu backend"
+            )
+
+    def _check_cache(self, mode: str) -> None:
+        if not self._use_cache and mode not in ("off", "auto"):
+            raise UnsupportedError(
+                "speculate",
+                f"{mode!r} needs the cache, and use_cache is false: nothing could be drafted; leave out one of them",
             )
 
     def _mode(self, params: SamplingParams) -> str:
