@@ -219,6 +219,12 @@ def test_a_rivals_options_without_a_rival_are_refused(verbatim: Call) -> None:
         assert "--against" in said.err
 
 
+def test_a_gpu_is_not_measured_by_a_processors_limits(verbatim: Call) -> None:
+    said = verbatim("bench", "--backend", "cuda")
+    assert said.code == 2
+    assert said.err.startswith("verbatim: backend: ")
+
+
 # ----------------------------------------------------------------------------------------------------------- the command
 
 

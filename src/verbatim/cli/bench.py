@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.options import Command, Option, check_output, engine_options_without, model_options
 from verbatim.cli.screen import note
 
@@ -91,6 +91,10 @@ def command(
     for name, given in (("rival_python", rival_python), ("rival_model", rival_model)):
         if given and not against:
             raise ParameterError(name, "no rival was asked for; add --against")
+    if flags["e_backend"] == "cuda":
+        raise UnsupportedError(
+            "backend", "the limits that bench measures are a processor's; bench/cuda.py in the sources measures a GPU"
+        )
     flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
