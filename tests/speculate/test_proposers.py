@@ -21,7 +21,7 @@ from verbatim.speculate.draft import DraftProposer
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
 from verbatim.speculate.protocol import Draft, SeqView
 from verbatim.speculate.purse import DEBT, SHARE, START
-from verbatim.speculate.suffix import BITE, SuffixAutomaton, SuffixProposer
+from verbatim.speculate.suffix import BITE, TENANTS, SuffixAutomaton, SuffixProposer
 from verbatim.testing import fake_spec
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -201,6 +201,24 @@ def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> Non
     assert proposer.propose([view([8, 4], seq_id=7, tenant="a")], 9) == {}
     assert proposer.propose([view([1, 5, 6], seq_id=4, tenant="b")], 3) == {}
     assert proposer.propose([view([1, 9, 9], seq_id=5, tenant="a")], 3) == {}, "prompts are not remembered"
+
+
+def test_of_many_tenants_those_who_came_last_are_remembered() -> None:
+    proposer = SuffixProposer(remember=frozenset("*"))
+
+    def guess(seq_id: int, tenant: str) -> dict[int, Draft]:
+        return proposer.propose([view([1, 5, 6], seq_id=seq_id, tenant=tenant)], 3)
+
+    for i in range(3 * TENANTS):
+        proposer.finish(view([5, 6, 7, 8], seq_id=i, tenant=f"tenant {i}"))
+        assert guess(-1 - i, "tenant 0"), "who comes again and again stays"
+    assert len(proposer._recent) == TENANTS
+    assert guess(1, f"tenant {2 * TENANTS}") == {}
+    assert guess(2, f"tenant {3 * TENANTS - 1}")[2].tokens == (7, 8)
+    named = SuffixProposer(remember=frozenset(f"tenant {i}" for i in range(2 * TENANTS)))
+    for i in range(2 * TENANTS):
+        named.finish(view([5, 6, 7, 8], seq_id=i, tenant=f"tenant {i}"))
+    assert len(named._recent) == 2 * TENANTS, "whoever was named is kept"
 
 
 def test_step_cost_recovers_the_line() -> None:

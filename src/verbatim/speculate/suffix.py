@@ -9,7 +9,8 @@ O(1) steps. Each state remembers the latest position at which its substrings end
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from verbatim.speculate.ngram import unroll
@@ -21,6 +22,7 @@ BITE = 4096  # tokens of a long prompt that are read in one step: about 10 ms
 NEWEST = 16  # suffixes whose latest end is kept exact
 REMEMBERED = 16  # recent answers kept for a tenant that opted in
 REMEMBERED_TOKENS = 1024  # of each
+TENANTS = 256  # whose answers are kept, those who came last: at most 64 KB of each
 BARRIER = -1  # no token has this id, so no match runs from one answer into the next
 
 
@@ -99,7 +101,7 @@ class _Text:
 
     __slots__ = ("automaton", "before")
 
-    def __init__(self, answers: Iterable[tuple[int, ...]]) -> None:
+    def __init__(self, answers: Iterable[Iterable[int]]) -> None:
         self.automaton = SuffixAutomaton()
         self.before = [token for answer in answers for token in (*answer, BARRIER)]
 
@@ -120,7 +122,8 @@ class SuffixProposer:
         """`remember` names the tenants whose recent answers may serve their own later requests ("*": each tenant's)."""
         self._texts: dict[int, _Text] = {}
         self._remember = remember
-        self._recent: dict[str, deque[tuple[int, ...]]] = {}
+        self._recent: OrderedDict[str, deque[array[int]]] = OrderedDict()  # the tenant who came last is the last
+        self._most = max(TENANTS, len(remember))
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         out: dict[int, Draft] = {}
@@ -128,6 +131,8 @@ class SuffixProposer:
             text = self._texts.get(view.seq_id)
             if text is None:
                 text = self._texts[view.seq_id] = _Text(self._recent.get(view.tenant, ()))
+                if view.tenant in self._recent:
+                    self._recent.move_to_end(view.tenant)
             caught_up = text.follow(view.tokens)
             end, length = text.automaton.match()
             if caught_up and length >= SHORTEST:
@@ -142,7 +147,10 @@ class SuffixProposer:
         self._texts.pop(view.seq_id, None)
         if view.tenant in self._remember or "*" in self._remember:
             recent = self._recent.setdefault(view.tenant, deque(maxlen=REMEMBERED))
-            recent.append(tuple(view.tokens[view.prompt_len :][:REMEMBERED_TOKENS]))
+            recent.append(array("i", view.tokens[view.prompt_len :][:REMEMBERED_TOKENS]))
+            self._recent.move_to_end(view.tenant)
+            if len(self._recent) > self._most:
+                self._recent.popitem(last=False)
 
     def close(self) -> None:
         self._texts.clear()
