@@ -298,6 +298,12 @@ def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
     for mode in ("magic", "suffix:x", "off:", "auto:head"):
         with pytest.raises(ParameterError, match="speculate"):
             engine("reference", mode)
+    for head, why in (
+        (None, "no draft head comes with this model"),
+        (head_of_its_own(), "the reference backend runs no draft"),
+    ):
+        with engine("reference", "head", head=head) as llm, pytest.raises(UnsupportedError, match=why):
+            llm.generate("a", SamplingParams(max_tokens=2))
     with engine("reference", "auto") as llm:
         with pytest.raises(UnsupportedError, match="speculate"):
             llm.generate("a", SamplingParams(speculate="draft", max_tokens=2))

@@ -42,7 +42,7 @@ def cache_share(parts: Parts) -> float:
 class Drafting:
     """One Speculator for each mode in use; all of them learn from the same measured step costs.
 
-    `adaptive=False` (tests, and `verbatim bench --speculate`) submits every guess in full, whether it pays or not."""
+    `adaptive=False` (tests) submits every guess in full, whether it pays or not."""
 
     def __init__(self, parts: Parts, config: EngineConfig, scheduler: Scheduler) -> None:
         self.default, colon, _ = config.speculate.partition(":")
@@ -65,8 +65,11 @@ class Drafting:
         if parts.draft is not None:
             self._draft = DraftProposer(parts.draft, self._draft_blocks(parts, config))
         self._head: HeadProposer | None = None
+        self._headless = "no draft head comes with this model; open the engine with speculate=head:FILE and the cpu backend"
         if parts.head is not None and isinstance(parts.backend, Guesser):
             self._head = HeadProposer(parts.backend, parts.head)
+        elif parts.head is not None:
+            self._headless = f"the {parts.backend.info.name} backend runs no draft heads; open the engine with the cpu backend"
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
 
@@ -84,9 +87,7 @@ class Drafting:
                 "speculate", "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)"
             )
         if self._mode(params) == "head" and self._head is None:
-            raise UnsupportedError(
-                "speculate", "no draft head comes with this model; open the engine with speculate=head:FILE and the cpu backend"
-            )
+            raise UnsupportedError("speculate", self._headless)
 
     def _check_cache(self, mode: str) -> None:
         if not self._use_cache and mode not in ("off", "auto"):
