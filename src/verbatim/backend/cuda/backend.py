@@ -26,6 +26,7 @@ from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of, sample_rows
 
 NUMERICS_VERSION = "cuda-1"
+TOGETHER = 64  # rows whose logits come to the host, and are drawn from, at once
 LARGEST_GRAPH = 256  # rows of a step that is replayed; larger ones are launched kernel by kernel
 
 
@@ -107,10 +108,15 @@ class CudaBackend:
         if self._host is None or len(self._host) < len(rows):
             room = 1 << max(0, len(rows) - 1).bit_length()
             self._host = torch.empty((room, self.spec.vocab), dtype=torch.float32, pin_memory=self.device.type == "cuda")
-        here = self._host[: len(rows)]
-        here.copy_(logits, non_blocking=True)
-        self._wait()
-        drawn: list[Drawn] = self._sampler(here.numpy(), rows)
+        here, arrived = self._host[: len(rows)], []
+        for some in range(0, len(rows), TOGETHER):  # the first are drawn while the next are still on their way
+            here[some : some + TOGETHER].copy_(logits[some : some + TOGETHER], non_blocking=True)
+            arrived.append(self._mark())
+        drawn: list[Drawn] = []
+        for some, event in zip(range(0, len(rows), TOGETHER), arrived, strict=True):
+            if event is not None:
+                event.synchronize()
+            drawn += self._sampler(here[some : some + TOGETHER].numpy(), rows[some : some + TOGETHER])
         return drawn
 
     def _greedy(self, logits: torch.Tensor) -> list[int]:
@@ -122,9 +128,12 @@ class CudaBackend:
             raise BackendError("the model computed logits that are not finite numbers; its file or a kernel is broken")
         return found
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _mark(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _ops(self, step: Step) -> CudaOps:
         return CudaOps(self.spec, self._weights, self._caches, self._angles, step)
