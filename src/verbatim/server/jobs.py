@@ -232,8 +232,8 @@ class Jobs:
             accepted["text"] = self._echo(message["prompt"])
         self._outbox.put(accepted)
         completion = await end
-        whole = completion.choices[0].finish.reason != "cancel"
-        vector = line.embedding().tolist() if message.get("hidden") and whole else None
+        whole = message.get("hidden") and completion.choices[0].finish.reason != "cancel"
+        vector = line.embedding().tolist() if whole else None
         self._done(completion, job, vector)
 
     async def _prompt(self, job: Job, message: wire.Message) -> str | Sequence[int] | None:
