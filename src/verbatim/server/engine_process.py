@@ -69,8 +69,9 @@ class Bandwidth:
         from verbatim.observe.roofline import load_limits
         from verbatim.weights.catalog import cache_dir
 
-        self._bytes = engine.parts.backend.info.weight_bytes
-        limits = load_limits(cache_dir())
+        info = engine.parts.backend.info
+        self._bytes = info.weight_bytes
+        limits = load_limits(cache_dir()) if info.name != "cuda" else None  # which are the processor's
         self._limit = limits.read_bytes if limits is not None else None
         self._then, self._steps = time.monotonic(), 0
 
