@@ -113,8 +113,8 @@ class Structure:
             self._scouting = self.seconds <= BESIDE
             if self.seconds <= AT_ONCE:
                 self._make_scouts()
-            elif self._scouting:  # llguidance leaves Python's lock to others meanwhile
-                threading.Thread(target=self._make_scouts, daemon=True).start()
+            elif self._scouting:  # llguidance leaves Python's lock to others meanwhile; no daemon, so that Python's end waits for it
+                threading.Thread(target=self._make_scouts).start()
         return self._scouts.deep_copy() if self.scouted else None
 
     def _make_scouts(self) -> None:
