@@ -155,6 +155,15 @@ def test_nothing_of_a_message_is_dropped() -> None:
     for failed, text in ((True, "Error: boom"), (False, "boom"), (None, "boom")):
         result = {"type": "tool_result", "tool_use_id": "t", "content": "boom", "is_error": failed}
         assert chat_messages({"messages": [{"role": "user", "content": [result]}]})[0]["content"] == text
+    call, text = {"type": "tool_use", "id": "t", "name": "f", "input": {}}, {"type": "text", "text": "x"}
+    for blocks, wanted in (
+        ([text, call, call], [("x", 2)]),
+        ([call, text, text], [("", 1), ("xx", 0)]),
+        ([text, call, text, call], [("x", 1), ("x", 1)]),
+        ([], [("", 0)]),
+    ):
+        turns = chat_messages({"messages": [{"role": "assistant", "content": blocks}]})
+        assert [(turn["content"], len(turn.get("tool_calls", ()))) for turn in turns] == wanted  # in their order
 
 
 @pytest.mark.parametrize(
@@ -164,6 +173,7 @@ def test_nothing_of_a_message_is_dropped() -> None:
         ("user", ("text", "tool_result"), 1),
         ("user", ("tool_use",), 0),
         ("assistant", ("text", "tool_use"), None),
+        ("assistant", ("tool_use", "text"), None),
         ("assistant", ("text", "tool_result"), 1),
     ],
 )

@@ -51,42 +51,41 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         _check_blocks(message["role"], blocks, f"messages[{index}].content")
-        text = "".join(b["text"] for b in blocks if b["type"] == "text")
-        calls = [b for b in blocks if b["type"] == "tool_use"]
         results = [b for b in blocks if b["type"] == "tool_result"]
         out += [{"role": "tool", "content": _result(b), "tool_call_id": b["tool_use_id"]} for b in results]
-        if calls:
-            spelled = [
-                {
-                    "id": b["id"],
-                    "type": "function",
-                    "function": {"name": b["name"], "arguments": json.dumps(b["input"], ensure_ascii=False)},
-                }
-                for b in calls
-            ]
-            out.append({"role": message["role"], "content": text, "tool_calls": spelled})
-        elif text or not results:
-            out.append({"role": message["role"], "content": text})
+        turns = _turns(message["role"], [b for b in blocks if b["type"] != "tool_result"])
+        out += turns if turns or results else [{"role": message["role"], "content": ""}]
+    return out
+
+
+def _turns(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Text, then calls: that is a message of a template. Text behind a call begins another one, so that the order stays what it was."""
+    out: list[dict[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "text":
+            if not block["text"]:
+                continue
+            if not out or "tool_calls" in out[-1]:
+                out.append({"role": role, "content": ""})
+            out[-1]["content"] += block["text"]
+            continue
+        if not out:
+            out.append({"role": role, "content": ""})
+        function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+        out[-1].setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
     return out
 
 
 def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
     """Anthropic's own rules. What breaks them has no place in a chat template, which would drop it or move it."""
     alien, told = ("tool_use", "belongs to the assistant") if role == "user" else ("tool_result", "belongs to the user")
-    text_seen = call_seen = False
+    text_seen = False
     for number, block in enumerate(blocks):
         if block["type"] == alien:
             raise Problem("invalid_parameter", f"{where}[{number}]: a {alien} block {told}", f"{where}[{number}]")
         if block["type"] == "tool_result" and text_seen:
             raise Problem("invalid_parameter", f"{where}[{number}]: tool_result blocks come before text", f"{where}[{number}]")
-        if block["type"] == "text" and block["text"] and call_seen:
-            raise Problem(
-                "invalid_parameter",
-                f"{where}[{number}]: text comes before tool_use blocks; templates know no other order",
-                f"{where}[{number}]",
-            )
         text_seen = text_seen or block["type"] == "text"
-        call_seen = call_seen or block["type"] == "tool_use"
 
 
 def _result(block: dict[str, Any]) -> str:

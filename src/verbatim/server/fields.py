@@ -279,7 +279,7 @@ MESSAGES: dict[str, Rule] = {
     "model": MODEL,
     "messages": Rule(
         "honoured",
-        'text, tool_use after it, and tool_result blocks (is_error: the result begins with "Error: "); a last message of the assistant\'s is continued',
+        'text, tool_use and tool_result blocks (is_error: the result begins with "Error: "); a last message of the assistant\'s is continued',
         Annotated[list[parts.AnthropicMessage], P(min_length=1)],
         required=True,
     ),
