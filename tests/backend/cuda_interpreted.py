@@ -21,15 +21,15 @@ from verbatim.testing_models import FAMILIES, tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore")  # the interpreter divides and subtracts infinities aloud
 
 SMALL: dict[str, dict[str, object]] = {
-    "gpt2": {"n_layer": 2},
+    "gpt2": {"n_layer": 1},
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 3},
 }
 WINDOWS = {"num_hidden_layers": 2, "sliding_window": 5}
-TOKENS = np.random.default_rng(1).integers(0, 260, 11).tolist()
+TOKENS = np.random.default_rng(1).integers(0, 260, 9).tolist()
 
 
 def small(family: str, **changes: object) -> Model:
-    plain = WINDOWS if family in ("mistral", "gemma2") else {"num_hidden_layers": 2}
+    plain = WINDOWS if family in ("mistral", "gemma2") else {"num_hidden_layers": 1}
     return tiny_model(family, **{**SMALL.get(family, plain), **changes})  # type: ignore[arg-type]
 
 
@@ -49,7 +49,7 @@ def test_every_family_is_the_references(family: str) -> None:
     assert difference(small(family, type="q8_0"), TOKENS) < 0.02
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3moe"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3moe"])
 def test_one_text_in_chunks_and_in_company(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits: the whole text at once, then in pieces beside another one. Products are in two pieces each, which few rows add up elsewhere than many."""
     from verbatim.backend.cuda import kernels
@@ -63,7 +63,7 @@ def test_one_text_in_chunks_and_in_company(family: str, monkeypatch: pytest.Monk
     expected = whole(backend, TOKENS)
     blocks = Blocks(backend.spec, backend.block_size, 5)
     text, other = blocks.text(0, TOKENS), blocks.text(1, TOKENS[::-1])
-    run(backend, [other, text], [10, 1])
+    run(backend, [other, text], [8, 1])
     run(backend, [text], [3])
     while not text.over:
         run(backend, [text], [20])
@@ -71,17 +71,17 @@ def test_one_text_in_chunks_and_in_company(family: str, monkeypatch: pytest.Monk
 
 
 def test_long_texts_are_added_up_span_by_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With spans of one small tile a text of 40 has three: the reference's numbers, and the same bits row by row."""
+    """With spans of one small tile a text of 36 has three: the reference's numbers, and the same bits row by row."""
     from verbatim.backend.cuda import kernels, ops
 
     monkeypatch.setattr(kernels, "TILE", 16)
     monkeypatch.setattr(kernels, "SPAN", 16)
-    tokens, model = np.random.default_rng(2).integers(0, 260, 40).tolist(), small("llama", num_hidden_layers=1)
+    tokens, model = np.random.default_rng(2).integers(0, 260, 36).tolist(), small("llama", num_hidden_layers=1)
     assert difference(model, tokens) < 0.02
     backend = opened(model)
     expected = whole(backend, tokens)
     text = Blocks(backend.spec, backend.block_size, 7).text(0, tokens)
-    run(backend, [text], [37])
+    run(backend, [text], [33])
     monkeypatch.setattr(ops, "BUFFER", 1)  # and where attention's rows take turns
     run(backend, [text], [2])
     assert same(expected, text)

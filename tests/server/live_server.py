@@ -23,7 +23,7 @@ class Live:
     """One `verbatim serve`. Everything it says goes to a file, which is shown when a test fails to start it."""
 
     def __init__(self, *flags: str, engine: str | None = "pipeline", env: dict[str, str] | None = None) -> None:
-        self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115; two processes write to it
+        self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
         words = [
             sys.executable,
             "-m",
