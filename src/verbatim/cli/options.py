@@ -120,7 +120,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
         values.pop("on_loop", None)  # who asks for more than the model wants to say gets it
     params = SamplingParams.from_mapping(values)
     if params.num_beams > 1 and flags.get("e_speculate") not in (None, "off"):  # typed beside beams it is meant for them
-        params.with_(speculate=flags["e_speculate"])
+        params.with_(speculate=flags["e_speculate"])  # which raises, and names it
     return params
 
 

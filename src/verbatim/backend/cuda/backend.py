@@ -1,6 +1,6 @@
 """CudaBackend: StepPlan -> StepResult on a GPU. PyTorch for memory, Triton for kernels, a CUDA graph for steps that only write.
 
-A step's integers go to the device in one copy; logits come back in one. Draws are made here on the host, by the same sampler as the cpu
+The integers of a step that is replayed go to the device in one copy. Draws are made here on the host, by the same sampler as the cpu
 backend's: every parameter means the same. Without a GPU it opens only under TRITON_INTERPRET=1, Triton's interpreter, which is for tests.
 """
 
@@ -16,7 +16,8 @@ import triton
 
 from verbatim.backend.batch import Batch, collect, make_batch, only_draws, share_out
 from verbatim.backend.cuda import kernels
-from verbatim.backend.cuda.ops import CudaOps, Runs, Step, angles_of, load
+from verbatim.backend.cuda.kernels import Runs
+from verbatim.backend.cuda.ops import CudaOps, Step, angles_of, load
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,6 +17,7 @@ STAGES = 3  # turns whose weights are on their way at once
 FEW = 16  # up to so many rows the pieces of a product are computed side by side
 TILE = 64  # positions that attention looks at together
 SPAN = 512  # positions whose tiles are added up in order before spans are
+EXPERT_ROWS = 16  # rows of a tile of a mixture's products
 SCORES = 16  # rows of a tile of scores: query heads that share a key head, and positions
 
 
@@ -62,12 +63,14 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def expert_product(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor) -> Pieces:
-    """Row i of the result: x[rows[i]] times the weight of its tile's expert; weight [experts, n, k], 16 rows a tile, -1: no row."""
+    """Row i of the result: x[rows[i]] times the weight of its tile's expert; weight [experts, n, k], EXPERT_ROWS a tile, -1: no row."""
     (_, k), m, n = x.shape, len(rows), weight.shape[1]
     parts, each = parts_of(n, k)
     out = torch.empty((1, m, n), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(n, BN), m // 16, 1)
-    jit.product[grid](x, weight, out, rows, experts, m, n, k, parts, each, 16, BN, BK, True, num_warps=4, num_stages=STAGES)
+    grid = (triton.cdiv(n, BN), m // EXPERT_ROWS, 1)
+    jit.product[grid](
+        x, weight, out, rows, experts, m, n, k, parts, each, EXPERT_ROWS, BN, BK, True, num_warps=4, num_stages=STAGES
+    )
     return Pieces(out)
 
 
@@ -153,8 +156,21 @@ def inner(wide: Pieces, kind: str, gated: bool) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------- attention
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Any, spans: int, scale: float, cap: float, window: int | None) -> torch.Tensor:  # fmt: skip
-    """q [rows, heads * dim] over the cache of one layer. `runs`: table [runs, blocks], first_row, count, first_position, each [runs]."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """What attention takes together: runs of adjacent rows of one sequence. Its own blocks for each run, all [runs]."""
+
+    table: torch.Tensor  # [runs, blocks]
+    first_row: torch.Tensor
+    count: torch.Tensor
+    first_position: torch.Tensor
+
+    def part(self, start: int, end: int) -> Runs:
+        return Runs(self.table[start:end], self.first_row[start:end], self.count[start:end], self.first_position[start:end])
+
+
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs, spans: int, scale: float, cap: float, window: int | None) -> torch.Tensor:  # fmt: skip
+    """q [rows, heads * dim] over the cache of one layer."""
     _, kv_heads, size, dim = keys.shape
     rows, heads = len(q), q.shape[1] // dim
     shared = heads // kv_heads

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 
 from verbatim.backend.cuda import kernels
-from verbatim.backend.cuda.kernels import Pieces
+from verbatim.backend.cuda.kernels import EXPERT_ROWS, Pieces, Runs
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
 Rows: TypeAlias = Any  # a tensor, Pieces, a Stream or Heads
 MATRICES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down", "moe.gate", "moe.up", "moe.down")
-EXPERT_ROWS = 16  # rows of a tile of a mixture's products
 BUFFER = 256 << 20  # bytes that attention may use for what its spans leave; more rows than fit take turns
 
 
@@ -30,8 +29,7 @@ def load(source: Mapping[str, Tensor], spec: ModelSpec, device: torch.device) ->
     for i, layer in enumerate(spec.layers):
         _join(out, f"layers.{i}.attn", ("q", "k", "v"), spec.qkv_bias)
         if layer.experts:
-            gate, up = out.pop(f"layers.{i}.moe.gate"), out.pop(f"layers.{i}.moe.up")
-            out[f"layers.{i}.moe.gate+up"] = torch.cat([gate, up], 1)
+            _join(out, f"layers.{i}.moe", ("gate", "up"), False)
         elif spec.gated:
             _join(out, f"layers.{i}.mlp", ("gate", "up"), spec.mlp_bias)
     return out
@@ -52,20 +50,9 @@ def _join(weights: dict[str, torch.Tensor], prefix: str, parts: tuple[str, ...],
         types = {one.dtype for one in found}
         if len(types) > 1:  # a file that mixes them
             found = [one.to(torch.float32).to(torch.float16) for one in found]
-        weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(found)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Runs:
-    """What attention takes together: runs of adjacent rows of one sequence. Its own blocks for each run, all [runs]."""
-
-    table: torch.Tensor  # [runs, blocks]
-    first_row: torch.Tensor
-    count: torch.Tensor
-    first_position: torch.Tensor
-
-    def part(self, start: int, end: int) -> Runs:
-        return Runs(self.table[start:end], self.first_row[start:end], self.count[start:end], self.first_position[start:end])
+        weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(
+            found, -2 if found[0].ndim > 1 else 0
+        )  # outputs; a mixture has its experts before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
