@@ -104,6 +104,19 @@ def same_in_company(llm: LLM, vocab: int) -> int:
     return sum(a.choices[0].logprobs != b.choices[0].logprobs for a, b in zip(together, alone, strict=True))
 
 
+def same_drawn(llm: LLM, vocab: int) -> int:
+    """How many of 256 texts differ where the device draws them and where the host does, because log-probabilities are asked for."""
+    r = random.Random(2)
+    prompts = [[r.randrange(vocab) for _ in range(8)] for _ in range(256)]
+    params = [
+        SamplingParams(temperature=r.choice((0.0, 0.3, 0.6, 1.0, 3.0)), seed=i, max_tokens=64, ignore_eos=True, speculate="off")
+        for i in range(256)
+    ]
+    device = llm.generate(prompts, params)
+    host = llm.generate(prompts, [p.with_(logprobs=0) for p in params])
+    return sum(a.token_ids != b.token_ids for a, b in zip(device, host, strict=True))
+
+
 def one_sequence(llm: LLM, vocab: int) -> float:
     """Milliseconds a token behind a context of 32."""
     times = []
@@ -126,6 +139,7 @@ def main() -> None:
     out: dict[str, Any] = {"shape": asked.shape, "info": llm.core.backend.info.detail, "opened_s": time.perf_counter() - began}
     vocab = llm.core.backend.spec.vocab
     out["differ"] = same_in_company(llm, vocab)
+    out["differ_drawn"] = same_drawn(llm, vocab)
     out["ms_token"] = one_sequence(llm, vocab)
     if not asked.skip_crowd:
         prompts, lengths = crowd(vocab)
@@ -134,10 +148,13 @@ def main() -> None:
             for i, n in enumerate(lengths)
         ]
         llm.generate(prompts[:256], [ask.with_(max_tokens=4) for ask in asks])  # kernels of these sizes are compiled
+        screen = llm.core.backend.screen
+        screen.rows = screen.unsure = 0
         began = time.perf_counter()
         llm.generate(prompts, asks)
         out["crowd_s"] = time.perf_counter() - began
         out["crowd_tokens_s"] = sum(lengths) / out["crowd_s"]
+        out["crowd_unsure"] = screen.unsure / screen.rows  # share of the device's draws that the host had to make
     print(json.dumps(out))
 
 

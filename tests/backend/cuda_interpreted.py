@@ -1,21 +1,33 @@
 """The cuda backend without a GPU, under Triton's interpreter: its kernels are the same text. Small, because the interpreter is slow; where there is a GPU,
 the other tests of this folder run on it in full (bfloat16 and recorded graphs only there: the interpreter has neither).
 
-Run by test_cuda.py in a process of its own: Triton decides when it is imported whether it interprets."""
+Run by test_cuda.py in a process of its own: Triton decides when it is imported whether it interprets. The tests of the screen run on a GPU too:
+python -m pytest tests/backend/cuda_interpreted.py -k screen"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 from plans import BLOCKS, Blocks, run, same, whole
 
 from verbatim.backend import open_backend
+from verbatim.backend.cuda import jit, screen
+from verbatim.backend.cuda.backend import _sampler
+from verbatim.backend.cuda.screen import Screen
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.records import Drawn, DrawSpec, SeqStep, StepPlan
 from verbatim.model.load import Model
+from verbatim.sampling.draw import gumbel
+from verbatim.sampling.numerics import log
+from verbatim.sampling.pipeline import Row
 from verbatim.testing_models import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the interpreter divides and subtracts infinities aloud
@@ -88,25 +100,182 @@ def test_long_texts_are_added_up_span_by_span(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_draws_are_the_samplers() -> None:
-    """A plain argmax never leaves the device; anything else goes through the sampler. Both give what the reference gives for these logits."""
+    """In one step: draws of which the device sends only the id, and the same ones with log-probabilities, which the sampler draws."""
     backend = opened(small("llama"))
-    table = ((0, 1),)
-    steps = [
-        {"temperature": 0.0},
-        {"temperature": 0.0, "logprobs": 2},
-        {"temperature": 1.0, "top_p": 0.9},
-        {"temperature": 0.0, "banned_token_ids": (7,)},
-    ]
-    found = []
-    for asked in steps:
-        spec = DrawSpec(SamplingParams(**asked), 5, 4)  # type: ignore[arg-type]
-        plan = StepPlan(0, (SeqStep(0, tuple(TOKENS[:4]), 0, table, draws=1, draw=spec),))
-        found.append(backend.execute(plan).sequences[0].drawn[0])
-    assert found[0].token == found[1].token
-    assert found[0].logprob == 0.0
-    assert found[1].logprob < 0.0
-    assert len(found[1].top) == 2
-    assert found[1].top[0][0] == found[1].token
+    kinds: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 0.7}]
+    params = [SamplingParams(**kind, **more) for kind in kinds for more in ({}, {"logprobs": 2})]  # type: ignore[arg-type]
+    steps = [SeqStep(i, (9,), 0, ((i,),), draws=1, draw=DrawSpec(p, 5, 1)) for i, p in enumerate(params)]
+    drawn = [one.drawn[0] for one in backend.execute(StepPlan(0, tuple(steps))).sequences]
+    for plain, told in (drawn[:2], drawn[2:]):
+        assert plain == Drawn(told.token, 0.0)
+        assert told.logprob < 0.0
+        assert len(told.top) == 2
+    assert drawn[1].top[0][0] == drawn[1].token
+
+
+# ------------------------------------------------------------------------------------------------------------- the screen
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB = 701  # three chunks of the interpreter's, the last one short
+
+
+@pytest.fixture
+def screened(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    if DEVICE.type == "cpu":  # many rows a program: the interpreter pays for programs, not for numbers
+        monkeypatch.setattr(screen, "ROWS", 1024)
+        monkeypatch.setattr(screen, "CHUNK", 256)
+    return Screen(VOCAB, DEVICE)
+
+
+def asked(random: np.random.Generator, temperatures: np.ndarray) -> list[Row]:
+    made = {t: SamplingParams(temperature=float(t)) for t in set(temperatures.tolist())}
+    keys, positions = random.integers(0, 2**64, len(temperatures), np.uint64), random.integers(0, 2**31, len(temperatures))
+    return [Row(DrawSpec(made[t], int(k), 1), int(p)) for t, k, p in zip(temperatures.tolist(), keys, positions, strict=True)]
+
+
+@triton.jit
+def noises(high, low, out, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(out + i, jit.gumbel(tl.load(high + i).to(tl.uint32, bitcast=True), tl.load(low + i).to(tl.uint32, bitcast=True)))
+
+
+def test_screen_noise_is_within_its_bound() -> None:
+    """What docs/numerics.md derives, at random bits and at the edges: u next to 0, to 1, and to where the logarithms change their form."""
+    random, size = np.random.default_rng(0), 1 << 15
+    edges = np.array([0, 1, 2, 3, 0x7FFFFFFF, 0xB504F333, 0xFFFFFFFE, 0xFFFFFFFF, 0x5E2D58D8, *(1 << np.arange(32))], np.uint64)
+    near = (edges[:, None] + np.arange(-64, 64).astype(np.uint64)).ravel()
+    high = np.concatenate([near, near, near, random.integers(0, 2**32, size - 3 * len(near), np.uint64)]) & 0xFFFFFFFF
+    low = np.where(np.arange(len(high)) < len(near), 0, random.integers(0, 2**32, len(high), np.uint64))
+    low[len(near) : 2 * len(near)] = 0xFFFFFFFF
+    exact = -log(-log((((high << np.uint64(32) | low) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52))
+    given = [torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(DEVICE) for words in (high, low)]
+    out = torch.empty(size, device=DEVICE)
+    each = size if DEVICE.type == "cpu" else 1024
+    noises[(size // each,)](*given, out, each)
+    assert exact.max() > 36.7
+    assert exact.min() < -3.6
+    off = np.abs(out.cpu().numpy().astype(np.float64) - exact) * 2**24
+    assert (off < 23 + 3 * np.abs(exact)).all()
+
+
+@triton.jit
+def noises_of(words, out, FIRST, N: tl.constexpr):
+    at = words + tl.arange(0, 1)[:, None]
+    k0, k1 = tl.load(at).to(tl.uint32, bitcast=True), tl.load(at + 1).to(tl.uint32, bitcast=True)
+    position = tl.load(at + 2).to(tl.uint32, bitcast=True)
+    tl.store(out + tl.arange(0, N)[None, :], jit.noise_of(FIRST, position, k0, k1, N))
+
+
+@pytest.mark.parametrize(
+    ("key", "position", "first"),
+    [(0xC949274536500FEE, 8937, 0), (0x1FFFFFFFE, 2147419381, 151_000), (0x1FFFFFFFE, 2147423567, 151_000)],
+)
+def test_screen_noise_is_the_ids_own(key: int, position: int, first: int) -> None:
+    """Both halves of the noise key, the position, and all bits of every id: at these positions an even or an odd one's u is within 4e-7 of 1, where
+    the lowest bits count."""
+    words = np.array([key & 0xFFFFFFFF, key >> 32, position], np.uint32).view(np.int32)
+    out = torch.empty((1, 1024), device=DEVICE)
+    noises_of[(1,)](torch.from_numpy(words).to(DEVICE), out, first // 2, 1024)
+    exact = gumbel(key, position, np.arange(first, first + 1024))
+    assert (np.abs(out.cpu().numpy()[0] - exact) * 2**24 < 23 + 3 * np.abs(exact)).all()
+
+
+def test_screen_draws_what_the_sampler_draws(screened: Screen) -> None:
+    """All sizes of logits and temperatures, ties, ids that cannot be drawn: the sampler's draw or none, and seldom none."""
+    random = np.random.default_rng(1)
+    count = 3072
+    logits = random.standard_normal((count, VOCAB)) * random.choice([0.01, 1.0, 5.0, 30.0, 1e4], (count, 1))
+    logits += random.choice([0.0, 0.0, -70.0, 1e4], (count, 1))
+    logits[::3] = np.rint(logits[::3])  # ties
+    logits[random.random((count, VOCAB)) < random.choice([0.0, 0.1, 0.9], (count, 1))] = -np.inf
+    logits[np.arange(count), random.integers(0, VOCAB, count)] = 3.0
+    logits[7, :], logits[7, 700] = -np.inf, -2.0
+    logits = logits.astype(np.float32)
+    rows = asked(random, random.choice([0.0, 1e-20, 1e-3, 0.1, 0.6, 1.0, 1.5, 100.0], count))
+    found = screened(torch.from_numpy(logits).to(DEVICE), rows)
+    drawn = _sampler(EngineConfig(threads=2))(logits, rows)
+    assert all(token in (-1, one.token) for token, one in zip(found, drawn, strict=True))
+    assert all(token >= 0 for token, row in zip(found, rows, strict=True) if row.spec.params.greedy)
+    assert all(one == Drawn(one.token, 0.0) for one in drawn)
+    assert screened.rows == count
+    assert found.count(-1) == screened.unsure <= 8  # P(more) < 1e-6: 0.75 are expected
+
+
+def test_screen_leaves_near_ties_open(screened: Screen) -> None:
+    """Two ids whose scores are a chosen hair apart: within the slack it must not decide, past it it must, and rightly."""
+    random = np.random.default_rng(2)
+    count, ids = 1024, np.arange(VOCAB)
+    temperature = random.choice([0.05, 0.6, 1.0, 20.0], count)
+    rows = asked(random, temperature)
+    logits = np.full((count, VOCAB), -2000.0, np.float32)
+    gaps = np.empty(count)
+    for i, row in enumerate(rows):
+        a, b = random.choice(VOCAB, 2, replace=False)
+        noise = gumbel(row.spec.key, row.position, ids)
+        hair = 2.0 ** random.uniform(-30.0, -8.0) * random.choice([-1.0, 1.0])
+        logits[i, a] = random.choice([0.0, 5.0, -12.0])
+        logits[i, b] = logits[i, a] + (noise[a] - noise[b] + hair) * temperature[i]
+        scores = (logits[i, [a, b]].astype(np.float64) - logits[i].max()) / temperature[i] + noise[[a, b]]
+        gaps[i] = abs(scores[0] - scores[1])
+    found = np.array(screened(torch.from_numpy(logits).to(DEVICE), rows))
+    drawn = np.array([one.token for one in _sampler(EngineConfig(threads=2))(logits, rows)])
+    assert ((found == -1) | (found == drawn)).all()
+    assert (found[gaps < 0.8 * screen.SLACK] == -1).all()
+    assert (found[gaps > 1.2 * screen.SLACK] >= 0).all()
+    assert (gaps < 1e-6).sum() > 50
+
+
+def test_screen_hands_on_what_is_no_number(screened: Screen) -> None:
+    logits = np.zeros((6, VOCAB), np.float32)
+    logits[:2, 300], logits[2:4, 650], logits[4:] = np.nan, np.inf, -np.inf
+    rows = asked(np.random.default_rng(3), np.array([0.0, 1.0] * 3))
+    assert screened(torch.from_numpy(logits).to(DEVICE), rows) == [-1] * 6
+
+
+# What reaches the sampler by another way (a row's mask, key, beam or withheld ids, a plan's targets) or is no matter of drawing at all.
+ELSEWHERE = {
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop", "seed", "n",
+    "num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "json_schema",
+    "regex", "grammar", "choice", "prompt_logprobs", "logprobs_mode", "receipt", "speculate", "priority", "cache_salt", "dry_base",
+    "dry_allowed_length", "dry_range", "dry_breakers", "xtc_threshold",
+}  # fmt: skip
+REFUSED: dict[str, object] = {
+    "logit_bias": {3: 1.0}, "allowed_token_ids": (1, 2), "banned_token_ids": (7,), "repetition_penalty": 1.1, "frequency_penalty": 0.1,
+    "presence_penalty": 0.1, "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35, "top_k": 5, "top_p": 0.9, "min_p": 0.1,
+    "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 0.5, "best_of": 2, "logprobs": 0, "explain": 1,
+}  # fmt: skip
+
+
+def test_screen_knows_every_parameter() -> None:
+    """A new parameter of the sampler must be told apart here and in asked_of, or the device would pass over it."""
+    assert ELSEWHERE | set(REFUSED) == set(FIELDS)
+    for name, value in REFUSED.items():
+        assert screen.asked_of(SamplingParams().with_(**{name: value})) == screen.HOST, name
+    assert screen.asked_of(SamplingParams(temperature=0.5)) == (2.0, screen.SLACK)
+    assert screen.asked_of(SamplingParams(temperature=0.0, top_p=0.5)) == screen.ARGMAX
+
+
+def test_rows_are_drawn_where_they_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Argmaxes and plain draws between rows for the host, of which only the latter come whole: as if the sampler drew all."""
+    backend: Any = opened(small("llama"))
+    kinds = [{"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 0.7}, {"logprobs": 2}, {"temperature": 2.0}]
+    specs = [DrawSpec(SamplingParams(**kind), 50 + i, 4) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
+    plain = SamplingParams()
+    specs += [DrawSpec(plain, 9, 4, withheld=(4,)), DrawSpec(plain, 9, 4), DrawSpec(plain, 9, 4, beam=2), DrawSpec(plain, 9, 4)]
+    rows = [Row(spec, 6 + i, mask=b"\x0f" if i == 8 else None) for i, spec in enumerate(specs)]
+    logits = torch.from_numpy(np.random.default_rng(4).standard_normal((len(rows), backend.spec.vocab)).astype(np.float32))
+    asked, here = [], backend._draw_here
+
+    def noted(logits: torch.Tensor, rows: list[Row]) -> list[Drawn]:
+        asked.append([row.position - 6 for row in rows])
+        return here(logits, rows)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(backend, "_draw_here", noted)
+    assert backend._draw(logits.to(DEVICE), rows) == backend._sampler(logits.numpy(), rows)
+    assert asked == [[1, 3, 5, 7, 8]]
+    logits[2, 3] = torch.nan
+    with pytest.raises(BackendError, match="not finite"):
+        backend._draw(logits.to(DEVICE), rows)
 
 
 def test_what_it_does_not_offer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """CudaBackend: StepPlan -> StepResult on a GPU. PyTorch for memory, Triton for kernels, a CUDA graph for steps that only write.
 
-The integers of a step that is replayed go to the device in one copy. Draws are made here on the host, by the same sampler as the cpu
-backend's: every parameter means the same. Without a GPU it opens only under TRITON_INTERPRET=1, Triton's interpreter, which is for tests.
+The integers of a step that is replayed go to the device in one copy. Plain draws are made on the device where they can be proven (screen.py); all
+others here on the host, by the same sampler as the cpu backend's: every parameter means the same. Without a GPU it opens only under
+TRITON_INTERPRET=1, Triton's interpreter, which is for tests.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from verbatim.backend.batch import Batch, collect, make_batch, only_draws, share
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.kernels import Runs
 from verbatim.backend.cuda.ops import CudaOps, Step, angles_of, load
+from verbatim.backend.cuda.screen import Screen
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
@@ -49,7 +51,7 @@ class CudaBackend:
         self._graphs: dict[tuple[int, int], Graph] = {}
         self._sampler = _sampler(config)
         self._host: torch.Tensor | None = None  # where logits arrive; pinned
-        self._ids = torch.arange(model.spec.vocab, device=self.device)
+        self.screen = Screen(model.spec.vocab, self.device)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._replays = self.device.type == "cuda" and not any(layer.experts for layer in model.spec.layers)
 
@@ -103,9 +105,17 @@ class CudaBackend:
         return collect(plan, hidden.cpu().numpy(), logits.cpu().numpy(), self._sampler)
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
-        """Where all are plain argmaxes only the ids come back; else all logits, and the sampler draws from them."""
-        if rows and all(map(_plain, rows)):
-            return [Drawn(token, 0.0) for token in self._greedy(logits)]
+        """Of most rows only the id comes back; those that the screen leaves open come whole, and the sampler draws from them."""
+        found = self.screen(logits, rows)
+        drawn = [Drawn(token, 0.0) for token in found]
+        left = [i for i, token in enumerate(found) if token < 0]
+        if left:
+            theirs = logits if len(left) == len(rows) else logits[torch.tensor(left, device=self.device)]
+            for i, one in zip(left, self._draw_here(theirs, [rows[i] for i in left]), strict=True):
+                drawn[i] = one
+        return drawn
+
+    def _draw_here(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         if self._host is None or len(self._host) < len(rows):
             room = 1 << max(0, len(rows) - 1).bit_length()
             self._host = torch.empty((room, self.spec.vocab), dtype=torch.float32, pin_memory=self.device.type == "cuda")
@@ -119,15 +129,6 @@ class CudaBackend:
                 event.synchronize()
             drawn += self._sampler(here[some : some + TOGETHER].numpy(), rows[some : some + TOGETHER])
         return drawn
-
-    def _greedy(self, logits: torch.Tensor) -> list[int]:
-        """Argmax, ties to the lower id."""
-        best = logits.amax(1, keepdim=True)
-        ids = torch.where(logits == best, self._ids, self.spec.vocab).amin(1)
-        found: list[int] = torch.where(torch.isfinite(best[:, 0]), ids, self.spec.vocab).tolist()
-        if self.spec.vocab in found:
-            raise BackendError("the model computed logits that are not finite numbers; its file or a kernel is broken")
-        return found
 
     def _mark(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -241,14 +242,6 @@ class Graph:
         self.graph.replay()
         hidden, logits = self.out
         return hidden, logits
-
-
-def _plain(row: Row) -> bool:
-    """Nothing but an argmax over the model's own logits."""
-    spec, p = row.spec, row.spec.params
-    if not p.greedy or p.wants_logprob or p.explain or spec.beam or spec.withheld or row.mask is not None:
-        return False
-    return not (p.needs_history or p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None)
 
 
 def _device() -> torch.device:

@@ -225,3 +225,103 @@ def add_spans(sums, peaks, masses, out, ROWS, HEADS, DIM, SPANS, BLOCK: tl.const
         total = total * keep + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * take
         peak = higher
     tl.store(out + (row * HEADS + head) * DIM + d, total / mass, mask=d < DIM)
+
+
+# ----------------------------------------------------------------------------------------------------------------- draws
+# The noise of sampling/draw.py in float32: from the same bits, but rounded. docs/numerics.md bounds what that may cost; screen.py says what it is for.
+
+
+@triton.jit
+def noise_words(counter, position, k0, k1):
+    """Philox4x32-10 for counters (counter, position, 0, 0); all uint32."""
+    c0, c1 = counter, position
+    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
+    for _ in tl.static_range(10):
+        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def unit(high, low):
+    """(the upper 52 of 64 bits + 1/2) / 2^52. Small ones are as precise as large ones."""
+    return (high.to(tl.float32) * 1048576.0 + ((low >> 12).to(tl.float32) + 0.5)) * 2.220446049250313e-16
+
+
+@triton.jit
+def parted(x):
+    """x = 2^k (1 + f), 1 + f from sqrt(1/2) to sqrt(2); both are exact."""
+    bits = x.to(tl.int32, bitcast=True)
+    k = (bits - 0x3F3504F3) >> 23
+    return k, (bits - (k << 23)).to(tl.float32, bitcast=True) - 1.0
+
+
+@triton.jit
+def log_of(k, f):
+    """log(2^k (1 + f)). With k = 0 its error is relative, however small f is."""
+    s = f / (2.0 + f)
+    z = s * s
+    tail = z * (0.3333333333333333 + z * (0.2 + z * (0.14285714285714285 + z * 0.1111111111111111)))
+    return k.to(tl.float32) * 0.6931471805599453 + (s + s) * (1.0 + tail)
+
+
+@triton.jit
+def gumbel(high, low):
+    """-log(-log(u)) of 64 random bits. Next to 1 it is 1 - u that counts, which is made of the same bits, inverted."""
+    k, f = parted(unit(high, low))
+    k, f = parted(-log_of(k, tl.where(k == 0, -unit(high ^ 0xFFFFFFFF, low ^ 0xFFFFFFFF), f)))
+    return -log_of(k, f)
+
+
+@triton.jit
+def noise_of(first, position, k0, k1, BV: tl.constexpr):
+    """The noise of BV ids, the first of which is 2 * first; position and key are [rows, 1] and uint32. Two neighbours share their bits' making."""
+    pair = (first + tl.arange(0, BV // 2)).to(tl.uint32, bitcast=True)[None, :]
+    pair, position = tl.broadcast(pair, position)
+    even_low, even_high, odd_low, odd_high = noise_words(pair, position, k0, k1)
+    return gumbel(tl.interleave(even_high, odd_high), tl.interleave(even_low, odd_low))
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def screen(logits, tops, asked, bests, seconds, ids, ROWS, VOCAB, CHUNKS, NOISE: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr):  # fmt: skip
+    """One chunk of BV ids of BR rows: the best key, the lowest id that has it, and the best key of all other ids.
+
+    A key is the logit, or (logit - top) * scale + noise where a row is drawn. `asked` holds, for all rows: the two halves of the noise key, the
+    position, scale, slack (floats by their bits; a slack below 0 is an argmax)."""
+    row, chunk = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
+    here = row < ROWS
+    id = (chunk * BV + tl.arange(0, BV))[None, :]
+    key = tl.load(logits + row.to(tl.int64)[:, None] * VOCAB + id, mask=here[:, None] & (id < VOCAB), other=float("-inf"))
+    if NOISE:
+        k0 = tl.load(asked + row, mask=here, other=0).to(tl.uint32, bitcast=True)[:, None]
+        k1 = tl.load(asked + ROWS + row, mask=here, other=0).to(tl.uint32, bitcast=True)[:, None]
+        position = tl.load(asked + 2 * ROWS + row, mask=here, other=0).to(tl.uint32, bitcast=True)[:, None]
+        scale = tl.load(asked + 3 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)[:, None]
+        slack = tl.load(asked + 4 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)[:, None]
+        top = tl.load(tops + row, mask=here, other=0.0)[:, None]
+        noise = noise_of(chunk * (BV // 2), position, k0, k1, BV)
+        key = tl.where(slack < 0.0, key, (key - top) * scale + noise)
+    best = tl.max(key, 1)
+    first = tl.min(tl.where(key == best[:, None], id, VOCAB), 1)
+    at = row * CHUNKS + chunk
+    tl.store(bests + at, best, mask=here)
+    tl.store(ids + at, first, mask=here)
+    tl.store(seconds + at, tl.max(tl.where(id == first[:, None], float("-inf"), key), 1), mask=here)
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def choose(bests, seconds, ids, tops, asked, out, ROWS, VOCAB, CHUNKS, BR: tl.constexpr, BLOCK: tl.constexpr):
+    """The chunks of BR rows: a row's best id where no other key comes within `slack` of its key, else -1. A row that is not all numbers is never sure."""
+    row, i = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BLOCK)[None, :]
+    here = row < ROWS
+    at, inside = row[:, None] * CHUNKS + i, here[:, None] & (i < CHUNKS)
+    peaks, id = tl.load(bests + at, mask=inside, other=float("-inf")), tl.load(ids + at, mask=inside, other=VOCAB)
+    best = tl.max(peaks, 1)
+    first = tl.min(tl.where(peaks == best[:, None], id, VOCAB), 1)
+    others = tl.where(id == first[:, None], float("-inf"), peaks)
+    second = tl.max(tl.maximum(others, tl.load(seconds + at, mask=inside, other=float("-inf"))), 1)
+    slack = tl.load(asked + 4 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)
+    sure = (best - second > slack) & (tl.abs(tl.load(tops + row, mask=here, other=0.0)) < float("inf"))
+    tl.store(out + row, tl.where(sure, first, -1), mask=here)
