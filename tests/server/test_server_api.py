@@ -44,14 +44,14 @@ SAME = ["Once upon a time"] * 3
 
 def test_equal_prompts_of_a_list_without_a_seed_are_drawn_apart(fake: Any) -> None:
     """And each can be had again: the seed that its choices say, alone."""
-    answer = fake.post("/v1/completions", {"prompt": SAME, "max_tokens": 20, "n": 2}).json()
+    answer = fake.post("/v1/completions", {"prompt": SAME, "max_tokens": 20, "n": 2, "ignore_eos": True}).json()
     assert answer["seed"] is None
     choices = answer["choices"]
     assert [c["index"] for c in choices] == list(range(6))
     assert len({c["text"] for c in choices}) == 6
     assert len({c["seed"] for c in choices}) == 3
     for prompt in range(3):
-        again = fake.complete(SAME[prompt], max_tokens=20, n=2, seed=choices[2 * prompt]["seed"])
+        again = fake.complete(SAME[prompt], max_tokens=20, n=2, ignore_eos=True, seed=choices[2 * prompt]["seed"])
         assert [c["text"] for c in again["choices"]] == [c["text"] for c in choices[2 * prompt : 2 * prompt + 2]]
     beams = fake.post("/v1/completions", {"prompt": SAME, "max_tokens": 5, "num_beams": 2}).json()
     assert len({c["text"] for c in beams["choices"]}) == 1  # nothing is drawn
@@ -59,14 +59,14 @@ def test_equal_prompts_of_a_list_without_a_seed_are_drawn_apart(fake: Any) -> No
 
 
 def test_a_streamed_list_says_each_seed(fake: Any) -> None:
-    events = [e for e in fake.events("/v1/completions", {"prompt": SAME, "max_tokens": 12}) if e != "[DONE]"]
+    events = [e for e in fake.events("/v1/completions", {"prompt": SAME, "max_tokens": 12, "ignore_eos": True}) if e != "[DONE]"]
     assert {e["seed"] for e in events} == {None}
     seeds, texts = {}, dict.fromkeys(range(3), "")
     for choice in (c for e in events for c in e["choices"]):
         assert seeds.setdefault(choice["index"], choice["seed"]) == choice["seed"]
         texts[choice["index"]] += choice["text"]
     assert len(set(texts.values())) == 3
-    assert texts == {i: fake.complete(SAME[0], max_tokens=12, seed=seeds[i])["choices"][0]["text"] for i in range(3)}
+    assert texts == {i: fake.complete(SAME[0], max_tokens=12, ignore_eos=True, seed=seeds[i])["choices"][0]["text"] for i in range(3)}
 
 
 def test_a_list_with_a_seed_is_drawn_as_in_the_library(fake: Any) -> None:
