@@ -59,14 +59,18 @@ def test_equal_prompts_of_a_list_without_a_seed_are_drawn_apart(fake: Any) -> No
 
 
 def test_a_streamed_list_says_each_seed(fake: Any) -> None:
-    events = [e for e in fake.events("/v1/completions", {"prompt": SAME, "max_tokens": 12, "ignore_eos": True}) if e != "[DONE]"]
+    events = [
+        e for e in fake.events("/v1/completions", {"prompt": SAME, "max_tokens": 12, "ignore_eos": True}) if e != "[DONE]"
+    ]
     assert {e["seed"] for e in events} == {None}
     seeds, texts = {}, dict.fromkeys(range(3), "")
     for choice in (c for e in events for c in e["choices"]):
         assert seeds.setdefault(choice["index"], choice["seed"]) == choice["seed"]
         texts[choice["index"]] += choice["text"]
     assert len(set(texts.values())) == 3
-    assert texts == {i: fake.complete(SAME[0], max_tokens=12, ignore_eos=True, seed=seeds[i])["choices"][0]["text"] for i in range(3)}
+    assert texts == {
+        i: fake.complete(SAME[0], max_tokens=12, ignore_eos=True, seed=seeds[i])["choices"][0]["text"] for i in range(3)
+    }
 
 
 def test_a_list_with_a_seed_is_drawn_as_in_the_library(fake: Any) -> None:
@@ -76,7 +80,7 @@ def test_a_list_with_a_seed_is_drawn_as_in_the_library(fake: Any) -> None:
     assert answer["seed"] == 7
     with LLM.from_parts(server_parts("pipeline")) as llm:
         made = [c.text for c in llm.generate(SAME, SamplingParams(seed=7, max_tokens=20))]
-        free = [c.text for c in llm.generate(SAME, SamplingParams(max_tokens=20))]
+        free = [c.text for c in llm.generate(SAME, SamplingParams(max_tokens=20, ignore_eos=True))]
     assert [c["text"] for c in answer["choices"]] == made
     assert (len(set(made)), len(set(free))) == (1, 3)
 
