@@ -16,8 +16,9 @@ import triton.language as tl
 from plans import BLOCKS, Blocks, run, same, whole
 
 from verbatim.backend import open_backend
+from verbatim.backend.batch import make_batch
 from verbatim.backend.cuda import jit, screen
-from verbatim.backend.cuda.backend import _sampler
+from verbatim.backend.cuda.backend import Sheet, _sampler
 from verbatim.backend.cuda.screen import Screen
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
@@ -111,6 +112,33 @@ def test_draws_are_the_samplers() -> None:
         assert told.logprob < 0.0
         assert len(told.top) == 2
     assert drawn[1].top[0][0] == drawn[1].token
+
+
+def test_a_replayed_steps_integers_are_the_plans() -> None:
+    """Sequences come, grow, take turns and go, with drafts: what is sent names each row's token, place and blocks, whatever was there before."""
+    random = np.random.default_rng(6)
+    sheet = Sheet(16, 2, (77, 88), torch.device("cpu"))
+    tables = {i: tuple(tuple(random.integers(0, 60, 64).tolist()) for _ in range(2)) for i in range(12)}
+    for step in range(40):
+        sequences = []
+        for i in random.permutation(12)[: random.integers(0, 9)].tolist():
+            if random.random() < 0.3:
+                tables[i] = tuple(tuple(random.integers(0, 60, random.integers(40, 70)).tolist()) for _ in range(2))
+            count, start = int(random.integers(1, 3)), int(random.integers(0, 638))
+            sequences.append(SeqStep(i, tuple(random.integers(0, 260, count).tolist()), start, tables[i], draws=count))
+        sheet.fill(sequences)
+        batch = make_batch(StepPlan(step, tuple(sequences)), 2)
+        n, sent = batch.rows, sheet.step
+        assert sent.tokens.tolist() == batch.tokens.tolist() + [0] * (16 - n)
+        assert sent.positions.tolist() == batch.positions.tolist() + [0] * (16 - n)
+        owners = [s for s in sequences for _ in s.tokens]
+        for group, idle in enumerate((77, 88)):
+            slots, table = sent.slots[group].tolist(), sent.runs[group].table
+            assert slots[n:] == [idle * 16] * (16 - n)
+            assert table[n:, 0].tolist() == [idle] * (16 - n)
+            for row, (owner, position) in enumerate(zip(owners, batch.positions.tolist(), strict=True)):
+                assert tuple(table[row].tolist())[: position // 16 + 1] == owner.blocks[group][: position // 16 + 1]
+                assert slots[row] == owner.blocks[group][position // 16] * 16 + position % 16
 
 
 # ------------------------------------------------------------------------------------------------------------- the screen

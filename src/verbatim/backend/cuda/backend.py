@@ -23,7 +23,7 @@ from verbatim.backend.cuda.screen import Screen
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.records import Drawn, StepPlan, StepResult
+from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of, sample_rows
@@ -90,13 +90,13 @@ class CudaBackend:
         for group, source, target in plan.copies:
             for cache in self._caches[group]:
                 cache[:, target] = cache[:, source]
-        batch = make_batch(plan, len(self._caches))
-        if not batch.rows:
-            return collect(plan, np.zeros((0, self.spec.hidden), np.float32), np.zeros((0, self.spec.vocab), np.float32))
-        writes = len(batch.logits) == batch.rows
-        if self._replays and writes and batch.rows <= LARGEST_GRAPH:
-            hidden, logits = self._replay(batch)
+        wanted = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)  # the logits of all rows
+        if self._replays and wanted and 0 < (rows := plan.rows) <= LARGEST_GRAPH:
+            hidden, logits = self._replay(plan.sequences, rows)
         else:
+            batch = make_batch(plan, len(self._caches))
+            if not batch.rows:
+                return collect(plan, np.zeros((0, self.spec.hidden), np.float32), np.zeros((0, self.spec.vocab), np.float32))
             hidden, logits = forward(self.spec, self._ops(self._laid_out(batch)))
         if only_draws(plan):
             return share_out(plan, self._draw(logits, [row for s in plan.sequences for row in rows_of(s)]))
@@ -178,15 +178,15 @@ class CudaBackend:
 
     # -------------------------------------------------------------------------------------------------------- replaying
 
-    def _replay(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step in which every row is drawn from: its kernels are recorded once for each size, rounded up."""
-        rows = 1 << (batch.rows - 1).bit_length()
-        spans = 1 << (kernels.spans_of(int(batch.positions.max()) + 1) - 1).bit_length()
-        graph = self._graphs.get((rows, spans))
+    def _replay(self, sequences: Sequence[SeqStep], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step in which every row's logits are wanted: its kernels are recorded once for each size, rounded up."""
+        room = 1 << (rows - 1).bit_length()
+        spans = 1 << (kernels.spans_of(max(s.end for s in sequences)) - 1).bit_length()
+        graph = self._graphs.get((room, spans))
         if graph is None:
-            graph = self._graphs[rows, spans] = Graph(self, rows, spans)
-        hidden, logits = graph.run(batch, [self._slots(batch, table) for table in batch.tables])
-        return hidden[: batch.rows], logits[: batch.rows]
+            graph = self._graphs[room, spans] = Graph(self, room, spans)
+        hidden, logits = graph.run(sequences)
+        return hidden[:rows], logits[:rows]
 
     def close(self) -> None:
         self._graphs.clear()
@@ -194,51 +194,60 @@ class CudaBackend:
         self._weights.clear()
 
 
+class Sheet:
+    """The integers of a step in which every row is a run of its own: written on the host, sent in one copy. Rows that are not used write into the
+    scratch block. Tables stay from step to step; a row's is written anew where its tuple of blocks is another object than last time."""
+
+    def __init__(self, rows: int, spans: int, idle: tuple[int, ...], device: torch.device) -> None:
+        self.rows, self.width, self.idle = rows, spans * kernels.SPAN // BLOCK_SIZE, idle
+        groups = len(idle)
+        sizes = [rows, rows, *[rows] * groups, *[rows * self.width] * groups]
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._tokens, self._positions, *parts = (part.numpy() for part in self._host.split(sizes))
+        self._slots, self._tables = parts[:groups], [table.reshape(rows, self.width) for table in parts[groups:]]
+        self._held: list[list[tuple[int, ...]]] = [[()] * rows for _ in idle]
+        tokens, positions, *rest = self._sent.split(sizes)
+        row = torch.arange(rows, dtype=torch.int32, device=device)
+        one = torch.ones_like(row)
+        runs = tuple(Runs(table.view(rows, self.width), row, one, positions) for table in rest[groups:])
+        self.step = Step(tokens, positions, tuple(rest[:groups]), runs, None, None, spans)
+
+    def fill(self, sequences: Sequence[SeqStep]) -> None:
+        tokens = [token for s in sequences for token in s.tokens]
+        n = len(tokens)
+        self._tokens[:n], self._tokens[n:] = tokens, 0
+        self._positions[:n], self._positions[n:] = [p for s in sequences for p in range(s.start, s.end)], 0
+        block, place = self._positions[:n] // BLOCK_SIZE, self._positions[:n] % BLOCK_SIZE
+        for group, (table, held, slots, idle) in enumerate(zip(self._tables, self._held, self._slots, self.idle, strict=True)):
+            for row, blocks in enumerate([s.blocks[group] for s in sequences for _ in s.tokens]):
+                if held[row] is not blocks:
+                    table[row, : len(blocks)] = blocks[: self.width]
+                    held[row] = blocks
+            table[n:, 0] = idle
+            held[n:] = [()] * (self.rows - n)
+            slots[:n], slots[n:] = table[np.arange(n), block] * BLOCK_SIZE + place, idle * BLOCK_SIZE
+            assert slots.min() >= 0, "a token's own block is in the table"
+        self._sent.copy_(self._host, non_blocking=True)
+
+
 class Graph:
-    """One recorded step of a fixed number of rows, each a run of its own; rows that are not used write into the scratch block."""
+    """One recorded step of a fixed number of rows."""
 
     def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
-        self.rows, self.groups = rows, len(backend._caches)
-        self.width = spans * kernels.SPAN // BLOCK_SIZE
-        self.idle = backend._idle
-        sizes = [rows, rows, *[rows] * self.groups, *[rows * self.width] * self.groups]
-        self.host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=True)
-        self.sent = torch.zeros(sum(sizes), dtype=torch.int32, device=backend.device)
-        self.parts = [part.numpy() for part in self.host.split(sizes)]
-        tokens, positions, *rest = self.sent.split(sizes)
-        slots, tables = rest[: self.groups], [t.view(rows, self.width) for t in rest[self.groups :]]
-        row = torch.arange(rows, dtype=torch.int32, device=backend.device)
-        one = torch.ones_like(row)
-        runs = tuple(Runs(table, row, one, positions) for table in tables)
-        self.step = step = Step(tokens, positions, tuple(slots), runs, None, None, spans)  # the graph reads these tensors
-        none = np.zeros(0, np.int32)
-        self._fill(none, none, [none] * self.groups, [none.reshape(0, 0)] * self.groups)
+        self.sheet = Sheet(rows, spans, backend._idle, backend.device)  # the graph reads its tensors
+        self.sheet.fill(())
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles what is not compiled yet
-                forward(backend.spec, backend._ops(step))
+                forward(backend.spec, backend._ops(self.sheet.step))
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=backend.pool):  # one pool for all: only one of them runs at a time
-            self.out = forward(backend.spec, backend._ops(step))
+            self.out = forward(backend.spec, backend._ops(self.sheet.step))
 
-    def _fill(
-        self, tokens: np.ndarray, positions: np.ndarray, slots: Sequence[np.ndarray], tables: Sequence[np.ndarray]
-    ) -> None:
-        n = len(tokens)
-        for part, values in zip(self.parts[:2], (tokens, positions), strict=True):
-            part[:n], part[n:] = values, 0
-        for part, values, idle in zip(self.parts[2 : 2 + self.groups], slots, self.idle, strict=True):
-            part[:n], part[n:] = values, idle * BLOCK_SIZE
-        for part, table, idle in zip(self.parts[2 + self.groups :], tables, self.idle, strict=True):
-            lines = part.reshape(self.rows, self.width)
-            lines[:n, : table.shape[1]] = table[:, : self.width]
-            lines[n:, 0] = idle
-        self.sent.copy_(self.host, non_blocking=True)
-
-    def run(self, batch: Batch, slots: Sequence[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-        owner = np.repeat(np.arange(len(batch.first) - 1), np.diff(batch.first))
-        self._fill(batch.tokens, batch.positions, slots, [table[owner] for table in batch.tables])
+    def run(self, sequences: Sequence[SeqStep]) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sheet.fill(sequences)
         self.graph.replay()
         hidden, logits = self.out
         return hidden, logits
