@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.sampling import grammar
-from verbatim.sampling.grammar import Matcher
+from verbatim.base.records import Completion
+from verbatim.sampling import grammar, own
+from verbatim.sampling.grammar import Matcher, Structure
 from verbatim.testing import fake_parts
 
 pytest.importorskip("llguidance")
@@ -104,8 +109,7 @@ def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> No
 def test_guesses_use_up_nothing_of_what_answers_share(monkeypatch: pytest.MonkeyPatch, mode: str, states: int) -> None:
     """A structure whose texts need ever more states of a lexer: an answer that ends for it ends at the same token with drafts, and no earlier."""
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", states)
-    monkeypatch.setattr(grammar, "AGAIN", 0.0)  # made anew once, whatever the time
-    asked = [SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=200, seed=i, logit_bias={99: -100}) for i in range(3)]
+    asked = [SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=120, seed=i, logit_bias={99: -100}) for i in range(3)]
     found = []
     for way in ("off", mode):
         answers, drafted = [], 0
@@ -121,7 +125,119 @@ def test_guesses_use_up_nothing_of_what_answers_share(monkeypatch: pytest.Monkey
     assert {finish.reason for (choice,) in found[0] for _, finish in (choice,)} == ({"error"} if states == 150 else {"length"})
 
 
-@pytest.mark.parametrize("where", ["mask", "advance"])
+GROWING = SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=80, logit_bias={99: -100})  # each text needs ever more states
+Answers = list[list[tuple[tuple[int, ...], Any]]]
+
+
+def grown(seeds: Sequence[int], n: int = 1, **options: Any) -> Answers:
+    grammar._KEPT.clear()
+    llm = fake_llm(**options)
+    llm.core.drafting.adaptive = False
+    done = llm.generate(["ab"] * len(seeds), [replace(GROWING, seed=seed, n=n) for seed in seeds])
+    llm.check()
+    grammar._KEPT.clear()
+    return [[(tuple(c.token_ids), c.finish) for c in one.choices] for one in done]
+
+
+@pytest.mark.parametrize(("limit", "most"), [("max_lexer_states", 120), ("step_lexer_fuel", 250)])
+def test_where_an_answer_becomes_too_complex_is_told_by_its_own_text(
+    monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    """Copies and neighbours use up one lexer together, drafts change the pace, making one anew takes a moment or a while: the same tokens and ends as alone."""
+    monkeypatch.setitem(grammar.LIMITS, limit, most)
+    alone = [grown([seed])[0] for seed in range(5)]
+    assert {answer[0][1].reason for answer in alone} == {"error"}
+    assert len({len(answer[0][0]) for answer in alone}) > 1
+    assert grown(range(5)) == alone
+    assert grown(range(5), speculate="suffix", max_running=3) == alone
+    copies = grown([7], n=6)[0]
+    assert grown([7], n=3)[0] == copies[:3]
+    honest = Structure.own
+
+    def slowly(self: Structure) -> Any:
+        time.sleep(0.005)
+        return honest(self)
+
+    monkeypatch.setattr(Structure, "own", slowly)
+    assert grown([7], n=6, speculate="ngram", kv_blocks=26)[0] == copies
+
+
+def test_texts_together_may_need_more_than_one_lexer_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them alone does: all come to their ends, and a lexer that has lasted is replaced as often as it takes."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 250)
+    together = grown([3], n=8)[0]
+    assert {finish.reason for _, finish in together} == {"length"}
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 120)
+    assert {finish.reason for _, finish in grown([3], n=2)[0]} == {"error"}
+    monkeypatch.setattr(own, "STRETCH", 8)
+    assert grown([3], n=8)[0] == together
+
+
+def test_others_go_on_while_a_structure_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One pauses until its neighbour has written all of its text. An abort does not wait, either."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 250)
+    plain, neighbour = grown([1, 2]), fake_llm().generate("neighbour", SamplingParams(max_tokens=150, seed=1))
+    go, honest = threading.Event(), Structure.own
+
+    def waits(self: Structure) -> Any:
+        assert go.wait(10)
+        return honest(self)
+
+    monkeypatch.setattr(Structure, "own", waits)
+    core = fake_llm().core
+    for name, text, asked in (
+        ("a", "ab", replace(GROWING, seed=1)),
+        ("b", "ab", replace(GROWING, seed=2)),
+        ("gone", "ab", replace(GROWING, seed=3)),
+        ("c", "neighbour", SamplingParams(max_tokens=150, seed=1)),
+    ):
+        core.add(core.request(text, asked, request_id=name))
+    ended: dict[str, Any] = {}
+    while core.busy:
+        ended |= {out.request_id: out for out in core.step() if isinstance(out, Completion)}
+        if "c" in ended and not go.is_set():
+            assert set(ended) == {"c"}
+            assert core.abort("gone")
+            assert core.step()[0].request_id == "gone"
+            go.set()
+    core.check()
+    assert ended["c"].choices == neighbour.choices
+    assert [[(tuple(c.token_ids), c.finish) for c in ended[name].choices] for name in "ab"] == plain
+
+
+@pytest.mark.parametrize("mode", ["off", "ngram"])
+@pytest.mark.parametrize("at", [6, 32])
+def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(monkeypatch: pytest.MonkeyPatch, mode: str, at: int) -> None:
+    """What must come next is a draft that comes true. The lexer is used up behind one of them, or at the very token with which the text is complete."""
+    asked = SamplingParams(max_tokens=60, regex="there is only one way [a-f]{4} to go", seed=1)
+    plain = fake_llm(speculate="off").generate("x", asked)
+    assert plain.finish.detail == "regex"
+    assert len(plain.choices[0].token_ids) == 32
+    llm, honest, paused = fake_llm(speculate=mode), Matcher.advance, []
+    llm.core.drafting.adaptive = False
+    lib = grammar._llguidance("regex")
+    limits = lib.LLParserLimits(**grammar.LIMITS | {"step_lexer_fuel": 1})
+    grown = lib.LLMatcher.grammar_from_regex(str(GROWING.regex))
+    broken = lib.LLMatcher(grammar._tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits)
+    while not broken.is_error():
+        broken.compute_bitmask()
+        broken.consume_token(97)
+
+    def breaks(self: Matcher, token: int) -> None:
+        honest(self, token)
+        if len(self._taken) == at:
+            paused.append(at)
+            self._inner = broken.deep_copy()
+
+    monkeypatch.setattr(Matcher, "advance", breaks)
+    done = llm.generate("x", asked)
+    assert done.choices == plain.choices
+    assert paused == [at]
+    assert (done.usage.accepted_tokens > 20) == (mode == "ngram")
+    llm.check()
+
+
+@pytest.mark.parametrize("where", ["look", "advance"])
 def test_a_structure_that_fails_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     plain = fake_llm().generate("neighbour", SamplingParams(max_tokens=30, seed=1))
     honest, calls = getattr(Matcher, where), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import lzma
@@ -23,7 +24,7 @@ from sampling_rows import sample
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
-from verbatim.sampling import grammar
+from verbatim.sampling import grammar, own
 from verbatim.sampling.finite import endless
 from verbatim.sampling.grammar import Matcher, Structure, compile_structure
 from verbatim.sampling.guard import Guard, TooMuch
@@ -464,9 +465,6 @@ def test_what_one_answer_used_up_another_does_not_miss(monkeypatch: pytest.Monke
     shared = fresh()
     assert [walk(shared, seed) for seed in range(5)] == alone
     assert shared.spent  # it did run out
-    shared.seconds = grammar.AGAIN  # one that takes long is not made anew time and again: the engine waits for it
-    with pytest.raises(UnsupportedError, match="too many states"):
-        walk(shared, 6)
     grammar._KEPT.pop(TOKENIZER, None)
 
 
@@ -507,12 +505,93 @@ def test_what_is_too_much_for_one_answer_alone_still_ends_it(monkeypatch: pytest
     grammar._KEPT.pop(TOKENIZER, None)
 
 
-def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong guesses walk until the scouts' lexer is used up: that ends guessing, and the answer goes on with all that it would have had."""
+@pytest.mark.parametrize("stretch", [1000, 20])
+def test_where_a_text_becomes_too_complex_is_its_own_affair(monkeypatch: pytest.MonkeyPatch, stretch: int) -> None:
+    """Whoever else walks along, and however often a lexer was made anew: each text ends at its own token, or not at all."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 60)
+    monkeypatch.setattr(own, "STRETCH", stretch)
+
+    def ends(together: bool) -> list[int]:
+        grammar._KEPT.pop(TOKENIZER, None)
+        structure = build(regex="(a|b)*a(a|b){8}")
+        rngs, found = [random.Random(seed) for seed in range(6)], {}
+        matchers = [(structure if together else Structure(structure._make, "regex", TOKENIZER.eos_ids)).start() for _ in rngs]
+        for taken in range(100):
+            for i, (rng, matcher) in enumerate(zip(rngs, matchers, strict=True)):
+                with contextlib.suppress(UnsupportedError):
+                    if i not in found:
+                        found[i] = taken  # unless it can go on
+                        matcher.mask()
+                        matcher.advance(rng.choice([97, 98]))
+                        del found[i]
+        grammar._KEPT.pop(TOKENIZER, None)
+        return [found.get(i, 100) for i in range(6)]
+
+    alone = ends(together=False)
+    assert ends(together=True) == alone
+    assert len(set(alone)) > 1
+    assert max(alone) < 33 if stretch == 1000 else min(alone) >= 33
+
+
+def test_a_lexer_that_is_used_up_is_replaced_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 300)
     grammar._KEPT.pop(TOKENIZER, None)
+    structure, rng = build(regex="(a|b)*a(a|b){8}"), random.Random(0)
+    go, threads = threading.Event(), []
+
+    def slowly(make: Callable[[Any], Any], limits: Any) -> Any:
+        threads.append(threading.current_thread())
+        assert go.wait(10)
+        return make(limits)
+
+    structure._make = partial(slowly, structure._make)
+    matcher = structure.start()
+    while matcher.look():
+        matcher.advance(rng.choice([97, 98]))
+    assert structure.spent
+    assert not matcher.look()  # it goes on being made
+    assert not matcher.finished
+    go.set()
+    matcher.mask()
+    assert matcher.look()
+    assert threading.current_thread() not in threads
+    assert len(threads) == 1
+    grammar._KEPT.pop(TOKENIZER, None)
+
+
+def test_what_nobody_waits_for_is_not_walked() -> None:
+    tokens = list(b"a" * 50)
+    walked = build(regex="a*")
+    for wanted, since in ((lambda: None, None), (lambda: None, 0), (lambda: 1, None), (lambda: 1, 0)):
+        done = own.renew(walked.own, tokens, since, wanted).result()
+        assert done.inner.consume_token(97)
+        assert done.inner.rollback(51) == (wanted() is not None)
+
+
+def test_the_first_mask_is_judged_by_the_whole_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shared has half of it. Where that is too little for the very first mask, each answer has its own; where the whole is, it is refused."""
+    text = "(t|r|u|e)*t(t|r|u|e){8}"  # `true` is a token: walking it finds states
+    plain = build(regex=text).start()
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 32)
+    grammar._KEPT.pop(TOKENIZER, None)
+    structure = build(regex=text)
+    matcher = structure.start()
+    assert matcher.mask() == plain.mask()
+    for one in (matcher, plain):
+        one.advance(ord("u"))
+    assert matcher.mask() == plain.mask()
+    assert structure.spent
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 16)
+    grammar._KEPT.pop(TOKENIZER, None)
+    with pytest.raises(UnsupportedError, match="too many states"):
+        build(regex=text)
+
+
+def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong guesses walk until the scouts' lexer is used up: that ends guessing, and the answer goes on with all that it would have had."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 600)
+    grammar._KEPT.pop(TOKENIZER, None)
     rng, structure = random.Random(0), build(regex="(a|b)*a(a|b){8}")
-    monkeypatch.setattr(structure, "again", lambda: None)  # the answer gets no second one
     matcher, alone = structure.start(), Structure(structure._make, "regex", TOKENIZER.eos_ids).start()
     walked = 0
     for step in range(60):
@@ -524,6 +603,7 @@ def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -
         assert matcher.mask() == alone.mask()
     assert 100 < walked < 60 * 15
     assert not structure.scouted
+    assert not structure.spent  # the answer needed no second one
     assert structure.start().usable([97, 98]) == structure.start().forced() == ()
     assert structure.start().masks_along(()) == (structure.start().mask(),)
     grammar._KEPT.pop(TOKENIZER, None)
@@ -551,10 +631,10 @@ def test_scouts_see_what_the_answer_will_see() -> None:
 
 
 def test_scouts_that_take_long_are_made_beside_the_engine_or_not_at_all() -> None:
-    def slowly(make: Callable[[], Any], threads: list[threading.Thread]) -> Any:
+    def slowly(make: Callable[[Any], Any], threads: list[threading.Thread], limits: Any) -> Any:
         threads.append(threading.current_thread())
         time.sleep(0.1)
-        return make()
+        return make(limits)
 
     for seconds, made in ((grammar.AT_ONCE / 2, "now"), (grammar.BESIDE / 2, "later"), (grammar.BESIDE * 2, "never")):
         structure = Structure(build(regex="scout[0-9]")._make, "regex", TOKENIZER.eos_ids)

@@ -9,6 +9,7 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence as Seq
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -30,6 +31,7 @@ from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
 
 CALM = 0.1  # seconds without a step, after which an engine with open streams counts as idle
+PAUSE = 0.05  # seconds that a step waits for structures where there is nothing else to do; a new request may come meanwhile
 
 
 class EngineCore:
@@ -148,10 +150,12 @@ class EngineCore:
     def step(self) -> list[Output]:
         """One step of everything that runs. Empty and not busy: there is nothing to do."""
         began = time.perf_counter()
+        paused = self._resume() if self._structured else []
         self.drafting.propose(self._by_seq)
         plan = self.scheduler.plan()
         if plan is None:
-            assert not self.jobs, "requests are left and none of them can advance"
+            assert paused or not self.jobs, "requests are left and none of them can advance"
+            wait(paused, PAUSE, FIRST_COMPLETED)
             return self._take_ready()
         plan = self._masked(plan)
         if not plan.sequences:
@@ -170,6 +174,13 @@ class EngineCore:
         for job in touched:
             outputs += self._leave(job)
         return outputs
+
+    def _resume(self) -> list[Future[Any]]:
+        """Go on with the sequences whose structure was made anew; what the others wait for."""
+        for job in [job for job in self.jobs.values() if job.paused]:
+            if job.resume():
+                self._ready += self._leave(job)
+        return [job.matchers[seq_id].renewal for job in self.jobs.values() for seq_id in job.paused]
 
     def _execute(self, plan: StepPlan) -> StepResult:
         self._executing = True

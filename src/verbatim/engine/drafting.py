@@ -126,7 +126,7 @@ class Drafting:
         writing: dict[str, list[Sequence]] = {}
         for seq in self._scheduler.running:
             mode = seq.params.speculate or self.default
-            if not (mode == "off" or seq.beam or seq.siblings or len(seq.tokens) - seq.computed != 1):
+            if not (mode == "off" or seq.beam or seq.siblings or seq.held or len(seq.tokens) - seq.computed != 1):
                 writing.setdefault(mode, []).append(seq)
         running = len(self._scheduler.running)
         for mode, seqs in writing.items():

@@ -63,6 +63,7 @@ class Job:
         self.sequences: list[Sequence] = []  # the first leads: it computed the prompt
         self.ids: list[int] = []  # of every sequence it ever had
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
+        self.paused: set[int] = set()  # sequences whose structure is being made anew beside the engine
         self._drawn = 0
         self._open = 0  # choices that are still being written
 
@@ -114,25 +115,42 @@ class Job:
         return stream.finish is not None
 
     def _follow(self, event: TokenEvent, drawn: Drawn) -> Finish | None:
-        """Move the structure on; it ends the text where nothing but an end could follow."""
+        """Move the structure on; it ends the text where nothing but an end could follow. A text that has come to its end asks no structure."""
+        if event.finish is not None:
+            return event.finish
         matcher = self.matchers[event.seq_id]
         try:
             matcher.advance(drawn.token)
         except VerbatimError as error:
             self.error = error
             return Finish("error", error.message)
-        if event.finish is None and matcher.finished:
-            return Finish("stop", self.request.structure.field)
-        return event.finish
+        return Finish("stop", self.request.structure.field) if matcher.finished else None
 
     def _look_ahead(self, seq_id: int) -> None:
         """What may come next is computed here, also where drafts that came true go on: a structure that cannot be followed any further ends the text
-        at the same token with drafts and without."""
+        at the same token with drafts and without. Where that takes a while, the sequence pauses."""
+        matcher = self.matchers[seq_id]
         try:
-            self.matchers[seq_id].mask()
+            if not matcher.look():
+                self.paused.add(seq_id)
+                self.scheduler.hold(seq_id)
+            elif matcher.finished:  # which was not known while it paused
+                self.streams[seq_id].end(Finish("stop", self.request.structure.field))
         except VerbatimError as error:
             self.error = error
             self.streams[seq_id].end(Finish("error", error.message))
+
+    def resume(self) -> bool:
+        """Let those go on, or end, whose structure is ready. False: there are none."""
+        ready = [seq_id for seq_id in self.paused if self.matchers[seq_id].renewal.done()]
+        for seq_id in sorted(ready):
+            self.paused.discard(seq_id)
+            self.scheduler.release(seq_id)
+            self._look_ahead(seq_id)
+            if self.streams[seq_id].finish is not None:
+                self.scheduler.abort(seq_id)
+                self._open -= 1
+        return bool(ready)
 
     def end(self, finish: Finish) -> None:
         """End what still runs: an abort, or an error."""
@@ -140,6 +158,7 @@ class Job:
             self.scheduler.abort(seq.id)
             self.streams[seq.id].end(finish)
         self._open = 0
+        self.paused.clear()
 
     @property
     def done(self) -> bool:

@@ -3,6 +3,7 @@
     structure = compile_structure(params, tokenizer)     # off the engine's thread: up to PATIENCE seconds
     matcher = structure.start()                          # one for each sequence
     matcher.mask() -> bytes                              # bit i of byte i // 8, lowest first: may id i come next?
+    matcher.look() -> bool                               # False: that takes a while, beside the engine (own.py); look again later
     matcher.advance(token);  matcher.finished            # finished: nothing but an end token could follow
     matcher.usable(drafts) -> (ids, ...)                 # the first of them, as far as the structure can follow
     matcher.masks_along(usable) -> (mask, ...)           # for the draws of a step with these drafts
@@ -19,6 +20,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -27,6 +29,7 @@ from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedErr
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.sampling.guard import Busy, Guard, TooMuch
 from verbatim.sampling.kept import Kept, digest
+from verbatim.sampling.own import Own, halved, renew, renewable, used_up
 from verbatim.sampling.translate import choice_text, first_line, refusal
 from verbatim.sampling.turns import BURST, SHARE, Share, alone
 
@@ -34,10 +37,8 @@ COMPILE_SECONDS = 0.75  # of a processor, in the child; and about as many again 
 PATIENCE = 1.8  # seconds on the wall: a refusal comes within two, this plus what surrounds it
 MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
 MAX_REGEX = 16 * 1024
-AGAIN = 0.1  # seconds that one structure may be compiled anew for matchers that ran out of what they share
 AT_ONCE = 0.005  # seconds that a step of the engine may wait for scouts to be compiled;
 BESIDE = 0.1  # what takes longer is made beside it, up to this: what takes longer still gets none
-SHARED = ("too many states", "too many expressions", "PoisonError")  # signs of that in llguidance's errors
 PLAIN = 64 * 1024  # choices of so many characters cannot take long (some 40 ms), and need no child
 
 # Half of llguidance's defaults or less: one step stays within milliseconds, one matcher within some 50 MB.
@@ -66,46 +67,48 @@ class Structure:
     """One compiled structure; start() gives a matcher for each sequence that must follow it.
 
     llguidance's copies share one lexer. The number of its states is limited: what one answer's text used up, another's would miss; and a failure inside it in one
-    copy ends them all. So a matcher that finds it so is made anew, for itself alone (`again`), and nothing new is begun with what is `spent`.
+    copy ends them all. So a matcher that finds it so gets one of its own (own.py), and nothing new is begun with what is `spent`.
 
     Guesses are walked by scouts: copies of a second one, compiled when the first guess is looked for. What wrong guesses use up, no answer misses; the scouts'
     own end only ends guessing. A structure that takes more than BESIDE to compile has none, and its answers no drafts."""
 
-    def __init__(self, make: Callable[[], Any], field: str, eos_ids: Sequence[int]) -> None:
+    def __init__(self, make: Callable[[dict[str, Any]], Any], field: str, eos_ids: Sequence[int]) -> None:
+        """`make`: compile it, with these limits."""
         self._make, self.field = make, field
         self.spent = False
         self._scouts: Any = None
         self._scouting: bool | None = None  # None: nobody has looked for guesses yet
-        self.seconds = self._again = 0.0  # of making it; of making it anew
         self._eos = frozenset(eos_ids)
         began = time.thread_time()
-        self._first: bytes | None = None
-        self._matcher = self._checked(make())
-        self._first = (
-            self.start().mask()
-        )  # raises where the very first step is too much; kept, so that no step of the engine waits for it
+        self._matcher = self.shared()
+        self._first = self._first_mask()  # kept, so that no step of the engine waits for it
         self.seconds = time.thread_time() - began
 
-    def _checked(self, matcher: Any) -> Any:
-        if matcher.is_error():
-            raise refusal(self.field, matcher.get_error())
-        probe = matcher.deep_copy()
-        if not any(probe.compute_bitmask()) or (probe.is_error() and "NoExtension" in probe.get_error()):
+    def _first_mask(self) -> bytes:
+        """Raises where no text can follow it, or the very first step is too much."""
+        if self._matcher.is_error():
+            raise refusal(self.field, self._matcher.get_error())
+        probe = self._matcher.deep_copy()
+        mask = bytes(probe.compute_bitmask())
+        if used_up(probe):  # what that means, one that shares nothing says
+            probe = self.own()
+            mask = bytes(probe.compute_bitmask())
+        if not any(mask) or (probe.is_error() and "NoExtension" in probe.get_error()):
             raise ParameterError(self.field, "no text can satisfy it")
-        return matcher
+        if probe.is_error():
+            raise too_complex(self.field, probe)
+        return mask
+
+    def shared(self) -> Any:
+        return self._make(halved(LIMITS))
+
+    def own(self) -> Any:
+        return self._make(LIMITS)
 
     @property
     def size(self) -> int:
         """Bytes, as far as we can tell: measured on many kinds, a millisecond of compiling leaves 80 to 170 KB, and its scouts as much again."""
         return int(100_000 + 200_000_000 * self.seconds) * (2 if self.seconds <= BESIDE else 1)
-
-    def again(self) -> Any:
-        """A new one from the beginning, that shares nothing; None after some of them, since a step of the engine waits for each."""
-        self.spent = True
-        if self._again and self._again + self.seconds > AGAIN:
-            return None
-        self._again += self.seconds
-        return self._make()
 
     def scout(self) -> Any:
         """One from the beginning, to walk guesses with; None where there is none: not yet, not for this structure, or no more."""
@@ -120,7 +123,7 @@ class Structure:
         return self._scouts.deep_copy() if self.scouted else None
 
     def _make_scouts(self) -> None:
-        self._scouts = self._make()
+        self._scouts = self.shared()
 
     @property
     def scouted(self) -> bool:
@@ -140,6 +143,8 @@ class Matcher:
     def __init__(self, structure: Structure, inner: Any, eos: frozenset[int], mask: bytes | None) -> None:
         self._structure, self._inner, self._eos = structure, inner, eos
         self._mask = mask
+        self._since: int | None = None  # tokens taken when a lexer of its own was begun; None: it shares the structure's
+        self.renewal: Future[Own] | None = None  # one of its own, or the next one, that is being made
         self._ahead: tuple[tuple[int, ...], tuple[bytes | None, ...]] = ((), ())  # drafts and the masks along them
         self._taken: list[int] = []
         self._ended = False
@@ -148,8 +153,9 @@ class Matcher:
 
     @property
     def finished(self) -> bool:
-        """The text is complete and nothing may follow it. The engine ends the sequence here, with or without an end token."""
-        return self._ended or bool(self._inner.is_stopped())
+        """The text is complete and nothing may follow it. The engine ends the sequence here, with or without an end token. While a renewal is needed it is not
+        known, and False."""
+        return self._ended or bool(self.renewal is None and self._inner.is_stopped() and not self._inner.is_error())
 
     @property
     def accepting(self) -> bool:
@@ -157,14 +163,35 @@ class Matcher:
         return self._ended or bool(self._inner.is_accepting())
 
     def mask(self) -> bytes:
-        """The ids that may come next."""
+        """The ids that may come next. Waits for a renewal."""
+        while not self.look():
+            assert self.renewal is not None
+            self.renewal.exception()
         if self._mask is None:
             self._mask = bytes(self._inner.compute_bitmask())
-            if self._inner.is_error():
-                self._renew()
-                self._mask = bytes(self._inner.compute_bitmask())
-                self._check()
+            self._check()
         return self._mask
+
+    def look(self) -> bool:
+        """Find what may come next, unless nothing may. False: not known yet, and the sequence has to wait for the renewal. Raises where the text became too complex."""
+        if self.renewal is not None:
+            if not self.renewal.done():
+                return False
+            (self._inner, self._since, self._mask), self.renewal = self.renewal.result(), None
+            self._check()
+        if self._mask is not None or self.finished:
+            return True
+        if not self._inner.is_error():
+            self._mask = bytes(self._inner.compute_bitmask())
+        if not self._inner.is_error():
+            return True
+        self._mask = None
+        if not renewable(self._inner, self._since, len(self._taken)):
+            self._check()
+        if self._since is None:
+            self._structure.spent = True
+        self.renewal = renew(self._structure.own, self._taken, self._since, ref(self))
+        return False
 
     def masks_along(self, drafts: Sequence[int]) -> tuple[bytes | None, ...]:
         """The mask here and after each draft, 1 + len(drafts), as usable() found them. None where a draft completes the text: nothing is
@@ -178,14 +205,16 @@ class Matcher:
     def advance(self, token: int) -> None:
         """Take a token that the mask allows (an end token included)."""
         assert not self.finished or token in self._eos, "a finished structure takes no more tokens"
+        assert self.renewal is None, "while a renewal is made, nothing is drawn"
+        complete = self.accepting if self._mask is None else _allows(self._mask, token)
         self._mask = None
-        if token in self._eos and self.accepting:
+        if token in self._eos and complete:
             self._ended = True
             return
         self._taken.append(token)
         self._inner.consume_token(token)
-        if self._inner.is_error():
-            self._renew()
+        if not renewable(self._inner, self._since, len(self._taken)):
+            self._check()
 
     def usable(self, drafts: Sequence[int]) -> tuple[int, ...]:
         """Of these drafts the first ones that the structure allows and that can be followed: a guess that runs into a limit must not end an
@@ -231,7 +260,7 @@ class Matcher:
         """It can go no further. Where that is because all scouts together have used up what they share, none goes on."""
         if not scout.is_error():
             return False
-        if any(sign in scout.get_error() for sign in SHARED):
+        if used_up(scout):
             self._structure.end_scouting()
         return True
 
@@ -241,20 +270,13 @@ class Matcher:
         twin._taken, twin._ended = list(self._taken), self._ended
         return twin
 
-    def _renew(self) -> None:
-        """What may be the doing of another who shares the lexer: once more, with one that nobody shares, up to here. What fails even so, and
-        any other failure, is raised."""
-        if any(sign in self._inner.get_error() for sign in SHARED) and (anew := self._structure.again()) is not None:
-            anew.consume_tokens(self._taken)
-            self._inner = anew
-        self._check()
-
     def _check(self) -> None:
         if self._inner.is_error():
-            raise UnsupportedError(
-                self._structure.field,
-                f"became too complex to follow at this point of the text: {first_line(self._inner.get_error())}",
-            )
+            raise too_complex(self._structure.field, self._inner)
+
+
+def too_complex(field: str, inner: Any) -> UnsupportedError:
+    return UnsupportedError(field, f"became too complex to follow at this point of the text: {first_line(inner.get_error())}")
 
 
 def compile_structure(
@@ -316,10 +338,13 @@ def _compile(field: str, value: Any, lib: Any, ours: Any, tokenizer: GrammarToke
         began = time.thread_time()
         try:
             written = choice_text(value) if text is None else text
-            limits = lib.LLParserLimits(**LIMITS)
-            return Structure(partial(lib.LLMatcher, ours, written, log_level=0, limits=limits), field, tokenizer.eos_ids)
+            return Structure(partial(_matcher, lib, ours, written), field, tokenizer.eos_ids)
         finally:
             turn.used = time.thread_time() - began
+
+
+def _matcher(lib: Any, ours: Any, written: str, limits: dict[str, Any]) -> Any:
+    return lib.LLMatcher(ours, written, log_level=0, limits=lib.LLParserLimits(**limits))
 
 
 def the_guard() -> Guard:

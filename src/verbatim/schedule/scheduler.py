@@ -149,6 +149,13 @@ class Scheduler:
         seq.tokens.append(token)
         seq.held = False
 
+    def hold(self, seq_id: int) -> None:
+        """It waits for something beside the engine, and has no part in any step until release(). Drafts accepted behind its last token are drawn again then."""
+        self.sequences[seq_id].held = True
+
+    def release(self, seq_id: int) -> None:
+        self.sequences[seq_id].held = False
+
     def set_drafts(self, seq_id: int, tokens: Iterable[int]) -> None:
         """Guesses for what follows the known tokens; used by the next plan as far as budget, blocks and limits allow,
         then gone."""
@@ -422,7 +429,7 @@ class Scheduler:
             elif len(tokens) >= seq.limit:
                 finish = Finish("length", seq.limit_name)
             ended = tell(TokenEvent(seq.id, draw, finish))
-            if ended or i == last or drafts[i] != token:
+            if ended or seq.held or i == last or drafts[i] != token:
                 break
         seq.computed = computed = len(tokens) - 1
         if last:

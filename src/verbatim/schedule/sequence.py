@@ -102,7 +102,7 @@ class Sequence:
         self.published = 0  # full blocks that the prefix cache has been told of
         self.root = b""
         self.drafts: tuple[int, ...] = ()
-        self.held = False  # a beam that has its candidates and waits for the others
+        self.held = False  # a beam that has its candidates and waits for the others; or a text whose structure needs a while
         self.scored = 0  # prompt positions whose successor is scored already
         self.state = WAITING
         self.pending = False  # a sibling that has not forked off yet: in no queue

@@ -1,0 +1,77 @@
+"""A matcher of one text's own, made when the one that many share is used up: it alone decides whether a text became too complex to follow.
+
+llguidance's copies share one lexer, whose states are limited. When they are used up depends on all who share it, and on their pace: so that must
+never end a text. What ends it is a function of its own tokens:
+
+    a matcher that shares nothing takes the tokens from the first on, its mask computed after each, as if nobody else had ever been;
+    where its lexer is used up after STRETCH tokens or more, a new one takes the tokens up to there, and goes on;
+    where it is used up sooner, the text ends.
+
+The shared one has half the limits (`halved`): what passes it, with states that others found before, passes alone as well.
+
+Compiling takes milliseconds, for the largest tenths of a second, and the walk as long as the text's masks took before. So it is done beside the engine, one at
+a time; the sequence waits for it, and nobody else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+STRETCH = 1024  # tokens that a lexer must have lasted for another to be made: what bounds the compiling for one text
+SIGNS = ("too many states", "too many expressions", "PoisonError")  # of a lexer that can do no more, in llguidance's errors
+HALVED = ("max_lexer_states", "step_lexer_fuel")
+
+_BESIDE = ThreadPoolExecutor(1, "own-matchers")  # one, so that however many wait, they take one processor at most
+
+Make = Callable[[], Any]
+
+
+class Own(NamedTuple):
+    inner: Any
+    since: int  # tokens taken when its lexer was begun
+    mask: bytes | None  # of the next token; None where none may follow, or after an error
+
+
+def halved(limits: dict[str, Any]) -> dict[str, Any]:
+    """The limits of what is shared."""
+    return limits | {name: limits[name] // 2 for name in HALVED}
+
+
+def used_up(inner: Any) -> bool:
+    return bool(inner.is_error()) and any(sign in inner.get_error() for sign in SIGNS)
+
+
+def renewable(inner: Any, since: int | None, taken: int) -> bool:
+    """Used up, and that is not the text's end: what was shared (`since` is None), or what has lasted."""
+    return used_up(inner) and (since is None or taken - since >= STRETCH)
+
+
+def renew(make: Make, taken: Sequence[int], since: int | None, wanted: Callable[[], object]) -> Future[Own]:
+    """What follows after these tokens, in a while. `wanted`: None when nobody waits for it any more."""
+    return _BESIDE.submit(_walk if since is None else _begin, make, tuple(taken), wanted)
+
+
+def _walk(make: Make, taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
+    own = _begin(make, (), wanted)
+    for count, token in enumerate(taken, 1):
+        if own.inner.is_error() or wanted() is None:
+            break
+        own.inner.consume_token(token)
+        own = Own(own.inner, own.since, _mask(own.inner))
+        if renewable(own.inner, own.since, count):
+            own = _begin(make, taken[:count], wanted)
+    return own
+
+
+def _begin(make: Make, taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
+    inner = make()
+    if wanted() is not None:
+        inner.consume_tokens(list(taken))
+    return Own(inner, len(taken), _mask(inner))
+
+
+def _mask(inner: Any) -> bytes | None:
+    mask = None if inner.is_stopped() else bytes(inner.compute_bitmask())  # in an error it is stopped too
+    return None if inner.is_error() else mask
