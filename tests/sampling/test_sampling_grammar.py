@@ -505,6 +505,26 @@ def test_what_is_too_much_for_one_answer_alone_still_ends_it(monkeypatch: pytest
     grammar._KEPT.pop(TOKENIZER, None)
 
 
+def test_where_one_byte_must_follow_a_lexer_that_is_used_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There llguidance does not ask its lexer, and says without an error that `t` is all that may come, though `true` may as well."""
+    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 300)
+    grammar._KEPT.pop(TOKENIZER, None)
+    structure, rng = build(regex="xxt[a-z]{1,5}[ab]*a[ab]{8}"), random.Random(0)
+    matcher, other = structure.start(), structure.start()
+    for token in b"xx":
+        matcher.mask()
+        matcher.advance(token)
+    for token in b"xxtxxxxx":
+        other.advance(token)
+    while other.look():
+        other.advance(rng.choice(b"ab"))
+    alone = matcher._inner.deep_copy()
+    assert allowed(bytes(alone.compute_bitmask())) == [ord("t")]
+    assert not alone.is_error()  # should this fail one day, llguidance has mended it
+    assert allowed(matcher.mask()) == [ord("t"), 258]
+    grammar._KEPT.pop(TOKENIZER, None)
+
+
 @pytest.mark.parametrize("stretch", [1000, 20])
 def test_where_a_text_becomes_too_complex_is_its_own_affair(monkeypatch: pytest.MonkeyPatch, stretch: int) -> None:
     """Whoever else walks along, and however often a lexer was made anew: each text ends at its own token, or not at all."""

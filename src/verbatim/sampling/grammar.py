@@ -29,7 +29,7 @@ from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedErr
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.sampling.guard import Busy, Guard, TooMuch
 from verbatim.sampling.kept import Kept, digest
-from verbatim.sampling.own import Own, halved, renew, renewable, used_up
+from verbatim.sampling.own import Own, halved, masked, renew, renewable, used_up
 from verbatim.sampling.translate import choice_text, first_line, refusal
 from verbatim.sampling.turns import BURST, SHARE, Share, alone
 
@@ -88,14 +88,12 @@ class Structure:
         """Raises where no text can follow it, or the very first step is too much."""
         if self._matcher.is_error():
             raise refusal(self.field, self._matcher.get_error())
-        probe = self._matcher.deep_copy()
-        mask = bytes(probe.compute_bitmask())
+        probe, mask = masked(self._matcher.deep_copy())
         if used_up(probe):  # what that means, one that shares nothing says
-            probe = self.own()
-            mask = bytes(probe.compute_bitmask())
-        if not any(mask) or (probe.is_error() and "NoExtension" in probe.get_error()):
+            probe, mask = masked(self.own())
+        if "NoExtension" in probe.get_error() or not any(mask or b"?"):
             raise ParameterError(self.field, "no text can satisfy it")
-        if probe.is_error():
+        if mask is None:
             raise too_complex(self.field, probe)
         return mask
 
@@ -182,10 +180,9 @@ class Matcher:
         if self._mask is not None or self.finished:
             return True
         if not self._inner.is_error():
-            self._mask = bytes(self._inner.compute_bitmask())
-        if not self._inner.is_error():
+            self._inner, self._mask = masked(self._inner)
+        if self._mask is not None:
             return True
-        self._mask = None
         if not renewable(self._inner, self._since, len(self._taken)):
             self._check()
         if self._since is None:
@@ -232,7 +229,7 @@ class Matcher:
             if masks[-1] is None or token in self._eos or not _allows(masks[-1], token):
                 break
             scout.consume_token(token)
-            mask = None if scout.is_stopped() else bytes(scout.compute_bitmask())
+            scout, mask = (scout, None) if scout.is_stopped() else masked(scout)
             if self._lost(scout):
                 break
             masks.append(mask)

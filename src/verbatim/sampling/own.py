@@ -53,13 +53,29 @@ def renew(make: Make, taken: Sequence[int], since: int | None, wanted: Callable[
     return _BESIDE.submit(_walk if since is None else _begin, make, tuple(taken), wanted)
 
 
+def masked(inner: Any) -> tuple[Any, bytes | None]:
+    """The mask of the next token, and the matcher; after an error no mask, and a matcher that tells the error.
+
+    Where llguidance thinks that there is one way only, it does not ask its lexer, and does not notice that it is used up: then what it says may be
+    wrong, without an error (a single token where hundreds may follow). Taking a token it does notice. So where there is one way, a copy tries it."""
+    mask = bytes(inner.compute_bitmask())
+    if inner.is_error():
+        return inner, None
+    if len(mask) - mask.count(0) <= 1:
+        trial = inner.deep_copy()
+        trial.consume_token(max(int.from_bytes(mask, "little").bit_length() - 1, 0))
+        if used_up(trial):
+            return trial, None
+    return inner, mask
+
+
 def _walk(make: Make, taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
     own = _begin(make, (), wanted)
     for count, token in enumerate(taken, 1):
         if own.inner.is_error() or wanted() is None:
             break
         own.inner.consume_token(token)
-        own = Own(own.inner, own.since, _mask(own.inner))
+        own = _looked(own.inner, own.since)
         if renewable(own.inner, own.since, count):
             own = _begin(make, taken[:count], wanted)
     return own
@@ -69,9 +85,9 @@ def _begin(make: Make, taken: tuple[int, ...], wanted: Callable[[], object]) -> 
     inner = make()
     if wanted() is not None:
         inner.consume_tokens(list(taken))
-    return Own(inner, len(taken), _mask(inner))
+    return _looked(inner, len(taken))
 
 
-def _mask(inner: Any) -> bytes | None:
-    mask = None if inner.is_stopped() else bytes(inner.compute_bitmask())  # in an error it is stopped too
-    return None if inner.is_error() else mask
+def _looked(inner: Any, since: int) -> Own:
+    inner, mask = (inner, None) if inner.is_stopped() else masked(inner)  # in an error it is stopped too
+    return Own(inner, since, mask)
