@@ -29,7 +29,7 @@ from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedErr
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.sampling.guard import Busy, Guard, TooMuch
 from verbatim.sampling.kept import Kept, digest
-from verbatim.sampling.own import Own, halved, masked, renew, renewable, used_up
+from verbatim.sampling.own import Origin, Own, first_token, halved, masked, renew, renewable, used_up
 from verbatim.sampling.translate import choice_text, first_line, refusal
 from verbatim.sampling.turns import BURST, SHARE, Share, alone
 
@@ -76,39 +76,38 @@ class Structure:
         """`make`: compile it, with these limits."""
         self._make, self.field = make, field
         self.spent = False
-        self._scouts: Any = None
+        self._scouts: Origin | None = None
         self._scouting: bool | None = None  # None: nobody has looked for guesses yet
         self._eos = frozenset(eos_ids)
         began = time.thread_time()
-        self._matcher = self.shared()
-        self._first = self._first_mask()  # kept, so that no step of the engine waits for it
+        shared = self._make(halved(LIMITS))
+        self._first = self._first_mask(shared)  # kept, so that no step of the engine waits for it
+        self._origin = Origin(shared, first_token(self._first))
         self.seconds = time.thread_time() - began
 
-    def _first_mask(self) -> bytes:
+    def _first_mask(self, shared: Any) -> bytes:
         """Raises where no text can follow it, or the very first step is too much."""
-        if self._matcher.is_error():
-            raise refusal(self.field, self._matcher.get_error())
-        probe, mask = masked(self._matcher.deep_copy())
+        if shared.is_error():
+            raise refusal(self.field, shared.get_error())
+        probe, mask = masked(shared.deep_copy(), None)
         if used_up(probe):  # what that means, one that shares nothing says
-            probe, mask = masked(self.own())
+            probe, mask = masked(self._make(LIMITS), None)
         if "NoExtension" in probe.get_error() or not any(mask or b"?"):
             raise ParameterError(self.field, "no text can satisfy it")
         if mask is None:
             raise too_complex(self.field, probe)
         return mask
 
-    def shared(self) -> Any:
-        return self._make(halved(LIMITS))
-
-    def own(self) -> Any:
-        return self._make(LIMITS)
+    def own(self) -> Origin:
+        """A matcher that shares nothing."""
+        return Origin(self._make(LIMITS), self._origin.token)
 
     @property
     def size(self) -> int:
         """Bytes, as far as we can tell: measured on many kinds, a millisecond of compiling leaves 80 to 170 KB, and its scouts as much again."""
         return int(100_000 + 200_000_000 * self.seconds) * (2 if self.seconds <= BESIDE else 1)
 
-    def scout(self) -> Any:
+    def scout(self) -> Origin | None:
         """One from the beginning, to walk guesses with; None where there is none: not yet, not for this structure, or no more."""
         if self._scouting is None:
             self._scouting = self.seconds <= BESIDE
@@ -118,10 +117,10 @@ class Structure:
                 self._scouting
             ):  # llguidance leaves Python's lock to others meanwhile; no daemon, so that Python's end waits for it
                 threading.Thread(target=self._make_scouts).start()
-        return self._scouts.deep_copy() if self.scouted else None
+        return self._scouts if self._scouting else None
 
     def _make_scouts(self) -> None:
-        self._scouts = self.shared()
+        self._scouts = Origin(self._make(halved(LIMITS)), self._origin.token)
 
     @property
     def scouted(self) -> bool:
@@ -132,20 +131,21 @@ class Structure:
         self._scouting, self._scouts = False, None
 
     def start(self) -> Matcher:
-        return Matcher(self, self._matcher.deep_copy(), self._eos, self._first)
+        return Matcher(self, self._origin, self._eos, self._first)
 
 
 class Matcher:
     """Where one sequence stands in its structure."""
 
-    def __init__(self, structure: Structure, inner: Any, eos: frozenset[int], mask: bytes | None) -> None:
-        self._structure, self._inner, self._eos = structure, inner, eos
+    def __init__(self, structure: Structure, origin: Origin, eos: frozenset[int], mask: bytes | None) -> None:
+        self._structure, self._origin, self._inner, self._eos = structure, origin, origin.inner.deep_copy(), eos
         self._mask = mask
         self._since: int | None = None  # tokens taken when a lexer of its own was begun; None: it shares the structure's
         self.renewal: Future[Own] | None = None  # one of its own, or the next one, that is being made
         self._ahead: tuple[tuple[int, ...], tuple[bytes | None, ...]] = ((), ())  # drafts and the masks along them
         self._taken: list[int] = []
         self._ended = False
+        self._scouts: Origin | None = None  # where its scout began
         self._scout: Any = None
         self._scouted = 0  # of the tokens taken, those that the scout has gone along
 
@@ -175,12 +175,12 @@ class Matcher:
         if self.renewal is not None:
             if not self.renewal.done():
                 return False
-            (self._inner, self._since, self._mask), self.renewal = self.renewal.result(), None
+            (self._inner, self._origin, self._since, self._mask), self.renewal = self.renewal.result(), None
             self._check()
         if self._mask is not None or self.finished:
             return True
         if not self._inner.is_error():
-            self._inner, self._mask = masked(self._inner)
+            self._inner, self._mask = masked(self._inner, self._origin)
         if self._mask is not None:
             return True
         if not renewable(self._inner, self._since, len(self._taken)):
@@ -229,7 +229,7 @@ class Matcher:
             if masks[-1] is None or token in self._eos or not _allows(masks[-1], token):
                 break
             scout.consume_token(token)
-            scout, mask = (scout, None) if scout.is_stopped() else masked(scout)
+            scout, mask = (scout, None) if scout.is_stopped() else masked(scout, self._scouts)
             if self._lost(scout):
                 break
             masks.append(mask)
@@ -247,7 +247,8 @@ class Matcher:
     def _here(self) -> Any:
         """A scout at this point of the text, to look ahead with; None where there is none."""
         if self._scout is None or not self._structure.scouted:
-            self._scout, self._scouted = self._structure.scout(), 0
+            self._scouts, self._scouted = self._structure.scout(), 0
+            self._scout = None if self._scouts is None else self._scouts.inner.deep_copy()
         if self._scout is not None and self._scouted < len(self._taken):
             self._scout.consume_tokens(self._taken[self._scouted :])
             self._scouted = len(self._taken)
@@ -263,8 +264,8 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """For a fork of the sequence, or to look ahead."""
-        twin = Matcher(self._structure, self._inner.deep_copy(), self._eos, self._mask)
-        twin._taken, twin._ended = list(self._taken), self._ended
+        twin = Matcher(self._structure, self._origin, self._eos, self._mask)
+        twin._inner, twin._taken, twin._ended = self._inner.deep_copy(), list(self._taken), self._ended
         return twin
 
     def _check(self) -> None:

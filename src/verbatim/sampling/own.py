@@ -25,11 +25,23 @@ HALVED = ("max_lexer_states", "step_lexer_fuel")
 
 _BESIDE = ThreadPoolExecutor(1, "own-matchers")  # one, so that however many wait, they take one processor at most
 
-Make = Callable[[], Any]
+
+class Origin(NamedTuple):
+    """A matcher at the beginning of a text, quickly copied however long the text is by now; and a token that may come first."""
+
+    inner: Any
+    token: int
+
+    def tried(self) -> Any:
+        """A copy that took it: an error shows that the lexer, which all copies share, is used up."""
+        trial = self.inner.deep_copy()
+        trial.consume_token(self.token)
+        return trial
 
 
 class Own(NamedTuple):
     inner: Any
+    origin: Origin
     since: int  # tokens taken when its lexer was begun
     mask: bytes | None  # of the next token; None where none may follow, or after an error
 
@@ -48,46 +60,52 @@ def renewable(inner: Any, since: int | None, taken: int) -> bool:
     return used_up(inner) and (since is None or taken - since >= STRETCH)
 
 
-def renew(make: Make, taken: Sequence[int], since: int | None, wanted: Callable[[], object]) -> Future[Own]:
+def renew(make: Callable[[], Origin], taken: Sequence[int], since: int | None, wanted: Callable[[], object]) -> Future[Own]:
     """What follows after these tokens, in a while. `wanted`: None when nobody waits for it any more."""
     return _BESIDE.submit(_walk if since is None else _begin, make, tuple(taken), wanted)
 
 
-def masked(inner: Any) -> tuple[Any, bytes | None]:
+def first_token(mask: bytes) -> int:
+    """The last of them, where there are several."""
+    return max(int.from_bytes(mask, "little").bit_length() - 1, 0)
+
+
+def masked(inner: Any, origin: Origin | None) -> tuple[Any, bytes | None]:
     """The mask of the next token, and the matcher; after an error no mask, and a matcher that tells the error.
 
     Where llguidance thinks that there is one way only, it does not ask its lexer, and does not notice that it is used up: then what it says may be
-    wrong, without an error (a single token where hundreds may follow). Taking a token it does notice. So where there is one way, a copy tries it."""
+    wrong, without an error (a single token where hundreds may follow). When a token is taken it does notice. So where there is one way, that is tried, at the
+    beginning of the text; None: this is the beginning."""
     mask = bytes(inner.compute_bitmask())
     if inner.is_error():
         return inner, None
     if len(mask) - mask.count(0) <= 1:
-        trial = inner.deep_copy()
-        trial.consume_token(max(int.from_bytes(mask, "little").bit_length() - 1, 0))
+        trial = (origin or Origin(inner, first_token(mask))).tried()
         if used_up(trial):
             return trial, None
     return inner, mask
 
 
-def _walk(make: Make, taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
+def _walk(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
     own = _begin(make, (), wanted)
     for count, token in enumerate(taken, 1):
         if own.inner.is_error() or wanted() is None:
             break
         own.inner.consume_token(token)
-        own = _looked(own.inner, own.since)
+        own = _looked(own.inner, own.origin, own.since)
         if renewable(own.inner, own.since, count):
             own = _begin(make, taken[:count], wanted)
     return own
 
 
-def _begin(make: Make, taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
-    inner = make()
+def _begin(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
+    origin = make()
+    inner = origin.inner.deep_copy()
     if wanted() is not None:
         inner.consume_tokens(list(taken))
-    return _looked(inner, len(taken))
+    return _looked(inner, origin, len(taken))
 
 
-def _looked(inner: Any, since: int) -> Own:
-    inner, mask = (inner, None) if inner.is_stopped() else masked(inner)  # in an error it is stopped too
-    return Own(inner, since, mask)
+def _looked(inner: Any, origin: Origin, since: int) -> Own:
+    inner, mask = (inner, None) if inner.is_stopped() else masked(inner, origin)  # in an error it is stopped too
+    return Own(inner, origin, since, mask)
