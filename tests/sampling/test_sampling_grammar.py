@@ -525,6 +525,22 @@ def test_where_one_byte_must_follow_a_lexer_that_is_used_up_is_noticed(monkeypat
     grammar._KEPT.pop(TOKENIZER, None)
 
 
+def test_a_lexer_that_is_used_up_within_a_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance knows that a string may hold `true` without walking it. When it does and the lexer is used up on the way, it says that the token is wrong."""
+    plain = build(json_schema={"type": "string"}).start()
+    monkeypatch.setitem(grammar.LIMITS, "step_lexer_fuel", 1120)
+    grammar._KEPT.pop(TOKENIZER, None)
+    structure = build(json_schema={"type": "string"})
+    matcher = structure.start()
+    for token in (ord('"'), 258):
+        assert matcher.mask() == plain.mask()
+        matcher.advance(token)
+        plain.advance(token)
+    assert matcher.mask() == plain.mask()
+    assert structure.spent
+    grammar._KEPT.pop(TOKENIZER, None)
+
+
 @pytest.mark.parametrize("stretch", [1000, 20])
 def test_where_a_text_becomes_too_complex_is_its_own_affair(monkeypatch: pytest.MonkeyPatch, stretch: int) -> None:
     """Whoever else walks along, and however often a lexer was made anew: each text ends at its own token, or not at all."""

@@ -29,7 +29,7 @@ from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedErr
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.sampling.guard import Busy, Guard, TooMuch
 from verbatim.sampling.kept import Kept, digest
-from verbatim.sampling.own import Origin, Own, first_token, halved, masked, renew, renewable, used_up
+from verbatim.sampling.own import Origin, Own, consumed, first_token, halved, masked, renew, renewable, used_up
 from verbatim.sampling.translate import choice_text, first_line, refusal
 from verbatim.sampling.turns import BURST, SHARE, Share, alone
 
@@ -209,7 +209,7 @@ class Matcher:
             self._ended = True
             return
         self._taken.append(token)
-        self._inner.consume_token(token)
+        self._inner = consumed(self._inner, self._origin, token)
         if not renewable(self._inner, self._since, len(self._taken)):
             self._check()
 

@@ -65,6 +65,15 @@ def renew(make: Callable[[], Origin], taken: Sequence[int], since: int | None, w
     return _BESIDE.submit(_walk if since is None else _begin, make, tuple(taken), wanted)
 
 
+def consumed(inner: Any, origin: Origin, token: int) -> Any:
+    """The matcher, behind the token; or one that tells the error. A lexer that is used up in the middle of a token makes llguidance say that the token is wrong."""
+    inner.consume_token(token)
+    if inner.is_error() and not used_up(inner):
+        trial = origin.tried()
+        return trial if used_up(trial) else inner
+    return inner
+
+
 def first_token(mask: bytes) -> int:
     """The last of them, where there are several."""
     return max(int.from_bytes(mask, "little").bit_length() - 1, 0)
@@ -91,8 +100,7 @@ def _walk(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[
     for count, token in enumerate(taken, 1):
         if own.inner.is_error() or wanted() is None:
             break
-        own.inner.consume_token(token)
-        own = _looked(own.inner, own.origin, own.since)
+        own = _looked(consumed(own.inner, own.origin, token), own.origin, own.since)
         if renewable(own.inner, own.since, count):
             own = _begin(make, taken[:count], wanted)
     return own
