@@ -595,13 +595,21 @@ def test_a_lexer_that_is_used_up_is_replaced_beside_the_engine(monkeypatch: pyte
     grammar._KEPT.pop(TOKENIZER, None)
 
 
-def test_what_nobody_waits_for_is_not_walked() -> None:
-    tokens = list(b"a" * 50)
-    walked = build(regex="a*")
-    for wanted, since in ((lambda: None, None), (lambda: None, 0), (lambda: 1, None), (lambda: 1, 0)):
-        done = own.renew(walked.own, tokens, since, wanted).result()
-        assert done.inner.consume_token(97)
-        assert done.inner.rollback(51) == (wanted() is not None)
+def test_what_nobody_waits_for_is_not_made() -> None:
+    structure, made = build(regex="a*"), []
+
+    def make() -> Any:
+        made.append(1)
+        return structure.own()
+
+    for since in (None, 0):
+        assert own.renew(make, list(b"aaa"), since, lambda: None).exception() is not None
+        assert not made
+        assert own.renew(make, list(b"aaa"), since, lambda: 1).result().inner.rollback(3)
+        assert made.pop()
+    waits = iter([1, 1, 1])
+    assert own.renew(make, list(b"a" * 50), None, lambda: next(waits, None)).exception() is not None  # given up on the way
+    assert next(waits, None) is None
 
 
 def test_the_first_mask_is_judged_by_the_whole_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ a time; the sequence waits for it, and nobody else does.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 STRETCH = 1024  # tokens that a lexer must have lasted for another to be made: what bounds the compiling for one text
@@ -98,8 +98,10 @@ def masked(inner: Any, origin: Origin | None) -> tuple[Any, bytes | None]:
 def _walk(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
     own = _begin(make, (), wanted)
     for count, token in enumerate(taken, 1):
-        if own.inner.is_error() or wanted() is None:
+        if own.inner.is_error():
             break
+        if wanted() is None:
+            raise CancelledError
         own = _looked(consumed(own.inner, own.origin, token), own.origin, own.since)
         if renewable(own.inner, own.since, count):
             own = _begin(make, taken[:count], wanted)
@@ -107,10 +109,11 @@ def _walk(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[
 
 
 def _begin(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
+    if wanted() is None:
+        raise CancelledError
     origin = make()
     inner = origin.inner.deep_copy()
-    if wanted() is not None:
-        inner.consume_tokens(list(taken))
+    inner.consume_tokens(list(taken))
     return _looked(inner, origin, len(taken))
 
 
