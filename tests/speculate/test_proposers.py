@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -240,6 +241,18 @@ def test_step_cost_knows_steps_in_the_curve() -> None:
             cost.learn(rows, 0.003 if rows <= 8 else 0.006)
     assert cost.seconds(9) - cost.seconds(8) > 0.002
     assert cost.load(1).row >= 0.99 * LEAST * 0.003, "a row is never free, whatever was measured"
+
+
+@given(st.lists(st.tuples(st.integers(1, 80), st.floats(0.001, 0.1)), min_size=2))
+def test_more_rows_never_take_less(steps: list[tuple[int, float]]) -> None:
+    cost = StepCost()
+    for rows, seconds in steps:
+        cost.learn(rows, seconds)
+        cost.load(1)  # what was asked before says nothing about what is learnt after it
+    times = [cost.seconds(rows) for rows in range(1, 100)]
+    assert all(more >= less * (1 - 1e-12) for less, more in itertools.pairwise(times))
+    assert cost.load(1).seconds == times[0]
+    assert cost.load(1).row == max((times[3] - times[0]) / 3, cost.load(1).least)
 
 
 def test_a_slow_second_does_not_make_drafts_look_free() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
@@ -33,52 +34,79 @@ class StepCost:
 
     def __init__(self) -> None:
         self._pace = 0.0  # seconds of a step whose shape is 1
-        self._shape: dict[int, tuple[float, float, int]] = {}  # size class, rising -> (mean rows, times the pace, times seen)
-        self._known: dict[float, float] = {}  # seconds by rows, until more is learnt
+        self._at: dict[float, int] = {}  # size class -> its place in the lists, which rise with the size
+        self._rows: list[float] = []  # mean rows,
+        self._shape: list[float] = []  # what was measured, in times of the pace,
+        self._high: list[float] = []  # the most of that up to this size: more rows never take less,
+        self._seen: list[int] = []  # and how often
+        self._loads: dict[int, Load] = {}  # by sequences that write, until more is learnt
 
     def learn(self, rows: int, seconds: float) -> None:
         if rows < 1 or seconds <= 0:
             return
         if not self._pace:
             self._pace = seconds / (1 + USUAL * (rows - 1))
-        size = rows if rows <= 32 else 32 + rows.bit_length()
-        if size not in self._shape:
-            # One time is no evidence against what is usual: a size that was never seen starts with what its neighbours say.
-            first = (float(rows), self._times(rows), 1)
-            self._shape = dict(sorted([*self._shape.items(), (size, first)]))
-        mean_rows, known, seen = self._shape[size]
+        size = rows if rows <= 32 else -rows.bit_length()  # below 0: no class of sizes is taken for one size
+        at = self._at.get(size)
+        if at is None:
+            at = self._begin(size, rows)
+        known, seen = self._shape[at], self._seen[at]
         self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** (PACE * min(seen, 8) / 8)
         found = min(seconds / self._pace, 2 * known)
-        known += max(SHAPE, 1 / (seen + 1)) * (found - known)
-        self._shape[size] = (mean_rows + DRIFT * (rows - mean_rows), known, seen + 1)
-        self._known.clear()
+        self._shape[at] = known + max(SHAPE, 1 / (seen + 1)) * (found - known)
+        self._rows[at] += DRIFT * (rows - self._rows[at])
+        self._seen[at] = seen + 1
+        self._rise(at)
+        self._loads.clear()
+
+    def _begin(self, size: int, rows: int) -> int:
+        """One time is no evidence against what is usual: a size that was never seen starts with what its neighbours say."""
+        first = self._times(rows)
+        at = bisect_right(self._rows, rows)
+        self._rows.insert(at, float(rows))
+        self._shape.insert(at, first)
+        self._high.insert(at, first)
+        self._seen.insert(at, 1)
+        self._at = {other: place + (place >= at) for other, place in self._at.items()}
+        self._at[size] = at
+        return at
+
+    def _rise(self, at: int) -> None:
+        """The shape has changed at this size: as far as it shows, so has the most up to those above."""
+        high = self._high[at - 1] if at else 0.0
+        for i in range(at, len(self._high)):
+            high = max(high, self._shape[i])
+            if high == self._high[i]:
+                return
+            self._high[i] = high
 
     def _times(self, rows: float) -> float:
-        """Of the pace: on the line between the sizes on both sides, where more rows never take less; beyond the largest, what is usual."""
-        at, high = 0.0, 0.0
-        for where, value, _ in self._shape.values():
-            below, high = high, max(high, value)
-            if where > rows:
-                if not at:
-                    return max(high - USUAL * (where - rows), high / where)
-                return below + (high - below) * (rows - at) / (where - at)
-            at = where
-        return high + USUAL * (rows - at) if at else 1 + USUAL * (rows - 1)
+        """Of the pace: on the line between the sizes on both sides; beyond the largest, what is usual."""
+        above = bisect_right(self._rows, rows)  # the first size that is larger
+        if above == len(self._rows):
+            return self._high[-1] + USUAL * (rows - self._rows[-1]) if above else 1 + USUAL * (rows - 1)
+        high, where = self._high[above], self._rows[above]
+        if not above:
+            return max(high - USUAL * (where - rows), high / where)
+        below, at = self._high[above - 1], self._rows[above - 1]
+        return below + (high - below) * (rows - at) / (where - at)
 
     @property
     def sizes(self) -> int:
         """Of steps, that were measured."""
-        return len(self._shape)
+        return len(self._rows)
 
     def seconds(self, rows: float) -> float:
         """Of a step of this many rows; 0 until steps of two sizes were seen."""
-        if len(self._shape) < 2:
+        if len(self._rows) < 2:
             return 0.0
-        found = self._known.get(rows)
-        if found is None:
-            found = self._known[rows] = self._times(rows) * self._pace
-        return found
+        at = self._at.get(rows)
+        return (self._times(rows) if at is None else self._high[at]) * self._pace
 
     def load(self, running: int) -> Load:
-        seconds, least = self.seconds(running), LEAST * self.seconds(1)
-        return Load(running, seconds, max((self.seconds(running + NEAR) - seconds) / NEAR, least), least)
+        found = self._loads.get(running)
+        if found is None:
+            seconds, least = self.seconds(running), LEAST * self.seconds(1)
+            row = max((self.seconds(running + NEAR) - seconds) / NEAR, least)
+            found = self._loads[running] = Load(running, seconds, row, least)
+        return found
