@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from verbatim.speculate.protocol import Draft
 
@@ -10,15 +10,9 @@ PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more
 ALIKE = 16  # matches of this length and longer are one kind of evidence
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
-
-
-def _kinds(evidence: int, count: int) -> Iterator[int]:
-    """What stands behind each token of a guess: a match that every token makes longer; 0 is no match, and stays so."""
-    return (min(evidence + at, ALIKE) if evidence else 0 for at in range(count))
-
-
-def _prior(kind: int) -> float:
-    return PRIOR + 0.07 * min(kind, 6)
+# Acceptance by evidence, 0 to ALIKE, before anything is known. Behind each token of a guess stands the match that the tokens before it made longer;
+# 0 is no match, and stays so.
+PRIORS = tuple(PRIOR + 0.07 * min(kind, 6) for kind in range(ALIKE + 1))
 
 
 class Acceptance:
@@ -28,7 +22,7 @@ class Acceptance:
     Worked: own 0.1 after some misses, shared 0.6: 0.24, too little to draft."""
 
     def __init__(self) -> None:
-        self._shared: dict[tuple[str, int], float] = {}
+        self._shared: dict[str, list[float]] = {}  # by source, then by evidence
         self._own: dict[tuple[int, str], float] = {}
         self._trust: dict[
             tuple[int, str], tuple[float, float]
@@ -37,45 +31,54 @@ class Acceptance:
     def chances(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
         """That the first token comes true, the first two, and so on."""
         own = self._own.get((seq_id, draft.source))
+        rates = self._shared.get(draft.source, PRIORS)
+        kind = min(draft.evidence, ALIKE)
         out, chance = [], 1.0
-        for kind in _kinds(draft.evidence, limit):
-            shared = self._shared.get((draft.source, kind), _prior(kind))
-            chance *= shared if own is None else (shared * own) ** 0.5
+        for _ in range(limit):
+            chance *= rates[kind] if own is None else (rates[kind] * own) ** 0.5
             out.append(chance)
+            if 0 < kind < ALIKE:
+                kind += 1
         return out
 
     def learn(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
         """`written` are the tokens the target wrote where the draft guessed, as many as it wrote in the step."""
-        mine = (seq_id, draft.source)
-        for kind, guess, token in zip(_kinds(draft.evidence, len(written)), draft.tokens, written, strict=False):
-            key = (draft.source, kind)
-            shared = self._shared.get(key, _prior(kind))
-            own = self._own.get(mine, shared)
+        if not written:
+            return
+        rates = self._shared.get(draft.source)
+        if rates is None:
+            rates = self._shared[draft.source] = list(PRIORS)
+        kind = min(draft.evidence, ALIKE)
+        own = self._own.get((seq_id, draft.source), rates[kind])
+        for guess, token in zip(draft.tokens, written, strict=False):
             hit = 1.0 if guess == token else 0.0
-            self._own[mine] = own + 2 * PATIENCE * (hit - own)
-            self._shared[key] = shared + PATIENCE / 4 * (hit - shared)
+            own += 2 * PATIENCE * (hit - own)
+            rates[kind] += PATIENCE / 4 * (hit - rates[kind])
             if not hit:
                 break
+            if 0 < kind < ALIKE:
+                kind += 1
+        self._own[(seq_id, draft.source)] = own
 
     def trust(self, seq_id: int, source: str) -> float:
         """What the stated odds of this source are worth: came true / stated, of all sequences and of this one."""
-        shared = self._trust.get((-1, source), NEUTRAL)
-        own = self._trust.get((seq_id, source), NEUTRAL)
-        return float(min(max((shared[0] / shared[1] * own[0] / own[1]) ** 0.5, 0.2), 1.2))
+        true, stated = self._trust.get((-1, source), NEUTRAL)
+        own_true, own_stated = self._trust.get((seq_id, source), NEUTRAL)
+        worth: float = (true / stated * own_true / own_stated) ** 0.5
+        return min(max(worth, 0.2), 1.2)
 
     def learn_odds(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
-        before = 1.0
-        for guess, token, odds in zip(draft.tokens, written, draft.odds, strict=False):
-            hit = 1.0 if guess == token else 0.0
-            for key, memory in (((-1, draft.source), 0.995), ((seq_id, draft.source), 0.95)):
-                true, stated = self._trust.get(key, NEUTRAL)
-                self._trust[key] = (
-                    memory * true + (1 - memory) * NEUTRAL[0] + hit,
-                    memory * stated + (1 - memory) * NEUTRAL[1] + odds / before,
-                )
-            before = odds
-            if not hit:
-                break
+        for key, memory in (((-1, draft.source), 0.995), ((seq_id, draft.source), 0.95)):
+            true, stated = self._trust.get(key, NEUTRAL)
+            neutral_true, neutral_stated = (1 - memory) * NEUTRAL[0], (1 - memory) * NEUTRAL[1]
+            before = 1.0
+            for guess, token, odds in zip(draft.tokens, written, draft.odds, strict=False):
+                true = memory * true + neutral_true + (guess == token)
+                stated = memory * stated + neutral_stated + odds / before
+                before = odds
+                if guess != token:
+                    break
+            self._trust[key] = (true, stated)
 
     def relax(self, seq_id: int, source: str) -> None:
         """Forget a little of a bad record, so that a guess which is only learnt from by making it gets another chance in time."""
