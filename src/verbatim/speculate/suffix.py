@@ -47,49 +47,43 @@ class SuffixAutomaton:
         self._previous: tuple[int, int] = (0, 0)
 
     def add(self, token: int) -> None:
+        """In one piece, because it runs for each token of every prompt."""
+        follows, links, ends = self._next, self._link, self._end
         self.tokens.append(token)
-        last, new = self._current, self._state(self._length[self._current] + 1, len(self.tokens))
-        p = last
-        while p != -1 and token not in self._next[p]:
-            self._next[p][token] = new
-            p = self._link[p]
-        if p != -1:
-            self._link[new] = self._target(p, token)
+        now = len(self.tokens)
+        p, new = self._current, len(links)
+        follows.append({})
+        links.append(0)
+        self._length.append(now)
+        ends.append(now)
+        while p != -1 and token not in follows[p]:
+            follows[p][token] = new
+            p = links[p]
+        state = links[new] = 0 if p == -1 else self._target(p, token)
         self._current = new
-        self._find()
-
-    def _state(self, length: int, end: int) -> int:
-        self._next.append({})
-        self._link.append(0)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._length) - 1
+        # The longest suffix that occurred before is the suffix link of the whole text; note where it ended, then move that forward.
+        self._previous = (ends[state], self._length[state]) if state else (0, 0)
+        for _ in range(NEWEST):  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
+            if not state:
+                break
+            ends[state] = now
+            state = links[state]
 
     def _target(self, p: int, token: int) -> int:
         """The state that the new one links to; split it where its substrings are longer than what is shared."""
         q = self._next[p][token]
         if self._length[p] + 1 == self._length[q]:
             return q
-        clone = self._state(self._length[p] + 1, self._end[q])
-        self._next[clone] = dict(self._next[q])
-        self._link[clone] = self._link[q]
+        clone = len(self._link)
+        self._next.append(dict(self._next[q]))
+        self._link.append(self._link[q])
+        self._length.append(self._length[p] + 1)
+        self._end.append(self._end[q])
         self._link[q] = clone
         while p != -1 and self._next[p].get(token) == q:
             self._next[p][token] = clone
             p = self._link[p]
         return clone
-
-    def _find(self) -> None:
-        """The longest suffix that occurred before is the suffix link of the whole text; note where it ended, then move that forward."""
-        state = self._link[self._current]
-        length = self._length[state]
-        self._previous = (self._end[state], length) if length else (0, 0)
-        now = len(self.tokens)
-        for _ in range(NEWEST):  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
-            if state <= 0:
-                break
-            self._end[state] = now
-            state = self._link[state]
 
     def match(self) -> tuple[int, int]:
         """(end of a late earlier occurrence, its length), (0, 0) if there is none."""
@@ -108,7 +102,9 @@ class _Text:
     def follow(self, tokens: Sequence[int]) -> bool:
         """Read on, a bite at a time: others' answers wait meanwhile. False: there is more to read."""
         at, first = len(self.automaton.tokens), len(self.before)
-        for token in (*self.before[at : at + BITE], *tokens[max(at - first, 0) : max(at + BITE - first, 0)]):
+        for token in self.before[at : at + BITE]:
+            self.automaton.add(token)
+        for token in tokens[max(at - first, 0) : max(at + BITE - first, 0)]:
             self.automaton.add(token)
         return at + BITE >= first + len(tokens)
 
