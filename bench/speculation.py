@@ -16,7 +16,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prompts import CHAT, COPY
@@ -32,7 +32,7 @@ class Steps:
         self.seconds: dict[int, list[float]] = {}
         self.guessing: list[float] = []
         self.sizes: list[int] = []
-        execute, propose = llm.core.backend.execute, llm.core.drafting.propose
+        execute, drafting = llm.core.backend.execute, llm.core.drafting
 
         def timed_execute(plan: StepPlan) -> StepResult:
             began = time.perf_counter()
@@ -41,12 +41,20 @@ class Steps:
             self.sizes.append(plan.rows)
             return result
 
-        def timed_propose(jobs: Any) -> None:
-            began = time.perf_counter()
-            propose(jobs)
-            self.guessing.append(time.perf_counter() - began)
+        def timed(guess: Callable[..., None], step_begins: bool) -> Callable[..., None]:
+            def call(*about: Any) -> None:
+                began = time.perf_counter()
+                guess(*about)
+                spent = time.perf_counter() - began
+                if step_begins or not self.guessing:
+                    self.guessing.append(spent)
+                else:
+                    self.guessing[-1] += spent
 
-        llm.core.backend.execute, llm.core.drafting.propose = timed_execute, timed_propose  # type: ignore[method-assign]
+            return call
+
+        llm.core.backend.execute = timed_execute  # type: ignore[method-assign]
+        drafting.propose, drafting.observe = timed(drafting.propose, True), timed(drafting.observe, False)  # type: ignore[method-assign]
 
     def take(self) -> tuple[list[int], float]:
         """Sizes of the steps since the last call, and the seconds of guessing; one that a neighbour made ten times as long counts as three."""

@@ -13,6 +13,8 @@ struct Sums : Team::Work {
     std::vector<int> units;
     long seed = 0;
     bool jitter = false;
+    std::atomic<int> dropped{0};
+    void drop() override { dropped++; }
     void phase(int p, Team::Units& u) override {
         for (int i = u.next(), j; i >= 0; i = j) {
             j = u.next();
@@ -31,7 +33,20 @@ int main(int argc, char** argv) {
         Sums* w = new Sums; w->seed = s; w->jitter = s % 3 == 0;
         int n = 1 + s % 7 + (s % 100 == 99 ? 20 : 0);
         for (int p = 0; p < n; p++) w->units.push_back((s * 7 + p * 3) % 40), w->cells.emplace_back(w->units.back());
-        team.perform(*w, w->units);
+        if (s % 5 == 3) {  // begun, and nobody comes for it: the next work ends it
+            Sums* idle = new Sums; idle->cells.emplace_back(30);
+            team.start(*idle, {30});
+            if (s % 2) team.settle(); else team.share(3, [](int, int) {});
+            if (idle->dropped != 1) { printf("dropped %d times\n", idle->dropped.load()); return 1; }
+            for (int i = 0; i < 30; i++) if (idle->cells[0][i] != i) { printf("wrong\n"); return 1; }
+            delete idle;
+        }
+        if (s % 2) team.perform(*w, w->units);
+        else {
+            team.start(*w, w->units);
+            if (s % 4) std::this_thread::sleep_for(std::chrono::microseconds(s % 200));
+            team.join();
+        }
         long before = 0;
         for (int p = 0; p < n; p++) {
             long sum = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from verbatim.backend.batch import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, UnsupportedError
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import SeqStep, StepPlan
+from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.engine.llm import LLM
 from verbatim.engine.parts import Parts
 from verbatim.model.draft_head import ARCHITECTURE, SCALES, DraftHead, find_head, guess, read_head, write_head
@@ -254,6 +255,27 @@ def test_a_guess_does_not_depend_on_its_neighbours(native: tuple[Any, list[int]]
 
 @pytest.mark.model
 @pytest.mark.native
+def test_a_guess_that_was_begun_beside_other_work_is_the_same(native: tuple[Any, list[int]]) -> None:
+    """Taken at once or late, for other asks, begun twice, dropped by a step: whatever was begun, the answer is that of the asks."""
+    backend, tokens = native
+    asks = [(row, tokens[row + 1], 3, 0.5 * (row % 3)) for row in range(12)]
+    apart = [backend.guess([ask], 0.0)[0] for ask in asks]
+    for turn in range(40):
+        some = slice(turn % 7, turn % 7 + 1 + turn % 5)
+        backend.start_guess([(*ask[:2], 1, ask[3]) for ask in asks[some]])
+        if turn % 3 == 0:
+            time.sleep(turn * 2e-5)  # the others are somewhere in the middle, or done
+        if turn % 4 == 1:
+            backend.start_guess(asks[:2])
+        if turn % 4 == 2:
+            backend.execute(StepPlan(1, (SeqStep(0, tuple(tokens[:-1]), 0, (tuple(range(8)),), hidden=True),)))
+        other = slice(3, 9) if turn % 5 == 4 else some
+        assert backend.guess(asks[other], 0.0) == apart[other], turn
+    backend.start_guess(asks)  # and nobody comes for it
+
+
+@pytest.mark.model
+@pytest.mark.native
 def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
     backend, tokens = native
     asks = [(row, tokens[row + 1], 4, 0.0) for row in range(40)]
@@ -266,7 +288,7 @@ def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
             assert all(a >= floor for a in odds[:-1]), "what follows a guess below the floor is not worth making"
             if len(words) < 4:
                 ended += 1
-                assert odds[-1] * 0.8 < floor, "it ended although the next one could have reached the floor"
+                assert odds[-1] * 0.6 < floor, "it ended although the next one could have reached the floor"
     assert ended > 40
     assert all(b <= a for _, odds in everything for a, b in itertools.pairwise(odds)), "odds of all before it, too"
     assert backend.guess([(0, 5, 0, 0.0), (1, 5, 1, 0.0)], 0.0)[0] == ((), ())
@@ -286,9 +308,13 @@ class Recorder:
         self.asks: list[tuple[int, int, int, float]] = []
         self.floor = -1.0
         self.loaded = 0
+        self.started: list[list[tuple[int, int, int, float]]] = []
 
     def load_head(self, head: DraftHead) -> None:
         self.loaded += 1
+
+    def start_guess(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
+        self.started.append(list(asks))
 
     def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
         self.asks, self.floor = list(asks), floor
@@ -314,7 +340,7 @@ def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None
         positions = [(s.seq_id, s.start + i) for s in steps for i in range(len(s.tokens))]
         recorder = Recorder()
         proposer = HeadProposer(recorder, None)  # type: ignore[arg-type]
-        proposer.observe(plan)
+        proposer.observe(plan, StepResult(0, tuple(SeqResult(s.seq_id) for s in steps)))
         views = [view(tokens, seq_id=i, temperature=i / 10) for i, tokens in known.items()]
         drafts = proposer.propose(views, 16, 0.25)
         assert set(drafts) == {s.seq_id for s in steps if s.draws}, "who drew a token, and nobody else"
@@ -334,7 +360,8 @@ def test_limits_and_texts_that_the_last_step_did_not_write() -> None:
     proposer = HeadProposer(recorder, "a head")  # type: ignore[arg-type]
     assert proposer.propose([view([1, 2, 3])], 16) == {}, "no step yet"
     assert recorder.loaded == 0, "a head that is not used is not packed"
-    proposer.observe(StepPlan(0, (SeqStep(4, (11, 12), 5, ((0,),), draws=1), SeqStep(5, (9,), 2, ((0,),), draws=1))))
+    steps = (SeqStep(4, (11, 12), 5, ((0,),), draws=1), SeqStep(5, (9,), 2, ((0,),), draws=1))
+    proposer.observe(StepPlan(0, steps), StepResult(0, (SeqResult(4), SeqResult(5))))
     text = [0] * 7 + [50]
     assert len(proposer.propose([view(text, seq_id=4, room=2)], 16)[4].tokens) == 2
     assert len(proposer.propose([view(text, seq_id=4)], 1)[4].tokens) == 1
@@ -344,8 +371,31 @@ def test_limits_and_texts_that_the_last_step_did_not_write() -> None:
     proposer.finish(view(text, seq_id=4))
     assert proposer.propose([view(text, seq_id=4)], 16) == {}
     assert set(proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16)) == {5}
-    proposer.observe(StepPlan(1, ()))
+    proposer.observe(StepPlan(1, ()), StepResult(1, ()))
     assert proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16) == {}, "the states are those of the last step"
+
+
+def test_what_will_be_asked_is_begun_beside_the_reading() -> None:
+    """For those who were asked about before the step, and from the row behind the drafts that came true."""
+    recorder = Recorder()
+    proposer = HeadProposer(recorder, None)  # type: ignore[arg-type]
+
+    def step(*parts: tuple[int, tuple[int, ...], int, list[int]]) -> None:
+        """(sequence, its rows, where they begin, what was drawn from the last of them)"""
+        plan = StepPlan(0, tuple(SeqStep(i, rows, at, ((0,),), len(drawn)) for i, rows, at, drawn in parts))
+        done = [SeqResult(i, tuple(Drawn(token, 0.0) for token in drawn)) for i, _, _, drawn in parts]
+        proposer.observe(plan, StepResult(0, tuple(done)))
+
+    step((1, (10, 11), 0, [12]), (2, (20,), 4, [21]), (3, (30, 31), 0, []))
+    assert recorder.started == [], "nobody was asked about yet"
+    proposer.propose([view([10, 11, 12], seq_id=1, temperature=0.5), view([0, 0, 0, 0, 20, 21], seq_id=2)], 16)
+    step((2, (21, 22, 23), 5, [22, 99, 98]), (3, (32,), 2, [33]), (1, (12,), 2, [13]))
+    assert recorder.started == [[(1, 99, 1, 0.0), (4, 13, 1, 0.5)]], "one draft came true, and none of the other's"
+    proposer.propose([view([0, 0, 0, 0, 20, 21, 22, 99], seq_id=2), view([10, 11, 12, 13], seq_id=1, temperature=0.5)], 16)
+    assert [(*ask[:2], ask[3]) for ask in recorder.asks] == [(1, 99, 0.0), (4, 13, 0.5)], "and it is what is asked for"
+    proposer.observe(StepPlan(1, ()), StepResult(1, ()))
+    step((1, (13,), 3, [14]))
+    assert len(recorder.started) == 1, "who was not asked about is not guessed for"
 
 
 # --------------------------------------------------------------------------------------------------------- what pays

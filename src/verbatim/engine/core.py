@@ -163,6 +163,7 @@ class EngineCore:
         planned = time.perf_counter()
         result = self._execute(plan)
         executed = time.perf_counter()
+        self.drafting.observe(plan, result)
         self._collect(plan, result, planned)
         events = self.scheduler.commit(plan, result, self._read)
         touched = dict.fromkeys(self._by_seq[event.seq_id] for event in events)

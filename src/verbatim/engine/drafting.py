@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import StepPlan
+from verbatim.base.records import StepPlan, StepResult
 from verbatim.schedule.sequence import Sequence
 from verbatim.speculate.adapt import Speculator
 from verbatim.speculate.cost import StepCost
@@ -156,10 +156,13 @@ class Drafting:
             accepted=seq.accepted,
         )
 
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """A step is done: told before its tokens are read, because a draft head goes on beside that."""
+        if self._head is not None:
+            self._head.observe(plan, result)
+
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Only steps in which every row is drawn from tell what one more draft costs: a prompt's rows skip the head."""
-        if self._head is not None:
-            self._head.observe(plan)
         rows = 0
         for step in plan.sequences:
             if step.draws != len(step.tokens):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from verbatim.base.records import SeqStep, StepPlan
+from verbatim.base.records import SeqStep, StepPlan, StepResult
 from verbatim.speculate.protocol import Draft, SeqView
 
 if TYPE_CHECKING:
@@ -24,6 +24,10 @@ class Guesser(Protocol):
     """A backend that can run a draft head over the states of its last step."""
 
     def load_head(self, head: DraftHead) -> None: ...
+
+    def start_guess(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
+        """The first guess of each, begun beside what the caller does next. guess() with the same rows, tokens and temperatures takes it;
+        whatever else the backend does drops it."""
 
     def guess(
         self, asks: Sequence[tuple[int, int, int, float]], floor: float
@@ -41,16 +45,30 @@ class HeadProposer:
         self._backend = backend
         self._head: DraftHead | None = head  # until it is loaded
         self._last: tuple[SeqStep, ...] = ()  # the last step, until it was asked about
+        self._asked: dict[int, float] = {}  # the sequences asked about before that step, and their temperatures
         self._rows: dict[int, tuple[int, int, int]] = {}  # by sequence: row of its first draw, index of that token, draws
 
-    def observe(self, plan: StepPlan) -> None:
-        self._last = plan.sequences
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """A step is done. Who was guessed for before it will be guessed for again: that is begun now, while the step's tokens are read."""
+        self._last, asked, self._asked = plan.sequences, self._asked, {}
         self._rows.clear()
+        if not asked:
+            return
+        self._locate(plan.sequences)
+        asks = []
+        for step, done in zip(plan.sequences, result.sequences, strict=True):
+            if step.seq_id in asked and done.drawn:
+                drawn = [d.token for d in done.drawn]
+                right = agreeing(step.tokens[len(step.tokens) - step.draws + 1 :], drawn)
+                if drawn[right] >= 0:  # below: bans left nothing to draw, and the text ends
+                    asks.append((self._rows[step.seq_id][0] + right, drawn[right], 1, asked[step.seq_id]))
+        if asks:
+            self._backend.start_guess(asks)
 
-    def _locate(self) -> None:
-        """Which row each token of the last step was drawn from."""
+    def _locate(self, steps: Sequence[SeqStep]) -> None:
+        """Which row each token of a step was drawn from."""
         row = 0
-        for s in self._last:
+        for s in steps:
             rows, first = len(s.tokens), len(s.tokens) - s.draws
             outputs = rows if s.hidden else min(len(s.targets), first) + s.draws
             self._rows[s.seq_id] = (row + outputs - s.draws, s.start + first + 1, s.draws)
@@ -59,7 +77,7 @@ class HeadProposer:
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         if self._last:
-            self._locate()
+            self._locate(self._last)
         asking, asks = [], []
         for view in views:
             row, index, draws = self._rows.get(view.seq_id, (0, 0, 0))
@@ -67,6 +85,7 @@ class HeadProposer:
             if 0 <= at < draws:
                 asking.append(view.seq_id)
                 asks.append((row + at, view.tokens[-1], min(limit, view.room, DEEPEST), float(view.params.temperature)))
+                self._asked[view.seq_id] = asks[-1][3]
         if not asks:
             return {}
         if self._head is not None:
@@ -89,3 +108,11 @@ class HeadProposer:
 
     def close(self) -> None:
         self._rows.clear()
+
+
+def agreeing(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """How many drafts are what was drawn, up to the first that is not."""
+    right = 0
+    while right < len(drafts) and drafts[right] == drawn[right]:
+        right += 1
+    return right

@@ -110,6 +110,9 @@ class CpuBackend:
         scales = (head.state_scale, head.word_scale, head.keep, head.out)
         self._engine.draft_head(mats, *scales, head.words.tolist())
 
+    def start_guess(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
+        self._engine.start_guess(list(asks))
+
     def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
         """speculate.head.Guesser, over the final states of the last step."""
         found: list[Any] = self._engine.guess(list(asks), floor)

@@ -10,7 +10,7 @@ namespace verbatim {
 
 namespace {
 constexpr float EPS = 1e-6f;
-constexpr float LIKELY = 0.8f;  // a next guess is hardly ever surer than this; where even that would be too little, it is not made
+constexpr float LIKELY = 0.6f;  // how sure a next guess is, more often than not; where that would be too little, it is not made
 constexpr int WIDE = 8;  // panels of one unit of scores
 enum : int { BEGIN, UP, DOWN, CLOSE, SCORE };
 }  // namespace
@@ -117,7 +117,7 @@ DraftHead::Best DraftHead::best(int r) const {
 }
 
 void DraftHead::phase(int number, Units& units) {
-    for (int u; (u = units.next()) >= 0;) switch (number) {
+    for (int u; (u = units.next()) >= 0;) switch (dropped_.load(std::memory_order_relaxed) ? -1 : number) {
             case BEGIN: begin(u); break;
             case UP: up(u); break;
             case DOWN: down(u); break;
@@ -126,30 +126,64 @@ void DraftHead::phase(int number, Units& units) {
         }
 }
 
-std::vector<DraftHead::Guess> DraftHead::guess(const std::vector<Ask>& asks, float floor) {
-    std::vector<Guess> out(asks.size());
+void DraftHead::drop() {
+    dropped_.store(true, std::memory_order_relaxed);
+    started_.clear();
+}
+
+// The texts that are asked for, and their states.
+void DraftHead::take(const std::vector<Ask>& asks) {
     live_.clear();
     for (size_t i = 0; i < asks.size() && live_.size() < ROWS; i++)
         if (asks[i].limit > 0) live_.push_back((int)i);
     state_.resize(live_.size() * hidden_);
     for (size_t r = 0; r < live_.size(); r++)
         std::memcpy(state_.data() + r * hidden_, engine_.hidden() + (int64_t)asks[live_[r]].row * hidden_, (size_t)hidden_ * 4);
+}
+
+// One guess more for all that go on.
+void DraftHead::lay_out(const std::vector<Ask>& asks, const std::vector<Guess>& sofar) {
+    rows_ = (int)live_.size();
+    x_.fit(rows_, 2 * hidden_);
+    mid_.fit(rows_, inner_);
+    end_.fit(rows_, hidden_);
+    for (Rows* in : {&x_, &mid_, &end_}) in->quant.group = side_by_side(rows_);
+    token_.resize(rows_);
+    heat_.resize(rows_);
+    for (int r = 0; r < rows_; r++) {
+        const Guess& g = sofar[live_[r]];
+        token_[r] = g.tokens.empty() ? asks[live_[r]].token : g.tokens.back();
+        heat_[r] = asks[live_[r]].temperature > 0 ? asks[live_[r]].temperature : 1.0f;
+    }
+    found_.resize((size_t)units().back() * rows_);
+    dropped_.store(false, std::memory_order_relaxed);
+}
+
+std::vector<int> DraftHead::units() const {
     const int wide = (engine_.matrix(net_.head).panels + WIDE - 1) / WIDE, low = (engine_.matrix(net_.down).panels + 1) / 2;
-    while (!live_.empty()) {
-        rows_ = (int)live_.size();
-        x_.fit(rows_, 2 * hidden_);
-        mid_.fit(rows_, inner_);
-        end_.fit(rows_, hidden_);
-        for (Rows* in : {&x_, &mid_, &end_}) in->quant.group = side_by_side(rows_);
-        found_.resize((size_t)wide * rows_);
-        token_.resize(rows_);
-        heat_.resize(rows_);
-        for (int r = 0; r < rows_; r++) {
-            const Guess& g = out[live_[r]];
-            token_[r] = g.tokens.empty() ? asks[live_[r]].token : g.tokens.back();
-            heat_[r] = asks[live_[r]].temperature > 0 ? asks[live_[r]].temperature : 1.0f;
+    return {rows_, inner_ / 32, low, rows_, wide};
+}
+
+void DraftHead::start(const std::vector<Ask>& asks) {
+    engine_.team().settle();
+    take(asks);
+    if (live_.empty()) return;
+    lay_out(asks, std::vector<Guess>(asks.size()));
+    started_ = asks;
+    engine_.team().start(*this, units());
+}
+
+std::vector<DraftHead::Guess> DraftHead::guess(const std::vector<Ask>& asks, float floor) {
+    std::vector<Guess> out(asks.size());
+    bool started = !started_.empty() && std::equal(asks.begin(), asks.end(), started_.begin(), started_.end(), [](const Ask& a, const Ask& b) { return a.like(b); });
+    if (started) engine_.team().join();
+    else engine_.team().settle(), take(asks);
+    started_.clear();
+    for (; !live_.empty(); started = false) {
+        if (!started) {
+            lay_out(asks, out);
+            engine_.team().perform(*this, units());
         }
-        engine_.team().perform(*this, {rows_, inner_ / 32, low, rows_, wide});
         int kept = 0;
         for (int r = 0; r < rows_; r++) {
             Guess& g = out[live_[r]];

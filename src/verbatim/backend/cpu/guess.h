@@ -5,6 +5,7 @@
 //
 // The best word and its probability are the guess; h' and that word are the input of the next one. speculate/head.py says the same in NumPy.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -25,12 +26,16 @@ class DraftHead : Team::Work {
         int32_t token;   // drawn from it
         int limit;
         float temperature;
+        bool like(const Ask& o) const { return row == o.row && token == o.token && temperature == o.temperature && limit > 0 && o.limit > 0; }
     };
     struct Guess {
         std::vector<int32_t> tokens;
         std::vector<float> odds;  // that this token and all before it come true
     };
     DraftHead(Engine& engine, Net net);
+    ~DraftHead() { engine_.team().settle(); }
+    // The other threads make the first guesses while the caller does something else; guess() with the same asks takes them.
+    void start(const std::vector<Ask>& asks);
     // A text's guesses end where the next one's odds would hardly reach `floor`.
     std::vector<Guess> guess(const std::vector<Ask>& asks, float floor);
 
@@ -47,6 +52,10 @@ class DraftHead : Team::Work {
     };
     struct Best { float value, sum; int32_t word; };
     void phase(int number, Units& units) override;
+    void drop() override;
+    void take(const std::vector<Ask>& asks);
+    void lay_out(const std::vector<Ask>& asks, const std::vector<Guess>& sofar);
+    std::vector<int> units() const;
     void begin(int r);
     void up(int unit);
     void down(int unit);
@@ -60,6 +69,8 @@ class DraftHead : Team::Work {
     const Kernels& kernels_;
     Net net_;
     int hidden_, inner_, rows_ = 0;
+    std::vector<Ask> started_;        // whose first guesses are being made, until they are taken or dropped
+    std::atomic<bool> dropped_{false};
     std::vector<int> live_;           // asks that still go on
     std::vector<int32_t> token_;      // of each live row
     std::vector<float> heat_, state_; // temperature; [rows][hidden]

@@ -174,7 +174,7 @@ class PyEngine {
         head_ = std::make_unique<DraftHead>(engine_, DraftHead::Net{mats[0], mats[1], mats[2], mats[3], copy(state_scale), copy(word_scale), copy(keep),
                                                                     copy(out), std::vector<int32_t>(words.begin(), words.end())});
     }
-    nb::list guess(nb::list asked, float floor) {
+    std::vector<DraftHead::Ask> asks_of(nb::list asked) {
         if (!head_) throw std::invalid_argument("no draft head was loaded");
         std::vector<DraftHead::Ask> asks;
         for (nb::handle h : asked) {
@@ -184,6 +184,14 @@ class PyEngine {
                 throw std::invalid_argument("a guess is asked for a row or a token that does not exist");
             asks.push_back(a);
         }
+        return asks;
+    }
+    void start_guess(nb::list asked) {
+        auto asks = asks_of(asked);
+        head_->start(asks);
+    }
+    nb::list guess(nb::list asked, float floor) {
+        auto asks = asks_of(asked);
         std::vector<DraftHead::Guess> found;
         {
             nb::gil_scoped_release nogil;
@@ -277,6 +285,7 @@ NB_MODULE(_native, m) {
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })
         .def("draft_head", &PyEngine::draft_head)
+        .def("start_guess", &PyEngine::start_guess)
         .def("guess", &PyEngine::guess)
         .def("argmax", &PyEngine::argmax)
         .def("sample", [](PyEngine& e, nb::list rows) {

@@ -57,6 +57,7 @@ class Team {
     };
     struct Work {
         virtual void phase(int number, Units& units) = 0;  // takes units until there are no more
+        virtual void drop() {}  // nobody wants the rest any more: what was started shall end soon
       protected:
         ~Work() = default;
     };
@@ -78,19 +79,25 @@ class Team {
 
     // Runs all phases in order. What one phase wrote, every later one sees; what all wrote is seen by the caller.
     void perform(Work& work, const std::vector<int>& units) {
-        reserve((int)units.size());
-        uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
-        work_ = &work;
-        count_.store((int)units.size(), std::memory_order_relaxed);
-        for (size_t p = 0; p < units.size(); p++) {
-            Phase& phase = phases_[p];  // the step's number first: from then on nobody who is late can take a unit here
-            phase.next.store(fresh(epoch, kept(units[p]) * run(units[p])), std::memory_order_relaxed);
-            phase.done.store(epoch << COUNT_BITS, std::memory_order_relaxed);
-            units_[p].store(units[p], std::memory_order_release);
-        }
-        epoch_.store(epoch, std::memory_order_release);
-        if (size_ > 1) epoch_.notify_all();
-        play(0, epoch);
+        settle();
+        publish(work, units);
+        play(0, epoch_.load(std::memory_order_relaxed));
+    }
+
+    // The same, while the caller does something else: the other threads begin alone. The caller comes to join() them, or the next work ends it.
+    void start(Work& work, const std::vector<int>& units) {
+        settle();
+        publish(work, units);
+        started_ = true;
+    }
+    void join() {
+        started_ = false;
+        play(0, epoch_.load(std::memory_order_relaxed));
+    }
+    void settle() {
+        if (!started_) return;
+        work_->drop();
+        join();
     }
 
     // One phase of `units` calls of fn(unit, thread).
@@ -122,6 +129,21 @@ class Team {
     int kept(int units) const { return std::min({size_, KEPT, units}); }
     int run(int units) const { return std::max(1, units / (4 * size_)); }
     int piece(int left) const { return std::max(1, left / (2 * size_)); }
+
+    void publish(Work& work, const std::vector<int>& units) {
+        reserve((int)units.size());
+        uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
+        work_ = &work;
+        count_.store((int)units.size(), std::memory_order_relaxed);
+        for (size_t p = 0; p < units.size(); p++) {
+            Phase& phase = phases_[p];  // the step's number first: from then on nobody who is late can take a unit here
+            phase.next.store(fresh(epoch, kept(units[p]) * run(units[p])), std::memory_order_relaxed);
+            phase.done.store(epoch << COUNT_BITS, std::memory_order_relaxed);
+            units_[p].store(units[p], std::memory_order_release);
+        }
+        epoch_.store(epoch, std::memory_order_release);
+        if (size_ > 1) epoch_.notify_all();
+    }
 
     // More phases than ever before: the threads must be out of the old ones.
     void reserve(int phases) {
@@ -212,6 +234,7 @@ class Team {
     std::vector<std::atomic<uint32_t>> idle_;  // the last step that each worker has left
     std::atomic<int> count_{0};
     Work* work_ = nullptr;
+    bool started_ = false;  // and not yet joined; the caller's alone
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::vector<std::thread> workers_;
