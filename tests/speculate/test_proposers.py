@@ -268,12 +268,15 @@ def test_a_slow_second_does_not_make_drafts_look_free() -> None:
 
 
 def test_draft_length_by_the_rule() -> None:
-    chances = {rate: [rate**j for j in range(1, 17)] for rate in (0.0, 0.8, 1.0)}
-    assert draft_length(chances[0.8], 4.0, lambda j: 0.3 * j) == 8
-    assert draft_length(chances[0.8], 4.0, lambda j: 4.0 * j) == 0, "a compute-bound batch drafts nothing"
-    assert draft_length(chances[1.0], 4.0, lambda j: 0.3 * j) == 16
-    assert draft_length(chances[0.0], 4.0, lambda j: 0.3 * j) == 0
-    assert draft_length(chances[0.8], 4.0, lambda j: 0.3 * j + 9 * (j > 7)) == 7, "a step in the cost is not climbed for little"
+    rows = range(1, 17)
+    chances = {rate: [rate**j for j in rows] for rate in (0.0, 0.8, 1.0)}
+    cheap = [0.3 * j for j in rows]
+    assert draft_length(chances[0.8], 4.0, cheap) == 8
+    assert draft_length(chances[0.8], 4.0, [4.0 * j for j in rows]) == 0, "a compute-bound batch drafts nothing"
+    assert draft_length(chances[1.0], 4.0, cheap) == 16
+    assert draft_length(chances[0.0], 4.0, cheap) == 0
+    stepped = [0.3 * j + 9 * (j > 7) for j in rows]
+    assert draft_length(chances[0.8], 4.0, stepped) == 7, "a step in the cost is not climbed for little"
 
 
 def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
@@ -390,6 +393,7 @@ def test_finished_sequences_leave_nothing() -> None:
     speculator.drafts([done])
     speculator.finish(done)
     assert not speculator._records
+    assert not any(speculator._resting.values())
     assert not speculator.acceptance._own
     assert all(not getattr(p, "_index", None) and not getattr(p, "_texts", None) for p in speculator.proposers)
 

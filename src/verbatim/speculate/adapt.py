@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from verbatim.speculate.acceptance import Acceptance
@@ -49,21 +49,20 @@ class _Record:
 
     purse: Purse = field(default_factory=Purse)
     pending: list[_Pending] = field(default_factory=list)
-    resting: dict[str, int] = field(default_factory=dict)  # steps for which a proposer is not asked again
     drafted: int = 0  # of the view's counts, what was accounted for
     accepted: int = 0
 
 
-def draft_length(chances: Sequence[float], value: float, extra: Callable[[int], float]) -> int:
-    """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j rows cost.
+def draft_length(chances: Sequence[float], value: float, costs: Iterable[float]) -> int:
+    """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j drafts cost.
 
-    >>> draft_length([0.8 ** j for j in range(1, 17)], 4.0, lambda j: 0.3 * j)
+    >>> draft_length([0.8 ** j for j in range(1, 17)], 4.0, [0.3 * j for j in range(1, 17)])
     8
     """
     best, most, won = 0, 0.0, 0.0
-    for j, chance in enumerate(chances, 1):
+    for j, (chance, cost) in enumerate(zip(chances, costs, strict=True), 1):
         won += chance * value
-        left = won - MARGIN * extra(j)
+        left = won - MARGIN * cost
         if left > most:
             best, most = j, left
     return best
@@ -89,6 +88,9 @@ class Speculator:
         self._vocab = vocab
         self._clock = clock
         self._records: defaultdict[int, _Record] = defaultdict(_Record)  # by sequence id
+        self._resting: defaultdict[str, dict[int, int]] = defaultdict(
+            dict
+        )  # by proposer and sequence: steps for which it is not asked again
         self._explored = 0  # steps since something was submitted
         self._barren, self._paused = 0, 0  # looks in vain while several wrote; steps since the last look
 
@@ -112,19 +114,19 @@ class Speculator:
         running = running or len(views)
         began = self._clock()
         self._explored += 1
+        load = self.cost.load(running)
         for view in views:
             self._settle(view)
         out: dict[int, tuple[int, ...]] = {}
         hopes: dict[int, float] = {}
-        guessed: set[int] = set()
         asking = [view for view in views if view.room > 0]
         for proposer in self.proposers:
             guess_cost = proposer.token_cost
-            for view, draft in self._asked(proposer, asking, running):
-                count, hope = self._decide(view, draft, running, guess_cost)
-                tokens = draft.gaining(count, view.ends)
-                pending = _Pending(draft, len(view.tokens), len(tokens), running, guess_cost > 0)
-                self._records[view.seq_id].pending.append(pending)
+            guessed: set[int] = set()
+            for view, draft in self._asked(proposer, asking, load):
+                record = self._records[view.seq_id]
+                count, tokens, hope = self._decide(view, record, draft, load, guess_cost)
+                record.pending.append(_Pending(draft, len(view.tokens), len(tokens), running, guess_cost > 0))
                 if tokens:
                     out[view.seq_id], hopes[view.seq_id] = tokens, hope
                 if count:  # where the guess is that the text ends here, nobody else is asked either
@@ -133,65 +135,71 @@ class Speculator:
                 asking = [view for view in asking if view.seq_id not in guessed]
             if not asking:
                 break
-        if self.adaptive and out and not self._fair(out, hopes, running):
+        if self.adaptive and out and not self._fair(out, hopes, load):
             self._withdraw(views)
             out = {}
         self._barren = 0 if out or running == 1 else min(self._barren + 1, REST + 4)
-        self._charge(views, running, self._clock() - began)
+        self._charge(views, load, self._clock() - began)
         return out
 
-    def _asked(self, proposer: Proposer, asking: Sequence[SeqView], running: int) -> list[tuple[SeqView, Draft]]:
+    def _asked(self, proposer: Proposer, asking: Sequence[SeqView], load: Load) -> list[tuple[SeqView, Draft]]:
         """The guesses of one proposer, for those whom it may help."""
-        able = [view for view in asking if not self._rests(view.seq_id, proposer.name)]
+        resting = self._resting[proposer.name]
+        if resting:
+            asking = [view for view in asking if not self._rests(view.seq_id, resting)]
         floor = 0.0
-        if able and proposer.token_cost and self.adaptive:
-            load = self.cost.load(running)
-            floor = MARGIN * load.price(proposer.token_cost)
-            able = self._afford(able, load, proposer)
-        found = proposer.propose(able, self.longest, floor) if able else {}
-        if not found:
-            return []
-        cut = [(view, found[view.seq_id].until(view.ends, self._vocab)) for view in able if view.seq_id in found]
-        return [(view, draft) for view, draft in cut if draft.tokens]
+        if proposer.token_cost and self.adaptive:
+            price = load.price(proposer.token_cost)
+            floor = MARGIN * price
+            asking = self._afford(asking, load, price, proposer)
+        found = proposer.propose(asking, self.longest, floor) if asking else {}
+        out = []
+        for view in asking if found else ():
+            draft = found.get(view.seq_id)
+            if draft is not None:
+                draft = draft.until(view.ends, self._vocab)
+                if draft.tokens:
+                    out.append((view, draft))
+        return out
 
-    def _charge(self, views: Sequence[SeqView], running: int, spent: float) -> None:
+    def _charge(self, views: Sequence[SeqView], load: Load, spent: float) -> None:
         """Looking for guesses takes time as well, whether or not anything comes of it."""
-        seconds = self.cost.seconds(running) / running
+        seconds = load.seconds / load.running
         for view in views if seconds else ():
             self._records[view.seq_id].purse.pay_for_looking(spent / len(views), seconds)
 
-    def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], running: int) -> bool:
+    def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], load: Load) -> bool:
         """One sequence's drafts make the step longer for all. Every one that writes in it must expect to win what it loses."""
-        seconds = self.cost.seconds(running)
-        if running == 1 or not seconds:
+        if load.running == 1 or not load.seconds:
             return True
-        longer = self.cost.seconds(running + sum(map(len, out.values()))) / seconds - 1
-        least = min(hopes.values()) if len(hopes) == running else 0.0
+        longer = self.cost.seconds(load.running + sum(map(len, out.values()))) / load.seconds - 1
+        least = min(hopes.values()) if len(hopes) == load.running else 0.0
         return longer <= max(least, BEARABLE)
 
     def _withdraw(self, views: Sequence[SeqView]) -> None:
         """Nothing is submitted after all; and what costs time to guess is not asked for again soon."""
         for view in views:
-            record = self._records[view.seq_id]
-            for pending in record.pending:
+            for pending in self._records[view.seq_id].pending:
                 pending.submitted = 0
                 if pending.dear:
-                    record.resting[pending.draft.source] = 4 * REST
+                    self._resting[pending.draft.source][view.seq_id] = 4 * REST
 
-    def _decide(self, view: SeqView, draft: Draft, running: int, guess_cost: float) -> tuple[int, float]:
-        """How much of a guess is worth its rows, and how many tokens of it are expected to be gained."""
+    def _decide(
+        self, view: SeqView, record: _Record, draft: Draft, load: Load, guess_cost: float
+    ) -> tuple[int, tuple[int, ...], float]:
+        """How much of a guess is worth its rows, the tokens of that to submit, and how many of them are expected to be gained."""
         limit = min(len(draft.tokens), self.longest)
         if not self.adaptive:
-            return limit, 0.0
-        load = self.cost.load(running)
+            return limit, draft.gaining(limit, view.ends), 0.0
         chances = self._chances(view.seq_id, draft, limit)
         count = self._length(chances, load, guess_cost, explores=not draft.odds)
         price = load.price(guess_cost)
         if price:
-            count = self._records[view.seq_id].purse.affordable(len(view.tokens), chances[:count], price)
+            count = record.purse.affordable(len(view.tokens), chances[:count], price)
         if not count and not draft.odds:  # stated odds change with every token; a match that does not pay stays so for a while
-            self._records[view.seq_id].resting[draft.source] = REST
-        return count, sum(chances[: len(draft.gaining(count, view.ends))])
+            self._resting[draft.source][view.seq_id] = REST
+        tokens = draft.gaining(count, view.ends)
+        return count, tokens, sum(chances[: len(tokens)])
 
     def _chances(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
         """That the first token comes true, the first two, and so on."""
@@ -200,11 +208,10 @@ class Speculator:
             return [trust * odds for odds in draft.odds[:limit]]
         return self.acceptance.chances(seq_id, draft, limit)
 
-    def _afford(self, asking: Sequence[SeqView], load: Load, proposer: Proposer) -> list[SeqView]:
+    def _afford(self, asking: Sequence[SeqView], load: Load, price: float, proposer: Proposer) -> list[SeqView]:
         """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for. Where the
         guesser states its odds, it is asked as long as a sure guess would pay, and the purse is not empty."""
         out = []
-        price = load.price(proposer.token_cost)
         for view in asking:
             if proposer.states_odds:
                 pays = price * MARGIN < self.acceptance.trust(view.seq_id, proposer.name)
@@ -216,7 +223,7 @@ class Speculator:
             if count:
                 out.append(view if count >= view.room else view._replace(room=count))
             else:
-                self._records[view.seq_id].resting[proposer.name] = 4 * REST
+                self._resting[proposer.name][view.seq_id] = 4 * REST
                 self.acceptance.relax(view.seq_id, proposer.name)
         return out
 
@@ -224,9 +231,8 @@ class Speculator:
         running, seconds, _, least = load
         if not seconds:  # nothing known yet: short guesses of two sizes are a cheap way to learn what rows cost
             return min(len(chances), 1 if self.cost.sizes else 2)
-        count = draft_length(
-            chances, seconds / running, lambda j: max(self.cost.seconds(running + j) - seconds, j * least) + j * guess_cost
-        )
+        costs = [max(self.cost.seconds(running + j) - seconds, j * least) + j * guess_cost for j in range(1, len(chances) + 1)]
+        count = draft_length(chances, seconds / running, costs)
         if not explores:
             return count
         if not count and chances and chances[0] > 0.5 and running == 1 and self._explored > EXPLORE:
@@ -235,11 +241,10 @@ class Speculator:
             self._explored = 0
         return count
 
-    def _rests(self, seq_id: int, source: str) -> bool:
-        resting = self._records[seq_id].resting
-        left = resting.get(source, 0)
-        if left:
-            resting[source] = left - 1
+    def _rests(self, seq_id: int, resting: dict[int, int]) -> bool:
+        left = resting.pop(seq_id, 0)
+        if left > 1:
+            resting[seq_id] = left - 1
         return left > 0
 
     def _settle(self, view: SeqView) -> None:
@@ -267,6 +272,8 @@ class Speculator:
         """Forget the sequence. What its drafts saved, in seconds, by the measured costs of steps; below zero if they cost more."""
         self._settle(view)
         self.acceptance.forget(view.seq_id)
+        for resting in self._resting.values():
+            resting.pop(view.seq_id, None)
         for proposer in self.proposers:
             proposer.finish(view)
         return self._records.pop(view.seq_id).purse.saved
