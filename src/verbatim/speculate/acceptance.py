@@ -10,6 +10,8 @@ PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more
 ALIKE = 16  # matches of this length and longer are one kind of evidence
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
+LONG, SHORT = 0.995, 0.95  # memory of how stated odds came true: of all sequences, of one. What is forgotten turns
+LONG_NEUTRAL, SHORT_NEUTRAL = (1 - LONG) * NEUTRAL[0], (1 - SHORT) * NEUTRAL[0]  # neutral, for both numbers alike
 # Acceptance by evidence, 0 to ALIKE, before anything is known. Behind each token of a guess stands the match that the tokens before it made longer;
 # 0 is no match, and stays so.
 PRIORS = tuple(PRIOR + 0.07 * min(kind, 6) for kind in range(ALIKE + 1))
@@ -68,17 +70,18 @@ class Acceptance:
         return min(max(worth, 0.2), 1.2)
 
     def learn_odds(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
-        for key, memory in (((-1, draft.source), 0.995), ((seq_id, draft.source), 0.95)):
-            true, stated = self._trust.get(key, NEUTRAL)
-            neutral_true, neutral_stated = (1 - memory) * NEUTRAL[0], (1 - memory) * NEUTRAL[1]
-            before = 1.0
-            for guess, token, odds in zip(draft.tokens, written, draft.odds, strict=False):
-                true = memory * true + neutral_true + (guess == token)
-                stated = memory * stated + neutral_stated + odds / before
-                before = odds
-                if guess != token:
-                    break
-            self._trust[key] = (true, stated)
+        everybody, mine = (-1, draft.source), (seq_id, draft.source)
+        true, stated = self._trust.get(everybody, NEUTRAL)
+        own_true, own_stated = self._trust.get(mine, NEUTRAL)
+        before = 1.0
+        for guess, token, odds in zip(draft.tokens, written, draft.odds, strict=False):
+            hit, odd = guess == token, odds / before
+            true, stated = LONG * true + LONG_NEUTRAL + hit, LONG * stated + LONG_NEUTRAL + odd
+            own_true, own_stated = SHORT * own_true + SHORT_NEUTRAL + hit, SHORT * own_stated + SHORT_NEUTRAL + odd
+            before = odds
+            if not hit:
+                break
+        self._trust[everybody], self._trust[mine] = (true, stated), (own_true, own_stated)
 
     def relax(self, seq_id: int, source: str) -> None:
         """Forget a little of a bad record, so that a guess which is only learnt from by making it gets another chance in time."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from verbatim.speculate.acceptance import Acceptance
@@ -53,16 +53,17 @@ class _Record:
     accepted: int = 0
 
 
-def draft_length(chances: Sequence[float], value: float, costs: Iterable[float]) -> int:
-    """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j drafts cost.
+def draft_length(chances: Sequence[float], value: float, rows: Sequence[float], guess_cost: float = 0.0) -> int:
+    """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j rows and j
+    guesses cost.
 
     >>> draft_length([0.8 ** j for j in range(1, 17)], 4.0, [0.3 * j for j in range(1, 17)])
     8
     """
     best, most, won = 0, 0.0, 0.0
-    for j, (chance, cost) in enumerate(zip(chances, costs, strict=True), 1):
+    for j, chance in enumerate(chances, 1):
         won += chance * value
-        left = won - MARGIN * cost
+        left = won - MARGIN * (rows[j - 1] + j * guess_cost)
         if left > most:
             best, most = j, left
     return best
@@ -122,8 +123,11 @@ class Speculator:
         asking = [view for view in views if view.room > 0]
         for proposer in self.proposers:
             guess_cost = proposer.token_cost
-            guessed: set[int] = set()
-            for view, draft in self._asked(proposer, asking, load):
+            found = self._asked(proposer, asking, load)
+            if not found:
+                continue
+            guessed = set()
+            for view, draft in found:
                 record = self._records[view.seq_id]
                 count, tokens, hope = self._decide(view, record, draft, load, guess_cost)
                 record.pending.append(_Pending(draft, len(view.tokens), len(tokens), running, guess_cost > 0))
@@ -131,8 +135,7 @@ class Speculator:
                     out[view.seq_id], hopes[view.seq_id] = tokens, hope
                 if count:  # where the guess is that the text ends here, nobody else is asked either
                     guessed.add(view.seq_id)
-            if guessed:
-                asking = [view for view in asking if view.seq_id not in guessed]
+            asking = [view for view in asking if view.seq_id not in guessed]
             if not asking:
                 break
         if self.adaptive and out and not self._fair(out, hopes, load):
@@ -153,8 +156,10 @@ class Speculator:
             floor = MARGIN * price
             asking = self._afford(asking, load, price, proposer)
         found = proposer.propose(asking, self.longest, floor) if asking else {}
+        if not found:
+            return []
         out = []
-        for view in asking if found else ():
+        for view in asking:
             draft = found.get(view.seq_id)
             if draft is not None:
                 draft = draft.until(view.ends, self._vocab)
@@ -228,11 +233,10 @@ class Speculator:
         return out
 
     def _length(self, chances: Sequence[float], load: Load, guess_cost: float, *, explores: bool = True) -> int:
-        running, seconds, _, least = load
+        running, seconds, _, _ = load
         if not seconds:  # nothing known yet: short guesses of two sizes are a cheap way to learn what rows cost
             return min(len(chances), 1 if self.cost.sizes else 2)
-        costs = [max(self.cost.seconds(running + j) - seconds, j * least) + j * guess_cost for j in range(1, len(chances) + 1)]
-        count = draft_length(chances, seconds / running, costs)
+        count = draft_length(chances, seconds / running, self.cost.further(load, len(chances)), guess_cost)
         if not explores:
             return count
         if not count and chances and chances[0] > 0.5 and running == 1 and self._explored > EXPLORE:

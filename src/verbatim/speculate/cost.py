@@ -103,10 +103,20 @@ class StepCost:
         at = self._at.get(rows)
         return (self._times(rows) if at is None else self._high[at]) * self._pace
 
+    def further(self, load: Load, count: int) -> list[float]:
+        """What 1, 2, ... `count` rows more add to such a step."""
+        running, plain, _, least = load
+        out = []
+        for j in range(1, count + 1):
+            more, floor = self.seconds(running + j) - plain, j * least
+            out.append(more if more > floor else floor)
+        return out
+
     def load(self, running: int) -> Load:
         found = self._loads.get(running)
         if found is None:
-            seconds, least = self.seconds(running), LEAST * self.seconds(1)
+            seconds = self.seconds(running)
+            least = LEAST * (seconds if running == 1 else self.seconds(1))
             row = max((self.seconds(running + NEAR) - seconds) / NEAR, least)
             found = self._loads[running] = Load(running, seconds, row, least)
         return found

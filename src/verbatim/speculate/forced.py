@@ -15,7 +15,11 @@ class ForcedProposer:
     states_odds = False
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
-        return {v.seq_id: Draft(v.forced[: min(limit, v.room)], self.name, 0) for v in views if v.forced and v.room > 0}
+        out = {}
+        for view in views:
+            if view.forced and view.room > 0:
+                out[view.seq_id] = Draft(view.forced[: min(limit, view.room)], self.name, 0)
+        return out
 
     def finish(self, view: SeqView) -> None:
         pass

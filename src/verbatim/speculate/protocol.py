@@ -40,9 +40,9 @@ class Draft(NamedTuple):
     def until(self, ends: Collection[int], vocab: int) -> Draft:
         """Without what follows the first of `ends`: what was said before often stands at the end of a message, and the copy goes no further either.
         Without the first id that is no token of the model, and what follows it."""
-        for at, token in enumerate(self.tokens):
+        for token in self.tokens:
             if token in ends or not 0 <= token < vocab:
-                kept = at + (token in ends)
+                kept = self.tokens.index(token) + (token in ends)
                 return self._replace(tokens=self.tokens[:kept], odds=self.odds[:kept])
         return self
 

@@ -31,7 +31,10 @@ class Purse:
         """As many as the purse can lose, and on credit as many as promise much more than they cost: a text that is being copied need not save for it,
         and one that turns into a copy after some bad guesses gets another chance."""
         left = self.left(length)
-        count, credit, promised = min(len(chances), int(max(left, 0.0) / price)), int(max(left + DEBT, 0.0) / price), 0.0
+        count = int(max(left, 0.0) / price)
+        if count >= len(chances):
+            return len(chances)
+        credit, promised = int(max(left + DEBT, 0.0) / price), 0.0
         for rows, chance in enumerate(chances[:credit], 1):
             promised += chance
             if rows > count and promised > CREDIT * price * rows:

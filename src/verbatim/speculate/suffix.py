@@ -47,27 +47,33 @@ class SuffixAutomaton:
         self._previous: tuple[int, int] = (0, 0)
 
     def add(self, token: int) -> None:
+        self.extend((token,))
+
+    def extend(self, tokens: Iterable[int]) -> None:
         """In one piece, because it runs for each token of every prompt."""
-        follows, links, ends = self._next, self._link, self._end
-        self.tokens.append(token)
-        now = len(self.tokens)
-        p, new = self._current, len(links)
-        follows.append({})
-        links.append(0)
-        self._length.append(now)
-        ends.append(now)
-        while p != -1 and token not in follows[p]:
-            follows[p][token] = new
-            p = links[p]
-        state = links[new] = 0 if p == -1 else self._target(p, token)
-        self._current = new
-        # The longest suffix that occurred before is the suffix link of the whole text; note where it ended, then move that forward.
-        self._previous = (ends[state], self._length[state]) if state else (0, 0)
-        for _ in range(NEWEST):  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
-            if not state:
-                break
-            ends[state] = now
-            state = links[state]
+        text, follows, links, lengths, ends = self.tokens, self._next, self._link, self._length, self._end
+        for token in tokens:
+            text.append(token)
+            now = len(text)
+            p, new = self._current, len(links)
+            follows.append({})
+            links.append(0)
+            lengths.append(now)
+            ends.append(now)
+            while p != -1 and token not in follows[p]:
+                follows[p][token] = new
+                p = links[p]
+            state = links[new] = 0 if p == -1 else self._target(p, token)
+            self._current = new
+            # The longest suffix that occurred before is the suffix link of the whole text; note where it ended, then move that forward.
+            self._previous = (ends[state], lengths[state]) if state else (0, 0)
+            for _ in range(
+                NEWEST
+            ):  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
+                if not state:
+                    break
+                ends[state] = now
+                state = links[state]
 
     def _target(self, p: int, token: int) -> int:
         """The state that the new one links to; split it where its substrings are longer than what is shared."""
@@ -102,10 +108,9 @@ class _Text:
     def follow(self, tokens: Sequence[int]) -> bool:
         """Read on, a bite at a time: others' answers wait meanwhile. False: there is more to read."""
         at, first = len(self.automaton.tokens), len(self.before)
-        for token in self.before[at : at + BITE]:
-            self.automaton.add(token)
-        for token in tokens[max(at - first, 0) : max(at + BITE - first, 0)]:
-            self.automaton.add(token)
+        if at < first:
+            self.automaton.extend(self.before[at : at + BITE])
+        self.automaton.extend(tokens[max(at - first, 0) : max(at + BITE - first, 0)])
         return at + BITE >= first + len(tokens)
 
 
