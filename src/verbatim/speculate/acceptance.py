@@ -67,7 +67,7 @@ class Acceptance:
         true, stated = self._trust.get((-1, source), NEUTRAL)
         own_true, own_stated = self._trust.get((seq_id, source), NEUTRAL)
         worth: float = (true / stated * own_true / own_stated) ** 0.5
-        return min(max(worth, 0.2), 1.2)
+        return 0.2 if worth < 0.2 else 1.2 if worth > 1.2 else worth
 
     def learn_odds(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
         everybody, mine = (-1, draft.source), (seq_id, draft.source)

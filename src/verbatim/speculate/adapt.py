@@ -138,7 +138,7 @@ class Speculator:
             asking = [view for view in asking if view.seq_id not in guessed]
             if not asking:
                 break
-        if self.adaptive and out and not self._fair(out, hopes, load):
+        if running > 1 and self.adaptive and out and not self._fair(out, hopes, load):
             self._withdraw(views)
             out = {}
         self._barren = 0 if out or running == 1 else min(self._barren + 1, REST + 4)
@@ -147,12 +147,11 @@ class Speculator:
 
     def _asked(self, proposer: Proposer, asking: Sequence[SeqView], load: Load) -> list[tuple[SeqView, Draft]]:
         """The guesses of one proposer, for those whom it may help."""
-        resting = self._resting[proposer.name]
+        resting, guess_cost, floor = self._resting[proposer.name], proposer.token_cost, 0.0
         if resting:
             asking = [view for view in asking if not self._rests(view.seq_id, resting)]
-        floor = 0.0
-        if proposer.token_cost and self.adaptive:
-            price = load.price(proposer.token_cost)
+        if guess_cost and self.adaptive:
+            price = load.price(guess_cost)
             floor = MARGIN * price
             asking = self._afford(asking, load, price, proposer)
         found = proposer.propose(asking, self.longest, floor) if asking else {}
@@ -169,13 +168,13 @@ class Speculator:
 
     def _charge(self, views: Sequence[SeqView], load: Load, spent: float) -> None:
         """Looking for guesses takes time as well, whether or not anything comes of it."""
-        seconds = load.seconds / load.running
-        for view in views if seconds else ():
-            self._records[view.seq_id].purse.pay_for_looking(spent / len(views), seconds)
+        if load.seconds:
+            for view in views:
+                self._records[view.seq_id].purse.pay_for_looking(spent / len(views), load.seconds / load.running)
 
     def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], load: Load) -> bool:
         """One sequence's drafts make the step longer for all. Every one that writes in it must expect to win what it loses."""
-        if load.running == 1 or not load.seconds:
+        if not load.seconds:
             return True
         longer = self.cost.seconds(load.running + sum(map(len, out.values()))) / load.seconds - 1
         least = min(hopes.values()) if len(hopes) == load.running else 0.0

@@ -39,7 +39,6 @@ class StepCost:
         self._shape: list[float] = []  # what was measured, in times of the pace,
         self._high: list[float] = []  # the most of that up to this size: more rows never take less,
         self._seen: list[int] = []  # and how often
-        self._loads: dict[int, Load] = {}  # by sequences that write, until more is learnt
 
     def learn(self, rows: int, seconds: float) -> None:
         if rows < 1 or seconds <= 0:
@@ -54,10 +53,10 @@ class StepCost:
         self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** (PACE * min(seen, 8) / 8)
         found = min(seconds / self._pace, 2 * known)
         self._shape[at] = known + max(SHAPE, 1 / (seen + 1)) * (found - known)
-        self._rows[at] += DRIFT * (rows - self._rows[at])
         self._seen[at] = seen + 1
+        if size < 0:
+            self._rows[at] += DRIFT * (rows - self._rows[at])
         self._rise(at)
-        self._loads.clear()
 
     def _begin(self, size: int, rows: int) -> int:
         """One time is no evidence against what is usual: a size that was never seen starts with what its neighbours say."""
@@ -104,19 +103,18 @@ class StepCost:
         return (self._times(rows) if at is None else self._high[at]) * self._pace
 
     def further(self, load: Load, count: int) -> list[float]:
-        """What 1, 2, ... `count` rows more add to such a step."""
+        """What 1, 2, ... `count` rows more add to such a step, where its seconds are known."""
         running, plain, _, least = load
+        places, high, pace = self._at, self._high, self._pace
         out = []
-        for j in range(1, count + 1):
-            more, floor = self.seconds(running + j) - plain, j * least
-            out.append(more if more > floor else floor)
+        for j in range(1, count + 1):  # as seconds() does, without a call for each: this is asked in every step
+            at = places.get(running + j)
+            more = (self._times(running + j) if at is None else high[at]) * pace - plain
+            out.append(more if more > j * least else j * least)
         return out
 
     def load(self, running: int) -> Load:
-        found = self._loads.get(running)
-        if found is None:
-            seconds = self.seconds(running)
-            least = LEAST * (seconds if running == 1 else self.seconds(1))
-            row = max((self.seconds(running + NEAR) - seconds) / NEAR, least)
-            found = self._loads[running] = Load(running, seconds, row, least)
-        return found
+        seconds = self.seconds(running)
+        least = LEAST * (seconds if running == 1 else self.seconds(1))
+        row = (self.seconds(running + NEAR) - seconds) / NEAR
+        return Load(running, seconds, row if row > least else least, least)

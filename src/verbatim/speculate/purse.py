@@ -43,7 +43,8 @@ class Purse:
 
     def pay_for_looking(self, seconds: float, token_seconds: float) -> None:
         """Whether or not anything came of it; more than LOOK is another program's doing."""
-        cost = min(seconds, LOOK * token_seconds)
+        most = LOOK * token_seconds
+        cost = seconds if seconds < most else most
         self.gained -= cost / token_seconds
         self.saved -= cost
 

@@ -67,28 +67,27 @@ class SuffixAutomaton:
             self._current = new
             # The longest suffix that occurred before is the suffix link of the whole text; note where it ended, then move that forward.
             self._previous = (ends[state], lengths[state]) if state else (0, 0)
-            for _ in range(
-                NEWEST
-            ):  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
-                if not state:
-                    break
+            left = NEWEST  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
+            while state and left:
                 ends[state] = now
                 state = links[state]
+                left -= 1
 
     def _target(self, p: int, token: int) -> int:
         """The state that the new one links to; split it where its substrings are longer than what is shared."""
-        q = self._next[p][token]
-        if self._length[p] + 1 == self._length[q]:
+        follows, links, lengths = self._next, self._link, self._length
+        q = follows[p][token]
+        if lengths[p] + 1 == lengths[q]:
             return q
-        clone = len(self._link)
-        self._next.append(dict(self._next[q]))
-        self._link.append(self._link[q])
-        self._length.append(self._length[p] + 1)
+        clone = len(links)
+        follows.append(dict(follows[q]))
+        links.append(links[q])
+        lengths.append(lengths[p] + 1)
         self._end.append(self._end[q])
-        self._link[q] = clone
-        while p != -1 and self._next[p].get(token) == q:
-            self._next[p][token] = clone
-            p = self._link[p]
+        links[q] = clone
+        while p != -1 and follows[p].get(token) == q:
+            follows[p][token] = clone
+            p = links[p]
         return clone
 
     def match(self) -> tuple[int, int]:
@@ -134,9 +133,10 @@ class SuffixProposer:
                 text = self._texts[view.seq_id] = _Text(self._recent.get(view.tenant, ()))
                 if view.tenant in self._recent:
                     self._recent.move_to_end(view.tenant)
-            caught_up = text.follow(view.tokens)
+            if not text.follow(view.tokens):
+                continue
             end, length = text.automaton.match()
-            if caught_up and length >= SHORTEST:
+            if length >= SHORTEST:
                 guess = unroll(text.automaton.tokens, end, min(limit, view.room))
                 if BARRIER in guess:  # a remembered answer went no further
                     guess = guess[: guess.index(BARRIER)]
