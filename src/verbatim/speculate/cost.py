@@ -49,11 +49,11 @@ class StepCost:
         at = self._at.get(size)
         if at is None:
             at = self._begin(size, rows)
-        known, seen = self._shape[at], self._seen[at]
-        self._pace *= min(max(seconds / (self._pace * known), 0.5), 2.0) ** (PACE * min(seen, 8) / 8)
-        found = min(seconds / self._pace, 2 * known)
+        known, seen, pace = self._shape[at], self._seen[at], self._pace
+        pace *= min(max(seconds / (pace * known), 0.5), 2.0) ** (PACE * min(seen, 8) / 8)
+        found = min(seconds / pace, 2 * known)
         self._shape[at] = known + max(SHAPE, 1 / (seen + 1)) * (found - known)
-        self._seen[at] = seen + 1
+        self._seen[at], self._pace = seen + 1, pace
         if size < 0:
             self._rows[at] += DRIFT * (rows - self._rows[at])
         self._rise(at)
@@ -72,12 +72,14 @@ class StepCost:
 
     def _rise(self, at: int) -> None:
         """The shape has changed at this size: as far as it shows, so has the most up to those above."""
-        high = self._high[at - 1] if at else 0.0
-        for i in range(at, len(self._high)):
-            high = max(high, self._shape[i])
-            if high == self._high[i]:
+        shape, most = self._shape, self._high
+        high = most[at - 1] if at else 0.0
+        for i in range(at, len(shape)):
+            if shape[i] > high:
+                high = shape[i]
+            if most[i] == high:
                 return
-            self._high[i] = high
+            most[i] = high
 
     def _times(self, rows: float) -> float:
         """Of the pace: on the line between the sizes on both sides; beyond the largest, what is usual."""

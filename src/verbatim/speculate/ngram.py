@@ -78,7 +78,7 @@ def unroll(tokens: Sequence[int], at: int, count: int) -> tuple[int, ...]:
     >>> unroll([1, 2, 3, 1, 2], 2, 5)
     (3, 1, 2, 3, 1)
     """
-    period = len(tokens) - at
-    if count <= period:
-        return tuple(tokens[at : at + count])
-    return tuple(tokens[at + i % period] for i in range(count))
+    found = tuple(tokens[at : at + count])
+    if len(found) < count:
+        found = (found * (count // len(found) + 1))[:count]
+    return found

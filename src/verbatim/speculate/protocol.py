@@ -48,7 +48,8 @@ class Draft(NamedTuple):
 
     def gaining(self, count: int, ends: Collection[int]) -> tuple[int, ...]:
         """Of the first `count` those whose rows gain a token if they come true. Not an end: the target draws it from the token before it."""
-        return self.tokens[: count - 1] if count and self.tokens[count - 1] in ends else self.tokens[:count]
+        tokens = self.tokens[:count]
+        return tokens[:-1] if tokens and tokens[-1] in ends else tokens
 
 
 class Proposer(Protocol):
