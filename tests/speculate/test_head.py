@@ -491,6 +491,25 @@ def test_the_purse_bounds_what_a_liar_costs() -> None:
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
+def test_a_text_that_can_pay_for_no_draft_is_left_alone_most_of_the_time() -> None:
+    """Looking itself takes time. Where guesses never come true it may take what a text may lose, and where they do it is done in every step."""
+    for honest in (True, False):
+        found = speculator(Stated((0.9, 0.9)))
+        found._clock = itertools.count(0, 0.0002).__next__  # a look takes a twentieth of a step
+        text, looks, drafted = [5], [], 0
+        for _ in range(400):
+            looks.append(found.awake(0))
+            if looks[-1]:
+                now = view(text)._replace(drafted=drafted, accepted=drafted if honest else 0)
+                drafted += len(found.drafts([now]).get(0, ()))
+            text = [*text, *((1, 1, 5) if honest else (5,))]
+        assert sum(looks[100:]) == 300 if honest else 0.05 * sum(looks[100:]) <= SHARE * 300 + 1, (honest, sum(looks[100:]))
+    assert found.awake(1), "another text is another matter"
+    found.adaptive = False
+    found.drafts([view(text)])
+    assert found.awake(0), "who asks for every guess gets every guess"
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_model_without_a_head_refuses_the_mode_by_name(backend: str, tiny: Model) -> None:
     from verbatim.backend import open_backend

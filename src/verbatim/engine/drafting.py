@@ -133,8 +133,8 @@ class Drafting:
             speculator = self._speculator(mode)
             if not speculator.looks(running):
                 continue
-            views = [self._view(seq, jobs[seq.id]) for seq in seqs]
-            for seq_id, drafts in speculator.drafts(views, running).items():
+            views = [self._view(seq, jobs[seq.id]) for seq in seqs if jobs[seq.id].matchers or speculator.awake(seq.id)]
+            for seq_id, drafts in (speculator.drafts(views, running) if views else {}).items():
                 matcher = jobs[seq_id].matchers.get(seq_id)
                 if matcher is not None:
                     drafts = matcher.usable(drafts)

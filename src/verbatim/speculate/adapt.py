@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from verbatim.speculate.acceptance import Acceptance
@@ -29,6 +29,7 @@ MARGIN = 1.8  # a draft must promise this much more than it costs: measured time
 LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
 BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
+NAP = 7  # steps without any look at a text that has lost what it may lose: a look takes some per cent of a step
 EXPLORE = 64  # steps until a likely guess is submitted although it does not seem to pay: what rows cost is learnt only so
 
 
@@ -51,6 +52,7 @@ class _Record:
     pending: list[_Pending] = field(default_factory=list)
     drafted: int = 0  # of the view's counts, what was accounted for
     accepted: int = 0
+    asleep: int = 0  # steps until it is looked at again
 
 
 def draft_length(chances: Sequence[float], value: float, rows: Sequence[float], guess_cost: float = 0.0) -> int:
@@ -110,6 +112,14 @@ class Speculator:
         self._paused = 0
         return True
 
+    def awake(self, seq_id: int) -> bool:
+        """Whether this sequence is looked at in this step."""
+        record = self._records.get(seq_id)
+        if record is None or not record.asleep:
+            return True
+        record.asleep -= 1
+        return False
+
     def drafts(self, views: Sequence[SeqView], running: int | None = None) -> dict[int, tuple[int, ...]]:
         """What to submit for each sequence that is about to draw; those left out write plainly. `running` are all that write in the step."""
         running = running or len(views)
@@ -142,7 +152,7 @@ class Speculator:
             self._withdraw(views)
             out = {}
         self._barren = 0 if out or running == 1 else min(self._barren + 1, REST + 4)
-        self._charge(views, load, self._clock() - began)
+        self._charge(views, out, load, self._clock() - began)
         return out
 
     def _asked(self, proposer: Proposer, asking: Sequence[SeqView], load: Load) -> list[tuple[SeqView, Draft]]:
@@ -166,11 +176,16 @@ class Speculator:
                     out.append((view, draft))
         return out
 
-    def _charge(self, views: Sequence[SeqView], load: Load, spent: float) -> None:
-        """Looking for guesses takes time as well, whether or not anything comes of it."""
-        if load.seconds:
-            for view in views:
-                self._records[view.seq_id].purse.pay_for_looking(spent / len(views), load.seconds / load.running)
+    def _charge(self, views: Sequence[SeqView], out: Container[int], load: Load, spent: float) -> None:
+        """Looking for guesses takes time as well, whether or not anything comes of it. Who cannot pay for one more row is left alone for a while."""
+        if not load.seconds:
+            return
+        price = load.price(0.0)
+        for view in views:
+            record = self._records[view.seq_id]
+            record.purse.pay_for_looking(spent / len(views), load.seconds / load.running)
+            if self.adaptive and view.seq_id not in out and record.purse.left(len(view.tokens)) < price:
+                record.asleep = NAP
 
     def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], load: Load) -> bool:
         """One sequence's drafts make the step longer for all. Every one that writes in it must expect to win what it loses."""
