@@ -19,7 +19,7 @@ LOOK = 0.15  # the most that one look for guesses is charged
 class Purse:
     gained: float = 0.0  # by drafts, less what they cost
     saved: float = 0.0  # the same in seconds, for people
-    begun: int | None = None  # length of the text when its first draft was considered
+    begun: int | None = None  # length of the text when it was first looked at
 
     def left(self, length: int) -> float:
         """What a text of this length may still lose."""
