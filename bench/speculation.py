@@ -2,8 +2,9 @@
 
     python bench/speculation.py [--model smollm2] [--tokens 96] [--rounds 3] [--mode auto] [--batches 1,4,16] [--sets copy,chat]
 
-A prompt's ratio is that of its median times (the prompt is in the prefix cache after the first round); in a batch of n, n prompts of the set are
-written side by side, and each has its own time.
+In each round a prompt is written plain, guessed, guessed, plain (every other round the other way about), so that a pace which rises or falls
+meets both alike; its ratio is the median of the rounds'. The prompt is in the prefix cache. In a batch of n, n prompts of the set are written side by
+side, and each has its own time.
 
 On a machine with neighbours the times of one prompt scatter by 10 % and more, also where nothing was drafted. So there is a second ratio, "by steps":
 every step counts with the median time of all steps of its size in the run, and guessing as it was. It is what the same work would
@@ -77,24 +78,28 @@ Works = list[tuple[tuple[list[int], float], tuple[list[int], float]]]  # what a 
 
 
 def ratios(llm: LLM, steps: Steps, works: Works, prompts: Sequence[str], mode: str, tokens: int, rounds: int) -> list[float]:
-    """Of each prompt, all of them written side by side: median time plain to median time guessed."""
+    """Of each prompt, all of them written side by side: time plain to time guessed, the median of the rounds."""
     answers(llm, prompts, "off", tokens)  # fills the prefix cache
     work = {}
-    times: dict[str, list[list[float]]] = {way: [[] for _ in prompts] for way in ("off", mode)}
+    found: list[list[float]] = [[] for _ in prompts]
     texts: list[set[str]] = [set() for _ in prompts]
     for turn in range(rounds):
-        for way in ("off", mode) if turn % 2 else (mode, "off"):
+        times = {"off": [0.0] * len(prompts), mode: [0.0] * len(prompts)}
+        first, second = ("off", mode) if turn % 2 else (mode, "off")
+        for way in (first, second, second, first):
             steps.take()
             done = answers(llm, prompts, way, tokens)
             work[way] = steps.take()
             for i, answer in enumerate(done):
-                times[way][i].append(answer.timings.total)
+                times[way][i] += answer.timings.total
                 texts[i].add(answer.text)
             if way == mode:
                 usage = [answer.usage for answer in done]
-    assert all(len(found) == 1 for found in texts), f"speculation changed an answer: {texts}"
-    out = [statistics.median(plain) / statistics.median(fast) for plain, fast in zip(times["off"], times[mode], strict=True)]
+        for ratio, plain, fast in zip(found, times["off"], times[mode], strict=True):
+            ratio.append(plain / fast)
+    assert all(len(one) == 1 for one in texts), f"speculation changed an answer: {texts}"
     works.append((work["off"], work[mode]))
+    out = [statistics.median(ratio) for ratio in found]
     for ratio, use, prompt in zip(out, usage, prompts, strict=True):
         print(f"{ratio:6.2f}x  {use.accepted_tokens:4d} of {use.drafted_tokens:4d} drafts  {prompt[:60]!r}", flush=True)
     return out
