@@ -359,10 +359,11 @@ def test_limits_and_texts_that_the_last_step_did_not_write() -> None:
     recorder = Recorder()
     proposer = HeadProposer(recorder, "a head")  # type: ignore[arg-type]
     assert proposer.propose([view([1, 2, 3])], 16) == {}, "no step yet"
-    assert recorder.loaded == 0, "a head that is not used is not packed"
-    steps = (SeqStep(4, (11, 12), 5, ((0,),), draws=1), SeqStep(5, (9,), 2, ((0,),), draws=1))
+    steps = (SeqStep(4, (11, 12), 15, ((0,),), draws=1), SeqStep(5, (9,), 2, ((0,),), draws=1))
     proposer.observe(StepPlan(0, steps), StepResult(0, (SeqResult(4), SeqResult(5))))
-    text = [0] * 7 + [50]
+    assert proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16) == {}
+    assert recorder.loaded == 0, "a head is not packed for a text that may end before that has paid"
+    text = [0] * 17 + [50]
     assert len(proposer.propose([view(text, seq_id=4, room=2)], 16)[4].tokens) == 2
     assert len(proposer.propose([view(text, seq_id=4)], 1)[4].tokens) == 1
     assert recorder.loaded == 1

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DEEPEST = 5  # odds multiply: what is further away hardly ever pays
 PATIENCE = 0.1
+WORTH_LOADING = 16  # tokens that a text must have before a head is loaded for it: loading takes as long as they did
 
 
 @runtime_checkable
@@ -76,6 +77,11 @@ class HeadProposer:
         self._last = ()
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        if self._head is not None:
+            if all(len(view.tokens) - view.prompt_len < WORTH_LOADING for view in views):
+                return {}
+            self._backend.load_head(self._head)
+            self._head = None
         if self._last:
             self._locate(self._last)
         asking, asks = [], []
@@ -88,9 +94,6 @@ class HeadProposer:
                 self._asked[view.seq_id] = asks[-1][3]
         if not asks:
             return {}
-        if self._head is not None:
-            self._backend.load_head(self._head)
-            self._head = None
         began = time.perf_counter()
         found = self._backend.guess(asks, floor)
         spent = time.perf_counter() - began
