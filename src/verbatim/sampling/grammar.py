@@ -113,9 +113,8 @@ class Structure:
             self._scouting = self.seconds <= BESIDE
             if self.seconds <= AT_ONCE:
                 self._make_scouts()
-            elif (
-                self._scouting
-            ):  # llguidance leaves Python's lock to others meanwhile; no daemon, so that Python's end waits for it
+            elif self._scouting:
+                # llguidance leaves Python's lock to others meanwhile; no daemon, so that Python's end waits for it
                 threading.Thread(target=self._make_scouts).start()
         return self._scouts if self._scouting else None
 

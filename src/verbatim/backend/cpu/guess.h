@@ -3,7 +3,7 @@
 //   x = [ h * state_scale ; rms(embedding of the token) * word_scale ]
 //   z = h * keep + down( silu(gate x) * (up x) ),  h' = rms(z) * out,  scores = the head's rows of the words it knows, times h'
 //
-// The best word and its probability are the guess; h' and that word are the input of the next one. speculate/head.py says the same in NumPy.
+// The best word and its probability are the guess; h' and that word are the input of the next one. model/draft_head.py says the same in NumPy.
 #pragma once
 #include <atomic>
 #include <cstdint>
