@@ -2,13 +2,10 @@
 
     python bench/speculation.py [--model smollm2] [--tokens 96] [--rounds 3] [--mode auto] [--batches 1,4,16] [--sets copy,chat]
 
-In each round a prompt is written plain, guessed, guessed, plain (every other round the other way about), so that a pace which rises or falls
-meets both alike; its ratio is the median of the rounds'. The prompt is in the prefix cache. In a batch of n, n prompts of the set are written side by
-side, and each has its own time.
-
-On a machine with neighbours the times of one prompt scatter by 10 % and more, also where nothing was drafted. So there is a second ratio, "by steps":
-every step counts with the median time of all steps of its size in the run, and guessing as it was. It is what the same work would
-take on a machine whose pace did not change. The last line is JSON.
+Two engines write the same prompts, one plain and one guessing, and take turns of a few steps: each has a clock that runs only while it steps. On a
+machine with neighbours the pace of a core changes within a second by more than is to be measured here; in turns this short both meet the same pace. A
+prompt's ratio is its time plain to its time guessed, the median of the rounds. Prompts are in the prefix cache. In a batch of n, n prompts
+of the set are written side by side, and each has its own time. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,92 +14,70 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from prompts import CHAT, COPY
 
 from verbatim import LLM, SamplingParams
-from verbatim.base.records import Completion, StepPlan, StepResult
+from verbatim.base.records import Completion
+
+TURN = 0.006  # seconds
+PAUSE = 0.0005  # between turns: the threads of the engine that has stopped spin for a moment before they sleep
 
 
-class Steps:
-    """The size of every step of the last call, and how long steps of each size took in the whole run."""
+class Side:
+    """One engine, and its clock."""
 
-    def __init__(self, llm: LLM) -> None:
-        self.seconds: dict[int, list[float]] = {}
-        self.guessing: list[float] = []
-        self.sizes: list[int] = []
-        execute, drafting = llm.core.backend.execute, llm.core.drafting
+    def __init__(self, llm: LLM, mode: str, tokens: int) -> None:
+        self.core, self.encode = llm.core, llm.encode_chat
+        self.params = SamplingParams(temperature=0, max_tokens=tokens, speculate=mode)
+        self.clock = 0.0
+        self.done: dict[str, tuple[float, Completion]] = {}  # by prompt: seconds, answer
 
-        def timed_execute(plan: StepPlan) -> StepResult:
+    def begin(self, prompts: Sequence[str]) -> None:
+        self.clock, self.done = 0.0, {}
+        for prompt in prompts:
+            ids = self.encode([{"role": "user", "content": prompt}])
+            self.core.add(self.core.request(ids, self.params, request_id=prompt))
+
+    def turn(self) -> None:
+        until = self.clock + TURN
+        while self.core.busy and self.clock < until:
             began = time.perf_counter()
-            result = execute(plan)
-            self.seconds.setdefault(plan.rows, []).append(time.perf_counter() - began)
-            self.sizes.append(plan.rows)
-            return result
-
-        def timed(guess: Callable[..., None], step_begins: bool) -> Callable[..., None]:
-            def call(*about: Any) -> None:
-                began = time.perf_counter()
-                guess(*about)
-                spent = time.perf_counter() - began
-                if step_begins or not self.guessing:
-                    self.guessing.append(spent)
-                else:
-                    self.guessing[-1] += spent
-
-            return call
-
-        llm.core.backend.execute = timed_execute  # type: ignore[method-assign]
-        drafting.propose, drafting.observe = timed(drafting.propose, True), timed(drafting.observe, False)  # type: ignore[method-assign]
-
-    def take(self) -> tuple[list[int], float]:
-        """Sizes of the steps since the last call, and the seconds of guessing; one that a neighbour made ten times as long counts as three."""
-        usual = statistics.median(self.guessing) if self.guessing else 0.0
-        found = (self.sizes, sum(min(spent, 3 * usual) for spent in self.guessing))
-        self.sizes, self.guessing = [], []
-        return found
-
-    def steady(self, taken: tuple[list[int], float]) -> float:
-        sizes, guessing = taken
-        return sum(statistics.median(self.seconds[rows]) for rows in sizes) + guessing
+            outputs = self.core.step()
+            self.clock += time.perf_counter() - began
+            for output in outputs:
+                if isinstance(output, Completion):
+                    self.done[output.request_id] = (self.clock, output)
 
 
-def answers(llm: LLM, prompts: Sequence[str], mode: str, tokens: int) -> list[Completion]:
-    params = SamplingParams(temperature=0, max_tokens=tokens, speculate=mode)
-    return llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
+def race(plain: Side, guessed: Side, prompts: Sequence[str], first: int) -> None:
+    """Both write all prompts; who begins a pair of turns alternates."""
+    for side in (plain, guessed):
+        side.begin(prompts)
+    order = (plain, guessed, guessed, plain) if first else (guessed, plain, plain, guessed)
+    while plain.core.busy or guessed.core.busy:
+        for side in order:
+            if side.core.busy:
+                side.turn()
+                time.sleep(PAUSE)
 
 
-Works = list[tuple[tuple[list[int], float], tuple[list[int], float]]]  # what a batch did plain, and what it did guessed
-
-
-def ratios(llm: LLM, steps: Steps, works: Works, prompts: Sequence[str], mode: str, tokens: int, rounds: int) -> list[float]:
+def ratios(plain: Side, guessed: Side, prompts: Sequence[str], rounds: int) -> list[float]:
     """Of each prompt, all of them written side by side: time plain to time guessed, the median of the rounds."""
-    answers(llm, prompts, "off", tokens)  # fills the prefix cache
-    work = {}
-    found: list[list[float]] = [[] for _ in prompts]
-    texts: list[set[str]] = [set() for _ in prompts]
+    race(plain, guessed, prompts, 0)  # fills the prefix caches
+    found: dict[str, list[float]] = {prompt: [] for prompt in prompts}
     for turn in range(rounds):
-        times = {"off": [0.0] * len(prompts), mode: [0.0] * len(prompts)}
-        first, second = ("off", mode) if turn % 2 else (mode, "off")
-        for way in (first, second, second, first):
-            steps.take()
-            done = answers(llm, prompts, way, tokens)
-            work[way] = steps.take()
-            for i, answer in enumerate(done):
-                times[way][i] += answer.timings.total
-                texts[i].add(answer.text)
-            if way == mode:
-                usage = [answer.usage for answer in done]
-        for ratio, plain, fast in zip(found, times["off"], times[mode], strict=True):
-            ratio.append(plain / fast)
-    assert all(len(one) == 1 for one in texts), f"speculation changed an answer: {texts}"
-    works.append((work["off"], work[mode]))
-    out = [statistics.median(ratio) for ratio in found]
-    for ratio, use, prompt in zip(out, usage, prompts, strict=True):
-        print(f"{ratio:6.2f}x  {use.accepted_tokens:4d} of {use.drafted_tokens:4d} drafts  {prompt[:60]!r}", flush=True)
-    return out
+        race(plain, guessed, prompts, turn % 2)
+        for prompt in prompts:
+            (slow, one), (fast, other) = plain.done[prompt], guessed.done[prompt]
+            assert one.token_ids == other.token_ids, f"speculation changed an answer: {prompt!r}"
+            found[prompt].append(slow / fast)
+    for prompt in prompts:
+        usage = guessed.done[prompt][1].usage
+        ratio = statistics.median(found[prompt])
+        print(f"{ratio:7.3f}x  {usage.accepted_tokens:4d} of {usage.drafted_tokens:4d} drafts  {prompt[:60]!r}", flush=True)
+    return [statistics.median(found[prompt]) for prompt in prompts]
 
 
 def main() -> None:
@@ -116,26 +91,17 @@ def main() -> None:
     asked = ask.parse_args()
     sets = {"copy": COPY, "chat": CHAT}
     result: dict[str, dict[str, float]] = {}
-    with LLM(asked.model, context=2048) as llm:
-        print(f"backend {llm.core.backend.info.name} {llm.core.backend.info.detail}, mode {asked.mode}")
-        steps = Steps(llm)
+    with LLM(asked.model, context=2048) as one, LLM(asked.model, context=2048) as other:
+        print(f"backend {one.core.backend.info.name} {one.core.backend.info.detail}, mode {asked.mode}")
+        plain, guessed = Side(one, "off", asked.tokens), Side(other, asked.mode, asked.tokens)
         for batch in map(int, asked.batches.split(",")):
             for name in asked.sets.split(","):
-                prompts, found, works = sets[name], [], []
+                prompts, found = sets[name], []
                 for at in range(0, len(prompts), batch):
-                    found += ratios(llm, steps, works, prompts[at : at + batch], asked.mode, asked.tokens, asked.rounds)
+                    found += ratios(plain, guessed, prompts[at : at + batch], asked.rounds)
                 mean = statistics.geometric_mean(found)
-                steady = [steps.steady(plain) / steps.steady(fast) for plain, fast in works]
-                even = statistics.geometric_mean(steady)
-                result[f"{name}, {batch} at once"] = {
-                    "geometric_mean": mean,
-                    "least": min(found),
-                    "most": max(found),
-                    "by_steps": even,
-                    "by_steps_least": min(steady),
-                }
-                print(f"{name}, {batch} at once: {mean:.2f}x (least {min(found):.2f}, most {max(found):.2f}); ", end="")
-                print(f"by steps {even:.2f}x (least {min(steady):.3f})", flush=True)
+                result[f"{name}, {batch} at once"] = {"geometric_mean": mean, "least": min(found), "most": max(found)}
+                print(f"{name}, {batch} at once: {mean:.3f}x (least {min(found):.3f}, most {max(found):.3f})", flush=True)
     print(json.dumps(result))
 
 
