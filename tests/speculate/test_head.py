@@ -17,7 +17,7 @@ from mixed_requests import answer, random_params, random_prompt
 
 from verbatim.backend.batch import make_batch
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import ModelError, UnsupportedError
+from verbatim.base.errors import ModelError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.engine.llm import LLM
@@ -215,7 +215,7 @@ def floats(default: Model, head: DraftHead) -> tuple[DraftHead, SimpleNamespace]
 
 @pytest.mark.model
 @pytest.mark.native
-@pytest.mark.parametrize(("count", "temperature"), [(1, 0.0), (5, 0.7), (20, 1.0), (70, 0.0)])
+@pytest.mark.parametrize(("count", "temperature"), [(1, 0.0), (5, 0.7), (20, 1.0), (70, 0.0), (5, 1e-40), (5, 0.04)])
 def test_native_guesses_are_those_of_the_definition(
     native: tuple[Any, list[int]], floats: tuple[DraftHead, SimpleNamespace], count: int, temperature: float
 ) -> None:
@@ -472,6 +472,26 @@ def test_a_guesser_that_lies_is_soon_not_believed() -> None:
     assert sum(submitted[False][100:]) <= 5, "from time to time it gets another chance"
 
 
+@pytest.mark.parametrize("stated", [1e38, float("inf"), float("nan"), 1.0])
+def test_a_guesser_that_was_wrong_for_long_is_asked_again_one_day(stated: float) -> None:
+    """One request's odds, however absurd, must not end the guessing for everybody."""
+    guesser = Stated((stated,))
+    found = speculator(guesser)
+    for seq_id in range(20):
+        found._records[seq_id].purse.gained = 1e9
+        for n in range(1, 60):
+            found.drafts([view([5] * n, seq_id=seq_id)])
+        found.finish(view([5] * 60, seq_id=seq_id))
+    guesser.odds, submitted = (0.9,), 0
+    for seq_id in range(20, 60):
+        text = [5]
+        for _ in range(60):
+            submitted += len(found.drafts([view(text, seq_id=seq_id)]).get(seq_id, ()))
+            text = [*text, 1]
+        found.finish(view(text, seq_id=seq_id))
+    assert submitted > 1000
+
+
 def test_the_purse_bounds_what_a_liar_costs() -> None:
     """Trust is taken away here: odds of 0.9 are believed for ever, and never true."""
     found = speculator(Stated((0.9, 0.9, 0.9)))
@@ -534,6 +554,8 @@ def test_the_reference_backend_and_other_files_are_refused_by_name(default_model
         pytest.raises(UnsupportedError, match=r"speculate.*cpu backend"),
     ):
         llm.generate("a", SamplingParams(speculate="head", max_tokens=1))
+    with pytest.raises(ParameterError, match=r"speculate.*head:FILE"):
+        LLM(str(default_model), speculate="head:", context=64)
     write_head(tmp_path / "other.gguf", trained())
     with pytest.raises(ModelError, match="states of 32, and the model's are of 576"):
         LLM(str(default_model), speculate=f"head:{tmp_path / 'other.gguf'}", context=64)

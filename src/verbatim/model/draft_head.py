@@ -28,6 +28,7 @@ from verbatim.weights.tensor import Tensor
 ARCHITECTURE = "verbatim-draft-head"
 SCALES = ("state_scale", "word_scale", "keep", "out")
 EPS = np.float32(1e-6)
+COLD = 0.05  # below this a text is as good as greedy, and the odds are those of temperature 0: divided by so little, every guess would seem sure
 SHIPPED = Path(__file__).parent / "heads"  # named by the digest of the file that they were trained for
 
 
@@ -105,7 +106,7 @@ def guess(
         x = np.concatenate([h * head.state_scale, _rms(embed[token]) * head.word_scale])
         gate, value = np.split(up @ x, 2)
         h = _rms(h * head.keep + down @ (gate / (1 + np.exp(-gate)) * value)) * head.out
-        logits = (scores @ h) / np.float32(temperature or 1.0)
+        logits = (scores @ h) / np.float32(temperature if temperature > COLD else 1.0)
         best = int(np.argmax(logits))
         odds /= float(np.exp(logits - logits[best]).sum())
         token = int(head.words[best])

@@ -12,6 +12,9 @@ ALIKE = 16  # matches of this length and longer are one kind of evidence
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONG, SHORT = 0.995, 0.95  # memory of how stated odds came true: of all sequences, of one. What is forgotten turns
 LONG_NEUTRAL, SHORT_NEUTRAL = (1 - LONG) * NEUTRAL[0], (1 - SHORT) * NEUTRAL[0]  # neutral, for both numbers alike
+DOUBTED = (
+    0.5  # a source whose odds came true less often than this is hardly asked any more, so its record cannot heal by itself
+)
 # Acceptance by evidence, 0 to ALIKE, before anything is known. Behind each token of a guess stands the match that the tokens before it made longer;
 # 0 is no match, and stays so.
 PRIORS = tuple(PRIOR + 0.07 * min(kind, 6) for kind in range(ALIKE + 1))
@@ -75,7 +78,7 @@ class Acceptance:
         own_true, own_stated = self._trust.get(mine, NEUTRAL)
         before = 1.0
         for guess, token, odds in zip(draft.tokens, written, draft.odds, strict=False):
-            hit, odd = guess == token, odds / before
+            hit, odd = guess == token, odds / before if odds < before else 1.0  # whatever is stated, no token is more than sure
             true, stated = LONG * true + LONG_NEUTRAL + hit, LONG * stated + LONG_NEUTRAL + odd
             own_true, own_stated = SHORT * own_true + SHORT_NEUTRAL + hit, SHORT * own_stated + SHORT_NEUTRAL + odd
             before = odds
@@ -87,6 +90,9 @@ class Acceptance:
         """Forget a little of a bad record, so that a guess which is only learnt from by making it gets another chance in time."""
         own = self._own.get((seq_id, source), PRIOR)
         self._own[(seq_id, source)] = own + PATIENCE * (PRIOR - own)
+        true, stated = self._trust.get((-1, source), NEUTRAL)
+        if true < DOUBTED * stated:
+            self._trust[(-1, source)] = (SHORT * true + SHORT_NEUTRAL, SHORT * stated + SHORT_NEUTRAL)
 
     def forget(self, seq_id: int) -> None:
         for key in [k for k in self._own if k[0] == seq_id]:

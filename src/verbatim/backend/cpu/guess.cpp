@@ -10,6 +10,7 @@ namespace verbatim {
 
 namespace {
 constexpr float EPS = 1e-6f;
+constexpr float COLD = 0.05f;  // model/draft_head.py says why
 constexpr float LIKELY = 0.6f;  // how sure a next guess is, more often than not; where that would be too little, it is not made
 constexpr int WIDE = 8;  // panels of one unit of scores
 enum : int { BEGIN, UP, DOWN, CLOSE, SCORE };
@@ -153,7 +154,7 @@ void DraftHead::lay_out(const std::vector<Ask>& asks, const std::vector<Guess>& 
     for (int r = 0; r < rows_; r++) {
         const Guess& g = sofar[live_[r]];
         token_[r] = g.tokens.empty() ? asks[live_[r]].token : g.tokens.back();
-        heat_[r] = asks[live_[r]].temperature > 0 ? asks[live_[r]].temperature : 1.0f;
+        heat_[r] = asks[live_[r]].temperature > COLD ? asks[live_[r]].temperature : 1.0f;
     }
     found_.resize((size_t)units().back() * rows_);
     dropped_.store(false, std::memory_order_relaxed);
