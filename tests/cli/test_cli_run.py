@@ -51,6 +51,7 @@ def test_json_is_one_object(verbatim: Call, llm: LLM) -> None:
     assert data["finish_reason"] == whole.finish_reason
     assert data["usage"]["output_tokens"] == len(whole.token_ids)
     assert data["usage"]["total_tokens"] == data["usage"]["prompt_tokens"] + data["usage"]["output_tokens"]
+    assert data["usage"]["mean_accepted_length"] == 5 / (5 - data["usage"]["accepted_tokens"])
     assert data["fingerprint"] == llm.fingerprint
     assert {"first_token", "total", "queued", "tokens_per_second"} <= set(data["timings"])
     assert isinstance(data["seed"], int)

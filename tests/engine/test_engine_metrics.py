@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from verbatim.base.records import Choice, Completion, Finish, Timings, Usage
 from verbatim.observe.metrics import EngineMetrics, Registry
 
 LINE = re.compile(r'^[a-z_][a-z0-9_]*(\{[a-z_]+="(\\.|[^"\\])*"(,[a-z_]+="(\\.|[^"\\])*")*\})? [-+0-9.eInf]+$')
@@ -46,3 +47,16 @@ def test_every_line_of_the_exposition_is_well_formed() -> None:
     for line in metrics.registry.render().splitlines():
         assert line.startswith("# ") or LINE.match(line), line
     assert metrics.registry.values()["running"] == 3
+
+
+def test_drafts_are_told_over_all_requests() -> None:
+    metrics = EngineMetrics()
+    for output, drafted, accepted in ((10, 0, 0), (20, 12, 12), (30, 9, 3)):
+        choice = Choice(0, "", (1,) * output, Finish("stop", "eos"))
+        usage = Usage(4, output, 0, drafted, accepted)
+        metrics.completed(Completion("a", (1,) * 4, (choice,), usage, Timings(0, 0.1, 1.0, 0, 0.25), 0, "vb"))
+    values = metrics.registry.values()
+    assert values["drafted_tokens_total"] == 21
+    assert values["accepted_tokens_total"] == 15
+    assert values["mean_accepted_length"] == 60 / 45
+    assert values["speculation_saved_seconds"] == 0.75

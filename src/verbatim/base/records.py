@@ -160,6 +160,11 @@ class Usage:
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a step of a sequence gave on average: its own and the drafts that came true. 1 without speculation, 0 where nothing was written."""
+        return self.output_tokens / max(self.output_tokens - self.accepted_tokens, 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:

@@ -54,7 +54,7 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
     is_flag=False,
     flag_value="suffix",
     type=click.Choice(["ngram", "suffix"]),
-    help="measure what drafts are worth instead: cost of a pass and tokens a pass against draft length",
+    help="measure what drafts are worth instead: cost of a pass and tokens a pass against draft length [suffix]",
 )
 @model_options
 @engine_options_without("speculate")

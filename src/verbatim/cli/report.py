@@ -33,7 +33,8 @@ def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: floa
         effect = (
             f", {abs(timings.saved):.2f} s {'saved' if timings.saved > 0 else 'lost'}" if abs(timings.saved) >= 0.005 else ""
         )
-        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted{effect}")
+        pace = f" ({usage.mean_accepted_length:.1f} tokens a step{effect})"
+        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted{pace}")
     parts.append("; ".join(dict.fromkeys(finish_words(choice.finish) for choice in completion.choices)))
     parts.append(backend_words(llm))
     if sampled:
@@ -75,7 +76,11 @@ def completion_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "tokens": first["tokens"],
         "finish_reason": first["finish_reason"],
         "finish_detail": first["finish_detail"],
-        "usage": {**asdict(completion.usage), "total_tokens": completion.usage.total_tokens},
+        "usage": {
+            **asdict(completion.usage),
+            "total_tokens": completion.usage.total_tokens,
+            "mean_accepted_length": completion.usage.mean_accepted_length,
+        },
         "seed": completion.seed,
         "timings": {**asdict(completion.timings), "tokens_per_second": rate},
         "model": llm.parts.name,

@@ -135,7 +135,11 @@ def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
     """The draft head that `speculate=head:FILE` names, or the one that comes with the engine for this model."""
     from verbatim.model.draft_head import find_head, read_head
 
-    mode, _, file = config.speculate.partition(":")
+    mode, colon, file = config.speculate.partition(":")
+    if mode == "head" and colon and not file:
+        raise ParameterError(
+            "speculate", "'head:' needs a file: head:FILE, or head alone for the one that comes with the model"
+        )
     return read_head(file, model) if mode == "head" and file else find_head(model)
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from verbatim.base.records import Completion, StepPlan
+from verbatim.base.records import Completion, StepPlan, Usage
 
 if TYPE_CHECKING:
     from verbatim.base.params import SamplingParams
@@ -153,6 +153,9 @@ class EngineMetrics:
         self.cached_tokens = r.counter("verbatim_cached_tokens_total", "prompt tokens taken from the prefix cache")
         self.drafted = r.counter("verbatim_drafted_tokens_total", "tokens guessed by speculation")
         self.accepted_drafts = r.counter("verbatim_accepted_tokens_total", "guesses that came true")
+        self.accepted_length = r.gauge(
+            "verbatim_mean_accepted_length", "tokens that a step gave a text on average so far; 1 without speculation"
+        )
         self.saved = r.gauge("verbatim_speculation_saved_seconds", "time saved by guesses so far, estimated; below zero: lost")
         self.steps = r.counter("verbatim_steps_total", "steps of the engine")
         self.rows = r.counter("verbatim_computed_tokens_total", "tokens that went through the model")
@@ -186,6 +189,9 @@ class EngineMetrics:
         self.cached_tokens.add(usage.cached_tokens)
         self.drafted.add(usage.drafted_tokens)
         self.accepted_drafts.add(usage.accepted_tokens)
+        if self.output_tokens.value:
+            written = Usage(output_tokens=int(self.output_tokens.value), accepted_tokens=int(self.accepted_drafts.value))
+            self.accepted_length.set(written.mean_accepted_length)
         self.saved.set(self.saved.value + times.saved)
         self.queued.observe(times.queued)
         self.total.observe(times.total)

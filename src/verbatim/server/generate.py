@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.base.records import Usage
 from verbatim.server.asks import check_finish
 from verbatim.server.call import Call
 from verbatim.server.running import Running
@@ -105,15 +106,10 @@ def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
             "rejected_prediction_tokens": drafted - accepted,
             "reasoning_tokens": 0,
             "audio_tokens": 0,
-            "mean_accepted_length": round(accepted_length(output, accepted), 3),
+            "mean_accepted_length": round(Usage(*sums).mean_accepted_length, 3),
             "saved_seconds": round(saved, 6),
         },
     }
-
-
-def accepted_length(output: int, accepted: int) -> float:
-    """Tokens that a step of a sequence gave on average: its own and the drafts that came true. 1 without speculation."""
-    return output / max(output - accepted, 1) if output else 0.0
 
 
 def speculation(runs: Sequence[Running]) -> dict[str, Any]:
