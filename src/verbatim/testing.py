@@ -45,7 +45,8 @@ class CanaryError(AssertionError):
 
 class FakeBackend:
     """`pipeline`: draw with the real sampler from hashed logits. Otherwise the token itself is a hash: much faster, and sampling parameters
-    beyond withheld ids mean nothing. `known`: gives a sequence's tokens, for the canary's strictest check."""
+    beyond withheld ids mean nothing. `known`: gives a sequence's tokens, for the canary's strictest check. `ahead`: scribble over the place behind
+    every draw, as a backend does that begins the next step before it is asked."""
 
     def __init__(
         self,
@@ -55,8 +56,10 @@ class FakeBackend:
         pipeline: bool = True,
         canary: bool = False,
         known: Callable[[int], Sequence[int]] | None = None,
+        ahead: bool = False,
     ) -> None:
         self.spec = spec or fake_spec()
+        self.ahead = ahead
         self.block_size = block_size
         self.pipeline = pipeline
         self.canary = canary
@@ -100,6 +103,10 @@ class FakeBackend:
         scored = tuple(self._score(n, t, step.target_top) for n, t in zip(numbers, step.targets, strict=False))
         hidden = np.array([self._hidden(n) for n in numbers], np.float32) if step.hidden else None
         drawn = self._draw(step, numbers[len(numbers) - step.draws :]) if step.draws else ()
+        behind = step.end // self.block_size
+        if self.ahead and step.draws and all(behind < len(table) for table in step.blocks):
+            for table, slots in zip(step.blocks, self.slots, strict=True):
+                slots[table[behind]][step.end % self.block_size] = (step.end, -1, 0)
         return SeqResult(step.seq_id, drawn, scored, hidden)
 
     # ------------------------------------------------------------------------------------------------------ the cache

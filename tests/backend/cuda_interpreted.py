@@ -6,6 +6,7 @@ python -m pytest tests/backend/cuda_interpreted.py -k screen"""
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -18,17 +19,21 @@ from plans import BLOCKS, Blocks, run, same, whole
 from verbatim.backend import open_backend
 from verbatim.backend.batch import make_batch
 from verbatim.backend.cuda import jit, screen
+from verbatim.backend.cuda.ahead import Ahead, Begun, goes_on
 from verbatim.backend.cuda.backend import Sheet, _sampler
-from verbatim.backend.cuda.screen import Screen
+from verbatim.backend.cuda.screen import Answer, Screen
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.base.records import Drawn, DrawSpec, SeqStep, StepPlan
+from verbatim.base.records import Completion, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
+from verbatim.engine.llm import LLM
+from verbatim.engine.parts import Parts
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
+from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
 from verbatim.testing_models import FAMILIES, tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the interpreter divides and subtracts infinities aloud
@@ -139,6 +144,139 @@ def test_a_replayed_steps_integers_are_the_plans() -> None:
             for row, (owner, position) in enumerate(zip(owners, batch.positions.tolist(), strict=True)):
                 assert tuple(table[row].tolist())[: position // 16 + 1] == owner.blocks[group][: position // 16 + 1]
                 assert slots[row] == owner.blocks[group][position // 16] * 16 + position % 16
+
+
+# ---------------------------------------------------------------------------------------------------------- a step ahead
+
+
+def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
+    """Requests and the step before which each arrives: most are drawn on the device, some by the host, some with drafts."""
+    kinds: list[dict[str, Any]] = [
+        {"top_p": 0.8},
+        {"logprobs": 1},
+        {"min_tokens": 4},
+        {"n": 2},
+        {"stop": ["a"]},
+        {"speculate": "suffix"},
+    ]
+    out = []
+    for i in range(12):
+        more = kinds[i // 2] if i % 2 else {}
+        asked = {
+            "temperature": r.choice((0.0, 0.8, 1.3)),
+            "seed": i,
+            "max_tokens": r.randint(2, 26),
+            "speculate": "off",
+            **more,
+        }
+        out.append((r.choice((0, 0, 9, 30)), r.choices(range(200), k=r.choice((2, 15, 17))), SamplingParams(**asked)))
+    return sorted(out, key=lambda one: one[0])
+
+
+def hashed(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cuda backend whose model is the fake one, with its canary: the interpreter would take minutes for a crowd."""
+    backend: Any = open_backend(small("llama"), EngineConfig(backend="cuda"))
+    fake = FakeBackend(fake_spec(windows=windows), canary=True)
+    execute = backend.execute
+
+    def forward(plan: StepPlan, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = []
+        for i, step in enumerate(plan.sequences):
+            known = step if tokens is None else step._replace(tokens=(int(tokens[i]),))
+            fake._sequence(known._replace(draws=0))
+            rows += [fake.logits(fake._read(step, 0, at)[2]) for at in range(step.end - step.draws, step.end)]
+        return torch.zeros((len(rows), 1)), torch.from_numpy(np.array(rows, np.float32).reshape(-1, fake.spec.vocab))
+
+    def copied(plan: StepPlan) -> StepResult:
+        for group, source, target in plan.copies:
+            fake.slots[group][target] = list(fake.slots[group][source])
+        return execute(plan._replace(copies=()))  # type: ignore[no-any-return]
+
+    for name, value in (("_forward", forward), ("execute", copied), ("allocate", fake.allocate), ("spec", fake.spec)):
+        monkeypatch.setattr(backend, name, value)
+    return backend
+
+
+def written(backend: Any, r: random.Random) -> list[Any]:
+    """What each of them got, beside the others, in a cache that is too small for all; one client leaves."""
+    words = ByteTokenizer()
+    parts = Parts(backend, words, (words.EOS,), name="tiny", digest="tiny")
+    asked, done = crowd(r), {}
+    with LLM.from_parts(parts, backend="cuda", context=128, kv_blocks=9, step_tokens=24, check=True) as llm:
+        core, step = llm.core, 0
+        while asked or core.busy:
+            while asked and asked[0][0] <= step:
+                _, prompt, params = asked.pop(0)
+                core.add(core.request(prompt, params, request_id=str(len(asked))))
+            if step == 12:
+                core.abort(next(iter(core.jobs)))
+            done |= {one.request_id: one.choices for one in core.step() if isinstance(one, Completion)}
+            step += 1
+        assert core.scheduler.preemptions, "the cache was not too small"
+    return sorted(done.items())
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 20)])
+def test_a_step_begun_ahead_changes_nothing(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(screen, "ROWS", 16)
+    monkeypatch.setattr(screen, "SLACK", 0.3)  # many draws are left open, and are made again
+    plain, ahead = hashed(windows, monkeypatch), hashed(windows, monkeypatch)
+    monkeypatch.setattr(plain._ahead, "steady", lambda *_: False)
+    taken, begun, answered = 0, 0, ahead._answered
+
+    def counted(plan: StepPlan, before: Any, rows: dict[int, int], steady: bool) -> Any:
+        nonlocal taken, begun
+        taken, begun = taken + len(rows), begun + len(before.steps)
+        return answered(plan, before, rows, steady)
+
+    monkeypatch.setattr(ahead, "_answered", counted)
+    assert written(ahead, random.Random(3)) == written(plain, random.Random(3))
+    assert 30 < taken < begun, "some rows were asked for, and some in vain"
+
+
+def test_only_what_was_asked_for_is_taken_of_a_step_ahead() -> None:
+    spec, other = (DrawSpec(SamplingParams(), 5, 1) for _ in range(2))
+    tables = ((4, 7), (1, 2))
+    step = SeqStep(1, (9,), 18, tables, draws=1, draw=spec)
+    right = [step, step._replace(blocks=((4, 7, 3), (1, 2, 6))), step._replace(blocks=((4, 7), (-1, 2)))]
+    wrong = [
+        step._replace(seq_id=2),
+        step._replace(tokens=(8,)),
+        step._replace(tokens=(9, 8), draws=2),
+        step._replace(start=17),
+        step._replace(blocks=((4, 8), (1, 2))),
+        step._replace(blocks=((4,), (1, 2))),
+        step._replace(draw=other),
+        step._replace(targets=(3,)),
+        step._replace(hidden=True),
+        step._replace(draws=0),
+    ]
+    answer = Answer(torch.zeros(1), torch.zeros(1), None)
+    for i, asked in enumerate((*right, *wrong)):
+        ahead = Ahead()
+        ahead.begun = Begun((step._replace(tokens=(0,)),), [9], answer)
+        assert ahead.take(StepPlan(0, (asked,)))[1] == ({1: 0} if i < len(right) else {}), asked
+        assert ahead.begun is None
+        assert ahead.take(StepPlan(0, (step,))) == (None, {})
+
+
+def test_the_step_behind_needs_a_place() -> None:
+    step = SeqStep(1, (9,), 15, ((4,),), draws=1)
+    assert goes_on(step) is None
+    assert goes_on(step._replace(blocks=((4, 6),))) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
+
+
+def test_after_a_step_in_vain_none_is_begun_for_a_while() -> None:
+    spec = DrawSpec(SamplingParams(), 5, 1)
+    ahead, begins = Ahead(), []
+    for position in range(30):
+        plan = StepPlan(position, (SeqStep(1, (9,), position, ((4, 7),), draws=1, draw=spec),))
+        if position == 10:
+            ahead.begun = Begun(plan.sequences, [8], Answer(torch.zeros(1), torch.zeros(1), None))
+        _, rows = ahead.take(plan)
+        begins.append(ahead.steady(plan, len(rows), lambda _: True))
+    assert begins == [position not in (0, *range(10, 18)) for position in range(30)]
+    assert not ahead.steady(plan, 0, lambda _: True), "the same step again is not the next one"
 
 
 # ------------------------------------------------------------------------------------------------------------- the screen

@@ -28,6 +28,7 @@ class Rig:
         use_cache: bool = True,
         vocab: int = VOCAB,
         cost: TokenCost | None = None,
+        ahead: bool = False,
     ) -> None:
         spec = fake_spec(vocab, windows=windows)
         counts = (blocks,) * len(spec.groups)
@@ -41,9 +42,10 @@ class Rig:
             use_cache=use_cache,
             prefix_key=b"test",
             cost=cost,
+            ahead=ahead,
         )
         self.drafts: dict[int, tuple[int, ...]] = {}
-        self.backend = FakeBackend(spec, block_size=block_size, pipeline=False, canary=True, known=self._known)
+        self.backend = FakeBackend(spec, block_size=block_size, pipeline=False, canary=True, known=self._known, ahead=ahead)
         self.backend.allocate(counts)
         self.everyone: dict[int, Sequence] = {}
         self.ended: dict[int, TokenEvent] = {}

@@ -29,8 +29,9 @@ class Traffic(RuleBasedStateMachine):
         prefix=st.booleans(),
         use_cache=st.sampled_from([True, True, True, False]),
         cost=st.sampled_from([TokenCost(), TokenCost(30, 1), TokenCost(1, 5)]),
+        ahead=st.booleans(),
     )
-    def start(self, blocks, windows, step_tokens, max_running, prefix, use_cache, cost) -> None:
+    def start(self, blocks, windows, step_tokens, max_running, prefix, use_cache, cost, ahead) -> None:
         self.rig = Rig(
             blocks=blocks,
             windows=windows,
@@ -39,6 +40,7 @@ class Traffic(RuleBasedStateMachine):
             prefix_cache=prefix,
             use_cache=use_cache,
             cost=cost,
+            ahead=ahead,
         )
         self.longest = blocks * 4 - 1
 

@@ -513,3 +513,27 @@ def test_use_cache_false_computes_everything_every_time() -> None:
     (seq,) = rig.add([1] * 10, 8, min_tokens=8)
     assert computed(rig, seq) == sum(range(10, 18))
     rig.at_rest()
+
+
+def test_who_writes_holds_the_place_behind() -> None:
+    """For a backend that begins the next step by itself: the block of the next position is there in every step but the last."""
+    for windows in ((None,), (None, 9)):
+        rig = Rig(ahead=True, windows=windows)
+        (seq,) = rig.add([1, 2, 3], 20, min_tokens=20)
+        while rig.step() is not None:
+            assert rig.plan is not None
+            (step,) = rig.plan.sequences
+            held = min(map(len, step.blocks)) * rig.scheduler.block_size
+            assert (step.end < held) == (step.end + 1 < seq.limit or step.end % rig.scheduler.block_size != 0)
+        rig.at_rest()
+
+
+def test_nobody_loses_blocks_to_a_place_behind() -> None:
+    """Two texts whose blocks just suffice: none is preempted for a block that only might be needed."""
+    for ahead in (False, True):
+        rig = Rig(blocks=4, ahead=ahead)
+        rig.add([1, 2], 7, min_tokens=7)
+        rig.add([2, 1], 7, min_tokens=7)
+        rig.run()
+        assert rig.scheduler.preemptions == 0
+        rig.at_rest()

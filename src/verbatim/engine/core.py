@@ -60,6 +60,7 @@ class EngineCore:
             prefix_cache=config.prefix_cache,
             use_cache=config.use_cache,
             cost=_token_cost(backend),
+            ahead=getattr(backend, "ahead", False),
         )
         info = backend.info
         made_of = "\0".join((parts.digest, info.name, info.numerics))

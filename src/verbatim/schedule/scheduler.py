@@ -66,6 +66,7 @@ class Scheduler:
         use_cache: bool = True,
         prefix_key: bytes | None = None,
         cost: TokenCost | None = None,
+        ahead: bool = False,
     ) -> None:
         prefix = PrefixChain(block_size, prefix_key) if prefix_cache and use_cache else None
         self.cache = PagedCache(groups, blocks, block_size, prefix)
@@ -74,6 +75,7 @@ class Scheduler:
         self.max_running = min(max_running, step_tokens)  # so that every running sequence has a place in every step
         self.use_cache = use_cache
         self.cost = cost or TokenCost()
+        self.ahead = ahead  # who writes holds the block of the position behind, where one is free: the backend begins it before it is asked
         self._plain = len(groups) == 1 and groups[0].window is None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # sorted by rank
@@ -198,6 +200,8 @@ class Scheduler:
         at, table = start // self.block_size, frozen[0]
         if at >= len(table) or self.cache.pools[0].refs[table[at]] != 1:
             return None
+        if self.ahead and (start + 1) // self.block_size >= len(table):
+            return None
         return SeqStep(seq.id, (seq.tokens[-1],), start, frozen, 1, seq.draw_spec())
 
     def _plan_running(self, seq: Sequence, want: int, room: int, copies: Copies) -> SeqStep | None:
@@ -208,6 +212,8 @@ class Scheduler:
                 n = max(1, min(n - 1, self.cache.fitting(seq)))
             elif not self._preempt_behind(seq):
                 return None
+        if self.ahead and n == want and len(seq.tokens) + 1 < seq.limit and not seq.beam:  # it draws, and goes on behind that
+            self.cache.make_room(seq, n + 1, copies)
         return self._step_of(seq, want, n)
 
     def _admit(self, budget: int, *, alone: bool) -> SeqStep | None:

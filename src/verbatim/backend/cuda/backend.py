@@ -1,8 +1,8 @@
 """CudaBackend: StepPlan -> StepResult on a GPU. PyTorch for memory, Triton for kernels, a CUDA graph for steps that only write.
 
 The integers of a step that is replayed go to the device in one copy. Plain draws are made on the device where they can be proven (screen.py); all
-others here on the host, by the same sampler as the cpu backend's: every parameter means the same. Without a GPU it opens only under
-TRITON_INTERPRET=1, Triton's interpreter, which is for tests.
+others here on the host, by the same sampler as the cpu backend's: every parameter means the same. Where the device draws, it begins the next
+step before it is asked (ahead.py). Without a GPU it opens only under TRITON_INTERPRET=1, Triton's interpreter, which is for tests.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import triton
 
 from verbatim.backend.batch import Batch, collect, make_batch, only_draws, share_out
 from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda.ahead import Ahead, Begun, goes_on
 from verbatim.backend.cuda.kernels import Runs
 from verbatim.backend.cuda.ops import CudaOps, Step, angles_of, load
 from verbatim.backend.cuda.screen import Screen
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
+from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of, sample_rows
@@ -35,6 +36,8 @@ LARGEST_GRAPH = 256  # rows of a step that is replayed; larger ones are launched
 
 class CudaBackend:
     """`weights`: tensors that are on the device already, in the form of ops.load (bench/cuda.py makes shapes that no file has)."""
+
+    ahead = True  # sequences hold the block of their next position already where one is free
 
     def __init__(
         self, model: Model, config: EngineConfig | None = None, *, weights: dict[str, torch.Tensor] | None = None
@@ -52,6 +55,7 @@ class CudaBackend:
         self._sampler = _sampler(config)
         self._host: torch.Tensor | None = None  # where logits arrive; pinned
         self.screen = Screen(model.spec.vocab, self.device)
+        self._ahead = Ahead()
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._replays = self.device.type == "cuda" and not any(layer.experts for layer in model.spec.layers)
 
@@ -90,19 +94,69 @@ class CudaBackend:
         for group, source, target in plan.copies:
             for cache in self._caches[group]:
                 cache[:, target] = cache[:, source]
-        wanted = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)  # the logits of all rows
-        if self._replays and wanted and 0 < (rows := plan.rows) <= LARGEST_GRAPH:
-            hidden, logits = self._replay(plan.sequences, rows)
-        else:
-            batch = make_batch(plan, len(self._caches))
-            if not batch.rows:
-                return collect(plan, np.zeros((0, self.spec.hidden), np.float32), np.zeros((0, self.spec.vocab), np.float32))
-            hidden, logits = forward(self.spec, self._ops(self._laid_out(batch)))
+        begun, rows = self._ahead.take(plan)
+        steady = self._ahead.steady(plan, len(rows), self.screen.knows) and len(plan.sequences) <= LARGEST_GRAPH
+        if steady and not rows:
+            begun, rows = self._begin(plan.sequences), {step.seq_id: row for row, step in enumerate(plan.sequences)}
+        return self._answered(plan, begun, rows, steady) if begun is not None and rows else self._step(plan)
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        """A step from beginning to end."""
+        if not plan.rows:
+            return collect(plan, np.zeros((0, self.spec.hidden), np.float32), np.zeros((0, self.spec.vocab), np.float32))
+        hidden, logits = self._forward(plan)
         if only_draws(plan):
             return share_out(plan, self._draw(logits, [row for s in plan.sequences for row in rows_of(s)]))
         if not any(s.hidden for s in plan.sequences):
             hidden = hidden[:0]
         return collect(plan, hidden.cpu().numpy(), logits.cpu().numpy(), self._sampler)
+
+    def _forward(self, plan: StepPlan, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Final states and logits, as far as they are needed. `tokens` are those of all rows, if only the device knows them."""
+        wanted = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)  # the logits of all rows
+        if self._replays and wanted and plan.rows <= LARGEST_GRAPH:
+            return self._replay(plan.sequences, plan.rows, tokens)
+        step = self._laid_out(make_batch(plan, len(self._caches)))
+        if tokens is not None:
+            step.tokens.copy_(tokens)
+        hidden, logits = forward(self.spec, self._ops(step))
+        return hidden, logits
+
+    # ------------------------------------------------------------------------------------------------------ a step ahead
+
+    def _begin(self, steps: tuple[SeqStep, ...], tokens: torch.Tensor | None = None) -> Begun:
+        """Nothing here waits for the device."""
+        _, logits = self._forward(StepPlan(0, steps), tokens)
+        specs = [step.draw for step in steps if step.draw is not None]
+        answer = self.screen.begin(logits, specs, [step.start + 1 for step in steps])
+        return Begun(steps, [step.tokens[0] for step in steps], answer)
+
+    def _begin_behind(self, plan: StepPlan, rows: dict[int, int], drawn: torch.Tensor) -> tuple[list[int], Begun] | None:
+        """The step behind a plan that was begun, and the rows that it goes on with: `drawn` are their ids, of which the host may know none yet."""
+        going = [step for asked in plan.sequences if (step := goes_on(asked)) is not None]
+        if not going:
+            return None
+        at = [rows[step.seq_id] for step in going]
+        if at != list(range(len(drawn))):
+            drawn = drawn[torch.tensor(at, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)]
+        return at, self._begin(tuple(going), drawn.clamp_min(0))
+
+    def _answered(self, plan: StepPlan, begun: Begun, rows: dict[int, int], steady: bool) -> StepResult:
+        """A plan of which these rows were begun. The next step is begun before they are waited for. What the screen left open is computed again: its logits
+        may be gone."""
+        behind = self._begin_behind(plan, rows, begun.answer.there) if steady and len(rows) == len(plan.sequences) else None
+        found = begun.answer.wait()
+        if behind is not None:
+            at, ahead = behind
+            self._ahead.begun = ahead._replace(inputs=[found[row] for row in at])
+        drawn = {seq_id: found[row] for seq_id, row in rows.items() if found[row] >= 0}
+        self.screen.rows += len(drawn)
+        rest = tuple([step for step in plan.sequences if step.seq_id not in drawn])
+        others = {done.seq_id: done for done in self._step(plan._replace(sequences=rest)).sequences} if rest else {}
+        done = [others.get(s.seq_id) or SeqResult(s.seq_id, (Drawn(drawn[s.seq_id], 0.0),)) for s in plan.sequences]
+        return StepResult(plan.step, tuple(done))
+
+    # ------------------------------------------------------------------------------------------------------------- draws
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         """Of most rows only the id comes back; those that the screen leaves open come whole, and the sampler draws from them."""
@@ -178,17 +232,20 @@ class CudaBackend:
 
     # -------------------------------------------------------------------------------------------------------- replaying
 
-    def _replay(self, sequences: Sequence[SeqStep], rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _replay(
+        self, sequences: Sequence[SeqStep], rows: int, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A step in which every row's logits are wanted: its kernels are recorded once for each size, rounded up."""
         room = 1 << (rows - 1).bit_length()
         spans = 1 << (kernels.spans_of(max(s.end for s in sequences)) - 1).bit_length()
         graph = self._graphs.get((room, spans))
         if graph is None:
             graph = self._graphs[room, spans] = Graph(self, room, spans)
-        hidden, logits = graph.run(sequences)
+        hidden, logits = graph.run(sequences, tokens)
         return hidden[:rows], logits[:rows]
 
     def close(self) -> None:
+        self._ahead.begun = None
         self._graphs.clear()
         self._caches = ()
         self._weights.clear()
@@ -202,7 +259,7 @@ class Sheet:
         self.rows, self.width, self.idle = rows, spans * kernels.SPAN // BLOCK_SIZE, idle
         groups = len(idle)
         sizes = [rows, rows, *[rows] * groups, *[rows * self.width] * groups]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._tokens, self._positions, *parts = (part.numpy() for part in self._host.split(sizes))
         self._slots, self._tables = parts[:groups], [table.reshape(rows, self.width) for table in parts[groups:]]
@@ -213,7 +270,8 @@ class Sheet:
         runs = tuple(Runs(table.view(rows, self.width), row, one, positions) for table in rest[groups:])
         self.step = Step(tokens, positions, tuple(rest[:groups]), runs, None, None, spans)
 
-    def fill(self, sequences: Sequence[SeqStep]) -> None:
+    def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:
+        """`drawn`: the tokens, if only the device knows them."""
         tokens = [token for s in sequences for token in s.tokens]
         n = len(tokens)
         self._tokens[:n], self._tokens[n:] = tokens, 0
@@ -228,7 +286,12 @@ class Sheet:
             held[n:] = [()] * (self.rows - n)
             slots[:n], slots[n:] = table[np.arange(n), block] * BLOCK_SIZE + place, idle * BLOCK_SIZE
             assert slots.min() >= 0, "a token's own block is in the table"
-        self._sent.copy_(self._host, non_blocking=True)
+        # The step before may not have been sent yet. PyTorch keeps pinned memory until what was copied from it has arrived.
+        sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)
+        sent.numpy()[:] = self._host.numpy()  # PyTorch would wake a thread for each core to copy this
+        self._sent.copy_(sent, non_blocking=True)
+        if drawn is not None:
+            self.step.tokens[:n].copy_(drawn)
 
 
 class Graph:
@@ -237,6 +300,7 @@ class Graph:
     def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
         self.sheet = Sheet(rows, spans, backend._idle, backend.device)  # the graph reads its tensors
         self.sheet.fill(())
+        torch.cuda.synchronize()  # the sheet is there, and no other step runs
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(2):  # compiles what is not compiled yet
@@ -246,8 +310,8 @@ class Graph:
         with torch.cuda.graph(self.graph, pool=backend.pool):  # one pool for all: only one of them runs at a time
             self.out = forward(backend.spec, backend._ops(self.sheet.step))
 
-    def run(self, sequences: Sequence[SeqStep]) -> tuple[torch.Tensor, torch.Tensor]:
-        self.sheet.fill(sequences)
+    def run(self, sequences: Sequence[SeqStep], tokens: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.sheet.fill(sequences, tokens)
         self.graph.replay()
         hidden, logits = self.out
         return hidden, logits

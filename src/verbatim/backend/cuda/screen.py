@@ -9,6 +9,7 @@ answer is -1 and the sampler draws from the row itself. An argmax needs no arith
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ import triton
 
 from verbatim.backend.cuda import jit
 from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row
 
 SLACK = 2.0**-12  # six times what float32 may be off (docs/numerics.md, "Draws")
@@ -29,6 +31,20 @@ ARGMAX: Asked = (0.0, -1.0)
 HOST: Asked = (0.0, float("inf"))  # no lead is enough
 
 
+class Answer(NamedTuple):
+    """Ids on their way: on the device at once, on the host when the device has come so far."""
+
+    there: torch.Tensor  # [rows] int32
+    here: torch.Tensor
+    arrived: torch.cuda.Event | None
+
+    def wait(self) -> list[int]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        ids: list[int] = self.here.tolist()
+        return ids
+
+
 class Screen:
     """One for a backend. `rows` and `unsure` count what it was given to draw and what of that it gave back."""
 
@@ -36,21 +52,39 @@ class Screen:
         self.vocab, self.device = vocab, device
         self.rows = self.unsure = 0
         self._known: dict[int, tuple[SamplingParams, Asked]] = {}
-        self._host = torch.zeros(0, dtype=torch.int32)
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        asked = [self._ask(row) for row in rows]
+        asked = [self._ask(row.spec) if row.mask is None else HOST for row in rows]
         ours = len(asked) - asked.count(HOST)
         if not ours:
             return [-1] * len(rows)
-        found = self._found(logits, self._send(rows, asked), any(scale for scale, _ in asked))
+        found = self._begin(logits, [row.spec for row in rows], [row.position for row in rows], asked).wait()
         self.rows += ours
         self.unsure += found.count(-1) - (len(asked) - ours)
         return found
 
-    def _ask(self, row: Row) -> Asked:
-        spec = row.spec
-        if row.mask is not None or spec.beam or spec.withheld:
+    def knows(self, spec: DrawSpec) -> bool:
+        """Its rows are drawn here, but for the unsure ones."""
+        return not spec.masks and self._ask(spec) is not HOST
+
+    def begin(self, logits: torch.Tensor, specs: Sequence[DrawSpec], positions: Sequence[int]) -> Answer:
+        """Of rows that it knows: what is drawn for these positions."""
+        return self._begin(logits, specs, positions, [self._ask(spec) for spec in specs])
+
+    def _begin(
+        self, logits: torch.Tensor, specs: Sequence[DrawSpec], positions: Sequence[int], asked: Sequence[Asked]
+    ) -> Answer:
+        there = self._found(logits, self._send(specs, positions, asked), any(scale for scale, _ in asked))
+        if self.device.type != "cuda":
+            return Answer(there, there, None)
+        here = torch.empty(len(there), dtype=torch.int32, pin_memory=True)
+        here.copy_(there, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Answer(there, here, arrived)
+
+    def _ask(self, spec: DrawSpec) -> Asked:
+        if spec.beam or spec.withheld:
             return HOST
         known = self._known.get(id(spec.params))  # what is kept stays alive, so no other object has its id
         if known is None:
@@ -59,19 +93,16 @@ class Screen:
             known = self._known[id(spec.params)] = (spec.params, asked_of(spec.params))
         return known[1]
 
-    def _send(self, rows: Sequence[Row], asked: Sequence[Asked]) -> torch.Tensor:
-        """jit.screen's `asked` [COLUMNS, rows], in one copy. The host's side may be written again when the answer is back."""
-        size = COLUMNS * len(rows)
-        if len(self._host) < size:
-            self._host = torch.zeros(2 * size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        here = self._host[:size]
-        table = here.numpy().reshape(COLUMNS, len(rows))
-        table[:2] = np.array([row.spec.key for row in rows], "<u8").view(np.int32).reshape(-1, 2).T
-        table[2] = [row.position for row in rows]
+    def _send(self, specs: Sequence[DrawSpec], positions: Sequence[int], asked: Sequence[Asked]) -> torch.Tensor:
+        """jit.screen's `asked` [COLUMNS, rows], in one copy. PyTorch keeps pinned memory until what was copied from it has arrived."""
+        here = torch.empty(COLUMNS * len(specs), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        table = here.numpy().reshape(COLUMNS, len(specs))
+        table[:2] = np.array([spec.key for spec in specs], "<u8").view(np.int32).reshape(-1, 2).T
+        table[2] = positions
         table[3:] = np.array(asked, np.float32).view(np.int32).T
         return here.to(self.device, non_blocking=True)
 
-    def _found(self, logits: torch.Tensor, asked: torch.Tensor, noise: bool) -> list[int]:
+    def _found(self, logits: torch.Tensor, asked: torch.Tensor, noise: bool) -> torch.Tensor:
         count, chunks = len(logits), triton.cdiv(self.vocab, CHUNK)
         assert logits.is_contiguous(), "the kernels count on whole rows"
         tops = logits.amax(1)
@@ -83,8 +114,7 @@ class Screen:
             logits, tops, asked, bests, seconds, ids, count, self.vocab, chunks, noise, ROWS, CHUNK, num_warps=4, enable_fp_fusion=False
         )  # fmt: skip
         jit.choose[(programs,)](bests, seconds, ids, tops, asked, out, count, self.vocab, chunks, ROWS, block, num_warps=1)
-        found: list[int] = out.tolist()
-        return found
+        return out
 
 
 def asked_of(p: SamplingParams) -> Asked:
