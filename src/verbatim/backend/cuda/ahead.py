@@ -54,7 +54,7 @@ class Ahead:
         """Whether all of its sequences are being written on, one token each, drawn by the device. `taken`: how many go on as they were begun."""
         before, self._before = self._before, plan
         if taken == len(plan.sequences):
-            return True
+            return taken > 0  # a plan may be nothing but copies
         if self._nap:
             self._nap -= 1
             return False

@@ -23,16 +23,18 @@ def product(x, w, out, rows, experts, M, N, K, PIECES: tl.constexpr, EACH: tl.co
         source = tl.load(rows + m, mask=inside, other=-1).to(tl.int64)
         w += tl.load(experts + tl.program_id(1)).to(tl.int64) * N * K
     inside = inside & (source >= 0)
-    total = tl.zeros((BM, BN), tl.float32)
+    total, sum_ = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
     first = tl.program_id(2)
-    for piece in range(PIECES):
-        sum_ = tl.zeros((BM, BN), tl.float32)
-        for block in range(EACH):
-            k = ((first + piece) * EACH + block) * BK + k0
-            a = tl.load(x + source[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
-            b = tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=(n < N)[None, :] & (k < K)[:, None], other=0.0)
-            sum_ = tl.dot(a.to(w.dtype.element_ty), b, sum_, input_precision="ieee")  # for a router, which is float32
-        total += sum_
+    for block in range(
+        PIECES * EACH
+    ):  # one loop, not one in another: loads run ahead of the products across the pieces' borders too
+        k = (first * EACH + block) * BK + k0
+        a = tl.load(x + source[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
+        b = tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=(n < N)[None, :] & (k < K)[:, None], other=0.0)
+        sum_ = tl.dot(a.to(w.dtype.element_ty), b, sum_, input_precision="ieee")  # for a router, which is float32
+        if block % EACH == EACH - 1:
+            total += sum_
+            sum_ = tl.zeros((BM, BN), tl.float32)
     place = (first * M + m[:, None]).to(tl.int64) * N + n[None, :]
     tl.store(out + place, total, mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -71,7 +73,7 @@ def settle(x, parts, bias, weight, shift, out, SIZE, WIDTH, eps, offset, PARTS: 
         scaled = scaled * (tl.load(weight + i, mask=inside, other=0.0) + offset)
         if KIND == "layer":
             scaled = scaled + tl.load(shift + i, mask=inside, other=0.0)
-        tl.store(out + row + i, scaled, mask=inside)
+        tl.store(out + row + i, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["SIZE"])
@@ -154,7 +156,7 @@ def inner(
         y = activate(gate, KIND) * up
     else:
         y = activate(added(parts, bias, row * WIDTH + i, i, inside, SIZE, PARTS, BIAS), KIND)
-    tl.store(out + row * WIDTH + i, y, mask=inside)
+    tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
@@ -224,7 +226,7 @@ def add_spans(sums, peaks, masses, out, ROWS, HEADS, DIM, SPANS, BLOCK: tl.const
         mass = mass * keep + tl.load(masses + at) * take
         total = total * keep + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * take
         peak = higher
-    tl.store(out + (row * HEADS + head) * DIM + d, total / mass, mask=d < DIM)
+    tl.store(out + (row * HEADS + head) * DIM + d, (total / mass).to(out.dtype.element_ty), mask=d < DIM)
 
 
 # ----------------------------------------------------------------------------------------------------------------- draws

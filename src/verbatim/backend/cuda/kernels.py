@@ -1,4 +1,5 @@
-"""What launches the device code (jit.py). In and out: torch tensors, float32 unless a weight or the cache is meant."""
+"""What launches the device code (jit.py). In and out: torch tensors, float32 unless a weight or the cache is meant, or what is written for a product
+to read: that is rounded to the weight's type once, where it is written, and not wherever it is read."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ import triton
 
 from verbatim.backend.cuda import jit
 
-BN, BK = 64, 128  # a product's tile: outputs, and inputs of one turn
+BN, BK = 64, 128  # a product's tile: outputs, and inputs of one turn. They decide its pieces, so they are not for tuning
 PROGRAMS = 264  # programs that keep the memory of a large GPU busy: two for each of 132 processors
 STAGES = 3  # turns whose weights are on their way at once
+MANY = 256  # beyond so many rows a product's tiles are larger, and their turns shorter
 FEW = 16  # up to so many rows the pieces of a product are computed side by side
 TILE = 64  # positions that attention looks at together
 SPAN = 512  # positions whose tiles are added up in order before spans are
@@ -49,16 +51,18 @@ class Pieces:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Pieces:
-    """x [m, k] float32 times weightᵀ, weight [n, k] in half precision; x is rounded to the weight's type, sums are float32."""
+    """x [m, k] times weightᵀ, weight [n, k] in half precision; x is rounded to the weight's type, sums are float32."""
     (m, k), n = x.shape, weight.shape[0]
     parts, each = parts_of(n, k)
     apart = m <= FEW
     found = torch.empty((parts if apart else 1, m, n), dtype=torch.float32, device=x.device)
-    bm = 16 if m <= 16 else 32 if m <= 32 else 64
+    bm, bk, stages = 16 if m <= 16 else 32 if m <= 32 else 64, BK, STAGES
+    if m > MANY:
+        bm, bk, stages = 128, BK // 2, STAGES + 1
     grid = (triton.cdiv(n, BN), triton.cdiv(m, bm), parts if apart else 1)
     jit.product[grid](
-        x, weight, found, x, x, m, n, k, 1 if apart else parts, each, bm, BN, BK, False, num_warps=4, num_stages=STAGES
-    )
+        x, weight, found, x, x, m, n, k, 1 if apart else parts, each * (BK // bk), bm, BN, bk, False, num_warps=4, num_stages=stages
+    )  # fmt: skip
     return Pieces(found, bias)
 
 
@@ -91,11 +95,13 @@ class Norm(NamedTuple):
     offset: float
 
 
-def settle(x: torch.Tensor | None, pieces: Pieces | None, norm: Norm | None) -> torch.Tensor:
+def settle(
+    x: torch.Tensor | None, pieces: Pieces | None, norm: Norm | None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     """x + pieces, in place of x (or anew where there is no x); returns its norm where one is given."""
     given = x if x is not None else pieces.parts[0]  # type: ignore[union-attr]
     rows, width = given.shape
-    out = torch.empty_like(given) if norm is not None or x is None else given
+    out = torch.empty_like(given, dtype=dtype) if norm is not None or x is None else given
     kind = "none" if norm is None else "rms" if norm.bias is None else "layer"
     weight, shift, eps, offset = (norm.weight, norm.bias, norm.eps, norm.offset) if norm else (given, None, 0.0, 0.0)
     parts, bias = (pieces.parts, pieces.bias) if pieces is not None else (given[None], None)
@@ -133,13 +139,13 @@ def prepare(
     return q
 
 
-def inner(wide: Pieces, kind: str, gated: bool) -> torch.Tensor:
+def inner(wide: Pieces, kind: str, gated: bool, dtype: torch.dtype) -> torch.Tensor:
     rows, width = wide.rows, wide.width // (2 if gated else 1)
-    out = torch.empty((rows, width), dtype=torch.float32, device=wide.parts.device)
+    out = torch.empty((rows, width), dtype=dtype, device=wide.parts.device)
     bias = wide.bias
     jit.inner[(rows, triton.cdiv(width, 1024))](
         wide.parts,
-        out if bias is None else bias,
+        wide.parts if bias is None else bias,
         out,
         rows * wide.width,
         width,
@@ -169,7 +175,7 @@ class Runs:
         return Runs(self.table[start:end], self.first_row[start:end], self.count[start:end], self.first_position[start:end])
 
 
-def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs, spans: int, scale: float, cap: float, window: int | None) -> torch.Tensor:  # fmt: skip
+def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs, spans: int, scale: float, cap: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
     """q [rows, heads * dim] over the cache of one layer."""
     _, kv_heads, size, dim = keys.shape
     rows, heads = len(q), q.shape[1] // dim
@@ -183,7 +189,7 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs
         q, keys, values, runs.table, runs.table.shape[1], runs.first_row, runs.count, runs.first_position, sums, peaks, masses,
         rows, kv_heads, dim, scale, cap, window or 0, shared, size, lines, TILE, SPAN, block, cap > 0, window is not None, num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=dtype)
     jit.add_spans[(rows, heads)](
         sums, peaks, masses, out, rows, heads, dim, spans, triton.next_power_of_2(dim), num_warps=1, enable_fp_fusion=False
     )

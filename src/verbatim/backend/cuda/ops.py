@@ -115,7 +115,14 @@ class CudaOps:
         if isinstance(x, Pieces):
             return kernels.settle(None, x, norm)
         more, x.more = x.more, None
-        return kernels.settle(x.x, more, norm)
+        return kernels.settle(x.x, more, norm, self._reader(name))
+
+    def _reader(self, norm: str) -> torch.dtype:
+        """The type of the matrix that reads it. A router reads float32, and so does who asks for final states."""
+        layer, _, kind = norm.rpartition(".")
+        readers = {"attn_norm": ("attn.q+k+v",), "mlp_norm": ("mlp.gate+up", "mlp.up")}.get(kind, ())
+        found = [self.weights[name].dtype for reader in readers if (name := f"{layer}.{reader}") in self.weights]
+        return found[0] if found else torch.float32
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         return kernels.product(x, self.weights[name], self.weights[f"{name}.bias"] if bias else None)
@@ -148,7 +155,8 @@ class CudaOps:
         return Stream(self._flush(x).index_select(0, rows)) if isinstance(x, Stream) else x.index_select(0, rows)
 
     def head(self, h: Rows) -> Rows:
-        logits = kernels.whole(kernels.product(h, self.weights["embed" if self.spec.tied else "head"]))
+        weight = self.weights["embed" if self.spec.tied else "head"]
+        logits = kernels.whole(kernels.product(h.to(weight.dtype), weight))
         cap = self.spec.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -166,15 +174,16 @@ class CudaOps:
         )
         each = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
         runs, most = step.runs[group], max(1, BUFFER // each // kernels.rows_in_a_run(spec.heads, spec.kv_heads))
+        dtype = self.weights[f"layers.{layer}.attn.o"].dtype
         if len(runs.count) <= most:
-            return kernels.attend(asked, keys, values, runs, step.spans, spec.scale, spec.attention_softcap, window)
-        out = torch.empty_like(asked)
+            return kernels.attend(asked, keys, values, runs, step.spans, spec.scale, spec.attention_softcap, window, dtype)
+        out = torch.empty_like(asked, dtype=dtype)
         for start in range(0, len(runs.count), most):  # a long prompt in a long context: some rows after the others
             part = runs.part(start, start + most)
             first, last = int(part.first_row[0]), int(part.first_row[-1] + part.count[-1])
             part = Runs(part.table, part.first_row - first, part.count, part.first_position)
             out[first:last] = kernels.attend(
-                asked[first:last], keys, values, part, step.spans, spec.scale, spec.attention_softcap, window
+                asked[first:last], keys, values, part, step.spans, spec.scale, spec.attention_softcap, window, dtype
             )
         return out
 
@@ -183,7 +192,8 @@ class CudaOps:
     def mlp(self, h: Rows, layer: int) -> Rows:
         spec, prefix = self.spec, f"layers.{layer}.mlp"
         wide = self.linear(h, f"{prefix}.gate+up" if spec.gated else f"{prefix}.up", spec.mlp_bias)
-        return self.linear(kernels.inner(wide, spec.activation, spec.gated), f"{prefix}.down", spec.mlp_bias)
+        dtype = self.weights[f"{prefix}.down"].dtype
+        return self.linear(kernels.inner(wide, spec.activation, spec.gated, dtype), f"{prefix}.down", spec.mlp_bias)
 
     def moe(self, h: Rows, layer: int) -> Rows:
         """Rows are sorted by expert into tiles; each row's experts are added in order of rank."""
@@ -191,7 +201,7 @@ class CudaOps:
         chosen, shares = self._route(h, prefix)
         rows, experts, place = tiles_of(chosen, spec.layers[layer].experts)
         wide = kernels.expert_product(h, self.weights[f"{prefix}.gate+up"], rows, experts)
-        narrow = kernels.inner(wide, spec.activation, True)
+        narrow = kernels.inner(wide, spec.activation, True, self.weights[f"{prefix}.down"].dtype)
         filled = torch.where(rows >= 0, torch.arange(len(rows), device=h.device, dtype=rows.dtype), rows)
         found = kernels.expert_product(narrow, self.weights[f"{prefix}.down"], filled, experts).parts[0]
         out = torch.zeros_like(h)
