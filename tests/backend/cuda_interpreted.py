@@ -21,6 +21,7 @@ from verbatim.backend.batch import make_batch
 from verbatim.backend.cuda import jit, screen
 from verbatim.backend.cuda.ahead import Ahead, Begun, goes_on
 from verbatim.backend.cuda.backend import Sheet, _sampler
+from verbatim.backend.cuda.kernels import Runs
 from verbatim.backend.cuda.screen import Answer, Screen
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
@@ -103,6 +104,20 @@ def test_long_texts_are_added_up_span_by_span(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(ops, "BUFFER", 1)  # and where attention's rows take turns
     run(backend, [text], [2])
     assert same(expected, text)
+
+
+def test_a_block_behind_the_window_is_not_looked_at() -> None:
+    """It was released, and whoever has it now may have written what is no number."""
+    backend: Any = opened(small("gemma2"))
+    groups = backend.spec.groups
+    backend.execute(StepPlan(0, (SeqStep(1, tuple(range(20)), 0, ((3, 4),) * len(groups)),)))
+    tables = tuple((-1, 4) if group.window else (3, 4) for group in groups)
+    step = SeqStep(1, (9,), 20, tables, 1, DrawSpec(SamplingParams(logprobs=3), 5, 1))
+    clean = backend.execute(StepPlan(1, (step,)))
+    for group, caches in zip(groups, backend._caches, strict=True):
+        for cache in caches if group.window else ():
+            cache[:, 0] = cache[:, 3] = torch.nan
+    assert backend.execute(StepPlan(1, (step,))) == clean
 
 
 def test_draws_are_the_samplers() -> None:
@@ -224,10 +239,10 @@ def test_a_step_begun_ahead_changes_nothing(windows: tuple[int | None, ...], mon
     monkeypatch.setattr(plain._ahead, "steady", lambda *_: False)
     taken, begun, answered = 0, 0, ahead._answered
 
-    def counted(plan: StepPlan, before: Any, rows: dict[int, int], steady: bool) -> Any:
+    def counted(plan: StepPlan, before: Any, rows: dict[int, int], **goes_on: bool) -> Any:
         nonlocal taken, begun
         taken, begun = taken + len(rows), begun + len(before.steps)
-        return answered(plan, before, rows, steady)
+        return answered(plan, before, rows, **goes_on)
 
     monkeypatch.setattr(ahead, "_answered", counted)
     assert written(ahead, random.Random(3)) == written(plain, random.Random(3))
@@ -262,8 +277,29 @@ def test_only_what_was_asked_for_is_taken_of_a_step_ahead() -> None:
 
 def test_the_step_behind_needs_a_place() -> None:
     step = SeqStep(1, (9,), 15, ((4,),), draws=1)
-    assert goes_on(step) is None
-    assert goes_on(step._replace(blocks=((4, 6),))) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
+    assert goes_on(step, 99) is None
+    assert goes_on(step._replace(blocks=((4, 6),)), 17) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
+    assert goes_on(step._replace(blocks=((4, 6),)), 16) is None, "the model has no such position"
+
+
+def test_a_mixture_begins_nothing() -> None:
+    """Its rows are sorted on the host in every layer: there would be nothing to gain."""
+    assert not opened(small("qwen3moe")).ahead  # type: ignore[attr-defined]
+    assert opened(small("llama")).ahead  # type: ignore[attr-defined]
+
+
+def test_parts_of_runs_are_runs() -> None:
+    first, count = torch.tensor([0, 3, 4, 8]), torch.tensor([3, 1, 4, 2])
+    runs = Runs(torch.arange(8).view(4, 2), first, count, torch.tensor([7, 0, 5, 9]), 4)
+    for start, end, rows in ((0, 2, (0, 4)), (1, 3, (3, 8)), (2, 9, (4, 10))):
+        *found, part = runs.part(start, end)
+        assert tuple(found) == rows
+        assert part.first_row.tolist() == [row - rows[0] for row in first.tolist()[start:end]]
+        assert part.count.tolist() == count.tolist()[start:end]
+    alone = Runs(runs.table, torch.arange(4), torch.ones(4), runs.first_position, 1)
+    assert alone.part(1, 3)[:2] == (1, 3)
+    assert alone.part(3, 9)[:2] == (3, 4)
+    assert alone.part(1, 3)[2].first_row.tolist() == [0, 1]
 
 
 def test_after_a_step_in_vain_none_is_begun_for_a_while() -> None:

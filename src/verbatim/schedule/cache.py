@@ -34,6 +34,10 @@ class PagedCache:
     def available(self) -> int:
         return sum(pool.available for pool in self.pools)
 
+    def scarce(self, running: int) -> bool:
+        """Fewer blocks are left than one for each who runs."""
+        return any(pool.available <= running for pool in self.pools)
+
     def make_room(self, seq: Sequence, n: int, copies: Copies) -> bool:
         """Blocks to write the next n positions: all of them, or False and nothing changed."""
         size = self.block_size

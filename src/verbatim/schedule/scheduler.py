@@ -75,7 +75,9 @@ class Scheduler:
         self.max_running = min(max_running, step_tokens)  # so that every running sequence has a place in every step
         self.use_cache = use_cache
         self.cost = cost or TokenCost()
-        self.ahead = ahead  # who writes holds the block of the position behind, where one is free: the backend begins it before it is asked
+        self.ahead = (
+            ahead and use_cache
+        )  # the backend begins the position behind a draw before it is asked, if the text holds a block for it
         self._plain = len(groups) == 1 and groups[0].window is None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # sorted by rank
@@ -189,8 +191,23 @@ class Scheduler:
             budget -= self._price(step)
         if not steps:
             return None
+        if self.ahead:
+            self._reach_behind(steps)
         self._step += 1
         return StepPlan(self._step, tuple(steps), tuple(copies))
+
+    def _reach_behind(self, steps: list[SeqStep]) -> None:
+        """Who draws one token gets the block of the position behind it now, and not in the next step. Only while a block is left for everybody who
+        runs: nobody is preempted for it."""
+        for i, step in enumerate(steps):
+            if step.draws != 1 or step.end < len(step.blocks[0]) * self.block_size:
+                continue
+            seq = self.sequences[step.seq_id]
+            if seq.beam or step.end + 1 >= seq.limit or self.cache.scarce(len(self.running)):
+                continue
+            if self.cache.make_room(seq, len(step.tokens) + 1, []):
+                seq.frozen = tuple([tuple(table) for table in seq.blocks])
+                steps[i] = step._replace(blocks=seq.frozen)
 
     def _write_on(self, seq: Sequence) -> SeqStep | None:
         """The common case, at a fraction of the cost: one more token of a text whose last block has room and is its own."""
@@ -199,8 +216,6 @@ class Scheduler:
             return None
         at, table = start // self.block_size, frozen[0]
         if at >= len(table) or self.cache.pools[0].refs[table[at]] != 1:
-            return None
-        if self.ahead and (start + 1) // self.block_size >= len(table):
             return None
         return SeqStep(seq.id, (seq.tokens[-1],), start, frozen, 1, seq.draw_spec())
 
@@ -212,8 +227,6 @@ class Scheduler:
                 n = max(1, min(n - 1, self.cache.fitting(seq)))
             elif not self._preempt_behind(seq):
                 return None
-        if self.ahead and n == want and len(seq.tokens) + 1 < seq.limit and not seq.beam:  # it draws, and goes on behind that
-            self.cache.make_room(seq, n + 1, copies)
         return self._step_of(seq, want, n)
 
     def _admit(self, budget: int, *, alone: bool) -> SeqStep | None:

@@ -65,9 +65,11 @@ class Ahead:
         )
 
 
-def goes_on(step: SeqStep) -> SeqStep | None:
-    """The step behind one that draws once, its token left open; None where it holds no block for that position."""
+def goes_on(step: SeqStep, context: int) -> SeqStep | None:
+    """The step behind one that draws once, its token left open; None where it holds no block for that position, or the model knows none."""
     end, blocks = step.start + len(step.tokens), step.blocks
+    if end >= context:
+        return None
     for table in blocks:
         if end >= BLOCK_SIZE * len(table):
             return None

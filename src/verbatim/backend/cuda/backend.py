@@ -37,8 +37,6 @@ LARGEST_GRAPH = 256  # rows of a step that is replayed; larger ones are launched
 class CudaBackend:
     """`weights`: tensors that are on the device already, in the form of ops.load (bench/cuda.py makes shapes that no file has)."""
 
-    ahead = True  # sequences hold the block of their next position already where one is free
-
     def __init__(
         self, model: Model, config: EngineConfig | None = None, *, weights: dict[str, torch.Tensor] | None = None
     ) -> None:
@@ -57,7 +55,9 @@ class CudaBackend:
         self.screen = Screen(model.spec.vocab, self.device)
         self._ahead = Ahead()
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        self._replays = self.device.type == "cuda" and not any(layer.experts for layer in model.spec.layers)
+        mixture = any(layer.experts for layer in model.spec.layers)  # its rows are sorted on the host, in every layer
+        self._replays = self.device.type == "cuda" and not mixture
+        self.ahead = not mixture  # sequences shall hold the block of their next position, where one is free
 
     @property
     def info(self) -> BackendInfo:
@@ -94,11 +94,15 @@ class CudaBackend:
         for group, source, target in plan.copies:
             for cache in self._caches[group]:
                 cache[:, target] = cache[:, source]
+        if not self.ahead:
+            return self._step(plan)
         begun, rows = self._ahead.take(plan)
         steady = self._ahead.steady(plan, len(rows), self.screen.knows) and len(plan.sequences) <= LARGEST_GRAPH
         if steady and not rows:
             begun, rows = self._begin(plan.sequences), {step.seq_id: row for row, step in enumerate(plan.sequences)}
-        return self._answered(plan, begun, rows, steady) if begun is not None and rows else self._step(plan)
+        if begun is None or not rows:
+            return self._step(plan)
+        return self._answered(plan, begun, rows, goes_on=steady and len(rows) == len(plan.sequences))
 
     def _step(self, plan: StepPlan) -> StepResult:
         """A step from beginning to end."""
@@ -128,12 +132,13 @@ class CudaBackend:
         """Nothing here waits for the device."""
         _, logits = self._forward(StepPlan(0, steps), tokens)
         specs = [step.draw for step in steps if step.draw is not None]
+        assert len(specs) == len(steps), "every row is drawn from"
         answer = self.screen.begin(logits, specs, [step.start + 1 for step in steps])
         return Begun(steps, [step.tokens[0] for step in steps], answer)
 
     def _begin_behind(self, plan: StepPlan, rows: dict[int, int], drawn: torch.Tensor) -> tuple[list[int], Begun] | None:
         """The step behind a plan that was begun, and the rows that it goes on with: `drawn` are their ids, of which the host may know none yet."""
-        going = [step for asked in plan.sequences if (step := goes_on(asked)) is not None]
+        going = [step for asked in plan.sequences if (step := goes_on(asked, self.spec.context)) is not None]
         if not going:
             return None
         at = [rows[step.seq_id] for step in going]
@@ -141,10 +146,10 @@ class CudaBackend:
             drawn = drawn[torch.tensor(at, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)]
         return at, self._begin(tuple(going), drawn.clamp_min(0))
 
-    def _answered(self, plan: StepPlan, begun: Begun, rows: dict[int, int], steady: bool) -> StepResult:
-        """A plan of which these rows were begun. The next step is begun before they are waited for. What the screen left open is computed again: its logits
-        may be gone."""
-        behind = self._begin_behind(plan, rows, begun.answer.there) if steady and len(rows) == len(plan.sequences) else None
+    def _answered(self, plan: StepPlan, begun: Begun, rows: dict[int, int], *, goes_on: bool) -> StepResult:
+        """A plan of which these rows were begun. If it goes on, the next step is begun before they are waited for. What the screen left open is computed
+        again: its logits may be gone."""
+        behind = self._begin_behind(plan, rows, begun.answer.there) if goes_on else None
         found = begun.answer.wait()
         if behind is not None:
             at, ahead = behind
@@ -212,7 +217,7 @@ class CudaBackend:
             tokens,
             positions,
             tuple(self._send([self._slots(batch, table) for table in batch.tables])),
-            tuple(Runs(table, first, counts, begins) for table in tables),
+            tuple(Runs(table, first, counts, begins, most) for table in tables),
             None if whole else self._send([batch.outputs])[0],
             None if len(batch.logits) == len(batch.outputs) else self._send([batch.logits])[0],
             kernels.spans_of(int(batch.positions.max()) + 1),
@@ -245,7 +250,7 @@ class CudaBackend:
         return hidden[:rows], logits[:rows]
 
     def close(self) -> None:
-        self._ahead.begun = None
+        self._ahead.begun = None  # if it still runs: PyTorch gives its memory to nobody before it is done
         self._graphs.clear()
         self._caches = ()
         self._weights.clear()
@@ -267,7 +272,7 @@ class Sheet:
         tokens, positions, *rest = self._sent.split(sizes)
         row = torch.arange(rows, dtype=torch.int32, device=device)
         one = torch.ones_like(row)
-        runs = tuple(Runs(table.view(rows, self.width), row, one, positions) for table in rest[groups:])
+        runs = tuple(Runs(table.view(rows, self.width), row, one, positions, 1) for table in rest[groups:])
         self.step = Step(tokens, positions, tuple(rest[:groups]), runs, None, None, spans)
 
     def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:

@@ -184,10 +184,11 @@ def attend(q, keys, values, table, WIDTH, first_row, count, first_position, sums
         begin = tl.maximum(begin, tl.maximum(tl.load(first_position + run) - window + 1, 0) // TILE * TILE)
     for start in range(begin, tl.minimum(span * SPAN + SPAN, last + 1), TILE):
         p = start + tl.arange(0, TILE)
-        block = tl.load(table + run.to(tl.int64) * WIDTH + p // SIZE, mask=p <= last, other=0).to(tl.int64)
-        block = tl.maximum(block, 0)  # behind the window it was released; nobody sees it
+        block = tl.load(table + run.to(tl.int64) * WIDTH + p // SIZE, mask=p <= last, other=-1).to(tl.int64)
         place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
-        there = (p <= last)[:, None] & (d < DIM)[None, :]
+        there = (block >= 0)[:, None] & (d < DIM)[
+            None, :
+        ]  # a block behind the window was released, and what it holds now is another's
         k = tl.load(keys + place[:, None] + d[None, :], mask=there, other=0.0)
         score = tl.dot(asked, tl.trans(k)) * scale
         if CAP:

@@ -170,9 +170,13 @@ class Runs:
     first_row: torch.Tensor
     count: torch.Tensor
     first_position: torch.Tensor
+    most: int  # rows of a run; 1: run i is row i
 
-    def part(self, start: int, end: int) -> Runs:
-        return Runs(self.table[start:end], self.first_row[start:end], self.count[start:end], self.first_position[start:end])
+    def part(self, start: int, end: int) -> tuple[int, int, Runs]:
+        """Some of the runs, as if they were all, and the rows that are theirs. Runs of one row are told apart without a look at the device, which no graph allows."""
+        rows, count = self.first_row[start:end], self.count[start:end]
+        first, last = (start, start + len(rows)) if self.most == 1 else (int(rows[0]), int(rows[-1] + count[-1]))
+        return first, last, Runs(self.table[start:end], rows - first, count, self.first_position[start:end], self.most)
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs, spans: int, scale: float, cap: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip

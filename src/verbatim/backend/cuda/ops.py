@@ -173,15 +173,14 @@ class CudaOps:
             q.joined, norms, spec.norm_eps, spec.norm_offset, angles, step.positions, keys, values, step.slots[group]
         )
         each = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
-        runs, most = step.runs[group], max(1, BUFFER // each // kernels.rows_in_a_run(spec.heads, spec.kv_heads))
+        runs = step.runs[group]
+        most = max(1, BUFFER // each // runs.most)
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
         if len(runs.count) <= most:
             return kernels.attend(asked, keys, values, runs, step.spans, spec.scale, spec.attention_softcap, window, dtype)
         out = torch.empty_like(asked, dtype=dtype)
         for start in range(0, len(runs.count), most):  # a long prompt in a long context: some rows after the others
-            part = runs.part(start, start + most)
-            first, last = int(part.first_row[0]), int(part.first_row[-1] + part.count[-1])
-            part = Runs(part.table, part.first_row - first, part.count, part.first_position)
+            first, last, part = runs.part(start, start + most)
             out[first:last] = kernels.attend(
                 asked[first:last], keys, values, part, step.spans, spec.scale, spec.attention_softcap, window, dtype
             )
