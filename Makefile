@@ -19,7 +19,7 @@ chat: $(VENV)/.installed
 	@$(BIN)/verbatim chat
 
 test: lint
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CHECKED)
