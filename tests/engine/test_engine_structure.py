@@ -87,6 +87,29 @@ def test_streamed_is_whole() -> None:
             assert "".join(d.text for d in deltas if d.index == choice.index) == choice.text
 
 
+@pytest.mark.parametrize("failing", range(1, 8))
+def test_an_interrupt_while_masks_are_made_costs_no_copy(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step was planned, with copies of shared blocks, and is not carried out: whoever goes on must not read what was never copied."""
+    asked = params()[4]
+    whole = fake_llm().generate("hello", asked)
+    llm, made, calls = fake_llm(), Matcher.masks_along, 0
+
+    def sometimes(matcher: Matcher, drafts: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise KeyboardInterrupt
+        return made(matcher, drafts)
+
+    monkeypatch.setattr(Matcher, "masks_along", sometimes)
+    stream = llm.stream("hello", asked)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    list(stream)
+    assert stream.completion.choices == whole.choices
+    llm.check()
+
+
 @pytest.mark.parametrize("mode", ["ngram", "suffix"])
 def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> None:
     """An ambiguous grammar becomes too complex after some 146 tokens. Guesses get there first; the answer must not notice, alone or with others."""

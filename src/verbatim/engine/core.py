@@ -158,11 +158,15 @@ class EngineCore:
             assert paused or not self.jobs, "requests are left and none of them can advance"
             wait(paused, PAUSE, FIRST_COMPLETED)
             return self._take_ready()
-        plan = self._masked(plan)
-        if not plan.sequences:
-            return self._take_ready()
-        planned = time.perf_counter()
-        result = self._execute(plan)
+        try:
+            plan = self._masked(plan)
+            if not plan.sequences:
+                return self._take_ready()
+            planned = time.perf_counter()
+            result = self._execute(plan)
+        except BaseException:  # Ctrl-C too: nobody knows how far it came, so nothing of it is trusted
+            self.scheduler.recompute()
+            raise
         executed = time.perf_counter()
         self.drafting.observe(plan, result)
         self._collect(plan, result, planned)
@@ -188,9 +192,6 @@ class EngineCore:
         self._executing = True
         try:
             return self.backend.execute(plan)
-        except BaseException:  # Ctrl-C too: nobody knows how far it came, so nothing of it is trusted
-            self.scheduler.recompute()
-            raise
         finally:
             self._executing, self._executed = False, time.monotonic()
 
