@@ -312,6 +312,10 @@ def test_after_a_step_in_vain_none_is_begun_for_a_while() -> None:
         _, rows = ahead.take(plan)
         begins.append(ahead.steady(plan, len(rows), lambda _: True))
     assert begins == [position not in (0, *range(10, 18)) for position in range(30)]
+    other = plan.sequences[0]._replace(start=30, draw=DrawSpec(SamplingParams(), 5, 1))
+    assert not ahead.steady(StepPlan(30, (other,)), 0, lambda _: True), (
+        "it is drawn in another way, as a draft model's guesses are"
+    )
     assert not ahead.steady(StepPlan(30, ()), 0, lambda _: True), "nobody is written on"
     assert not ahead.steady(plan, 0, lambda _: True), "the same step again is not the next one"
 

@@ -1,6 +1,7 @@
 """What a backend is: it owns weights, cache memory and kernels, and turns a StepPlan into a StepResult.
 
-It keeps no state about requests: the plan says which tokens, at which positions, in which blocks, and how to draw.
+It keeps no state about requests: the plan says which tokens, at which positions, in which blocks, and how to draw. Two things it may have beside
+what is below: `available_memory()`, where it has memory of its own, and `ahead`, if it begins steps before it is asked and wants their blocks early.
 """
 
 from __future__ import annotations

@@ -165,7 +165,4 @@ def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Pr
         raise ParameterError(
             "speculate", f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same"
         )
-    backend = open_backend(model, config)
-    if getattr(backend, "ahead", False):
-        backend.ahead = False  # type: ignore[attr-defined]  # after a few guesses it waits for the target: what it began by itself would be in vain
-    return backend
+    return open_backend(model, config)

@@ -75,9 +75,8 @@ class Scheduler:
         self.max_running = min(max_running, step_tokens)  # so that every running sequence has a place in every step
         self.use_cache = use_cache
         self.cost = cost or TokenCost()
-        self.ahead = (
-            ahead and use_cache
-        )  # the backend begins the position behind a draw before it is asked, if the text holds a block for it
+        # The backend begins the position behind a draw before it is asked, if the text holds a block for it.
+        self.ahead = ahead and use_cache
         self._plain = len(groups) == 1 and groups[0].window is None
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # sorted by rank

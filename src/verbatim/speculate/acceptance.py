@@ -12,9 +12,7 @@ ALIKE = 16  # matches of this length and longer are one kind of evidence
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
 LONG, SHORT = 0.995, 0.95  # memory of how stated odds came true: of all sequences, of one. What is forgotten turns
 LONG_NEUTRAL, SHORT_NEUTRAL = (1 - LONG) * NEUTRAL[0], (1 - SHORT) * NEUTRAL[0]  # neutral, for both numbers alike
-DOUBTED = (
-    0.5  # a source whose odds came true less often than this is hardly asked any more, so its record cannot heal by itself
-)
+DOUBTED = 0.5  # a source whose odds came true less often is hardly asked any more: its record cannot heal by itself
 # Acceptance by evidence, 0 to ALIKE, before anything is known. Behind each token of a guess stands the match that the tokens before it made longer;
 # 0 is no match, and stays so.
 PRIORS = tuple(PRIOR + 0.07 * min(kind, 6) for kind in range(ALIKE + 1))

@@ -51,18 +51,20 @@ class Ahead:
         return begun, found
 
     def steady(self, plan: StepPlan, taken: int, knows: Callable[[DrawSpec], bool]) -> bool:
-        """Whether all of its sequences are being written on, one token each, drawn by the device. `taken`: how many go on as they were begun."""
+        """Whether all of its sequences are being written on, one token each, drawn by the device in the same way as the last one (a draft model's are
+        not: it makes a few guesses, then waits). `taken`: how many go on as they were begun."""
         before, self._before = self._before, plan
         if taken == len(plan.sequences):
             return taken > 0  # a plan may be nothing but copies
         if self._nap:
             self._nap -= 1
             return False
-        written = {step.seq_id: step.end for step in before.sequences}
-        return all(
-            _plain(step) and written.get(step.seq_id) == step.start and step.draw is not None and knows(step.draw)
-            for step in plan.sequences
-        )
+        written = {step.seq_id: (step.end, step.draw) for step in before.sequences}
+        for step in plan.sequences:
+            end, draw = written.get(step.seq_id, (-1, None))
+            if not (_plain(step) and end == step.start and draw is step.draw and draw is not None and knows(draw)):
+                return False
+        return True
 
 
 def goes_on(step: SeqStep, context: int) -> SeqStep | None:
