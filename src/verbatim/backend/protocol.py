@@ -23,6 +23,7 @@ class BackendInfo:
     numerics: str  # NUMERICS_VERSION of this backend
     weight_bytes: int  # read for every token
     kv_token_bytes: int  # added to the cache by one token, all layers
+    note: str = ""  # why backend=auto does not use the GPU that is there
 
 
 class Backend(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -95,6 +96,7 @@ def command(
         raise UnsupportedError(
             "backend", "the limits that bench measures are a processor's; bench/cuda.py in the sources measures a GPU"
         )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto is the cpu backend here, also on a machine with a GPU
     flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:

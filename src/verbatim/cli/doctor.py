@@ -7,11 +7,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
 
+from verbatim.backend import gpu
 from verbatim.cli.options import Command, Option
 from verbatim.cli.screen import GREEN, RED, YELLOW, paint, write_json
 from verbatim.cli.version import cpu_facts, cuda_facts
@@ -40,13 +42,30 @@ def findings() -> Iterator[Finding]:
     yield "good", "cores", f"{_cores()} usable"
     state, text = cpu_facts()
     yield state, "cpu kernels", text
-    yield "note", "cuda", cuda_facts()
+    state, text = _cuda()
+    yield state, "cuda", text
     for extra, package in EXTRAS.items():
         try:
             yield "good", extra, f"{package} {version(package)}"
         except PackageNotFoundError:
             yield "note", extra, f"{package} is not installed; if you need it: pip install '.[{extra}]' in the checkout"
     yield from _cache()
+
+
+def _cuda() -> tuple[str, str]:
+    """good only if a test kernel ran on a GPU and its result was right. PyTorch is imported only for that."""
+    if not gpu.present() or gpu.missing() is not None:
+        return "note", cuda_facts()
+    from verbatim.base.errors import BackendError
+
+    try:
+        found = import_module("verbatim.backend.cuda").kernel_ran()
+    except BackendError as error:
+        state = "bad" if isinstance(error, gpu.WrongResult) else "note"
+        return state, f"an NVIDIA GPU is here, but {error}; backend=auto uses the cpu"
+    except Exception as error:  # a broken installation of PyTorch or Triton raises what it likes
+        return "bad", f"PyTorch or Triton cannot be imported: {error}; install verbatim-engine[cuda] again"
+    return "good", f"{found}: a test kernel ran and its result is right; backend=auto uses this GPU"
 
 
 def _cores() -> int:

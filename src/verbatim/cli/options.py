@@ -29,7 +29,7 @@ DEFAULTS: Values = {"temperature": 0.0, "on_loop": "stop"}
 
 # EngineConfig has its defaults and meanings in the source; these are the lines a user reads
 ENGINE_HELP = {
-    "backend": "auto, cpu, cuda or reference; auto: cpu where its kernels are built",
+    "backend": "auto, cpu, cuda or reference; auto: cuda where a GPU can run the model, else cpu",
     "threads": "threads of the CPU backend; default: the physical cores",
     "context": "longest text in tokens; default: the model's own limit",
     "step_tokens": "most tokens computed in one step",

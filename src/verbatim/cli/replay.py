@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     if source is not None and source.name == "DEFAULT":
         flags["model"] = receipt["model"]
     flags["e_context"] = flags["e_context"] or receipt["context"]
+    if flags["e_backend"] in (None, "auto") and receipt["backend"] == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto would use a GPU here, whose numerics are others
     params = SamplingParams.from_mapping(receipt["params"])
     with open_llm(flags, quiet=as_json) as llm:
         info = llm.parts.backend.info

@@ -70,6 +70,7 @@ def backend_words(llm: LLM) -> str:
 def completion_json(llm: LLM, completion: Completion) -> dict[str, Any]:
     """The one object that --json prints. With n = 1 the answer is at the top; `choices` has all of them."""
     first = choice_json(completion.choices[0])
+    info = llm.parts.backend.info
     rate = completion.timings.decode_rate(completion.usage.output_tokens)
     out: dict[str, Any] = {
         "text": first["text"],
@@ -84,7 +85,7 @@ def completion_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "seed": completion.seed,
         "timings": {**asdict(completion.timings), "tokens_per_second": rate},
         "model": llm.parts.name,
-        "backend": {"name": llm.parts.backend.info.name, "detail": llm.parts.backend.info.detail},
+        "backend": {"name": info.name, "detail": info.detail, **({"note": info.note} if info.note else {})},
         "fingerprint": completion.fingerprint,
         "warnings": list(completion.warnings),
         "prompt_token_ids": list(completion.prompt_ids),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import engine_of
-from verbatim.cli.screen import Progress
+from verbatim.cli.screen import Progress, note
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -23,11 +23,15 @@ def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
     from verbatim.engine.llm import LLM
 
     try:
-        return LLM(
+        llm = LLM(
             flags["model"], revision=flags.get("revision"), offline=bool(flags.get("offline")), progress=progress, **settings
         )
     finally:
         progress.clear()
+    why = llm.parts.backend.info.note
+    if why and not quiet:
+        note(f"note: {why}")
+    return llm
 
 
 def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:

@@ -34,6 +34,8 @@ def command(as_json: bool) -> None:
 def facts() -> dict[str, Any]:
     import numpy
 
+    from verbatim.backend import gpu
+
     state, cpu = cpu_facts()
     return {
         "version": __version__,
@@ -41,18 +43,20 @@ def facts() -> dict[str, Any]:
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
         "backends": {"cpu": cpu, "cuda": cuda_facts(), "reference": "ready (NumPy; slow, the specification)"},
-        "default_backend": "reference" if state == "note" else "cpu",
+        "default_backend": "cuda" if gpu.present() and not gpu.missing() else "reference" if state == "note" else "cpu",
     }
 
 
 def cuda_facts() -> str:
-    """Without importing them: PyTorch alone takes seconds."""
-    from importlib.util import find_spec
+    """What is installed and whether a GPU is there, without importing PyTorch, which takes seconds."""
+    from verbatim.backend import gpu
 
-    missing = [name for name, module in (("PyTorch", "torch"), ("Triton", "triton")) if find_spec(module) is None]
-    if missing:
-        return f"not installed: {' and '.join(missing)}; install verbatim-engine[cuda] for NVIDIA GPUs"
-    return "PyTorch and Triton are installed; --backend cuda asks for it"
+    lacks = gpu.missing()
+    if not gpu.present():
+        return f"not usable: {gpu.hidden_or_absent()}" + ("" if lacks else "; PyTorch and Triton are installed")
+    if lacks:
+        return f"not usable: an NVIDIA GPU is here, but {lacks}"
+    return "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test kernel"
 
 
 def cpu_facts() -> tuple[str, str]:

@@ -38,6 +38,10 @@ def open_engine(start: dict[str, Any]) -> AsyncEngine:
         return AsyncEngine.from_parts(testing.server_parts(start["test_engine"]), **start["engine"])
     before = native_threads()
     engine = AsyncEngine(start["model"], revision=start["revision"], offline=start["offline"], **start["engine"])
+    info = engine.parts.backend.info
+    log.info("backend %s %s", info.name, info.detail)
+    if info.note:
+        log.warning("%s", info.note)
     if give_places(engine, before):
         log.info("each of the engine's threads has a processor of its own")
     return engine

@@ -46,8 +46,9 @@ def unsupported(model: Model) -> str | None:
 
 
 class CpuBackend:
-    def __init__(self, model: Model, config: EngineConfig | None = None) -> None:
+    def __init__(self, model: Model, config: EngineConfig | None = None, *, note: str = "") -> None:
         config = config or EngineConfig()
+        self._note = note
         if config.kv_type not in KV_TYPES:
             raise ParameterError("kv_type", f"{config.kv_type!r} is not one of {', '.join(KV_TYPES)}")
         if reason := unsupported(model):
@@ -82,7 +83,8 @@ class CpuBackend:
     def info(self) -> BackendInfo:
         kv = sum(self._engine.block_bytes()) // BLOCK_SIZE
         numerics = NUMERICS_VERSION if self.config.kv_type == "f16" else f"{NUMERICS_VERSION}-{self.config.kv_type}"
-        return BackendInfo("cpu", self._engine.isa, self._engine.threads, numerics, self._weight_bytes, kv)
+        engine = self._engine
+        return BackendInfo("cpu", engine.isa, engine.threads, numerics, self._weight_bytes, kv, self._note)
 
     def block_bytes(self) -> tuple[int, ...]:
         return tuple(self._engine.block_bytes())

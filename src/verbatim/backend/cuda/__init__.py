@@ -1,7 +1,8 @@
-"""The cuda backend: PyTorch for memory, Triton for kernels. Imported only when it is asked for."""
+"""The cuda backend: PyTorch for memory, Triton for kernels. Imported only where there is a GPU or it is asked for."""
 
 from __future__ import annotations
 
-from verbatim.backend.cuda.backend import NUMERICS_VERSION, CudaBackend
+from verbatim.backend.cuda.backend import NUMERICS_VERSION, CudaBackend, open_checked
+from verbatim.backend.cuda.device import kernel_ran
 
-__all__ = ["NUMERICS_VERSION", "CudaBackend"]
+__all__ = ["NUMERICS_VERSION", "CudaBackend", "kernel_ran", "open_checked"]

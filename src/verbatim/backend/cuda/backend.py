@@ -7,6 +7,7 @@ step before it is asked (ahead.py). Without a GPU it opens only under TRITON_INT
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ import triton
 from verbatim.backend.batch import Batch, collect, make_batch, only_draws, share_out
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.ahead import Ahead, Begun, goes_on
+from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.kernels import Runs
 from verbatim.backend.cuda.ops import CudaOps, Step, angles_of, load
 from verbatim.backend.cuda.screen import Screen
@@ -31,6 +33,7 @@ from verbatim.sampling.pipeline import Row, rows_of, sample_rows
 
 NUMERICS_VERSION = "cuda-1"
 TOGETHER = 64  # rows whose logits come to the host, and are drawn from, at once
+SCRATCH = 512 << 20  # bytes beside the weights: attention's buffer is 256 MiB; graphs, a small KV cache
 LARGEST_GRAPH = 256  # rows of a step that is replayed; larger ones are launched kernel by kernel
 
 
@@ -44,7 +47,7 @@ class CudaBackend:
         if config.kv_type != "f16":
             raise ParameterError("kv_type", f"{config.kv_type!r} is not offered by the cuda backend; it keeps f16")
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
-        self.device = _device()
+        self.device = device()
         self._weights = load(model.weights, model.spec, self.device) if weights is None else weights
         self._angles = angles_of(model.spec, model.spec.context, self.device)
         self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
@@ -322,12 +325,23 @@ class Graph:
         return hidden, logits
 
 
-def _device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return torch.device("cpu")
-    raise BackendError("the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu")
+def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
+    """Open a model on a GPU that runs a test kernel and has room for the weights.
+
+    Otherwise a BackendError says why not, and no GPU memory stays allocated."""
+    kernel_ran()
+    on, needed = device(), weight_bytes(model) + SCRATCH
+    free = int(torch.cuda.mem_get_info(on)[0]) if on.type == "cuda" else needed
+    if needed <= free:
+        with contextlib.suppress(torch.OutOfMemoryError):  # another process may have allocated since
+            return CudaBackend(model, config)
+        torch.cuda.empty_cache()
+    raise BackendError(f"the model needs {needed / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are free")
+
+
+def weight_bytes(model: Model) -> int:
+    """Of the weights in half precision, as ops.load stores them (all but the norms, which are small)."""
+    return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
 
 
 def _sampler(config: EngineConfig) -> Any:

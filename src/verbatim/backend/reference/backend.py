@@ -26,14 +26,21 @@ NUMERICS_VERSION = "reference-1"
 
 class ReferenceBackend:
     """With config.check every slot of the cache remembers what was written there, and every read is verified (canary.py).
-    `note` goes into info.detail: why this backend and not a faster one."""
+    `note` goes into info.detail: why this backend and not the cpu's; `gpu_note` is info.note."""
 
     def __init__(
-        self, model: Model, config: EngineConfig | None = None, *, block_size: int = BLOCK_SIZE, note: str = ""
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        *,
+        block_size: int = BLOCK_SIZE,
+        note: str = "",
+        gpu_note: str = "",
     ) -> None:
         self.spec = model.spec
         self.block_size = block_size
         self.config = config or EngineConfig()
+        self._gpu_note = gpu_note
         self._detail = f"numpy {np.__version__}, float32" + (f"; {note}" if note else "")
         self._weights = Floats(model.weights)
         self._caches: tuple[Cache, ...] | None = None
@@ -43,7 +50,7 @@ class ReferenceBackend:
     def info(self) -> BackendInfo:
         kv = self.spec.kv_values * 4 * len(self.spec.layers)
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
-        return BackendInfo("reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv)
+        return BackendInfo("reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv, self._gpu_note)
 
     def block_bytes(self) -> tuple[int, ...]:
         slot = self.spec.kv_values * 4

@@ -1,0 +1,162 @@
+"""What the commands say of the GPU: faked cards everywhere, and the real one under `make test-gpu`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cli_said import Call
+
+from verbatim import backend as backends
+from verbatim.backend import gpu
+from verbatim.base.errors import BackendError
+from verbatim.cli import doctor
+
+REAL = gpu.present()
+needs_card = pytest.mark.skipif(not REAL, reason="needs an NVIDIA GPU: `make test-gpu`")
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU, with PyTorch and Triton installed."""
+    monkeypatch.setattr(gpu, "present", lambda: True)
+    monkeypatch.setattr(gpu, "missing", lambda: None)
+    return monkeypatch
+
+
+def ran(monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
+    def kernel_ran() -> str:
+        if isinstance(result, Exception):
+            raise result
+        return str(result)
+
+    monkeypatch.setattr(doctor, "import_module", lambda _: SimpleNamespace(kernel_ran=kernel_ran))
+
+
+def cuda_line(verbatim: Call) -> tuple[int, str]:
+    said = verbatim("doctor")
+    [line] = [line for line in said.out.splitlines() if line[6:].startswith("cuda ")]
+    return said.code, line
+
+
+def test_doctor_and_version_without_a_gpu(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "present", lambda: False)
+    monkeypatch.setattr(doctor, "import_module", lambda _: pytest.fail("PyTorch was imported"))
+    monkeypatch.setattr(gpu, "missing", lambda: None)
+    _, line = cuda_line(verbatim)
+    assert line.startswith("note")
+    assert "no NVIDIA GPU" in line or "hides the NVIDIA GPUs" in line
+    assert line.endswith("PyTorch and Triton are installed")
+    assert "default backend: cuda" not in verbatim("version").out
+
+
+def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.MonkeyPatch) -> None:
+    card.setattr(gpu, "missing", lambda: "PyTorch is not installed; install verbatim-engine[cuda]")
+    code, line = cuda_line(verbatim)
+    assert code == 0
+    assert line.startswith("note")
+    assert "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-engine[cuda]" in line
+
+
+@pytest.mark.parametrize(
+    ("result", "state", "text"),
+    [
+        ("NVIDIA H200 (sm90)", "ok", "NVIDIA H200 (sm90): a test kernel ran and its result is right"),
+        (
+            BackendError("a test kernel did not run on the GPU: X"),
+            "note",
+            "an NVIDIA GPU is here, but a test kernel did not run",
+        ),
+        (gpu.WrongResult("its result is wrong"), "BAD", "an NVIDIA GPU is here, but its result is wrong"),
+        (OSError("libcudart.so.12"), "BAD", "cannot be imported: libcudart.so.12; install verbatim-engine[cuda] again"),
+    ],
+)
+def test_doctor_tells_installed_from_ran(result: Any, state: str, text: str, verbatim: Call, card: pytest.MonkeyPatch) -> None:
+    ran(card, result)
+    code, line = cuda_line(verbatim)
+    assert line.split()[0] == state
+    assert text in line
+    assert code == (state == "BAD")
+
+
+def test_version_with_a_gpu_runs_nothing(verbatim: Call, card: pytest.MonkeyPatch) -> None:
+    said = verbatim("version").out
+    assert "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test kernel" in said
+    assert "default backend: cuda" in said
+
+
+def test_a_fallback_is_noted_once_and_not_with_quiet_or_json(verbatim: Call, card: pytest.MonkeyPatch) -> None:
+    real = backends.import_module
+
+    def imported(name: str) -> Any:
+        if name == "verbatim.backend.cuda":
+            raise OSError("libcuda is broken")
+        return real(name)
+
+    card.setattr(backends, "import_module", imported)
+    wanted = "cuda is not used: PyTorch or Triton cannot be imported: libcuda is broken"
+    asked = ("run", "--max-tokens", "2", "the")
+    said = verbatim(*asked)
+    assert said.code == 0
+    assert said.err.count(wanted) == 1
+    assert wanted in said.err.splitlines()[0]
+    assert " · cuda " not in said.err.splitlines()[-1]
+    assert wanted not in verbatim(*asked, "--quiet").err
+    json_said = verbatim(*asked, "--json")
+    assert wanted not in json_said.err
+    assert json_said.json["backend"]["note"] == wanted
+    assert wanted not in verbatim(*asked, "--backend", "reference").err
+
+
+def test_a_receipt_of_the_cpu_is_replayed_by_the_cpu(verbatim: Call, card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """auto would use the GPU, whose numerics are others."""
+    pytest.importorskip("verbatim.backend.cpu._native")
+    card.setenv("CUDA_VISIBLE_DEVICES", "0")
+    receipt = tmp_path / "receipt.json"
+    assert verbatim("run", "--backend", "cpu", "--max-tokens", "4", "--save-receipt", str(receipt), "the").code == 0
+    assert json.loads(receipt.read_text())["backend"] == "cpu"
+    card.setattr(gpu, "present", lambda: bool(gpu.os.environ.get("CUDA_VISIBLE_DEVICES")))
+    card.setattr(backends, "_auto_cuda", lambda *_: pytest.fail("the GPU was used"))
+    assert verbatim("replay", str(receipt)).code == 0
+
+
+# ------------------------------------------------------------------------------------------------------ the real card
+
+
+@needs_card
+def test_run_uses_the_card_and_says_so(verbatim: Call) -> None:
+    import torch
+
+    said = verbatim("run", "--max-tokens", "8", "the")
+    assert said.code == 0
+    assert f" · cuda {torch.cuda.get_device_name()}" in said.err.splitlines()[-1]
+    assert "cuda is not used" not in said.err
+    again = verbatim("run", "--max-tokens", "8", "the")
+    assert again.out == said.out
+
+
+@needs_card
+def test_doctor_runs_a_kernel_on_the_card(verbatim: Call) -> None:
+    code, line = cuda_line(verbatim)
+    assert code == 0
+    assert line.startswith("ok")
+    assert "a test kernel ran and its result is right" in line
+
+
+@needs_card
+def test_the_default_model_on_the_card(verbatim: Call, default_model: Path) -> None:
+    """Alone and beside others, generated and re-scored: the same tokens and log-probabilities."""
+    from verbatim import LLM, SamplingParams
+
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=3, logprobs=1)
+    prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
+    with LLM(default_model, context=512) as llm:
+        assert llm.parts.backend.info.name == "cuda"
+        together = llm.generate(prompts, params)
+        for prompt, done in zip(prompts, together, strict=True):
+            assert llm.generate(prompt, params).token_ids == done.token_ids
+            score = llm.score([*done.prompt_ids, *done.token_ids]).logprobs[len(done.prompt_ids) :]
+            assert [entry.logprob for entry in score if entry is not None] == [e.logprob for e in done.logprobs]
