@@ -10,7 +10,7 @@ CPU     = src/verbatim/backend/cpu
 NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
 CHECKED = src tests bench examples
 
-.PHONY: run chat test lint format soak clients bench clean
+.PHONY: run chat test test-gpu lint format soak clients bench clean
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -20,6 +20,16 @@ chat: $(VENV)/.installed
 
 test: lint
 	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
+
+# Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch, Triton, pytest and the build
+# tools (scikit-build-core, nanobind, CMake), and neither a network nor the other test tools. The package is built into build/gpu.
+GPU_TESTS = tests/backend tests/parity/test_score.py tests/cli/test_cli_gpu.py tests/cpu/test_native_sampler.py
+test-gpu:
+	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) tests/gpu_check.py
+	@echo "building verbatim into build/gpu"
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-index --no-deps --no-build-isolation \
+		--upgrade --target build/gpu -C build-dir=build/gpu-cmake .
+	PYTHONPATH=$(CURDIR)/build/gpu:$$PYTHONPATH VERBATIM_TEST_GPU=1 $(PYTHON) -m pytest -c tests/gpu.ini --rootdir . $(GPU_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CHECKED)

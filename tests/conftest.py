@@ -6,11 +6,23 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-# One profile: the same examples in every run and on every machine, no deadline (two shared cores make any deadline a lottery).
-settings.register_profile("ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+try:
+    from hypothesis import HealthCheck, settings
+except ModuleNotFoundError:  # `make test-gpu` runs without it
+    pass
+else:
+    # One profile: the same examples in every run and on every machine, no deadline (two shared cores make any deadline a lottery).
+    settings.register_profile(
+        "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# The suite tests the CPU on every machine: without this, backend=auto would use a GPU where there is one.
+# `make test-gpu` sets VERBATIM_TEST_GPU and runs the tests of the card.
+ON_GPU = os.environ.get("VERBATIM_TEST_GPU") == "1"
+if not ON_GPU:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +30,6 @@ def default_model() -> Path:
     """The default model's GGUF file, fetched once into the cache by the catalog."""
     from verbatim.weights import catalog
 
+    if ON_GPU and not catalog.list_models()[0].ready:  # machines with a GPU may have no network
+        pytest.skip("the default model is not in the cache; VERBATIM_CACHE names a directory that holds it")
     return catalog.resolve(catalog.DEFAULT)

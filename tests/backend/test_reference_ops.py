@@ -6,6 +6,8 @@ import math
 
 import numpy as np
 import pytest
+
+pytest.importorskip("hypothesis")  # not a tool of `make test-gpu`
 from hypothesis import given
 from hypothesis import strategies as st
 
