@@ -54,6 +54,7 @@ class CpuBackend:
             raise BackendError(f"the cpu backend cannot run this model: {reason}; use backend='reference'")
         self.spec = spec = model.spec
         self.block_size = BLOCK_SIZE
+        self.overlap = False
         self.config = config
         self._model = model
         try:
@@ -83,6 +84,9 @@ class CpuBackend:
         kv = sum(self._engine.block_bytes()) // BLOCK_SIZE
         numerics = NUMERICS_VERSION if self.config.kv_type == "f16" else f"{NUMERICS_VERSION}-{self.config.kv_type}"
         return BackendInfo("cpu", self._engine.isa, self._engine.threads, numerics, self._weight_bytes, kv)
+
+    def available_memory(self) -> None:
+        return None  # the KV cache is in main memory
 
     def block_bytes(self) -> tuple[int, ...]:
         return tuple(self._engine.block_bytes())

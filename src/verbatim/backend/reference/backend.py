@@ -32,6 +32,7 @@ class ReferenceBackend:
         self, model: Model, config: EngineConfig | None = None, *, block_size: int = BLOCK_SIZE, note: str = ""
     ) -> None:
         self.spec = model.spec
+        self.overlap = False
         self.block_size = block_size
         self.config = config or EngineConfig()
         self._detail = f"numpy {np.__version__}, float32" + (f"; {note}" if note else "")
@@ -44,6 +45,9 @@ class ReferenceBackend:
         kv = self.spec.kv_values * 4 * len(self.spec.layers)
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
         return BackendInfo("reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv)
+
+    def available_memory(self) -> None:
+        return None  # the KV cache is in main memory
 
     def block_bytes(self) -> tuple[int, ...]:
         slot = self.spec.kv_values * 4
