@@ -185,6 +185,7 @@ class ByteTokenizer:
     vocab_size = 260
     bos_id: int | None = BOS
     eos_ids: tuple[int, ...] = (EOS,)
+    space_prefix = False
 
     def __init__(self) -> None:
         self.control_tokens = {name: 256 + i for i, name in enumerate(self.NAMES)}
