@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.base.errors import RequestError
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.server.fields import Rule
 from verbatim.server.messages import ModelFacts, WireFinish
 from verbatim.server.problems import Problem, problem_of
@@ -135,7 +135,7 @@ def _check_limits(values: Mapping[str, Any], limits: Limits, facts: ModelFacts, 
                 f"{name}: {values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
                 name,
             )
-    for name in ("json_schema", "regex", "grammar", "choice"):
+    for name in STRUCTURE:
         value = values.get(name)
         size = len(value.encode()) if isinstance(value, str) else len(json.dumps(value)) if value is not None else 0
         if size > limits.max_schema_bytes:

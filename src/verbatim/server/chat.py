@@ -12,6 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.params import STRUCTURE
 from verbatim.server import asks
 from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, new_id
 from verbatim.server.completions import closing, reports_of, stream_options
@@ -52,7 +53,6 @@ RESERVED = (
     "tokenizer",
     "template",
 )
-STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
 class Ask:
@@ -116,7 +116,7 @@ class Ask:
 
     def _only_structure(self, name: str) -> None:
         own = self._own(name)
-        for other in STRUCTURES:
+        for other in STRUCTURE:
             if other in self.values:
                 raise Problem(
                     "invalid_parameter", f"{own}: only one structure at a time, and {self._own(other)} is set too", own
@@ -147,7 +147,7 @@ class Ask:
         strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
         if not self.tools or not (strict or schema is not None):
             return
-        if strict and any(name in self.values for name in STRUCTURES if name != "json_schema"):
+        if strict and any(name in self.values for name in STRUCTURE if name != "json_schema"):
             where = f"tools[{strict[0]}].function.strict"
             raise Problem("invalid_parameter", f"{where}: only one structure at a time", where)
         single = self.body.get("parallel_tool_calls") is False
@@ -162,7 +162,7 @@ class Ask:
         self.names["grammar"] = "tools"
 
     def _check_continued(self) -> None:
-        if self.continues and any(name in self.values for name in STRUCTURES):
+        if self.continues and any(name in self.values for name in STRUCTURE):
             own = self._own("messages")
             raise Problem(
                 "invalid_parameter", f"{own}: an answer whose beginning is given cannot be held to a structure or a tool", own

@@ -20,13 +20,10 @@ from verbatim.server.fields import OLLAMA_CHAT
 from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation
 from verbatim.server.jsons import dumps, written
 from verbatim.server.messages import Generate, Generated, WireFinish
+from verbatim.server.parts import OLLAMA_PARAMS
 from verbatim.server.problems import Problem
 
-# Ollama's option -> ours
-OPTIONS = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
-    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "stop": "stop",
-}  # fmt: skip
+OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama's option -> our parameter
 NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "max_tokens": "options.num_predict",
