@@ -32,6 +32,7 @@ from verbatim.server.messages import (
     ToEngine,
     Tokenize,
     Tokenized,
+    TopLogprob,
     WireChoice,
     WireDelta,
     WireError,
@@ -45,7 +46,7 @@ from verbatim.server.problems import Problem
 from verbatim.server.results import wire_finish
 
 FINISH = WireFinish("stop", "\n\n", stop_string=True)
-LOGPROBS = [WireLogprob(7, None, b"\xff", None), WireLogprob(8, -0.5, b"a", [[9, -1.5, b"b"]])]
+LOGPROBS = [WireLogprob(7, None, b"\xff", None), WireLogprob(8, -0.5, b"a", [TopLogprob(9, -1.5, b"b")])]
 EXPLAIN = [{"token": 8, "top": [], "row": None, "mask": None}]
 FACTS = ModelFacts("m", "d", "vb-1", 64, 260, 8, True, True, False, "hermes", frozenset((256, 257)), False, 1)
 TO_ENGINE: list[ToEngine] = [
@@ -134,6 +135,7 @@ WRONG: list[tuple[list[Any], str]] = [
     (["Deltas", [["r", 0, "a", [8], None, [3], []]]], "holds a int"),
     (["Deltas", [["r", "0", "a", [8], None, [], []]]], "WireDelta.choice cannot be a str"),
     (["Deltas", [["r", 0, "a", [8], [], [], []]]], "WireFinish has 4 fields, and 0 came"),
+    (["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], []]]], "TopLogprob has 3 fields"),
     (["Deltas", [{}]], "holds a dict"),
     (["Accepted", "r", True], "Accepted.text cannot be a bool"),
     (["Ready", []], "ModelFacts has 13 fields, and 0 came"),

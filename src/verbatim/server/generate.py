@@ -14,7 +14,14 @@ from typing import Any
 from verbatim.base.records import Usage
 from verbatim.server.asks import check_finish
 from verbatim.server.call import Call
-from verbatim.server.messages import Generated, ModelFacts, WireDelta, WireFinish, WireLogprob
+from verbatim.server.messages import (
+    Generated,
+    ModelFacts,
+    TopLogprob,
+    WireDelta,
+    WireFinish,
+    WireLogprob,
+)
 from verbatim.server.running import Running
 from verbatim.text.decode import TextDecoder
 
@@ -211,7 +218,7 @@ def completion_logprobs(items: Sequence[WireLogprob], top: int, places: Places) 
     }
 
 
-def _best(best: Sequence[Any] | None, top: int) -> dict[str, float] | None:
+def _best(best: Sequence[TopLogprob] | None, top: int) -> dict[str, float] | None:
     """None: the first token of a prompt, which has no alternatives."""
     return None if best is None else {spelled(raw): floor(logprob) for _, logprob, raw in best[:top]}
 

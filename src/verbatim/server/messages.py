@@ -172,6 +172,14 @@ class WireFinish:
     fields: list[str] = field(default_factory=list)  # reason "error": the parameters at fault
 
 
+class TopLogprob(NamedTuple):
+    """One alternative of a token. A named tuple: there may be 1024 per token."""
+
+    token: int
+    logprob: float
+    raw: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class WireLogprob:
     """base.records.TokenLogprob with the bytes of each token: OpenAI's answers show them, and the
@@ -180,12 +188,12 @@ class WireLogprob:
     token: int
     logprob: float | None
     raw: bytes
-    top: list[Any] | None  # [token, logprob, raw] for each alternative, the most likely first
+    top: Sequence[TopLogprob] | None  # the most likely first
 
 
 class WireDelta(NamedTuple):
-    """What one choice of one request gained in one step. A named tuple, because one is made per
-    token in each process: a frozen dataclass costs 2 us more to make and 3 us more to pack."""
+    """What one choice of one request gained in one step. A named tuple, because each process makes
+    one per token: 4 us to encode and decode on a Neoverse-N1, 9 us as a frozen dataclass."""
 
     request_id: str
     choice: int  # its index

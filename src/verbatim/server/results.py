@@ -13,6 +13,7 @@ from verbatim.observe.receipt import digest_of
 from verbatim.server.messages import (
     Generated,
     ModelFacts,
+    TopLogprob,
     WireChoice,
     WireDelta,
     WireFinish,
@@ -125,7 +126,8 @@ class ResultEncoder:
     def _logprobs(self, items: Sequence[TokenLogprob]) -> list[WireLogprob]:
         raw = self._token_bytes
         return [
-            WireLogprob(item.token, item.logprob, raw(item.token), [[t, lp, raw(t)] for t, lp in item.top]) for item in items
+            WireLogprob(item.token, item.logprob, raw(item.token), [TopLogprob(t, lp, raw(t)) for t, lp in item.top])
+            for item in items
         ]
 
     def _prompt_logprobs(self, completion: Completion) -> list[WireLogprob]:
