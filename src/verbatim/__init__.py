@@ -1,26 +1,104 @@
-"""Verbatim: the same tokens, always. `from verbatim import LLM, SamplingParams`."""
+"""Verbatim: the same tokens, always. `from verbatim import LLM, SamplingParams`.
+
+Exports every name in the signatures of LLM, AsyncEngine and their streams. Parameters, settings,
+errors and records are imported here; the engine, which loads NumPy and the backends, is imported on
+first use.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.errors import VerbatimError
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import (
+    BackendError,
+    CancelledError,
+    CapacityError,
+    ContextError,
+    ModelError,
+    OverloadedError,
+    ParameterError,
+    RequestError,
+    UnavailableError,
+    UnknownParameterError,
+    UnsupportedError,
+    VerbatimError,
+)
 from verbatim.base.params import SamplingParams
+from verbatim.base.records import (
+    Choice,
+    Completion,
+    Delta,
+    Finish,
+    FinishReason,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
 
 if TYPE_CHECKING:
     from verbatim.engine.aio import AsyncEngine
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.llm import LLM, Prompt, Stream, Vote
+    from verbatim.engine.opened import Message
+    from verbatim.engine.parts import Progress
+    from verbatim.engine.readers import AsyncStream
+    from verbatim.engine.score import Score
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "VerbatimError", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "AsyncStream",
+    "BackendError",
+    "CancelledError",
+    "CapacityError",
+    "Choice",
+    "Completion",
+    "ContextError",
+    "Delta",
+    "EngineConfig",
+    "Finish",
+    "FinishReason",
+    "Message",
+    "ModelError",
+    "OverloadedError",
+    "ParameterError",
+    "Progress",
+    "Prompt",
+    "RequestError",
+    "SamplingParams",
+    "Score",
+    "Stream",
+    "Timings",
+    "TokenLogprob",
+    "UnavailableError",
+    "UnknownParameterError",
+    "UnsupportedError",
+    "Usage",
+    "VerbatimError",
+    "Vote",
+    "__version__",
+]
 
-_LAZY = {"LLM": "verbatim.engine.llm", "AsyncEngine": "verbatim.engine.aio"}
+_LAZY = {
+    **dict.fromkeys(("LLM", "Prompt", "Stream", "Vote"), "verbatim.engine.llm"),
+    "AsyncEngine": "verbatim.engine.aio",
+    "AsyncStream": "verbatim.engine.readers",
+    "Message": "verbatim.engine.opened",
+    "Progress": "verbatim.engine.parts",
+    "Score": "verbatim.engine.score",
+}
 
 
-def __getattr__(name: str) -> Any:
-    """LLM and AsyncEngine load NumPy and the backends; they are imported when first named, so that errors and parameters stay cheap."""
-    if name in _LAZY:
-        from importlib import import_module
+if not TYPE_CHECKING:  # a type checker reads the imports above and reports a misspelt name
 
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'verbatim' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            from importlib import import_module
+
+            return getattr(import_module(_LAZY[name]), name)
+        raise AttributeError(f"module 'verbatim' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

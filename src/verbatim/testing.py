@@ -45,8 +45,8 @@ class CanaryError(AssertionError):
 
 class FakeBackend:
     """`pipeline`: draw with the real sampler from hashed logits. Otherwise the token itself is a hash: much faster, and sampling parameters
-    beyond withheld ids mean nothing. `known`: gives a sequence's tokens, for the canary's strictest check. `ahead`: scribble over the place behind
-    every draw, as a backend does that begins the next step before it is asked."""
+    beyond withheld ids mean nothing. `known`: gives a sequence's tokens, for the canary's strictest check. `overlap`: overwrite the KV slot
+    behind every sampled token, as a backend does that launches the next step early."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class FakeBackend:
         pipeline: bool = True,
         canary: bool = False,
         known: Callable[[int], Sequence[int]] | None = None,
-        ahead: bool = False,
+        overlap: bool = False,
     ) -> None:
         self.spec = spec or fake_spec()
-        self.ahead = ahead
+        self.overlap = overlap
         self.block_size = block_size
         self.pipeline = pipeline
         self.canary = canary
@@ -73,6 +73,9 @@ class FakeBackend:
     @property
     def info(self) -> BackendInfo:
         return BackendInfo("fake", "hash", 1, "fake-1", weight_bytes=0, kv_token_bytes=16)
+
+    def available_memory(self) -> None:
+        return None  # the fake KV cache is in main memory
 
     def block_bytes(self) -> tuple[int, ...]:
         return tuple(16 * self.block_size * len(g.layers) for g in self.spec.groups)
@@ -104,7 +107,7 @@ class FakeBackend:
         hidden = np.array([self._hidden(n) for n in numbers], np.float32) if step.hidden else None
         drawn = self._draw(step, numbers[len(numbers) - step.draws :]) if step.draws else ()
         behind = step.end // self.block_size
-        if self.ahead and step.draws and all(behind < len(table) for table in step.blocks):
+        if self.overlap and step.draws and all(behind < len(table) for table in step.blocks):
             for table, slots in zip(step.blocks, self.slots, strict=True):
                 slots[table[behind]][step.end % self.block_size] = (step.end, -1, 0)
         return SeqResult(step.seq_id, drawn, scored, hidden)
@@ -182,6 +185,7 @@ class ByteTokenizer:
     vocab_size = 260
     bos_id: int | None = BOS
     eos_ids: tuple[int, ...] = (EOS,)
+    space_prefix = False
 
     def __init__(self) -> None:
         self.control_tokens = {name: 256 + i for i, name in enumerate(self.NAMES)}

@@ -321,8 +321,8 @@ def test_the_step_behind_needs_a_place() -> None:
 
 def test_a_mixture_begins_nothing() -> None:
     """Its rows are sorted on the host in every layer: there would be nothing to gain."""
-    assert not opened(small("qwen3moe")).ahead  # type: ignore[attr-defined]
-    assert opened(small("llama")).ahead  # type: ignore[attr-defined]
+    assert not opened(small("qwen3moe")).overlap
+    assert opened(small("llama")).overlap
 
 
 def test_parts_of_runs_are_runs() -> None:

@@ -45,7 +45,7 @@ class Rig:
             ahead=ahead,
         )
         self.drafts: dict[int, tuple[int, ...]] = {}
-        self.backend = FakeBackend(spec, block_size=block_size, pipeline=False, canary=True, known=self._known, ahead=ahead)
+        self.backend = FakeBackend(spec, block_size=block_size, pipeline=False, canary=True, known=self._known, overlap=ahead)
         self.backend.allocate(counts)
         self.everyone: dict[int, Sequence] = {}
         self.ended: dict[int, TokenEvent] = {}

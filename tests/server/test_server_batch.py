@@ -249,13 +249,13 @@ def test_few_answers_with_rows_run_at_once(fake: Any) -> None:
 
 
 def test_rows_that_nobody_asked_for_are_not_kept() -> None:
-    from verbatim.server.jobs import forget_rows
+    from verbatim.server.results import drop_rows
 
     with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
         stream = llm.stream("x", SamplingParams(max_tokens=4, explain=1, receipt=True, ignore_eos=True))
         held = [record for delta in stream for record in delta.explain]
         assert all(record["row"] for record in held)
-        forget_rows(held)
+        drop_rows(held)
         assert stream.completion is not None
         kept = stream.completion.choices[0].explain
         assert [record["row"] for record in kept] == [None] * 4  # they are the same records: nothing else holds a row

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verbatim.server.messages import Generate, ModelFacts, decode_to_engine, encode
 from verbatim.server.toolformat import detect_format
 from verbatim.server.tools import ToolParser, forced_schema, read_calls, template_messages
 
@@ -30,8 +31,22 @@ TOOL = {
     },
 }
 
-NO_TOOLS = {"template_tools": False, "template_calls": False}  # what the model's chat template knows
-ALL_TOOLS = {"template_tools": True, "template_calls": True}
+ALL_TOOLS = ModelFacts(
+    name="m",
+    digest="",
+    fingerprint="",
+    context=64,
+    vocab=8,
+    hidden=4,
+    has_template=True,
+    template_tools=True,
+    template_calls=True,
+    tool_format="hermes",
+    control=frozenset(),
+    space_prefix=False,
+    longest_token=1,
+)
+NO_TOOLS = replace(ALL_TOOLS, template_tools=False, template_calls=False)
 
 # (format, text, calls as (name, arguments), text that is left)
 CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
@@ -130,7 +145,7 @@ def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
     assert native[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
     assert native[2]["content"] is None  # a template may tell a call from an answer by that
     assert native[3]["tool_call_id"] == "c1"
-    half = template_messages(history, [TOOL], {"template_tools": True, "template_calls": False})
+    half = template_messages(history, [TOOL], replace(ALL_TOOLS, template_calls=False))
     assert half[0] == native[0]
     assert half[2] == told[2]  # a call that the template would drop is spelled out
 
@@ -369,15 +384,15 @@ def test_odd_arguments_lose_nothing_and_cost_no_5xx(fake: Any, arguments: str) -
 
 @pytest.mark.parametrize("arguments", ODD)
 def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
-    from verbatim.server import anthropic, wire
+    from verbatim.server import anthropic
 
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     talk = [{"role": "assistant", "tool_calls": [call]}]
     (made,) = template_messages(talk, [], ALL_TOOLS)
     (spelled,) = template_messages(talk, [], NO_TOOLS)
-    frame = wire.pack({"t": "submit", "messages": [made, spelled]})
+    sent_message = Generate("r", "t", {}, stream=False, messages=[made, spelled])
     sent = made["tool_calls"][0]["function"]["arguments"]
-    assert msgpack.unpackb(frame[4:])["messages"][0] == made
+    assert decode_to_engine(encode(sent_message)) == sent_message
     assert sent == arguments or json.loads(arguments) == sent
     read = read_calls('{"name": "f", "arguments": ' + arguments + "}", {"f"})
     assert [c.arguments for c in read] == ([] if ODD[arguments] is None else [ODD[arguments]])

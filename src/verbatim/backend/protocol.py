@@ -1,7 +1,9 @@
-"""What a backend is: it owns weights, cache memory and kernels, and turns a StepPlan into a StepResult.
+"""The backend interface: a backend owns weights, KV cache memory and kernels; it executes a StepPlan
+and returns a StepResult.
 
-It keeps no state about requests: the plan says which tokens, at which positions, in which blocks, and how to draw. Two things it may have beside
-what is below: `available_memory()`, where it has memory of its own, and `ahead`, if it begins steps before it is asked and wants their blocks early.
+A backend keeps no state about requests. The plan says which tokens, at which positions, in which
+blocks, and how to sample. What one backend can do and another cannot is a typed member of the
+protocol, stated by every backend; the engine never probes for an attribute.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from verbatim.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """For the fingerprint, the closing line and the cost card."""
+    """Facts about an opened backend, for the fingerprint, the closing line and the cost card."""
 
     name: str  # reference, cpu, cuda
     detail: str  # instruction set, device
@@ -29,6 +31,9 @@ class BackendInfo:
 class Backend(Protocol):
     spec: ModelSpec
     block_size: int
+    overlap: bool
+    """Whether the backend launches step N+1 before the host has read step N's tokens. The scheduler
+    then allocates the KV block of a sequence's next position one step early."""
 
     @property
     def info(self) -> BackendInfo: ...
@@ -36,8 +41,12 @@ class Backend(Protocol):
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each cache group (all layers of the group, keys and values)."""
 
+    def available_memory(self) -> int | None:
+        """Free device memory in bytes; None if the KV cache is in the machine's main memory, where
+        the operating system's figure holds."""
+
     def allocate(self, blocks: tuple[int, ...]) -> None:
-        """Take memory for this many blocks of each group. Called once, before the first step."""
+        """Allocate this many blocks of each group. Called once, before the first step."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 

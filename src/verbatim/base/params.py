@@ -1,8 +1,8 @@
-"""SamplingParams: everything that a request may ask of the generation, checked when it is made.
+"""SamplingParams: every parameter of a request, checked when the object is made.
 
-One table, FIELDS, holds each parameter's kind, range, default and one line of help. The dataclass, its validation, the command
-line's flags, the server's fields and the documentation's table are all read from it, so that no parameter can exist in
-one place and be forgotten in another.
+Each parameter is declared once, as a field of SamplingParams with its kind, default, help and range.
+FIELDS is the table of these rules; validation, the command line's flags, the server's fields and the
+table in the documentation are all made from it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
@@ -36,79 +36,18 @@ class Field:
     high: float | None = None
     above: float | None = None
     choices: tuple[Any, ...] = ()
-    optional: bool = False  # None is allowed and means "not asked for"
     history: bool = False  # the sampler needs the tokens so far when this differs from its default
 
+    @property
+    def optional(self) -> bool:
+        """Whether None is allowed; it means that the parameter is not set."""
+        return self.default is None
 
-FIELDS: dict[str, Field] = {
-    # length and stopping
-    "max_tokens": Field("int", None, "most tokens to write; missing: up to the context's end", low=0, high=MOST, optional=True),
-    "min_tokens": Field("int", 0, "no end-of-sequence or stop before this many tokens", low=0, high=MOST),
-    "stop": Field("strings", (), "strings that end the answer; they are not part of it"),
-    "stop_token_ids": Field("ids", (), "token ids that end the answer"),
-    "include_stop": Field("bool", False, "keep the stop string in the text"),
-    "ignore_eos": Field("bool", False, "do not end at the model's end-of-sequence tokens"),
-    "skip_special": Field("bool", True, "leave control tokens out of the text"),
-    "on_loop": Field("choice", "report", "what to do when the output repeats itself", choices=("report", "stop")),
-    # the distribution, in the order in which it is applied
-    "logit_bias": Field("bias", (), "token id -> number added to its logit", low=-100, high=100),
-    "allowed_token_ids": Field("ids", None, "only these ids may be drawn", optional=True),
-    "banned_token_ids": Field("ids", (), "these ids are never drawn"),
-    "repetition_penalty": Field(
-        "float", 1.0, "divides positive, multiplies negative logits of seen ids", above=0, high=10, history=True
-    ),
-    "frequency_penalty": Field("float", 0.0, "subtracted once for each time the id was written", low=-2, high=2, history=True),
-    "presence_penalty": Field("float", 0.0, "subtracted once if the id was written", low=-2, high=2, history=True),
-    "dry_multiplier": Field(
-        "float", 0.0, "DRY: strength of the penalty on continuing a repeat; 0 is off", low=0, high=100, history=True
-    ),
-    "dry_base": Field("float", 1.75, "DRY: growth for each further token of the repeat", low=1, high=8),
-    "dry_allowed_length": Field("int", 2, "DRY: repeats up to this length are free", low=1, high=1000),
-    "dry_range": Field("int", 0, "DRY: look back this many tokens; 0 is all", low=0, high=MOST),
-    "dry_breakers": Field("strings", ("\n", ":", '"', "*"), "DRY: a repeat never reaches across these strings"),
-    "no_repeat_ngram": Field("int", 0, "no run of this many tokens appears twice; 0 is off", low=0, high=1000, history=True),
-    "temperature": Field("float", 1.0, "0 is the most likely token, always; 1 the model's own distribution", low=0, high=100),
-    "top_k": Field("int", 0, "keep the k most likely; 0 is off", low=0, high=MOST),
-    "top_p": Field("float", 1.0, "keep the smallest set with at least this mass", above=0, high=1),
-    "min_p": Field("float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1),
-    "typical_p": Field("float", 1.0, "keep the most typical set with at least this mass", above=0, high=1),
-    "top_n_sigma": Field("float", 0.0, "keep logits within n standard deviations of the best; 0 is off", low=0, high=1000),
-    "xtc_probability": Field("float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1),
-    "xtc_threshold": Field("float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1),
-    "seed": Field(
-        "int", None, "makes the draw repeatable; missing: one is chosen and reported", low=0, high=2**63 - 1, optional=True
-    ),
-    # how many answers
-    "n": Field("int", 1, "answers to return", low=1, high=1024),
-    "best_of": Field(
-        "int", None, "write this many, return the n with the best mean log-probability", low=1, high=1024, optional=True
-    ),
-    "num_beams": Field("int", 1, "beam search with this many beams; 1 is off", low=1, high=256),
-    "num_return_sequences": Field("int", None, "beams to return (beam search only)", low=1, high=256, optional=True),
-    "length_penalty": Field("float", 1.0, "beam search: score is divided by length to this power", low=-10, high=10),
-    "early_stopping": Field("choice", False, "beam search: when to stop", choices=(True, False, "never")),
-    "num_beam_groups": Field("int", 1, "beam search: groups that avoid each other's tokens", low=1, high=256),
-    "diversity_penalty": Field(
-        "float", 0.0, "beam search: subtracted for each earlier group's use of the token", low=0, high=100
-    ),
-    # structure
-    "json_schema": Field("schema", None, "the answer is JSON valid under this schema", optional=True),
-    "regex": Field("str", None, "the answer matches this regular expression", optional=True),
-    "grammar": Field("str", None, "the answer is in the language of this Lark grammar", optional=True),
-    "choice": Field("strings", None, "the answer is one of these strings", optional=True),
-    # reports
-    "logprobs": Field(
-        "int", None, "report each token's log-probability and this many alternatives", low=0, high=MAX_LOGPROBS, optional=True
-    ),
-    "prompt_logprobs": Field("int", None, "the same for the prompt's tokens", low=0, high=MAX_LOGPROBS, optional=True),
-    "logprobs_mode": Field("choice", "raw", "the model's distribution, or the one drawn from", choices=("raw", "processed")),
-    "explain": Field("int", 0, "explain each token with this many top candidates", low=0, high=MAX_LOGPROBS),
-    "receipt": Field("bool", False, "return all that is needed to replay the answer"),
-    # the engine
-    "speculate": Field("str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting", optional=True),
-    "priority": Field("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1),
-    "cache_salt": Field("str", "", "requests share cached prefixes only under the same salt"),
-}
+
+def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
+    """A field of SamplingParams with its rule. Typed Any, so that the field keeps its annotation."""
+    return field(default=default, metadata={"rule": Field(kind, default, help, **rule)})
+
 
 STRUCTURE = ("json_schema", "regex", "grammar", "choice")
 
@@ -120,55 +59,87 @@ class SamplingParams:
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop="\\n\\n")
     """
 
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop: bool = False
-    ignore_eos: bool = False
-    skip_special: bool = True
-    on_loop: str = "report"
-    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    allowed_token_ids: Sequence[int] | None = None
-    banned_token_ids: Sequence[int] = ()
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = 0
-    dry_breakers: str | Sequence[str] = ("\n", ":", '"', "*")
-    no_repeat_ngram: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    seed: int | None = None
-    n: int = 1
-    best_of: int | None = None
-    num_beams: int = 1
-    num_return_sequences: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    num_beam_groups: int = 1
-    diversity_penalty: float = 0.0
-    json_schema: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    grammar: str | None = None
-    choice: Sequence[str] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    logprobs_mode: str = "raw"
-    explain: int = 0
-    receipt: bool = False
-    speculate: str | None = None
-    priority: int = 0
-    cache_salt: str = ""
+    # length and stopping
+    max_tokens: int | None = declared("int", None, "most tokens to write; missing: up to the context's end", low=0, high=MOST)
+    min_tokens: int = declared("int", 0, "no end-of-sequence or stop before this many tokens", low=0, high=MOST)
+    stop: str | Sequence[str] = declared("strings", (), "strings that end the answer; they are not part of it")
+    stop_token_ids: Sequence[int] = declared("ids", (), "token ids that end the answer")
+    include_stop: bool = declared("bool", False, "keep the stop string in the text")
+    ignore_eos: bool = declared("bool", False, "do not end at the model's end-of-sequence tokens")
+    skip_special: bool = declared("bool", True, "leave control tokens out of the text")
+    on_loop: str = declared("choice", "report", "what to do when the output repeats itself", choices=("report", "stop"))
+    # the distribution, in the order in which it is applied
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = declared(
+        "bias", (), "token id -> number added to its logit", low=-100, high=100
+    )
+    allowed_token_ids: Sequence[int] | None = declared("ids", None, "only these ids may be drawn")
+    banned_token_ids: Sequence[int] = declared("ids", (), "these ids are never drawn")
+    repetition_penalty: float = declared(
+        "float", 1.0, "divides positive, multiplies negative logits of seen ids", above=0, high=10, history=True
+    )
+    frequency_penalty: float = declared(
+        "float", 0.0, "subtracted once for each time the id was written", low=-2, high=2, history=True
+    )
+    presence_penalty: float = declared("float", 0.0, "subtracted once if the id was written", low=-2, high=2, history=True)
+    dry_multiplier: float = declared(
+        "float", 0.0, "DRY: strength of the penalty on continuing a repeat; 0 is off", low=0, high=100, history=True
+    )
+    dry_base: float = declared("float", 1.75, "DRY: growth for each further token of the repeat", low=1, high=8)
+    dry_allowed_length: int = declared("int", 2, "DRY: repeats up to this length are free", low=1, high=1000)
+    dry_range: int = declared("int", 0, "DRY: look back this many tokens; 0 is all", low=0, high=MOST)
+    dry_breakers: str | Sequence[str] = declared(
+        "strings", ("\n", ":", '"', "*"), "DRY: a repeat never reaches across these strings"
+    )
+    no_repeat_ngram: int = declared(
+        "int", 0, "no run of this many tokens appears twice; 0 is off", low=0, high=1000, history=True
+    )
+    temperature: float = declared(
+        "float", 1.0, "0 is the most likely token, always; 1 the model's own distribution", low=0, high=100
+    )
+    top_k: int = declared("int", 0, "keep the k most likely; 0 is off", low=0, high=MOST)
+    top_p: float = declared("float", 1.0, "keep the smallest set with at least this mass", above=0, high=1)
+    min_p: float = declared("float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1)
+    typical_p: float = declared("float", 1.0, "keep the most typical set with at least this mass", above=0, high=1)
+    top_n_sigma: float = declared(
+        "float", 0.0, "keep logits within n standard deviations of the best; 0 is off", low=0, high=1000
+    )
+    xtc_probability: float = declared("float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1)
+    xtc_threshold: float = declared("float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1)
+    seed: int | None = declared(
+        "int", None, "makes the draw repeatable; missing: one is chosen and reported", low=0, high=2**63 - 1
+    )
+    # how many answers
+    n: int = declared("int", 1, "answers to return", low=1, high=1024)
+    best_of: int | None = declared(
+        "int", None, "write this many, return the n with the best mean log-probability", low=1, high=1024
+    )
+    num_beams: int = declared("int", 1, "beam search with this many beams; 1 is off", low=1, high=256)
+    num_return_sequences: int | None = declared("int", None, "beams to return (beam search only)", low=1, high=256)
+    length_penalty: float = declared("float", 1.0, "beam search: score is divided by length to this power", low=-10, high=10)
+    early_stopping: bool | str = declared("choice", False, "beam search: when to stop", choices=(True, False, "never"))
+    num_beam_groups: int = declared("int", 1, "beam search: groups that avoid each other's tokens", low=1, high=256)
+    diversity_penalty: float = declared(
+        "float", 0.0, "beam search: subtracted for each earlier group's use of the token", low=0, high=100
+    )
+    # structure
+    json_schema: str | Mapping[str, Any] | bool | None = declared("schema", None, "the answer is JSON valid under this schema")
+    regex: str | None = declared("str", None, "the answer matches this regular expression")
+    grammar: str | None = declared("str", None, "the answer is in the language of this Lark grammar")
+    choice: Sequence[str] | None = declared("strings", None, "the answer is one of these strings")
+    # reports
+    logprobs: int | None = declared(
+        "int", None, "report each token's log-probability and this many alternatives", low=0, high=MAX_LOGPROBS
+    )
+    prompt_logprobs: int | None = declared("int", None, "the same for the prompt's tokens", low=0, high=MAX_LOGPROBS)
+    logprobs_mode: str = declared(
+        "choice", "raw", "the model's distribution, or the one drawn from", choices=("raw", "processed")
+    )
+    explain: int = declared("int", 0, "explain each token with this many top candidates", low=0, high=MAX_LOGPROBS)
+    receipt: bool = declared("bool", False, "return all that is needed to replay the answer")
+    # the engine
+    speculate: str | None = declared("str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting")
+    priority: int = declared("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1)
+    cache_salt: str = declared("str", "", "requests share cached prefixes only under the same salt")
 
     def __post_init__(self) -> None:
         for name, rule in FIELDS.items():
@@ -248,7 +219,9 @@ class SamplingParams:
         return self.num_beams if self.num_beams > 1 else (self.best_of or self.n)
 
 
-# asked of every row of every step, so the table is read once
+FIELDS: dict[str, Field] = {f.name: f.metadata["rule"] for f in fields(SamplingParams)}
+
+# read for every row of every step, so it is made once
 _HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
 
 
@@ -269,7 +242,7 @@ SamplingParams.__init__ = _named  # type: ignore[method-assign]
 # fmt: off
 BEAM_REFUSES = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed",
-    "n", "best_of", "speculate", "on_loop", "json_schema", "regex", "grammar", "choice",
+    "n", "best_of", "speculate", "on_loop", *STRUCTURE,
 )
 # fmt: on
 # Values that say what beams do anyway: no randomness, or the model's own distribution; no drafts.

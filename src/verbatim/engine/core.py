@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import OverloadedError, ParameterError, VerbatimError
 from verbatim.base.params import SamplingParams
@@ -46,7 +47,7 @@ class EngineCore:
             context=_context(parts, config),
             fixed=config.context is not None,
             config=config,
-            available=_available(backend),
+            available=backend.available_memory(),
             share=cache_share(parts),
         )
         self.context = self.cache_plan.context
@@ -60,7 +61,7 @@ class EngineCore:
             prefix_cache=config.prefix_cache,
             use_cache=config.use_cache,
             cost=_token_cost(backend),
-            ahead=getattr(backend, "ahead", False),
+            ahead=backend.overlap,
         )
         info = backend.info
         made_of = "\0".join((parts.digest, info.name, info.numerics))
@@ -324,16 +325,10 @@ def _context(parts: Parts, config: EngineConfig) -> int:
     return config.context or most
 
 
-def _token_cost(backend: Any) -> TokenCost:
+def _token_cost(backend: Backend) -> TokenCost:
     card = cost_card(backend.spec, backend.info)
     return TokenCost(card.prompt_ops_token, card.ops_position // len(backend.spec.layers))
 
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _available(backend: Any) -> int | None:
-    """Device memory where the backend knows better than the operating system."""
-    ask = getattr(backend, "available_memory", None)
-    return int(ask()) if ask is not None else None

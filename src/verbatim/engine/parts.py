@@ -26,6 +26,9 @@ Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of 
 class Tokenizer(Protocol):
     """What the engine needs of text/tokenizer.py (and of verbatim.testing.ByteTokenizer)."""
 
+    space_prefix: bool
+    """Whether encoding puts a space before the first word, which decoding takes away again."""
+
     @property
     def vocab_size(self) -> int: ...
 

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.parts import Parts, Tokenizer
 from verbatim.sampling.turns import Share, alone
 
@@ -159,7 +159,7 @@ def _structure(params: SamplingParams, tokenizer: Tokenizer, share: Share, until
     try:
         from verbatim.sampling.grammar import compile_structure
     except ImportError:  # the extra is not installed
-        named = next(f for f in ("json_schema", "regex", "grammar", "choice") if getattr(params, f) is not None)
+        named = next(f for f in STRUCTURE if getattr(params, f) is not None)
         raise UnsupportedError(
             named, "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout"
         ) from None

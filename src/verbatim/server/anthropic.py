@@ -16,6 +16,7 @@ from verbatim.server.chat import Ask, count_tokens
 from verbatim.server.fields import MESSAGES
 from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation, usage_of
 from verbatim.server.jsons import written
+from verbatim.server.messages import Generated, WireFinish
 from verbatim.server.problems import Problem
 from verbatim.server.tools import plain_text
 
@@ -145,12 +146,12 @@ class Answer:
         self.call = ask.call
         self.base: dict[str, Any] = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
 
-    def stop(self, finish: Any, called: bool) -> dict[str, Any]:
+    def stop(self, finish: WireFinish | None, called: bool) -> dict[str, Any]:
         reason = finish_reason(finish)
         if called and reason == "stop":
             return {"stop_reason": "tool_use", "stop_sequence": None}
-        if finish[0] == "stop" and finish[2]:
-            return {"stop_reason": "stop_sequence", "stop_sequence": finish[1]}
+        if finish is not None and finish.stop_string:
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.detail}
         return {"stop_reason": "max_tokens" if reason == "length" else "end_turn", "stop_sequence": None}
 
     def usage(self) -> dict[str, Any]:
@@ -167,19 +168,19 @@ class Answer:
         facts, runs = self.call.state.facts, self.call.runs
         return {
             "seed": self.ask.params.get("seed"),
-            "system_fingerprint": facts["fingerprint"],
+            "system_fingerprint": facts.fingerprint,
             **speculation(runs),
             **extras(runs),
         }
 
     async def whole(self) -> Response:
-        (done,) = await self.call.results()
-        choice = done["choices"][0]
-        text, calls = self.ask.read(choice["text"])
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        text, calls = self.ask.read(choice.text)
         content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() or not calls else []
         content += [{"type": "tool_use", "id": c.id, "name": c.name, "input": written(c.arguments)} for c in calls]
         observe(self.call)
-        made = {**self.base, "content": content, **self.stop(choice["finish"], bool(calls)), "usage": self.usage()}
+        made = {**self.base, "content": content, **self.stop(choice.finish, bool(calls)), "usage": self.usage()}
         return Json({**made, **self.own()})
 
     async def events(self) -> AsyncIterator[bytes]:

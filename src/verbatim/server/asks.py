@@ -8,16 +8,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from verbatim.base.errors import RequestError
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.server.fields import Rule
+from verbatim.server.messages import ModelFacts, WireFinish
 from verbatim.server.problems import Problem, problem_of
 from verbatim.server.settings import Limits
 
-Facts = Mapping[str, Any]
 MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
 
 
@@ -52,7 +52,7 @@ def finish_params(
     values: dict[str, Any],
     *,
     limits: Limits,
-    facts: Facts,
+    facts: ModelFacts,
     prompts: int = 1,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
@@ -101,12 +101,13 @@ def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int 
     return True
 
 
-def check_finish(finish: Sequence[Any] | None, names: Mapping[str, str]) -> None:
-    """An answer that ended in an error is a refusal that came late, and the request's own mistake (bans and a grammar that leave nothing to draw,
-    for instance): an error of the engine's would have ended the engine. The third part of such a finish names the fields (server/jobs.py)."""
-    if finish is None or finish[0] != "error":
+def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
+    """Raise the Problem of a choice that ended in an error. It is the request's own mistake, found
+    late: bans and a grammar that mask every token, for instance. An error of the engine itself
+    would have ended the engine."""
+    if finish is None or finish.reason != "error":
         return
-    why, fields = finish[1] or "the request could not be carried out", finish[2]
+    why, fields = finish.detail or "the request could not be carried out", finish.fields
     if not fields:
         raise Problem("invalid_request", why)
     if len(fields) > 1:
@@ -115,7 +116,7 @@ def check_finish(finish: Sequence[Any] | None, names: Mapping[str, str]) -> None
     raise renamed(Problem("invalid_parameter", message, fields[0]), names)
 
 
-def _check_limits(values: Mapping[str, Any], limits: Limits, facts: Facts, prompts: int) -> None:
+def _check_limits(values: Mapping[str, Any], limits: Limits, facts: ModelFacts, prompts: int) -> None:
     for name in ("logprobs", "prompt_logprobs", "explain"):
         if (values.get(name) or 0) > limits.max_logprobs:
             raise Problem(
@@ -134,7 +135,7 @@ def _check_limits(values: Mapping[str, Any], limits: Limits, facts: Facts, promp
                 f"{name}: {values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
                 name,
             )
-    for name in ("json_schema", "regex", "grammar", "choice"):
+    for name in STRUCTURE:
         value = values.get(name)
         size = len(value.encode()) if isinstance(value, str) else len(json.dumps(value)) if value is not None else 0
         if size > limits.max_schema_bytes:
@@ -144,7 +145,7 @@ def _check_limits(values: Mapping[str, Any], limits: Limits, facts: Facts, promp
     _check_ids(values, limits, facts)
 
 
-def _check_ids(values: Mapping[str, Any], limits: Limits, facts: Facts) -> None:
+def _check_ids(values: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> None:
     for name, rule in FIELDS.items():
         if rule.kind not in ("ids", "bias") or not values.get(name):
             continue
@@ -156,25 +157,25 @@ def _check_ids(values: Mapping[str, Any], limits: Limits, facts: Facts) -> None:
         check_vocabulary(name, [int(i) for i in ids], facts)
 
 
-def check_vocabulary(name: str, ids: list[int], facts: Facts) -> None:
-    size = facts["vocab"]
+def check_vocabulary(name: str, ids: list[int], facts: ModelFacts) -> None:
+    size = facts.vocab
     for token in ids:
         if not 0 <= token < size:
             raise Problem("invalid_parameter", f"{name}: {token} is not a token id of this model (0 to {size - 1})", name)
 
 
-def check_id_count(name: str, ids: list[int], facts: Facts) -> None:
-    if len(ids) > facts["context"]:
-        message = f"{name}: {len(ids)} tokens are more than the context of {facts['context']}"
+def check_id_count(name: str, ids: list[int], facts: ModelFacts) -> None:
+    if len(ids) > facts.context:
+        message = f"{name}: {len(ids)} tokens are more than the context of {facts.context}"
         raise Problem("context_length_exceeded", message, name)
 
 
-def check_text_length(name: str, text: str, facts: Facts) -> None:
+def check_text_length(name: str, text: str, facts: ModelFacts) -> None:
     """A text of more bytes than the longest token times the context cannot fit: no need to tokenise it to know."""
-    most = facts["context"] * facts["longest_token"]
+    most = facts.context * facts.longest_token
     if len(text) > most or len(text.encode()) > most:
         raise Problem(
             "context_length_exceeded",
-            f"{name}: the text has more bytes than {facts['context']} tokens of this model can hold",
+            f"{name}: the text has more bytes than {facts.context} tokens of this model can hold",
             name,
         )

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,11 +21,13 @@ from starlette.types import Receive, Scope, Send
 from verbatim.server.asks import check_finish, renamed
 from verbatim.server.check import check, parse_json
 from verbatim.server.jsons import dumps
+from verbatim.server.messages import Generated, Result, Work
 from verbatim.server.problems import Problem, problem_of
 from verbatim.server.running import Running, Signal
 from verbatim.server.state import State
 
 log = logging.getLogger("verbatim.server")
+R = TypeVar("R", bound=Result)
 WRITE_GRACE = 10.0  # seconds a reader has to take the last bytes before its connection is cut
 SLOW_GRACE = 1.0  # one that is cut because it did not read has had its time
 
@@ -92,12 +94,15 @@ class Call:
 
     # ---------------------------------------------------------------------------------------------------------- engine
 
-    def submit(self, kind: str, **message: Any) -> Running:
-        name = self.id if not self.runs else f"{self.id}-{len(self.runs)}"
+    def next_id(self) -> str:
+        """The id of the next message to submit; a list of prompts is as many messages."""
+        return self.id if not self.runs else f"{self.id}-{len(self.runs)}"
+
+    def submit(self, message: Work) -> Running:
         if self._timer is None:
             wait = self.arrived + self.state.limits.request_seconds - time.monotonic()
             self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
-        running = self.state.supervisor.submit(name, self.tenant, {"kind": kind, **message}, self.signal)
+        running = self.state.supervisor.submit(message, self.signal)
         running.on_fail, running.own = self._failed, self._own
         self.runs.append(running)
         return running
@@ -133,11 +138,13 @@ class Call:
         queue for longer than a keep-alive gets its 200 and the keep-alives; a refusal then comes as an event."""
         await self._while_here(self._all(Running.wait_accepted), self.state.settings.keepalive_seconds)
 
-    async def results(self) -> list[dict[str, Any]]:
-        """The whole answers, in order."""
+    async def results(self, kind: type[R]) -> list[R]:
+        """The results of all messages, in order; each is a `kind`."""
         results = await self._while_here(self._all(Running.result))
-        for choice in (choice for done in results for choice in done.get("choices", ())):
-            check_finish(choice["finish"], self.names)
+        for done in results:
+            assert isinstance(done, kind), f"{type(done).__name__} is not a {kind.__name__}"
+            for choice in done.choices if isinstance(done, Generated) else ():
+                check_finish(choice.finish, self.names)
         return results
 
     async def _all(self, wait: Callable[[Running], Awaitable[Any]]) -> list[Any]:

@@ -12,9 +12,10 @@ from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.params import STRUCTURE
 from verbatim.server import asks
 from verbatim.server.call import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, new_id
-from verbatim.server.completions import closing, loop_of, stream_options
+from verbatim.server.completions import closing, reports_of, stream_options
 from verbatim.server.fields import CHAT, Rule
 from verbatim.server.generate import (
     Piece,
@@ -25,6 +26,15 @@ from verbatim.server.generate import (
     observe,
     pieces,
     usage_of,
+)
+from verbatim.server.messages import (
+    Generate,
+    Generated,
+    Tokenize,
+    Tokenized,
+    WireChoice,
+    WireFinish,
+    WireLogprob,
 )
 from verbatim.server.problems import Problem
 from verbatim.server.tools import Call as ToolCall
@@ -43,7 +53,6 @@ RESERVED = (
     "tokenizer",
     "template",
 )
-STRUCTURES = ("json_schema", "regex", "grammar", "choice")
 
 
 class Ask:
@@ -107,7 +116,7 @@ class Ask:
 
     def _only_structure(self, name: str) -> None:
         own = self._own(name)
-        for other in STRUCTURES:
+        for other in STRUCTURE:
             if other in self.values:
                 raise Problem(
                     "invalid_parameter", f"{own}: only one structure at a time, and {self._own(other)} is set too", own
@@ -138,11 +147,11 @@ class Ask:
         strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
         if not self.tools or not (strict or schema is not None):
             return
-        if strict and any(name in self.values for name in STRUCTURES if name != "json_schema"):
+        if strict and any(name in self.values for name in STRUCTURE if name != "json_schema"):
             where = f"tools[{strict[0]}].function.strict"
             raise Problem("invalid_parameter", f"{where}: only one structure at a time", where)
         single = self.body.get("parallel_tool_calls") is False
-        grammar = call_or_text(self.tools, self.call.state.facts["tool_format"], single=single, text=schema)
+        grammar = call_or_text(self.tools, self.call.state.facts.tool_format, single=single, text=schema)
         if grammar is None:
             where = f"tools[{strict[0]}].function.strict" if strict else self._own("response_format")
             raise Problem(
@@ -153,15 +162,25 @@ class Ask:
         self.names["grammar"] = "tools"
 
     def _check_continued(self) -> None:
-        if self.continues and any(name in self.values for name in STRUCTURES):
+        if self.continues and any(name in self.values for name in STRUCTURE):
             own = self._own("messages")
             raise Problem(
                 "invalid_parameter", f"{own}: an answer whose beginning is given cannot be held to a structure or a tool", own
             )
 
-    def submit(self, stream: bool, **more: Any) -> None:
-        ask = {"messages": self.messages, "template": self.template, "params": self.params, "rows": self.rows}
-        self.call.submit("generate", **ask, **more, stream=stream)
+    def submit(self, stream: bool, num_ctx: int | None = None, open_end: bool = False) -> None:
+        message = Generate(
+            self.call.next_id(),
+            self.call.tenant,
+            self.params,
+            stream,
+            messages=self.messages,
+            template=self.template,
+            num_ctx=num_ctx,
+            open_end=open_end,
+            explain_rows=self.rows,
+        )
+        self.call.submit(message)
 
     def parser(self) -> ToolParser | None:
         """For one choice. None: the text is the answer."""
@@ -169,7 +188,7 @@ class Ask:
             return None
         names = {tool["function"]["name"] for tool in self.tools}
         single = self.body.get("parallel_tool_calls") is False
-        form = self.call.state.facts["tool_format"]
+        form = self.call.state.facts.tool_format
         return ToolParser(form, names, forced=self.forced, single=single, midway=self.continues)
 
     def read(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -197,13 +216,13 @@ def conversation(
     limit, own = call.state.limits.max_messages, names.get("messages", "messages")
     if len(messages) > limit:
         raise Problem("invalid_parameter", f"{own}: {len(messages)} messages are above this server's limit of {limit}", own)
-    if not facts["has_template"]:
+    if not facts.has_template:
         raise Problem("unsupported_parameter", f"{own}: this model has no chat template; use /v1/completions", own)
     made = template_messages(messages, tools, facts)
     for message in made:
         asks.check_text_length(own, message["content"] or "", facts)
     template = template_options(body)
-    if tools and facts["template_tools"]:
+    if tools and facts.template_tools:
         template["tools"] = tools
     if body.get("continue_final"):
         template["continue_final"] = True
@@ -217,9 +236,9 @@ async def count_tokens(call: Call, body: Mapping[str, Any], names: Mapping[str, 
     tools = [] if body.get("tool_choice") == "none" else body.get("tools", [])
     check_tools(call, tools)
     messages, template = conversation(call, body, tools, names)
-    call.submit("tokenize", messages=messages, template=template)
-    (done,) = await call.results()
-    return len(done["ids"])
+    call.submit(Tokenize(call.next_id(), call.tenant, messages=messages, template=template))
+    (done,) = await call.results(Tokenized)
+    return len(done.token_ids)
 
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +266,7 @@ class Chat:
             "object": "chat.completion",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": self.call.state.facts["fingerprint"],
+            "system_fingerprint": self.call.state.facts.fingerprint,
             "seed": ask.params.get("seed"),
             "service_tier": "default",
         }
@@ -255,35 +274,38 @@ class Chat:
     # ---------------------------------------------------------------------------------------------------------- whole
 
     async def whole(self) -> Response:
-        (done,) = await self.call.results()
+        (done,) = await self.call.results(Generated)
         answer = self._answer(done)
         observe(self.call)
         if self.ask.body.get("store"):
             self._keep(answer)
         return Json(answer)
 
-    def _answer(self, done: dict[str, Any]) -> dict[str, Any]:
-        choices = [self._choice(choice) for choice in done["choices"]]
+    def _answer(self, done: Generated) -> dict[str, Any]:
+        choices = [self._choice(choice) for choice in done.choices]
         told = {"choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)}
-        return {**self.head, "seed": done["seed"], **told}
+        return {**self.head, "seed": done.seed, **told}
 
     def _keep(self, answer: dict[str, Any]) -> None:
         kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
         item = {"object": kept, "messages": self.ask.body["messages"]}
         self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
 
-    def _choice(self, choice: dict[str, Any]) -> dict[str, Any]:
-        text, calls = self.ask.read(choice["text"])
+    def _choice(self, choice: WireChoice) -> dict[str, Any]:
+        text, calls = self.ask.read(choice.text)
         message: dict[str, Any] = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
         if calls:
             message["tool_calls"] = [spelled_call(c) for c in calls]
         out = {
-            "index": choice["index"],
+            "index": choice.index,
             "message": message,
-            "logprobs": chat_logprobs(choice["logprobs"], self.top) if self.with_logprobs else None,
-            "finish_reason": reason_with_calls(choice["finish"], bool(calls)),
+            "logprobs": self._logprobs(choice.logprobs) if self.with_logprobs else None,
+            "finish_reason": reason_with_calls(choice.finish, bool(calls)),
         }
-        return out | {name: choice[name] for name in ("score", "explain") if choice[name]} | loop_of(choice)
+        return out | reports_of(choice)
+
+    def _logprobs(self, items: Sequence[WireLogprob]) -> dict[str, Any]:
+        return {"content": chat_logprobs(items, self.top), "refusal": None}
 
     # --------------------------------------------------------------------------------------------------------- stream
 
@@ -297,7 +319,7 @@ class Chat:
                 continue
             for choice in self._deltas(piece, parsers):
                 yield chunks.spell(choice, obfuscation(choice["delta"].get("content") or "") if pad else None)
-        done = self.call.runs[0].done
+        done = self.call.runs[0].generated
         if done is not None:
             observe(self.call)
             if self.ask.body.get("store"):
@@ -327,7 +349,7 @@ class Chat:
             {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
         ]
         if self.with_logprobs and piece.logprobs:
-            out[-1]["logprobs"] = chat_logprobs(piece.logprobs, self.top)
+            out[-1]["logprobs"] = self._logprobs(piece.logprobs)
         if piece.explain:
             out[-1]["explain"] = piece.explain
         if piece.finish is not None:
@@ -347,7 +369,7 @@ def spelled_deltas(found: list[tuple[str, Any]], number: int) -> list[dict[str, 
     return out
 
 
-def reason_with_calls(finish: Any, called: bool) -> str | None:
+def reason_with_calls(finish: WireFinish | None, called: bool) -> str | None:
     reason = finish_reason(finish)
     return "tool_calls" if called and reason == "stop" else reason
 

@@ -23,10 +23,10 @@ from verbatim.server.generate import (
     obfuscation,
     observe,
     pieces,
-    prompt_items,
     spelled,
     usage_of,
 )
+from verbatim.server.messages import Generate, Generated, WireChoice
 from verbatim.server.problems import Problem
 
 DEFAULT_MAX_TOKENS = 16
@@ -78,7 +78,7 @@ class Completions:
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": call.state.facts["fingerprint"],
+            "system_fingerprint": call.state.facts.fingerprint,
         }
         self.echo = bool(body.get("echo"))
         self.parse = parses_special(body, prompts)
@@ -115,33 +115,30 @@ class Completions:
         """Where prompts have seeds of their own, each choice says which it was drawn with."""
         return {"seed": self.asked[run]["seed"]} if self.own_seeds else {}
 
-    def choice(self, run: int, choice: dict[str, Any], done: dict[str, Any], echo: str) -> dict[str, Any]:
+    def choice(self, run: int, choice: WireChoice, done: Generated, echo: str) -> dict[str, Any]:
         logprobs = None
         if self.top is not None:
             logprobs = self.echoed(run, done)
             places = self.answer_places(len(echo))
-            for name, values in completion_logprobs(choice["logprobs"], self.top, places).items():
+            for name, values in completion_logprobs(choice.logprobs, self.top, places).items():
                 logprobs[name] = [*logprobs[name], *values] if values is not None else None
         out = {
-            "text": echo + choice["text"],
-            "index": run * self.n + choice["index"],
+            "text": echo + choice.text,
+            "index": run * self.n + choice.index,
             "logprobs": logprobs,
-            "finish_reason": finish_reason(choice["finish"]),
+            "finish_reason": finish_reason(choice.finish),
         }
-        more = {name: choice[name] for name in ("score", "explain") if choice[name]}
-        return out | more | self.seed_of(run) | loop_of(choice)
+        return out | self.seed_of(run) | reports_of(choice)
 
-    def echoed(self, run: int, done: dict[str, Any]) -> dict[str, Any]:
+    def echoed(self, run: int, done: Generated) -> dict[str, Any]:
         """Log-probabilities of the prompt that stands before the answer; of nothing without echo. A prompt of ids is shown with its control
         tokens, one of text without those that the model wants around it."""
         assert self.top is not None
-        items, prompt, facts = prompt_items(done) if self.echo else [], self.prompts[run], self.call.state.facts
+        items, prompt, facts = done.prompt_logprobs if self.echo else [], self.prompts[run], self.call.state.facts
         places = Places(facts, skip_special=isinstance(prompt, str) and not self.parse, start=True)
         if self.parse and isinstance(prompt, str):  # its own control tokens are in the text, those put before it are not
             typed = (
-                n
-                for n, (token, _, raw, _) in enumerate(items)
-                if token not in facts["control"] or prompt.startswith(spelled(raw))
+                n for n, item in enumerate(items) if item.token not in facts.control or prompt.startswith(spelled(item.raw))
             )
             places.unseen = next(typed, len(items))
         return completion_logprobs(items, self.top, places)
@@ -152,11 +149,11 @@ class Completions:
         return places
 
     async def whole(self) -> Response:
-        results = await self.call.results()
+        results = await self.call.results(Generated)
         choices = [
             self.choice(number, choice, done, self.call.runs[number].text)
             for number, done in enumerate(results)
-            for choice in done["choices"]
+            for choice in done.choices
         ]
         observe(self.call)
         return Json(
@@ -164,7 +161,7 @@ class Completions:
                 **self.head,
                 "choices": choices,
                 "usage": usage_of(self.call.runs),
-                "seed": None if self.own_seeds else results[0]["seed"],
+                "seed": None if self.own_seeds else results[0].seed,
                 **extras(self.call.runs),
             }
         )
@@ -203,8 +200,8 @@ class Completions:
 def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
     """After the last choice: a chunk without choices where usage or a receipt was asked for; warnings and loops otherwise as comments."""
     more = extras(call.runs)
-    done = [run.done for run in call.runs if run.done is not None]
-    loops = [choice["loop"] for d in done for choice in d["choices"]]
+    results = [run.generated for run in call.runs]
+    loops = [choice.loop for done in results if done is not None for choice in done.choices]
     if with_usage or "receipt" in more:
         usage = {"usage": usage_of(call.runs)} if with_usage else {}
         return [sse({**head, "choices": [], **usage, **more, **({"loops": loops} if any(loops) else {})})]
@@ -213,8 +210,10 @@ def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
     return [line.encode() for line in said]
 
 
-def loop_of(choice: dict[str, Any]) -> dict[str, Any]:
-    return {"loop": choice["loop"]} if choice["loop"] else {}
+def reports_of(choice: WireChoice) -> dict[str, Any]:
+    """Members of our own, where there is something to report."""
+    told = {"score": choice.score, "explain": choice.explain, "loop": choice.loop}
+    return {name: value for name, value in told.items() if value}
 
 
 async def completions(call: Call) -> Response:
@@ -226,8 +225,17 @@ async def completions(call: Call) -> Response:
     made.ask()
     stream = bool(body.get("stream"))
     for prompt, params in zip(prompts, made.asked, strict=True):
-        ask = {"prompt": prompt, "parse": made.parse, "params": params, "echo": made.echo, "rows": made.rows}
-        call.submit("generate", **ask, stream=stream)
+        message = Generate(
+            call.next_id(),
+            call.tenant,
+            params,
+            stream,
+            prompt,
+            parse_special=made.parse,
+            echo=made.echo,
+            explain_rows=made.rows,
+        )
+        call.submit(message)
     await call.accepted()
     if stream:
         return EventStream(call, made.events(with_usage, pad))

@@ -1,7 +1,9 @@
-"""The engine process: `python -m verbatim.server.engine_process FD [LOG_FORMAT]`. Jobs come in over one socket, deltas and answers go out.
+"""The engine process: `python -m verbatim.server.engine_process FD [LOG_FORMAT]`. Messages of the HTTP
+process (messages.py) come in over one socket, heartbeats, deltas and results go out.
 
-It knows nothing of HTTP, keys or addresses. It ends when the socket closes, so no child outlives a killed parent.
-Text is its business (templates, tokens, bytes), because here a hostile prompt can hurt no more than the engine, which is restarted.
+This process has no HTTP, keys or addresses. It ends when the socket closes, so it never outlives a
+killed parent. Templates and tokenisation run here, because a hostile prompt that crashes them then
+crashes only the engine process, which is restarted.
 """
 
 from __future__ import annotations
@@ -17,8 +19,22 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from verbatim.server import wire
-from verbatim.server.jobs import Jobs
+from verbatim.server.jobs import EngineSession
 from verbatim.server.logs import JsonLines
+from verbatim.server.messages import (
+    Abort,
+    Close,
+    Detokenize,
+    Failed,
+    Generate,
+    Heartbeat,
+    Loading,
+    Ready,
+    Start,
+    Tokenize,
+    WireError,
+    decode_to_engine,
+)
 from verbatim.server.place import give_places, native_threads
 
 if TYPE_CHECKING:
@@ -28,16 +44,17 @@ BEAT_SECONDS = 0.25
 log = logging.getLogger("verbatim.engine")
 
 
-def open_engine(start: dict[str, Any]) -> AsyncEngine:
-    """Blocking: reads the model. `test_engine` is a hidden flag of the tests and reaches nothing but verbatim.testing."""
+def open_engine(start: Start) -> AsyncEngine:
+    """Load the model; blocks. `test_engine` is a hidden flag for tests: a fake engine of
+    verbatim.testing."""
     from verbatim.engine.aio import AsyncEngine
 
-    if start["test_engine"]:
+    if start.test_engine:
         from verbatim import testing
 
-        return AsyncEngine.from_parts(testing.server_parts(start["test_engine"]), **start["engine"])
+        return AsyncEngine.from_parts(testing.server_parts(start.test_engine), **start.engine)
     before = native_threads()
-    engine = AsyncEngine(start["model"], revision=start["revision"], offline=start["offline"], **start["engine"])
+    engine = AsyncEngine(start.model, revision=start.revision, offline=start.offline, **start.engine)
     info = engine.parts.backend.info
     log.info("backend %s %s", info.name, info.detail)
     if info.note:
@@ -48,14 +65,14 @@ def open_engine(start: dict[str, Any]) -> AsyncEngine:
 
 
 async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:
-    """Tells the parent that this loop turns and what the engine has done; the parent decides what silence means. Ends when the engine failed."""
+    """Send heartbeats until the engine fails. The parent kills this process when they stop."""
     count = 0
     bandwidth = Bandwidth(engine)
     while engine.error is None:
-        message: wire.Message = {"t": "beat", "stats": engine.stats(), "alive": engine.alive}
+        stats, metrics = engine.stats(), None
         if count % metrics_every == 0:
-            message["metrics"] = engine.metrics() + bandwidth.text(message["stats"]) + tasks_text()
-        outbox.put(message)
+            metrics = engine.metrics() + bandwidth.text(stats) + tasks_text()
+        outbox.put(Heartbeat(stats, metrics))
         count += 1
         await asyncio.sleep(BEAT_SECONDS)
     log.error("the engine failed: %r", engine.error, exc_info=engine.error)
@@ -67,7 +84,8 @@ def tasks_text() -> str:
 
 
 class Bandwidth:
-    """How much of the memory's speed the weights take: steps since the last look times their bytes, beside what `verbatim bench` measured."""
+    """Memory bandwidth that reading the weights takes: steps since the last call times their bytes,
+    and its share of the bandwidth that `verbatim bench` measured."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         from verbatim.observe.roofline import load_limits
@@ -75,7 +93,7 @@ class Bandwidth:
 
         info = engine.parts.backend.info
         self._bytes = info.weight_bytes
-        limits = load_limits(cache_dir()) if info.name != "cuda" else None  # which are the processor's
+        limits = load_limits(cache_dir()) if info.name != "cuda" else None  # measured for main memory
         self._limit = limits.read_bytes if limits is not None else None
         self._then, self._steps = time.monotonic(), 0
 
@@ -95,31 +113,37 @@ class Bandwidth:
 
 async def serve(fd: int) -> int:
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C goes to the whole group; the parent decides
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the parent decides
     loop.add_signal_handler(signal.SIGTERM, lambda: None)
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
     outbox = wire.Outbox(writer)
-    start = await wire.read(reader)
+    start = await wire.read(reader, decode_to_engine)
     if start is None:
         return 0
-    outbox.put({"t": "loading"})
+    assert isinstance(start, Start), f"the first message is a {type(start).__name__}"
+    outbox.put(Loading())
     opening = asyncio.ensure_future(asyncio.to_thread(open_engine, start))
     try:
         engine = await opening
     except Exception as error:
         log.error("the engine could not start: %s", error)
-        outbox.put({"t": "failed", "message": str(error)})
+        outbox.put(Failed(str(error)))
         await outbox.drain()
         return 3
-    jobs = Jobs(engine, outbox, start)
-    outbox.put({"t": "ready", **jobs.facts()})
-    tasks = [asyncio.create_task(beat(engine, outbox)), asyncio.create_task(dispatch(reader, jobs))]
+    session = EngineSession(engine, outbox, start)
+    outbox.put(Ready(session.facts()))
+    beats = asyncio.create_task(beat(engine, outbox))
+    orders = asyncio.create_task(dispatch(reader, session))
+    tasks = (beats, orders)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if orders.done() and (failure := orders.exception()) is not None:
+            log.error("the engine process ends: %s", failure, exc_info=failure)
+            return 5
     finally:
         for task in tasks:
             task.cancel()
-        jobs.cancel()
+        session.cancel()
         await asyncio.to_thread(engine.close)
         with contextlib.suppress(Exception):
             await outbox.drain()
@@ -127,18 +151,18 @@ async def serve(fd: int) -> int:
     return 0 if engine.error is None else 4
 
 
-async def dispatch(reader: asyncio.StreamReader, jobs: Jobs) -> None:
-    """Until the parent says close, or is gone."""
-    while (message := await wire.read(reader)) is not None:
-        match message["t"]:
-            case "submit":
-                jobs.submit(message)
-            case "abort":
-                jobs.abort(message["id"])
-            case "close":
+async def dispatch(reader: asyncio.StreamReader, session: EngineSession) -> None:
+    """Handle the parent's messages until it sends Close or closes the socket."""
+    while (message := await wire.read(reader, decode_to_engine)) is not None:
+        match message:
+            case Generate() | Tokenize() | Detokenize():
+                session.submit(message)
+            case Abort():
+                session.abort(message.request_id)
+            case Close():
                 return
-            case other:
-                raise AssertionError(f"no such message: {other!r}")
+            case Start():
+                raise WireError("a second Start")
 
 
 def die_with_parent() -> None:
@@ -155,7 +179,7 @@ def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=os.environ.get("VERBATIM_LOG", "INFO"), format="%(levelname)s engine: %(message)s", stream=sys.stderr
     )
-    if argv[2:] == ["json"]:  # one log, whichever process a line is from
+    if argv[2:] == ["json"]:  # as the parent's log
         logging.getLogger().handlers[0].setFormatter(JsonLines())
     try:
         import uvloop

@@ -15,10 +15,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field as P
 
-from verbatim.base.params import FIELDS, Field
+from verbatim.base.params import FIELDS, MOST
 from verbatim.server import parts
 
-MOST = 2**31 - 1  # of a whole number that has no bound of its own: more than any context, and it fits every format on the way
 Kind = Literal["honoured", "label", "refused"]
 
 
@@ -32,35 +31,6 @@ class Rule:
     only: tuple[Any, ...] = ()
 
 
-def annotation(rule: Field) -> Any:
-    """A parameter's row in base.params as a pydantic type: the same range, checked where the field's name is known."""
-    bounds: dict[str, Any] = {"strict": True, "ge": rule.low, "le": rule.high, "gt": rule.above}
-    bounds = {k: v for k, v in bounds.items() if v is not None}
-    match rule.kind:
-        case "int":
-            whole: dict[str, Any] = {"le": MOST, **{k: int(v) for k, v in bounds.items() if k != "strict"}}
-            return Annotated[int, P(strict=True, **whole)]
-        case "float":
-            return Annotated[float, P(allow_inf_nan=False, **bounds)]
-        case "bool":
-            return Annotated[bool, P(strict=True)]
-        case "str":
-            return parts.Text
-        case "ids":
-            return list[parts.TokenId]
-        case "strings":
-            return parts.Text | list[parts.Text]
-        case "bias":
-            return dict[
-                Annotated[str, P(pattern=r"^[0-9]{1,9}$")],
-                Annotated[float, P(strict=True, ge=-100, le=100, allow_inf_nan=False)],
-            ]
-        case "choice":
-            return Literal[rule.choices]
-        case "schema":
-            return dict[str, Any] | bool
-
-
 # 262 KB a token of a vocabulary of 49,152 ids: too much to send to everybody who wants a receipt and an explanation
 ROWS = Rule(
     "honoured",
@@ -71,7 +41,7 @@ ROWS = Rule(
 
 
 def sampling(name: str, own: str | None = None) -> Rule:
-    return Rule("honoured", FIELDS[name].help, annotation(FIELDS[name]), param=own or name)
+    return Rule("honoured", FIELDS[name].help, parts.type_of(name), param=own or name)
 
 
 def extensions(*taken: str) -> dict[str, Rule]:
@@ -96,7 +66,7 @@ LIST_SEED = Rule(
 )
 STREAM = Rule("honoured", "send the answer as events while it is written", TRUE_FALSE)
 USER = Rule("label", "written to the log", parts.Label)
-STOP = Rule("honoured", FIELDS["stop"].help, parts.Text | list[parts.Text])
+STOP = Rule("honoured", FIELDS["stop"].help, parts.type_of("stop"))
 TIER = Rule("refused", "one tier: every request is treated alike", parts.Text, only=("auto", "default"))
 CACHE_KEY = Rule("label", "the prefix cache finds equal beginnings by content and needs no hint", parts.Label)
 RETENTION = Rule(
@@ -125,10 +95,8 @@ COMPLETIONS: dict[str, Rule] = {
     "echo": Rule(
         "honoured", "put the prompt before the answer; with logprobs, its log-probabilities too (not in a stream)", TRUE_FALSE
     ),
-    "logprobs": Rule("honoured", "report each token and this many alternatives", Annotated[int, P(strict=True, ge=0, le=1024)]),
-    "max_tokens": Rule(
-        "honoured", "most tokens to write; missing: 16, as OpenAI's", Annotated[int, P(strict=True, ge=0, le=MOST)]
-    ),
+    "logprobs": Rule("honoured", "report each token and this many alternatives", parts.type_of("logprobs")),
+    "max_tokens": Rule("honoured", "most tokens to write; missing: 16, as OpenAI's", parts.type_of("max_tokens")),
     "seed": LIST_SEED,
     "stop": STOP,
     "stream": STREAM,
@@ -182,9 +150,7 @@ CHAT: dict[str, Rule] = {
         "honoured", "none, auto, required, or one function (the last two enforced while drawing)", parts.ToolChoice
     ),
     "tools": Rule("honoured", "functions the model may call", list[parts.Tool]),
-    "top_logprobs": Rule(
-        "honoured", "alternatives for each token; needs logprobs", Annotated[int, P(strict=True, ge=0, le=1024)]
-    ),
+    "top_logprobs": Rule("honoured", "alternatives for each token; needs logprobs", parts.type_of("logprobs")),
     "parse_special": NO_PARSE,
     "user": USER,
     "verbosity": Rule("refused", "say it in the prompt", parts.Text, only=("medium",)),
@@ -230,7 +196,7 @@ RESPONSES: dict[str, Rule] = {
         "honoured", "none, auto, required, or one function", Literal["none", "auto", "required"] | parts.ResponseNamedTool
     ),
     "tools": Rule("honoured", "functions the model may call; built-in tools are refused", list[parts.ResponseTool]),
-    "top_logprobs": Rule("honoured", "alternatives for each token", Annotated[int, P(strict=True, ge=0, le=1024)]),
+    "top_logprobs": Rule("honoured", "alternatives for each token", parts.type_of("logprobs")),
     "truncation": Rule("refused", "nothing is ever cut to fit", parts.Text, only=("disabled",)),
     "parse_special": NO_PARSE,
     "user": USER,
@@ -270,7 +236,7 @@ SCORE: dict[str, Rule] = {
     "prompt": Rule(
         "honoured", "a string, a list of strings, token ids, or a list of lists of them", parts.Prompt, required=True
     ),
-    "top_logprobs": Rule("honoured", "alternatives for each token", Annotated[int, P(strict=True, ge=0, le=1024)]),
+    "top_logprobs": Rule("honoured", "alternatives for each token", parts.type_of("logprobs")),
     "parse_special": PARSE,
     "user": USER,
 }

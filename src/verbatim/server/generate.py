@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from verbatim.base.records import Usage
 from verbatim.server.asks import check_finish
 from verbatim.server.call import Call
+from verbatim.server.messages import (
+    Generated,
+    ModelFacts,
+    TopLogprob,
+    WireDelta,
+    WireFinish,
+    WireLogprob,
+)
 from verbatim.server.running import Running
 from verbatim.text.decode import TextDecoder
 
@@ -27,10 +35,9 @@ class Piece:
     run: int
     index: int
     text: str = ""
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[Any] = field(default_factory=list)
-    explain: list[Any] = field(default_factory=list)
-    finish: tuple[Any, ...] | None = None  # reason, detail, and what jobs.spelled_finish adds
+    logprobs: Sequence[WireLogprob] = ()
+    explain: Sequence[dict[str, Any]] = ()
+    finish: WireFinish | None = None
 
 
 async def pieces(call: Call) -> AsyncIterator[Piece | None]:
@@ -63,50 +70,54 @@ async def pieces(call: Call) -> AsyncIterator[Piece | None]:
         await call.signal.wait()
 
 
-def _merged(run: int, deltas: Sequence[Sequence[Any]]) -> list[Piece]:
-    if len(deltas) == 1:  # by far the most frequent: one token, as soon as it is there
-        index, text, finish, ids, logprobs, explain = deltas[0]
-        return [Piece(run, index, text, ids, logprobs, explain, tuple(finish) if finish is not None else None)]
+def _merged(run: int, deltas: Sequence[WireDelta]) -> list[Piece]:
+    if len(deltas) == 1:  # by far the most frequent: the client reads as fast as tokens come
+        _, index, text, _, finish, logprobs, explain = deltas[0]
+        return [Piece(run, index, text, logprobs, explain, finish)]
     out: dict[int, Piece] = {}
-    for index, text, finish, ids, logprobs, explain in deltas:
-        piece = out.setdefault(index, Piece(run, index))
-        piece.text += text
-        piece.ids += ids
-        piece.logprobs += logprobs
-        piece.explain += explain
-        piece.finish = tuple(finish) if finish is not None else piece.finish
+    for delta in deltas:
+        piece = out.setdefault(delta.choice, Piece(run, delta.choice))
+        piece.text += delta.text
+        piece.logprobs = [*piece.logprobs, *delta.logprobs]
+        piece.explain = [*piece.explain, *delta.explain]
+        piece.finish = delta.finish or piece.finish
     return list(out.values())
 
 
-def finish_reason(finish: Sequence[Any] | None) -> str | None:
-    """Ours to OpenAI's. A loop that was stopped by request is a stop. An error was raised before anybody asks here (asks.check_finish)."""
+def finish_reason(finish: WireFinish | None) -> str | None:
+    """OpenAI's name of a finish reason. A loop that was stopped by request is a stop. An error has
+    been raised before (asks.check_finish)."""
     if finish is None:
         return None
     assert not _failed(finish)
-    reason: str = finish[0]
-    return {"loop": "stop", "cancel": "stop"}.get(reason, reason)
+    return {"loop": "stop", "cancel": "stop"}.get(finish.reason, finish.reason)
 
 
-def _failed(finish: Sequence[Any] | None) -> bool:
-    return finish is not None and finish[0] == "error"
+def _failed(finish: WireFinish | None) -> bool:
+    return finish is not None and finish.reason == "error"
+
+
+def _generated(runs: Sequence[Running]) -> list[Generated]:
+    """The results so far."""
+    return [done for run in runs if (done := run.generated) is not None]
 
 
 def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
-    """Summed over the prompts of one request, with what the cache and the drafts saved."""
-    sums = [sum(column) for column in zip(*(run.done["usage"] for run in runs if run.done is not None), strict=True)] or [0] * 5
-    prompt, output, cached, drafted, accepted = sums
-    saved = sum(run.done["timings"][4] for run in runs if run.done is not None)
+    """Summed over the prompts of one request, with what the prefix cache and the drafts saved."""
+    results = _generated(runs)
+    usage = Usage(*map(sum, zip(*(astuple(done.usage) for done in results), strict=True)))
+    saved = sum(done.timings.saved for done in results)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached, "audio_tokens": 0},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.total_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens, "audio_tokens": 0},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": drafted - accepted,
+            "accepted_prediction_tokens": usage.accepted_tokens,
+            "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
             "reasoning_tokens": 0,
             "audio_tokens": 0,
-            "mean_accepted_length": round(Usage(*sums).mean_accepted_length, 3),
+            "mean_accepted_length": round(usage.mean_accepted_length, 3),
             "saved_seconds": round(saved, 6),
         },
     }
@@ -124,12 +135,12 @@ def speculation(runs: Sequence[Running]) -> dict[str, Any]:
 
 def extras(runs: Sequence[Running]) -> dict[str, Any]:
     """Our own members at an answer's end: warnings and receipts where there are any."""
-    done = [run.done for run in runs if run.done is not None]
+    results = _generated(runs)
     out: dict[str, Any] = {}
-    warnings = sorted({w for d in done for w in d["warnings"]})
+    warnings = sorted({warning for done in results for warning in done.warnings})
     if warnings:
         out["warnings"] = warnings
-    receipts = [d["receipt"] for d in done if d["receipt"] is not None]
+    receipts = [done.receipt for done in results if done.receipt is not None]
     if receipts:
         out["receipt"] = receipts[0] if len(receipts) == 1 else receipts
     return out
@@ -138,9 +149,9 @@ def extras(runs: Sequence[Running]) -> dict[str, Any]:
 def observe(call: Call) -> None:
     metrics, now = call.state.metrics, time.monotonic()
     metrics.duration.add(now - call.arrived)
-    for run in call.runs:
-        if run.done is not None and "timings" in run.done and run.done["choices"]:
-            metrics.first_token.add(run.done["timings"][1])
+    for done in _generated(call.runs):
+        if done.choices:
+            metrics.first_token.add(done.timings.first_token)
 
 
 # -------------------------------------------------------------------------------------------------------- logprobs
@@ -154,25 +165,31 @@ def floor(value: float) -> float:
     return max(value, FLOOR)
 
 
-def chat_logprobs(items: Sequence[Any], top: int) -> dict[str, Any]:
+def chat_logprobs(items: Sequence[WireLogprob], top: int) -> list[dict[str, Any]]:
+    """Log-probabilities as chat completions and responses spell them. Not for a prompt's first
+    token, which has none."""
+
     def one(raw: bytes, logprob: float) -> dict[str, Any]:
         return {"token": spelled(raw), "logprob": floor(logprob), "bytes": list(raw)}
 
-    content = [
-        {**one(raw, lp), "top_logprobs": [one(r, p) for _, p, r in best[:top]]} for _, lp, raw, best in items
-    ]  # fmt: skip
-    return {"content": content, "refusal": None}
+    out = []
+    for item in items:
+        assert item.logprob is not None
+        assert item.top is not None
+        best = [one(raw, logprob) for _, logprob, raw in item.top[:top]]
+        out.append({**one(item.raw, item.logprob), "top_logprobs": best})
+    return out
 
 
 class Places:
     """Where in a text its tokens begin, in characters. The text was decoded by text/decode.py, and so are the tokens again: a character that is
     spread over tokens counts once, for the token that completes it, and a control token that is not shown counts nothing."""
 
-    def __init__(self, facts: Mapping[str, Any], skip_special: bool, *, start: bool = False) -> None:
+    def __init__(self, facts: ModelFacts, skip_special: bool, *, start: bool = False) -> None:
         self.at = 0
         self.unseen = 0  # so many tokens were put before the text
-        self.space_prefix: bool = facts["space_prefix"]
-        self._control = facts["control"]
+        self.space_prefix = facts.space_prefix
+        self._control = facts.control
         self._raw = b""
         self._decoder = TextDecoder(self, skip_special, start=start)
 
@@ -191,25 +208,19 @@ class Places:
         return at
 
 
-def completion_logprobs(items: Sequence[Any], top: int, places: Places) -> dict[str, Any]:
+def completion_logprobs(items: Sequence[WireLogprob], top: int, places: Places) -> dict[str, Any]:
     """The older shape: four parallel lists."""
     return {
-        "tokens": [spelled(raw) for _, _, raw, _ in items],
-        "token_logprobs": [logprob if logprob is None else floor(logprob) for _, logprob, _, _ in items],
-        "top_logprobs": [_best(best, top) for _, _, _, best in items] if top else None,
-        "text_offset": [places.place(token, raw) for token, _, raw, _ in items],
+        "tokens": [spelled(item.raw) for item in items],
+        "token_logprobs": [None if item.logprob is None else floor(item.logprob) for item in items],
+        "top_logprobs": [_best(item.top, top) for item in items] if top else None,
+        "text_offset": [places.place(item.token, item.raw) for item in items],
     }
 
 
-def _best(best: Sequence[Any] | None, top: int) -> dict[str, float] | None:
-    """None: the prompt's first token, which nothing foretold."""
+def _best(best: Sequence[TopLogprob] | None, top: int) -> dict[str, float] | None:
+    """None: the first token of a prompt, which has no alternatives."""
     return None if best is None else {spelled(raw): floor(logprob) for _, logprob, raw in best[:top]}
-
-
-def prompt_items(done: Mapping[str, Any]) -> list[Any]:
-    """A prompt's records; the first token, which has no log-probability, in the same form."""
-    first = [done["prompt_ids"][0], None, done["prompt_first"], None]
-    return [first if item is None else item for item in done["prompt_logprobs"]]
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

@@ -13,7 +13,9 @@ from verbatim.server.call import Call, Json
 def _model(call: Call, name: str) -> dict[str, Any]:
     out: dict[str, Any] = {"id": name, "object": "model", "created": call.state.started, "owned_by": "verbatim"}
     facts = call.state.supervisor.facts
-    return out | ({"context_length": facts["context"], "fingerprint": facts["fingerprint"]} if facts else {})
+    if facts is None:
+        return out
+    return out | {"context_length": facts.context, "fingerprint": facts.fingerprint}
 
 
 async def models(call: Call) -> Response:

@@ -1,27 +1,47 @@
-"""The engine process's side of each request: a submit message in; accepted, deltas, and exactly one done or error out.
+"""The requests of the engine process: a Generate, Tokenize or Detokenize message comes in; Accepted,
+Deltas and exactly one result (Generated, Tokenized, Detokenized or Refused) go out.
 
-generate    {id, prompt: str | ids, parse} or {id, messages, template}, params, tenant, stream, echo; num_ctx, open_end; hidden: an embedding too
-tokenize    {id, text, special, parse} or {id, messages, template};    detokenize {id, ids}
+A Generate waits in the fair queue, then runs in the engine. All streamed requests share one Feed, so
+that what a step gives them leaves in one message. results.py serialises what the engine gives.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from verbatim.base.errors import BackendError, ContextError, ParameterError, UnsupportedError, VerbatimError
-from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
-from verbatim.base.records import Choice, Completion, Delta, Finish, Timings, TokenLogprob, Usage
+from verbatim.base.errors import (
+    BackendError,
+    ContextError,
+    ParameterError,
+    UnsupportedError,
+    VerbatimError,
+)
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion, Delta, Timings, Usage
 from verbatim.engine.readers import Feed
 from verbatim.engine.request import encoded, typed_control
-from verbatim.observe.receipt import digest_of
 from verbatim.server import wire
 from verbatim.server.fair import FairQueue, Waiting
+from verbatim.server.messages import (
+    Accepted,
+    Deltas,
+    Detokenize,
+    Detokenized,
+    Generate,
+    ModelFacts,
+    Refused,
+    Start,
+    Tokenize,
+    Tokenized,
+    WireDelta,
+    Work,
+)
 from verbatim.server.problems import Problem, problem_of
-from verbatim.server.toolformat import detect_format
+from verbatim.server.results import ResultEncoder, drop_rows, facts_of
 
 if TYPE_CHECKING:
     from verbatim.engine.aio import AsyncEngine
@@ -30,37 +50,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("verbatim.engine")
 
 
-# what can leave nothing to draw, the narrowest first: that is where a client can do something about it
-EXCLUDING = ("allowed_token_ids", "banned_token_ids", *STRUCTURE, "no_repeat_ngram", "min_tokens")
+class AbortedInQueue(Exception):
+    """The request was aborted while it waited in the fair queue; the engine never saw it."""
 
 
-class Gone(Exception):
-    """The client left while its request waited for its turn: the engine never saw it."""
-
-
-def spelled_finish(finish: Finish, params: SamplingParams, by_token: bool) -> list[Any]:
-    """Reason and detail; of a stop also whether the detail is a stop string, and not a word of ours that reads like one; of an error also the fields
-    it speaks of, as a refusal names them: the one its words begin with, or all that exclude ids."""
-    if finish.reason == "stop":
-        by_structure = finish.detail in STRUCTURE and getattr(params, finish.detail) is not None
-        return [finish.reason, finish.detail, finish.detail in params.stop and not by_token and not by_structure]
-    if finish.reason != "error":
-        return [finish.reason, finish.detail]
-    told = finish.detail.partition(":")[0]
-    fields = [told] if told in FIELDS else [name for name in EXCLUDING if getattr(params, name) != FIELDS[name].default]
-    return [finish.reason, finish.detail, fields]
-
-
-def forget_rows(records: Sequence[dict[str, Any]]) -> None:
-    """What only a what-if needs is a hundred times the rest. The engine keeps the records, these very ones, to the end of the answer: so they are emptied
-    as soon as they are there, or one request with a receipt for each of 64 prompts would take a gigabyte."""
-    for record in records:
-        record["row"] = record["mask"] = None
-
-
-def held_to(params: SamplingParams, prompt: int, num_ctx: int, open_end: bool) -> SamplingParams:
-    """The parameters under Ollama's num_ctx, which prompt and answer must fit together. An end that the client left open comes where there is no
-    more room; a length that it asked for is given, or refused, as with the context itself."""
+def fit_num_ctx(params: SamplingParams, prompt: int, num_ctx: int, open_end: bool) -> SamplingParams:
+    """Apply Ollama's num_ctx, which prompt and answer together must not exceed. An answer whose
+    length the client left open is shortened to what fits; a length that the client set and that
+    does not fit is refused, as with the model's context."""
     room = num_ctx - prompt
     if room < 1:
         raise ContextError(
@@ -68,307 +65,245 @@ def held_to(params: SamplingParams, prompt: int, num_ctx: int, open_end: bool) -
             param="prompt",
         )
     if params.max_tokens is None or open_end:
-        return replace(params, max_tokens=room if params.max_tokens is None else min(params.max_tokens, room))
+        shortest = room if params.max_tokens is None else min(params.max_tokens, room)
+        return replace(params, max_tokens=shortest)
     if params.max_tokens > room:
         raise ContextError(
-            f"the prompt has {prompt} tokens, and with {params.max_tokens} tokens of answer it needs {prompt + params.max_tokens} of an "
-            f"options.num_ctx of {num_ctx}; shorten the prompt or ask for at most {room}",
+            f"the prompt has {prompt} tokens, and with {params.max_tokens} tokens of answer it needs "
+            f"{prompt + params.max_tokens} of an options.num_ctx of {num_ctx}; "
+            f"shorten the prompt or ask for at most {room}",
             param="max_tokens",
         )
     return params
 
 
-class Job:
-    """One request here. `aborted` may come before the engine knows of it: a client can leave while its prompt is tokenised."""
+class OpenRequest:
+    """One request of this process. It may be aborted before the engine knows it: a client can
+    disconnect while its prompt is being tokenised."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.turn: asyncio.Future[None] | None = None  # while it waits for its turn
-        self.end: asyncio.Future[Completion] | None = None  # once the engine has it
+        self.turn: asyncio.Future[None] | None = None  # set while it waits in the fair queue
+        self.end: asyncio.Future[Completion] | None = None  # set once it is given to the engine
         self.params = SamplingParams()
-        self.rows = False  # explanations are sent with their rows of logits
+        self.explain_rows = False
         self.streamed = False
         self.aborted = False
 
 
-class Jobs:
-    def __init__(self, engine: AsyncEngine, outbox: wire.Outbox, start: dict[str, Any]) -> None:
+class EngineSession:
+    def __init__(self, engine: AsyncEngine, outbox: wire.Outbox, start: Start) -> None:
         self._engine = engine
         self._outbox = outbox
-        self._start = start
-        self._jobs: dict[str, Job] = {}
-        slots = engine.config.max_running + max(
-            engine.config.max_running // 8, 1
-        )  # a few in reserve, so that no step waits for us
-        self._fair = FairQueue(slots, self._cache_tokens(), start["cache_share"])
-        self._feed = Feed(self._hear)
+        self._results = ResultEncoder(engine, start.served_name)
+        self._open: dict[str, OpenRequest] = {}
+        running = engine.config.max_running
+        slots = running + max(running // 8, 1)  # the reserve fills a step as soon as one ends
+        self._fair = FairQueue(slots, self._cache_tokens(), start.cache_share)
+        self._feed = Feed(self._send_step)
 
     def _cache_tokens(self) -> int:
-        scheduler = self._engine.core.scheduler
-        return int(min(pool.total for pool in scheduler.cache.pools) * self._engine.parts.backend.block_size)
+        pools = self._engine.core.scheduler.cache.pools
+        return int(min(pool.total for pool in pools) * self._engine.parts.backend.block_size)
 
-    def facts(self) -> dict[str, Any]:
-        """What the HTTP side must know of the model, in plain data."""
-        engine, tokenizer = self._engine, self._engine.tokenizer
-        template = engine.parts.template
-        source = "\n".join(getattr(template, "sources", {}).values())
-        return {
-            "name": engine.parts.name,
-            "digest": engine.parts.digest,
-            "fingerprint": engine.fingerprint,
-            "context": engine.context,
-            "vocab": tokenizer.vocab_size,
-            "hidden": engine.parts.backend.spec.hidden,
-            "has_template": engine.has_template,
-            "template_tools": template is not None and template.takes_tools,
-            "template_calls": template is not None and template.takes_calls,
-            "tool_format": detect_format(source),
-            "control": [t for t in range(tokenizer.vocab_size) if tokenizer.is_control(t)],
-            "space_prefix": bool(getattr(tokenizer, "space_prefix", False)),
-            "longest_token": max((len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)), default=1) or 1,
-        }
+    def facts(self) -> ModelFacts:
+        return facts_of(self._engine)
 
-    def submit(self, message: wire.Message) -> None:
-        job = self._jobs[message["id"]] = Job()
-        work: Callable[[Job, wire.Message], Awaitable[None]] = getattr(self, "_" + message["kind"])
-        job.task = asyncio.create_task(self._guard(work, job, message))
+    def submit(self, message: Work) -> None:
+        request = self._open[message.request_id] = OpenRequest()
+        request.task = asyncio.create_task(self._run(request, message))
 
     def abort(self, request_id: str) -> None:
-        """Twice, too late and unknown are all fine."""
-        job = self._jobs.get(request_id)
-        if job is not None and not job.aborted:
-            job.aborted = True
-            if job.end is not None:
+        """Stop a request. Ignored if it is unknown, finished or aborted already."""
+        request = self._open.get(request_id)
+        if request is not None and not request.aborted:
+            request.aborted = True
+            if request.end is not None:
                 self._engine.abort(request_id)
-            elif job.turn is not None and not job.turn.done():
-                job.turn.cancel()
+            elif request.turn is not None and not request.turn.done():
+                request.turn.cancel()
 
     def cancel(self) -> None:
-        for job in self._jobs.values():
-            if job.task is not None:
-                job.task.cancel()
+        for request in self._open.values():
+            if request.task is not None:
+                request.task.cancel()
 
-    async def _guard(self, work: Callable[[Job, wire.Message], Awaitable[None]], job: Job, message: wire.Message) -> None:
-        """Whatever happens, the parent hears exactly one end."""
+    async def _run(self, request: OpenRequest, message: Work) -> None:
+        """Send exactly one result, whatever happens."""
+        request_id = message.request_id
         try:
-            await work(job, message)
+            await self._work(request, message)
         except asyncio.CancelledError:
             raise
-        except Gone:
-            self._done(Completion(message["id"], (), (), Usage(), Timings(), 0, self._engine.fingerprint), job)
+        except AbortedInQueue:
+            nothing = Completion(request_id, (), (), Usage(), Timings(), 0, self._engine.fingerprint)
+            self._outbox.put(self._results.completion(nothing, request.params))
         except Exception as error:
             problem = problem_of(error)
             if isinstance(error, BackendError):
-                problem = Problem(
-                    "engine_died", "the engine failed while this request ran; it is being restarted", retry_after=2
-                )
+                told = "the engine failed while this request ran; it is being restarted"
+                problem = Problem("engine_died", told, retry_after=2)
             if problem.code == "internal_error":
-                log.exception("request %s failed", message["id"])
-            self._outbox.put({"t": "error", "id": message["id"], "problem": problem.to_wire()})
+                log.exception("request %s failed", request_id)
+            self._outbox.put(Refused.of(request_id, problem))
         finally:
-            del self._jobs[message["id"]]
+            del self._open[request_id]
 
-    # ------------------------------------------------------------------------------------------------------- generate
+    def _work(self, request: OpenRequest, message: Work) -> Awaitable[None]:
+        match message:
+            case Generate():
+                return self._generate(request, message)
+            case Tokenize():
+                return self._tokenize(message)
+            case Detokenize():
+                return self._detokenize(message)
 
-    async def _generate(self, job: Job, message: wire.Message) -> None:
-        job.params = params = SamplingParams.from_mapping(message["params"])
-        place = await self._wait_turn(job, message, params)
+    # ------------------------------------------------------------------------------------- generate
+
+    async def _generate(self, request: OpenRequest, message: Generate) -> None:
+        request.params = params = SamplingParams.from_mapping(message.params)
+        place = await self._wait_turn(request, message, params)
         try:
-            await self._run(job, message)
+            await self._run_in_engine(request, message)
         finally:
             self._fair.release(place)
             self._next_turns()
 
-    async def _wait_turn(self, job: Job, message: wire.Message, params: SamplingParams) -> Waiting:
-        job.turn = asyncio.get_running_loop().create_future()
-        claim = await self._claim(message, params) if self._fair.share < 1 else 0
-        place = self._fair.add(job.turn, tenant=message["tenant"], priority=params.priority, width=params.width, claim=claim)
+    async def _wait_turn(self, request: OpenRequest, message: Generate, params: SamplingParams) -> Waiting:
+        request.turn = asyncio.get_running_loop().create_future()
+        place = self._fair.add(
+            request.turn,
+            tenant=message.tenant,
+            priority=params.priority,
+            width=params.width,
+            claim=await self._claim(message, params) if self._fair.share < 1 else 0,
+        )
         self._next_turns()
         try:
-            await job.turn
+            await request.turn
         except asyncio.CancelledError:
             place.gone = True
-            if not job.aborted:
+            if not request.aborted:
                 raise
-            raise Gone from None
+            raise AbortedInQueue from None
         return place
 
     def _next_turns(self) -> None:
         while (place := self._fair.take()) is not None:
-            if place.item.done():  # left between its turn and now
+            if place.item.done():  # aborted after the queue chose it
                 self._fair.release(place)
             else:
                 place.item.set_result(None)
 
-    async def _claim(self, message: wire.Message, params: SamplingParams) -> int:
-        prompt = message.get("prompt")
-        known = (
-            len(prompt) if isinstance(prompt, list) else len(await asyncio.to_thread(self._encode, {"text": prompt, **message}))
-        )
-        longest = self._engine.context - known if params.max_tokens is None else params.max_tokens
-        return params.width * min(
-            known + max(longest, 0), self._engine.context, int(message.get("num_ctx") or self._engine.context)
-        )
+    async def _claim(self, message: Generate, params: SamplingParams) -> int:
+        """Tokens of KV cache that the request may need at most."""
+        prompt, context = message.prompt, self._engine.context
+        if isinstance(prompt, list):
+            known = len(prompt)
+        else:
+            known = len(await asyncio.to_thread(self._encode_prompt, message))
+        longest = context - known if params.max_tokens is None else params.max_tokens
+        return params.width * min(known + max(longest, 0), context, message.num_ctx or context)
 
-    async def _run(self, job: Job, message: wire.Message) -> None:
-        request_id = message["id"]
-        prompt = await self._prompt(job, message)
-        end: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        job.end, job.streamed, job.rows = end, message["stream"], message.get("rows", False)
+    async def _run_in_engine(self, request: OpenRequest, message: Generate) -> None:
+        prompt = await self._prompt(request, message)
+        request.end = end = asyncio.get_running_loop().create_future()
+        request.streamed, request.explain_rows = message.stream, message.explain_rows
         line = await self._engine.submit_to(
             self._feed,
-            request_id,
+            message.request_id,
             prompt,
-            job.params,
-            messages=message.get("messages") if prompt is None else None,
-            template=message.get("template"),
-            tenant=message["tenant"],
-            hidden=message.get("hidden", False),
+            request.params,
+            messages=message.messages if prompt is None else None,
+            template=message.template,
+            tenant=message.tenant,
+            hidden=message.embedding,
         )
-        if job.aborted:
-            self._engine.abort(request_id)
-        accepted: wire.Message = {"t": "accepted", "id": request_id}
-        if message.get("echo"):
-            accepted["text"] = self._echo(message["prompt"])
-        self._outbox.put(accepted)
+        if request.aborted:
+            self._engine.abort(message.request_id)
+        text = self._text_of(message.prompt) if message.echo else ""
+        self._outbox.put(Accepted(message.request_id, text))
         completion = await end
-        whole = message.get("hidden") and completion.choices[0].finish.reason != "cancel"
-        vector = line.embedding().tolist() if whole else None
-        self._done(completion, job, vector)
+        complete = message.embedding and completion.choices[0].finish.reason != "cancel"
+        embedding = line.embedding().tolist() if complete else None
+        if not request.explain_rows:  # those that came with the end, in no delta
+            for choice in completion.choices:
+                drop_rows(choice.explain)
+        self._outbox.put(self._results.completion(completion, request.params, embedding))
 
-    async def _prompt(self, job: Job, message: wire.Message) -> str | Sequence[int] | None:
-        """The prompt as the engine takes it; None: a conversation, which it encodes itself. Encoded here is what must be read in another way than
-        the engine's own, or must be counted before the engine sees it."""
-        prompt, num_ctx = message.get("prompt"), message.get("num_ctx")
-        if isinstance(prompt, list) or not (message.get("parse") or num_ctx):
+    async def _prompt(self, request: OpenRequest, message: Generate) -> str | Sequence[int] | None:
+        """The prompt for the engine; None: it encodes the conversation itself. A prompt is encoded
+        here if its control tokens are parsed, or if its length decides about num_ctx."""
+        prompt, num_ctx = message.prompt, message.num_ctx
+        if isinstance(prompt, list) or not (message.parse_special or num_ctx):
             return prompt
-        ids = await asyncio.to_thread(self._encode, {"text": prompt, **message})
+        ids = await asyncio.to_thread(self._encode_prompt, message)
         if num_ctx:
-            job.params = held_to(job.params, len(ids), num_ctx, message["open_end"])
+            request.params = fit_num_ctx(request.params, len(ids), num_ctx, message.open_end)
         return ids
 
-    def _hear(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
-        """What a step gave to all requests: their deltas leave in one message, their ends one by one, each from its own task."""
-        deltas = []
+    def _send_step(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
+        """What a step gave to all requests. Deltas leave in one message; the end of a request is
+        sent by its own task. Deltas with rows of logits are large and leave one by one."""
+        deltas: list[WireDelta] = []
         for request_id, item in items:
-            job = self._jobs.get(request_id)
-            if job is None or job.end is None or job.end.done():
+            request = self._open.get(request_id)
+            if request is None or request.end is None or request.end.done():
                 continue
             if isinstance(item, Delta):
-                if item.explain and not job.rows:
-                    forget_rows(item.explain)
-                if job.streamed and job.rows:
-                    self._outbox.put(
-                        {"t": "deltas", "d": [[request_id, self._delta(item, job)]]}
-                    )  # a message of its own: they are large
-                elif job.streamed:
-                    deltas.append([request_id, self._delta(item, job)])
+                if item.explain and not request.explain_rows:
+                    drop_rows(item.explain)
+                if request.streamed and request.explain_rows:
+                    self._outbox.put(Deltas([self._results.delta(item, request.params)]))
+                elif request.streamed:
+                    deltas.append(self._results.delta(item, request.params))
             elif isinstance(item, Completion):
-                job.end.set_result(item)
+                request.end.set_result(item)
             else:
-                job.end.set_exception(item)
+                request.end.set_exception(item)
         if deltas:
-            self._outbox.put({"t": "deltas", "d": deltas})
+            self._outbox.put(Deltas(deltas))
 
-    def _echo(self, prompt: str | Sequence[int]) -> str:
+    def _text_of(self, prompt: str | Sequence[int] | None) -> str:
         if isinstance(prompt, str):
             return prompt
-        text: str = self._engine.tokenizer.decode(list(prompt), skip_special=False)
+        text: str = self._engine.tokenizer.decode(list(prompt or ()), skip_special=False)
         return text
 
-    def _delta(self, delta: Delta, job: Job) -> list[Any]:
-        finish = None if delta.finish is None else self._finish(delta.finish, delta.token_ids, job)
-        return [delta.index, delta.text, finish, list(delta.token_ids), self._logprobs(delta.logprobs), list(delta.explain)]
+    def _encode_prompt(self, message: Generate) -> list[int]:
+        if message.messages is not None:
+            return self._encode_chat(message)
+        assert isinstance(message.prompt, str), "a prompt of token ids is encoded already"
+        return encoded(self._engine.tokenizer, message.prompt, special=message.parse_special)
 
-    def _finish(self, finish: Finish, ids: Sequence[int], job: Job) -> list[Any]:
-        ends = {*self._engine.parts.eos_ids, *job.params.stop_token_ids}
-        return spelled_finish(finish, job.params, by_token=bool(ids) and ids[-1] in ends)
+    def _encode_chat(self, message: Generate | Tokenize) -> list[int]:
+        if not self._engine.has_template:
+            raise UnsupportedError("messages", "this model has no chat template")
+        assert message.messages is not None, "neither a text nor a conversation"
+        return self._engine.encode_chat(message.messages, **(message.template or {}))
 
-    def _done(self, completion: Completion, job: Job, vector: list[float] | None = None) -> None:
-        if not job.rows:  # those that came with the end, and in no delta
-            for choice in completion.choices:
-                forget_rows(choice.explain)
-        usage, times = completion.usage, completion.timings
-        self._outbox.put(
-            {
-                "t": "done",
-                "id": completion.request_id,
-                "choices": [self._choice(c, job) for c in completion.choices],
-                "usage": [
-                    usage.prompt_tokens,
-                    usage.output_tokens,
-                    usage.cached_tokens,
-                    usage.drafted_tokens,
-                    usage.accepted_tokens,
-                ],
-                "timings": [times.queued, times.first_token, times.total, times.preemptions, times.saved],
-                "seed": completion.seed,
-                "fingerprint": completion.fingerprint,
-                "warnings": list(completion.warnings),
-                "prompt_logprobs": self._logprobs(completion.prompt_logprobs),
-                "prompt_ids": list(completion.prompt_ids) if completion.prompt_logprobs else [],
-                "prompt_first": self._first_bytes(completion),
-                "receipt": self._receipt(completion.receipt),
-                "vector": vector,
-            }
-        )
+    # ---------------------------------------------------------------------- tokenize and detokenize
 
-    def _first_bytes(self, completion: Completion) -> bytes:
-        """A prompt's first token has no log-probability, and so no record that would hold its bytes."""
-        if not completion.prompt_logprobs:
-            return b""
-        raw: bytes = self._engine.tokenizer.token_bytes(completion.prompt_ids[0])
-        return raw
+    async def _tokenize(self, message: Tokenize) -> None:
+        tokenizer, text = self._engine.tokenizer, message.text
+        ids = await asyncio.to_thread(self._encode_text, message)
+        warnings: Sequence[str] = ()
+        if text is not None and not message.parse_special and len(ids) <= self._engine.context:
+            warnings = await asyncio.to_thread(typed_control, tokenizer, text)
+        raw = [tokenizer.token_bytes(token) for token in ids]
+        self._outbox.put(Tokenized(message.request_id, ids, raw, warnings))
 
-    def _receipt(self, receipt: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Under the name clients know: what the operator typed may be a path."""
-        if receipt is None:
-            return None
-        named = {**receipt, "model": self._start["served_name"]}
-        return {**named, "sha256": digest_of(named)}
+    def _encode_text(self, message: Tokenize) -> list[int]:
+        if message.text is None:
+            return self._encode_chat(message)
+        special, bare = message.parse_special, not message.add_special
+        return encoded(self._engine.tokenizer, message.text, special=special, bare=bare)
 
-    def _choice(self, choice: Choice, job: Job) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "text": choice.text,
-            "ids": list(choice.token_ids),
-            "finish": self._finish(choice.finish, choice.token_ids, job),
-            "logprobs": self._logprobs(choice.logprobs),
-            "explain": list(choice.explain),
-            "score": choice.score,
-            "loop": choice.loop,
-        }
-
-    def _logprobs(self, items: Sequence[TokenLogprob | None]) -> list[Any]:
-        """With each token's bytes, because OpenAI's answers show them and the HTTP side has no tokenizer."""
-        spell = self._engine.tokenizer.token_bytes
-        return [
-            item and [item.token, item.logprob, spell(item.token), [[t, lp, spell(t)] for t, lp in item.top]] for item in items
-        ]
-
-    # --------------------------------------------------------------------------------------------------------- others
-
-    async def _tokenize(self, job: Job, message: wire.Message) -> None:
-        ids = await asyncio.to_thread(self._encode, message)
-        spell = self._engine.tokenizer.token_bytes
-        plain = "text" in message and not message["parse"] and len(ids) <= self._engine.context
-        warnings = await asyncio.to_thread(typed_control, self._engine.tokenizer, message["text"]) if plain else ()
-        self._outbox.put(
-            {"t": "done", "id": message["id"], "ids": ids, "bytes": [spell(t) for t in ids], "warnings": list(warnings)}
-        )
-
-    def _encode(self, message: wire.Message) -> list[int]:
-        tokenizer = self._engine.tokenizer
-        if message.get("messages") is not None:
-            if not self._engine.has_template:
-                raise UnsupportedError("messages", "this model has no chat template")
-            return self._engine.encode_chat(message["messages"], **(message.get("template") or {}))
-        return encoded(tokenizer, message["text"], special=bool(message.get("parse")), bare=not message.get("special", True))
-
-    async def _detokenize(self, job: Job, message: wire.Message) -> None:
-        tokenizer = self._engine.tokenizer
-        for token in message["ids"]:
+    async def _detokenize(self, message: Detokenize) -> None:
+        tokenizer, ids = self._engine.tokenizer, message.token_ids
+        for token in ids:
             if not 0 <= token < tokenizer.vocab_size:
-                raise ParameterError("tokens", f"{token} is not a token id of this model (0 to {tokenizer.vocab_size - 1})")
-        text = await asyncio.to_thread(tokenizer.decode, message["ids"], skip_special=False)
-        self._outbox.put({"t": "done", "id": message["id"], "text": text})
+                last = tokenizer.vocab_size - 1
+                raise ParameterError("tokens", f"{token} is not a token id of this model (0 to {last})")
+        text = await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
+        self._outbox.put(Detokenized(message.request_id, text))

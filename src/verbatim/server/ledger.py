@@ -1,13 +1,16 @@
-"""The ledger: every accepted request ends in exactly one state, and what it used is added once.
+"""The ledger: every accepted request ends in exactly one state, and its usage is added once.
 
-In: open(id) when a request is sent to the engine, close(id, state, usage) when its end is known.
-Out: counts that must add up: opened = open now + sum of the states. `/metrics` shows them, the tests hold them against the engine's own counters.
+open(id) is called when a request is sent to the engine, close(id, state, usage) when it ended. The
+counts must add up: opened = open now + the sum of the states. `/metrics` shows them, and the tests
+compare them with the engine's own counters.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import astuple
+
+from verbatim.base.records import Usage
 
 STATES = ("stop", "length", "loop", "cancel", "error", "refused", "engine_died", "timeout", "slow_reader", "done")
 USAGE = ("prompt", "output", "cached", "drafted", "accepted")
@@ -25,13 +28,13 @@ class Ledger:
         self._open.add(request_id)
         self.opened += 1
 
-    def close(self, request_id: str, state: str, usage: Sequence[int] | None = None) -> None:
+    def close(self, request_id: str, state: str, usage: Usage | None = None) -> None:
         assert state in STATES, state
         assert request_id in self._open, f"{request_id} ended twice, or never began"
         self._open.remove(request_id)
         self.states[state] += 1
         if usage is not None:
-            for name, count in zip(USAGE, usage, strict=True):
+            for name, count in zip(USAGE, astuple(usage), strict=True):
                 self.usage[name] += count
 
     @property

@@ -19,13 +19,11 @@ from verbatim.server.chat import Ask
 from verbatim.server.fields import OLLAMA_CHAT
 from verbatim.server.generate import extras, finish_reason, observe, pieces, speculation
 from verbatim.server.jsons import dumps, written
+from verbatim.server.messages import Generate, Generated, WireFinish
+from verbatim.server.parts import OLLAMA_PARAMS
 from verbatim.server.problems import Problem
 
-# Ollama's option -> ours
-OPTIONS = {
-    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p",
-    "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty", "stop": "stop",
-}  # fmt: skip
+OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama's option -> our parameter
 NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "max_tokens": "options.num_predict",
@@ -49,16 +47,16 @@ def sampling(options: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def window(call: Call, options: dict[str, Any]) -> dict[str, Any]:
-    """What tells the engine's side of options.num_ctx, and whether the client left the end of its answer open (then it ends there)."""
-    asked = options.get("num_ctx")
+def window(call: Call, options: dict[str, Any]) -> tuple[int | None, bool]:
+    """options.num_ctx, and whether the client left the answer's length open (num_ctx then cuts it)."""
+    asked: int | None = options.get("num_ctx")
     if asked is None:
-        return {}
-    context = call.state.facts["context"]
+        return None, False
+    context = call.state.facts.context
     if asked > context:
         where = "options.num_ctx"
         raise Problem("invalid_parameter", f"{where}: {asked} is above this server's context of {context}", where)
-    return {"num_ctx": asked, "open_end": (options.get("num_predict") or -1) < 0}
+    return asked, (options.get("num_predict") or -1) < 0
 
 
 def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -106,35 +104,34 @@ class Answer:
             ]
         return {**head, "message": message, "done": done}
 
-    def closing(self, finish: Any) -> dict[str, Any]:
-        done = self.call.runs[0].done
+    def closing(self, finish: WireFinish | None) -> dict[str, Any]:
+        done = self.call.runs[0].generated
         assert done is not None
-        prompt, output, *_ = done["usage"]
-        queued, first, total, *_ = done["timings"]
+        usage, times = done.usage, done.timings
         observe(self.call)
         return {
             "done_reason": finish_reason(finish) or "stop",
-            "total_duration": int(total * 1e9),
+            "total_duration": int(times.total * 1e9),
             "load_duration": 0,
-            "prompt_eval_count": prompt,
-            "prompt_eval_duration": int(max(first - queued, 0) * 1e9),
-            "eval_count": output,
-            "eval_duration": int(max(total - first, 0) * 1e9),
-            "seed": done["seed"],
-            "system_fingerprint": done["fingerprint"],
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": int(max(times.first_token - times.queued, 0) * 1e9),
+            "eval_count": usage.output_tokens,
+            "eval_duration": int(max(times.total - times.first_token, 0) * 1e9),
+            "seed": done.seed,
+            "system_fingerprint": done.fingerprint,
             **speculation(self.call.runs),
             **extras(self.call.runs),
         }
 
     async def whole(self) -> Response:
-        (done,) = await self.call.results()
-        choice = done["choices"][0]
-        text, calls = self.ask.read(choice["text"]) if self.ask is not None else (choice["text"], [])
-        return Json({**self.line(text, calls, True), **self.closing(choice["finish"])})
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        text, calls = self.ask.read(choice.text) if self.ask is not None else (choice.text, [])
+        return Json({**self.line(text, calls, True), **self.closing(choice.finish)})
 
     async def events(self) -> AsyncIterator[bytes]:
         parser = self.ask.parser() if self.ask is not None else None
-        finish: Any = None
+        finish: WireFinish | None = None
         async for piece in pieces(self.call):
             if piece is None:
                 continue  # lines of JSON have no comment to keep a connection alive with
@@ -203,17 +200,29 @@ async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values
     asks.check_text_length("prompt", prompt, call.state.facts)
     state = call.state
     params = asks.finish_params(values, limits=state.limits, facts=state.facts, names=NAMES)
-    ask = {"prompt": prompt, "parse": bool(body.get("parse_special")), "params": params}
     call.names = NAMES
-    call.submit("generate", **ask, **window(call, body.get("options") or {}), stream=body.get("stream", True))
+    num_ctx, open_end = window(call, body.get("options") or {})
+    message = Generate(
+        call.next_id(),
+        call.tenant,
+        params,
+        body.get("stream", True),
+        prompt,
+        parse_special=bool(body.get("parse_special")),
+        num_ctx=num_ctx,
+        open_end=open_end,
+    )
+    call.submit(message)
     await call.accepted()
     return await _answer(call, body, Answer(call, model, None))
 
 
-async def _answer(call: Call, body: dict[str, Any], answer: Answer, window: dict[str, Any] | None = None) -> Response:
+async def _answer(
+    call: Call, body: dict[str, Any], answer: Answer, window: tuple[int | None, bool] = (None, False)
+) -> Response:
     stream = body.get("stream", True)
     if answer.ask is not None:
-        answer.ask.submit(stream, **(window or {}))
+        answer.ask.submit(stream, *window)
         await call.accepted()
     return EventStream(call, answer.events(), error_line, "application/x-ndjson") if stream else await answer.whole()
 
@@ -234,7 +243,8 @@ def _details(call: Call) -> dict[str, Any]:
 
 async def tags(call: Call) -> Response:
     when = datetime.fromtimestamp(call.state.started, UTC).isoformat().replace("+00:00", "Z")
-    digest = call.state.supervisor.facts.get("digest", "")
+    facts = call.state.supervisor.facts
+    digest = "" if facts is None else facts.digest
     rows = [
         {"name": n, "model": n, "modified_at": when, "size": 0, "digest": digest, "details": _details(call)} for n in call.state.names()
     ]  # fmt: skip
@@ -244,8 +254,8 @@ async def tags(call: Call) -> Response:
 async def ps(call: Call) -> Response:
     """The one model that is loaded, and stays so."""
     facts, name = call.state.facts, next(iter(call.state.names()))
-    row = {"name": name, "model": name, "size": 0, "digest": facts.get("digest", ""), "details": _details(call)}
-    return Json({"models": [{**row, "expires_at": NEVER, "size_vram": 0, "context_length": facts["context"]}]})
+    row = {"name": name, "model": name, "size": 0, "digest": facts.digest, "details": _details(call)}
+    return Json({"models": [{**row, "expires_at": NEVER, "size_vram": 0, "context_length": facts.context}]})
 
 
 async def show(call: Call) -> Response:
@@ -254,10 +264,10 @@ async def show(call: Call) -> Response:
     facts = call.state.facts
     capabilities = [
         "completion",
-        *(["tools"] if facts["has_template"] else []),
+        *(["tools"] if facts.has_template else []),
         "embedding",
     ]
-    info = {"general.fingerprint": facts["fingerprint"], "general.context_length": facts["context"]}
+    info = {"general.fingerprint": facts.fingerprint, "general.context_length": facts.context}
     return Json({"details": _details(call), "model_info": info, "capabilities": capabilities, "template": "", "parameters": ""})
 
 

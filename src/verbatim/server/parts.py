@@ -7,13 +7,55 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from verbatim.base.params import FIELDS, MAX_STOP_STRINGS, MOST
 
 Text = Annotated[str, Field(strict=True)]
 Name = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Label = Annotated[str, Field(strict=True, max_length=512)]
-TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 JsonObject = dict[str, Any]
+
+# Ollama's name of a parameter -> ours, where the range is the same
+OLLAMA_PARAMS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical_p",
+    "repeat_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+
+
+def type_of(name: str) -> Any:
+    """The pydantic type of a sampling parameter: its kind and range in base.params."""
+    rule = FIELDS[name]
+    bounds: dict[str, Any] = {"strict": True, "ge": rule.low, "le": rule.high, "gt": rule.above}
+    bounds = {k: v for k, v in bounds.items() if v is not None}
+    match rule.kind:
+        case "int":
+            whole: dict[str, Any] = {k: int(v) for k, v in bounds.items() if k != "strict"}
+            return Annotated[int, Field(strict=True, **{"le": MOST, **whole})]
+        case "float":
+            return Annotated[float, Field(allow_inf_nan=False, **bounds)]
+        case "bool":
+            return Annotated[bool, Field(strict=True)]
+        case "str":
+            return Text
+        case "ids":
+            return list[TokenId]
+        case "strings":
+            return Text | list[Text]
+        case "bias":
+            token = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+            return dict[token, Annotated[float, Field(allow_inf_nan=False, **bounds)]]
+        case "choice":
+            return Literal[rule.choices]
+        case "schema":
+            return dict[str, Any] | bool
 
 
 class Strict(BaseModel):
@@ -296,18 +338,15 @@ class OllamaMessage(Strict):
     tool_call_id: Text | None = None
 
 
-class OllamaOptions(Strict):
-    """Ollama's options under its own names. Those that would change the machine, not the answer, are refused."""
+class _OllamaOptions(Strict):
+    """Ollama's options that are no parameters of ours, or have another range there."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=2**31 - 1)] | None = None
-    num_ctx: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MOST)] | None = None
+    num_ctx: Annotated[int, Field(ge=1, le=MOST)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=64)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
+
+
+# Ollama's options under its own names. Options of the machine (num_gpu, ...) are refused.
+_ollama: Any = {theirs: (type_of(ours) | None, None) for theirs, ours in OLLAMA_PARAMS.items()}
+OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama)

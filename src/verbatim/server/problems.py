@@ -82,13 +82,6 @@ class Problem(Exception):
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after)))}
 
-    def to_wire(self) -> dict[str, Any]:
-        return {"code": self.code, "message": self.message, "param": self.param, "retry_after": self.retry_after}
-
-    @classmethod
-    def from_wire(cls, data: dict[str, Any]) -> Problem:
-        return cls(data["code"], data["message"], data["param"], data["retry_after"])
-
 
 def problem_of(error: BaseException) -> Problem:
     """Our own errors keep their words; anything else becomes a sentence that tells nothing of the inside."""

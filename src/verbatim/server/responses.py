@@ -6,27 +6,27 @@ In: OpenAI's Responses fields, translated into chat fields for `Ask`. Out: a res
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
 from verbatim.server.call import KEEP_ALIVE, Call, EventStream, Json, new_id, sse
 from verbatim.server.chat import Ask, count_tokens
-from verbatim.server.completions import loop_of
+from verbatim.server.completions import reports_of
 from verbatim.server.fields import RESPONSES
 from verbatim.server.generate import (
     Piece,
     Places,
+    chat_logprobs,
     extras,
     finish_reason,
-    floor,
     obfuscation,
     observe,
     pieces,
-    spelled,
     usage_of,
 )
+from verbatim.server.messages import Generated, WireChoice, WireFinish, WireLogprob
 from verbatim.server.problems import Problem
 from verbatim.server.tools import Call as ToolCall
 from verbatim.server.tools import joined, plain_text
@@ -105,18 +105,18 @@ class TextTokens:
 
     def __init__(self, ask: Ask) -> None:
         self._places = Places(ask.call.state.facts, ask.params.get("skip_special", True))
-        self._waiting: list[tuple[int, Any]] = []  # with the place where they begin
+        self._waiting: list[tuple[int, WireLogprob]] = []  # with the place where they begin
 
-    def add(self, items: list[Any]) -> None:
-        self._waiting += [(self._places.place(item[0], item[2]), item) for item in items]
+    def add(self, items: Sequence[WireLogprob]) -> None:
+        self._waiting += [(self._places.place(item.token, item.raw), item) for item in items]
 
-    def within(self, start: int, end: int) -> list[Any]:
+    def within(self, start: int, end: int) -> list[WireLogprob]:
         """Those of the next text. What begins before it was a call's."""
         taken = [item for at, item in self._waiting if start <= at < end]
         self._waiting = [(at, item) for at, item in self._waiting if at >= end]
         return taken
 
-    def rest(self) -> list[Any]:
+    def rest(self) -> list[WireLogprob]:
         """Behind the last text: what ended it and is not shown."""
         taken, self._waiting = [item for _, item in self._waiting], []
         return taken
@@ -140,26 +140,21 @@ class Answer:
             "text": body.get("text") or {"format": {"type": "text"}}, "tool_choice": body.get("tool_choice", "auto"),
             "tools": body.get("tools", []), "top_logprobs": body.get("top_logprobs", 0), "top_p": body.get("top_p", 1.0),
             "truncation": "disabled", "user": body.get("user"), "background": False,
-            "seed": ask.params.get("seed"), "system_fingerprint": self.call.state.facts["fingerprint"],
+            "seed": ask.params.get("seed"), "system_fingerprint": self.call.state.facts.fingerprint,
         }  # fmt: skip
         self.base["text"].setdefault("format", {"type": "text"})
 
     def object(self, status: str, **more: Any) -> dict[str, Any]:
         return {**self.base, "status": status, "output": self.output, "usage": None, **more}
 
-    def message(self, text: str, logprobs: list[Any], status: str = "completed") -> dict[str, Any]:
+    def message(self, text: str, logprobs: Sequence[WireLogprob], status: str = "completed") -> dict[str, Any]:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(logprobs)}
         return {"id": new_id("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
 
-    def logprobs(self, items: list[Any]) -> list[dict[str, Any]]:
-        top = self.body.get("top_logprobs", 0)
+    def logprobs(self, items: Sequence[WireLogprob]) -> list[dict[str, Any]]:
+        return chat_logprobs(items, self.body.get("top_logprobs", 0))
 
-        def one(raw: bytes, value: float) -> dict[str, Any]:
-            return {"token": spelled(raw), "bytes": list(raw), "logprob": floor(value)}
-
-        return [{**one(raw, lp), "top_logprobs": [one(r, p) for _, p, r in best[:top]]} for _, lp, raw, best in items]
-
-    def finished(self, finish: Any) -> dict[str, Any]:
+    def finished(self, finish: WireFinish | None) -> dict[str, Any]:
         """The last word on the response: completed, or incomplete because it was cut by a limit."""
         usage = usage_of(self.call.runs)
         spelled_usage = {
@@ -182,10 +177,9 @@ class Answer:
 
     def _reports(self) -> dict[str, Any]:
         """What was asked to be said of the answer; the events of a stream carry it in their last one."""
-        done = self.call.runs[0].done
+        done = self.call.runs[0].generated
         assert done is not None
-        choice = done["choices"][0]
-        return {name: choice[name] for name in ("score", "explain") if choice[name]} | loop_of(choice)
+        return reports_of(done.choices[0])
 
     def _keep(self, made: dict[str, Any]) -> None:
         if self.body.get("store"):
@@ -200,23 +194,23 @@ class Answer:
     # ---------------------------------------------------------------------------------------------------------- whole
 
     async def whole(self) -> Response:
-        (done,) = await self.call.results()
-        choice = done["choices"][0]
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
         text, calls, logprobs = self._read(choice)
-        status = "incomplete" if choice["finish"][0] == "length" else "completed"
+        status = "incomplete" if choice.finish.reason == "length" else "completed"
         if text.strip() or not calls:
             self.output.append(self.message(text, logprobs, status))
         self.output += [spelled_item(c, status) for c in calls]
         observe(self.call)
-        return Json(self.finished(choice["finish"]))
+        return Json(self.finished(choice.finish))
 
-    def _read(self, choice: dict[str, Any]) -> tuple[str, list[ToolCall], list[Any]]:
+    def _read(self, choice: WireChoice) -> tuple[str, list[ToolCall], Sequence[WireLogprob]]:
         parser = self.ask.parser()
         if parser is None:
-            return choice["text"], [], choice["logprobs"]
-        found = [*parser.push(choice["text"]), *parser.finish()]
+            return choice.text, [], choice.logprobs
+        found = [*parser.push(choice.text), *parser.finish()]
         tokens = TextTokens(self.ask)
-        tokens.add(choice["logprobs"])
+        tokens.add(choice.logprobs)
         logprobs = [item for span in parser.spans for item in tokens.within(*span)]
         if not found or found[-1][0] == "text":
             logprobs += tokens.rest()
@@ -259,7 +253,7 @@ class Events:
         self.number = 0
         self.open: dict[str, Any] | None = None  # the message that is being written
         self.text = ""
-        self.logprobs: list[Any] = []
+        self.logprobs: list[WireLogprob] = []
         self.parser = answer.ask.parser()
         self.tokens = TextTokens(answer.ask)
 
@@ -272,7 +266,7 @@ class Events:
         answer = self.answer
         yield self.event("response.created", response=answer.object("in_progress"))
         yield self.event("response.in_progress", response=answer.object("in_progress"))
-        finish: Any = None
+        finish: WireFinish | None = None
         async for piece in pieces(answer.call):
             if piece is None:
                 yield KEEP_ALIVE
@@ -307,7 +301,7 @@ class Events:
             out += self._text("", self.tokens.rest())
         return out
 
-    def _text(self, text: str, logprobs: list[Any]) -> list[bytes]:
+    def _text(self, text: str, logprobs: Sequence[WireLogprob]) -> list[bytes]:
         out: list[bytes] = []
         if not text and not logprobs:
             return out
@@ -362,7 +356,7 @@ class Events:
         self.answer.output.append(item)
         return out
 
-    def _end(self, finish: Any) -> list[bytes]:
+    def _end(self, finish: WireFinish | None) -> list[bytes]:
         status = "incomplete" if finish_reason(finish) == "length" else "completed"
         out: list[bytes] = []
         if self.open is None and not self.answer.output:  # an empty answer is a message too

@@ -1,7 +1,8 @@
-"""One request as the HTTP side sees it: deltas arrive from the engine process, a handler takes them out when it can write.
+"""One running request in the HTTP process: deltas arrive from the engine process, and a handler
+takes them when it can write to its client.
 
-Between the two lies one buffer a request. What is not taken is kept and merged by the handler; beyond `max_stream_bytes` the
-request is ended, so that memory is bounded by the protocol and not by the client's patience.
+Each request has one buffer for deltas that the handler has not taken yet. A request whose buffer
+exceeds `max_stream_bytes` is aborted, so that a slow client cannot use more memory than that.
 """
 
 from __future__ import annotations
@@ -10,19 +11,20 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.server import wire
+from verbatim.server.messages import Generated, Result, WireDelta
 from verbatim.server.problems import Problem
 
-DELTA_COST = 64  # bytes of bookkeeping a delta costs beside its text
+DELTA_COST = 64  # bytes of a delta beside its text, about
 
 
 def _weight(record: dict[str, Any]) -> int:
-    """Bytes of an explanation, about: its candidates, and its row and mask where it has them."""
+    """Bytes of an explanation, about: its candidates, and its row and mask if it has them."""
     return 512 + 160 * len(record["top"]) + len(record["row"] or "") + len(record["mask"] or "")
 
 
 class Signal:
-    """Wakes one handler, which may wait for several requests at once (a list of prompts). A wake-up while nobody waits is kept."""
+    """Wakes one handler, which may wait for several requests at once (a list of prompts). A set()
+    while the handler does not wait makes its next wait() return at once."""
 
     def __init__(self) -> None:
         self._set = False
@@ -45,50 +47,60 @@ class Signal:
 
 
 class Running:
-    """`take()` what has come until `ended`; `close()` whenever the client is gone. Closing twice, or after the end, is fine."""
+    """A handler calls `take()` until `ended`, and `close()` when the client disconnects. close() may
+    be called twice, and after the end."""
 
-    def __init__(self, request_id: str, tenant: str, abort: Callable[[Running], None], max_bytes: int, signal: Signal) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        tenant: str,
+        abort: Callable[[Running], None],
+        max_bytes: int,
+        signal: Signal,
+    ) -> None:
         self.id = request_id
         self.tenant = tenant
         self.text = ""  # the echoed prompt
-        self.done: wire.Message | None = None
+        self.done: Result | None = None
         self.problem: Problem | None = None
         self.accepted = False
-        self.closed = False  # nobody reads any more
+        self.closed = False  # the client has disconnected
         self.on_fail: Callable[[], None] | None = None
-        self.own: Callable[[Problem], Problem] | None = None  # puts the client's names in the place of the engine's
+        self.own: Callable[[Problem], Problem] | None = None  # renames parameters to the client's names
         self._abort = abort
-        self._deltas: list[list[Any]] = []
+        self._deltas: list[WireDelta] = []
         self._bytes = 0
         self._max_bytes = max_bytes
         self._signal = signal
 
-    # ----------------------------------------------------------------------------------------------- the engine's side
+    # ----------------------------------------------------------------------------------------------- called by the supervisor
 
     def accept(self, text: str) -> None:
         self.accepted, self.text = True, text
         self.wake()
 
-    def push(self, delta: list[Any]) -> None:
+    def push(self, delta: WireDelta) -> None:
         if self.closed or self.problem is not None:
             return
         self._deltas.append(delta)
-        self._bytes += DELTA_COST + len(delta[1]) * 4
-        if delta[4] or delta[5]:
-            self._bytes += sum(64 + 48 * len(lp[3]) for lp in delta[4]) + sum(map(_weight, delta[5]))
+        self._bytes += DELTA_COST + len(delta.text) * 4
+        if delta.logprobs or delta.explain:
+            self._bytes += sum(64 + 48 * len(item.top or ()) for item in delta.logprobs)
+            self._bytes += sum(map(_weight, delta.explain))
         if self._bytes > self._max_bytes:
-            self.fail(Problem("slow_reader", "the stream was not read fast enough and its buffer is full"))
+            told = "the stream was not read fast enough and its buffer is full"
+            self.fail(Problem("slow_reader", told))
             self._abort(self)
         else:
             self.wake()
 
-    def finish(self, done: wire.Message) -> None:
+    def finish(self, done: Result) -> None:
         if self.problem is None:
             self.done = done
             self.wake()
 
     def fail(self, problem: Problem) -> None:
-        """The reader gets what it had, then the problem. The first problem counts."""
+        """The handler gets the deltas so far, then the problem. Only the first problem is kept."""
         if self.problem is None and self.done is None:
             self.problem = problem if self.own is None else self.own(problem)
             self.wake()
@@ -98,25 +110,31 @@ class Running:
     def wake(self) -> None:
         self._signal.set()
 
-    # ----------------------------------------------------------------------------------------------- the handler's side
+    # ----------------------------------------------------------------------------------------------- called by the handler
 
     @property
     def ended(self) -> bool:
         return self.done is not None or self.problem is not None
 
+    @property
+    def generated(self) -> Generated | None:
+        """The result, if this is a generation that has ended without a problem."""
+        return self.done if isinstance(self.done, Generated) else None
+
     async def wait_accepted(self) -> None:
-        """Until the engine took the request. Raises the Problem where it refused: there is still time for an HTTP status."""
+        """Wait until the engine accepts the request. Raises the Problem if it refuses, while an
+        HTTP status can still be sent."""
         while not self.accepted and not self.ended:
             await self._signal.wait()
         if self.problem is not None and not self._deltas:
             raise self.problem
 
-    def take(self) -> list[list[Any]]:
+    def take(self) -> list[WireDelta]:
         """All deltas since the last call."""
         deltas, self._deltas, self._bytes = self._deltas, [], 0
         return deltas
 
-    async def result(self) -> wire.Message:
+    async def result(self) -> Result:
         while not self.ended:
             await self._signal.wait()
         if self.done is None:
@@ -125,7 +143,7 @@ class Running:
         return self.done
 
     def close(self) -> None:
-        """The client is gone: nothing is kept, and the engine is told once."""
+        """The client has disconnected: drop the deltas and abort the request, once."""
         if not self.closed:
             self.closed = True
             self._deltas = []

@@ -120,18 +120,10 @@ class Settings:
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port")
 
-    def for_engine(self) -> dict[str, Any]:
-        """Plain data for the engine process: nothing of the network, no keys."""
-        return {
-            "model": self.model,
-            "revision": self.revision,
-            "offline": self.offline,
-            "engine": dict(self.engine),
-            "test_engine": self.test_engine,
-            "served_name": self.served_names[0] if self.served_names else self.model,
-            "cache_share": self.limits.max_cache_share,
-            "max_output_tokens": self.limits.max_output_tokens,
-        }
+    @property
+    def served_name(self) -> str:
+        """The model's first name for clients."""
+        return self.served_names[0] if self.served_names else self.model
 
 
 def is_loopback(host: str) -> bool:

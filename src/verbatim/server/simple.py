@@ -13,7 +13,15 @@ from verbatim.server import asks
 from verbatim.server.call import Call, Json
 from verbatim.server.chat import conversation
 from verbatim.server.completions import parses_special, prompts_of
-from verbatim.server.generate import extras, floor, observe, prompt_items, spelled, usage_of
+from verbatim.server.generate import extras, floor, observe, spelled, usage_of
+from verbatim.server.messages import (
+    Detokenize,
+    Detokenized,
+    Generate,
+    Generated,
+    Tokenize,
+    Tokenized,
+)
 from verbatim.server.problems import Problem
 
 
@@ -22,20 +30,20 @@ async def embeddings(call: Call) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     prompts = prompts_of(body["input"], "input", call)
-    hidden = call.state.facts.get("hidden")
-    if hidden and body.get("dimensions", 1) > hidden:
+    hidden = call.state.facts.hidden
+    if body.get("dimensions", 1) > hidden:
         raise Problem("invalid_parameter", f"dimensions: {body['dimensions']} is above the model's {hidden}", "dimensions")
     state = call.state
     params = asks.finish_params({"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts)
     call.names = {"prompt": "input"}
     for prompt in prompts:
-        call.submit("generate", prompt=prompt, params=params, stream=False, hidden=True)
-    results = await call.results()
+        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, embedding=True))
+    results = await call.results(Generated)
     data = [
-        {"object": "embedding", "index": i, "embedding": _spell_vector(_unit(r["vector"], body.get("dimensions")), body)}
+        {"object": "embedding", "index": i, "embedding": _spell_vector(_unit(r.embedding or [], body.get("dimensions")), body)}
         for i, r in enumerate(results)
     ]
-    total = sum(r["usage"][0] for r in results)
+    total = sum(r.usage.prompt_tokens for r in results)
     usage = {"prompt_tokens": total, "total_tokens": total}
     return Json({"object": "list", "data": data, "model": model, "usage": usage, **extras(call.runs)})
 
@@ -64,14 +72,14 @@ async def score(call: Call) -> Response:
     state = call.state
     params = asks.finish_params(values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names)
     for prompt in prompts:
-        call.submit("generate", prompt=prompt, parse=parse, params=params, stream=False)
-    results = await call.results()
+        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse))
+    results = await call.results(Generated)
     observe(call)
     return Json(
         {
             "object": "list",
             "model": model,
-            "system_fingerprint": call.state.facts["fingerprint"],
+            "system_fingerprint": call.state.facts.fingerprint,
             "data": [_scored(i, r) for i, r in enumerate(results)],
             "usage": usage_of(call.runs),
             **extras(call.runs),
@@ -79,12 +87,13 @@ async def score(call: Call) -> Response:
     )
 
 
-def _scored(index: int, done: dict[str, Any]) -> dict[str, Any]:
-    tokens = []
-    for token, logprob, raw, best in prompt_items(done):
-        tokens.append({"id": token, "token": spelled(raw), "logprob": None if logprob is None else floor(logprob)})
-        if best:
-            tokens[-1]["top_logprobs"] = [{"id": t, "token": spelled(r), "logprob": floor(lp)} for t, lp, r in best]
+def _scored(index: int, done: Generated) -> dict[str, Any]:
+    tokens: list[dict[str, Any]] = []
+    for item in done.prompt_logprobs:
+        logprob = None if item.logprob is None else floor(item.logprob)
+        tokens.append({"id": item.token, "token": spelled(item.raw), "logprob": logprob})
+        if item.top:
+            tokens[-1]["top_logprobs"] = [{"id": t, "token": spelled(r), "logprob": floor(lp)} for t, lp, r in item.top]
     known = [t["logprob"] for t in tokens if t["logprob"] is not None]
     total = math.fsum(known)
     perplexity = math.exp(min(-total / len(known), 700)) if known else None
@@ -102,25 +111,28 @@ async def tokenize(call: Call) -> Response:
     if "prompt" in body:
         asks.check_text_length("prompt", body["prompt"], call.state.facts)
         parse = body.get("parse_special", False)
-        call.submit("tokenize", text=body["prompt"], special=body.get("add_special_tokens", True), parse=parse)
+        special = body.get("add_special_tokens", True)
+        message = Tokenize(call.next_id(), call.tenant, body["prompt"], add_special=special, parse_special=parse)
     else:
         messages, template = conversation(call, body, [], {})
-        call.submit("tokenize", messages=messages, template=template)
-    (done,) = await call.results()
-    answer = {"tokens": done["ids"], "count": len(done["ids"]), "max_model_len": call.state.facts["context"]}
-    if done["warnings"]:
-        answer["warnings"] = done["warnings"]
+        message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)
+    call.submit(message)
+    (done,) = await call.results(Tokenized)
+    ids, context = done.token_ids, call.state.facts.context
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
+    if done.warnings:
+        answer["warnings"] = done.warnings
     if body.get("return_token_strs"):
-        answer["token_strs"] = [spelled(raw) for raw in done["bytes"]]
+        answer["token_strs"] = [spelled(raw) for raw in done.raw]
     return Json(answer)
 
 
 async def detokenize(call: Call) -> Response:
     body = await call.body()
     call.state.check_model(body.get("model"))
-    if len(body["tokens"]) > 8 * call.state.facts["context"]:
+    if len(body["tokens"]) > 8 * call.state.facts.context:
         raise Problem("invalid_parameter", "tokens: far more than the context holds", "tokens")
     asks.check_vocabulary("tokens", body["tokens"], call.state.facts)
-    call.submit("detokenize", ids=body["tokens"])
-    (done,) = await call.results()
-    return Json({"prompt": done["text"]})
+    call.submit(Detokenize(call.next_id(), call.tenant, body["tokens"]))
+    (done,) = await call.results(Detokenized)
+    return Json({"prompt": done.text})

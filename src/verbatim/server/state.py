@@ -9,9 +9,9 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from verbatim.server.logs import AccessLog
+from verbatim.server.messages import ModelFacts
 from verbatim.server.metrics import Metrics
 from verbatim.server.problems import Problem
 from verbatim.server.settings import Settings
@@ -36,16 +36,18 @@ class State:
         self._per_tenant: Counter[str] = Counter()
 
     @property
-    def facts(self) -> dict[str, Any]:
-        """Of the model. Empty until the engine was ready once; then handlers may rely on it even while it restarts."""
-        if not self.supervisor.facts:
+    def facts(self) -> ModelFacts:
+        """Facts about the model; they stay known while the engine restarts. Raises a 503 until the
+        engine is ready for the first time."""
+        if self.supervisor.facts is None:
             raise Problem("unavailable", "the model is still being loaded; try again shortly", retry_after=2)
         return self.supervisor.facts
 
     @property
     def max_json_values(self) -> int:
         """The limit, and room for a prompt of token ids."""
-        return self.limits.max_json_values + int(self.supervisor.facts.get("context", 0))
+        facts = self.supervisor.facts
+        return self.limits.max_json_values + (0 if facts is None else facts.context)
 
     def names(self) -> tuple[str, ...]:
         return self.settings.served_names or (self.settings.model,)

@@ -1,7 +1,9 @@
-"""The HTTP process's hand on the engine process: start it, feed it, hear its heartbeat, bury it, start it again.
+"""Supervises the engine process from the HTTP process: starts it, sends requests, watches its
+heartbeat, and restarts it when it dies.
 
-In: submit(message) from the handlers. Out: Running requests whose deltas and ends come from the engine's messages.
-A dead or silent engine costs its running requests an error within a heartbeat; HTTP stays up and answers 503 until the next one is ready.
+submit(message) of the handlers comes in; Running requests go out, whose deltas and results come from
+the engine's messages. When the engine dies or stops sending heartbeats, its running requests get an
+error; HTTP stays up and answers 503 until the next engine process is ready.
 """
 
 from __future__ import annotations
@@ -17,6 +19,24 @@ from typing import Any
 
 from verbatim.server import wire
 from verbatim.server.ledger import Ledger
+from verbatim.server.messages import (
+    Abort,
+    Accepted,
+    Close,
+    Deltas,
+    Failed,
+    FromEngine,
+    Generated,
+    Heartbeat,
+    Loading,
+    ModelFacts,
+    Ready,
+    Refused,
+    Result,
+    Start,
+    Work,
+    decode_from_engine,
+)
 from verbatim.server.problems import Problem
 from verbatim.server.running import Running, Signal
 from verbatim.server.settings import Settings
@@ -30,7 +50,7 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ledger = Ledger()
-        self.facts: dict[str, Any] = {}
+        self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
         self.stats: dict[str, Any] = {}
         self.metrics = ""
         self.pid: int | None = None
@@ -53,13 +73,12 @@ class Supervisor:
     def open_requests(self) -> int:
         return len(self._running)
 
-    def submit(self, request_id: str, tenant: str, message: dict[str, Any], signal: Signal | None = None) -> Running:
+    def submit(self, message: Work, signal: Signal | None = None) -> Running:
         if not self.ready.is_set() or self._outbox is None:
             raise Problem("unavailable", "the engine is starting; try again shortly", retry_after=2)
-        frame = wire.pack(
-            {"t": "submit", "id": request_id, "tenant": tenant, **message}
-        )  # before anything is written down: it may fail
-        running = Running(request_id, tenant, self.abort, self.settings.limits.max_stream_bytes, signal or Signal())
+        frame = wire.pack(message)  # may raise, so it comes before any bookkeeping
+        request_id, most = message.request_id, self.settings.limits.max_stream_bytes
+        running = Running(request_id, message.tenant, self.abort, most, signal or Signal())
         self._running[request_id] = running
         self.ledger.open(request_id)
         self._outbox.put_frame(frame)
@@ -67,7 +86,7 @@ class Supervisor:
 
     def abort(self, running: Running) -> None:
         if running.id in self._running and self._outbox is not None:
-            self._outbox.put({"t": "abort", "id": running.id})
+            self._outbox.put(Abort(running.id))
 
     def cut_all(self, problem: Problem) -> None:
         """The drain's time is over: each open request gets this end, and the engine is told to stop it."""
@@ -89,7 +108,7 @@ class Supervisor:
         self._closing.set()
         self.ready.clear()
         if self._outbox is not None:
-            self._outbox.put({"t": "close"})
+            self._outbox.put(Close())
             await self._outbox.drain()
         if self._task is not None:
             _, late = await asyncio.wait((self._task,), timeout=CLOSE_SECONDS)
@@ -131,13 +150,13 @@ class Supervisor:
         self.pid, self._process = process.pid, process
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self._outbox = wire.Outbox(writer)
-        self._outbox.put({"t": "start", **self.settings.for_engine()})
+        self._outbox.put(self._start_message())
         self._last_beat = time.monotonic()
         watchdog = asyncio.create_task(self._watch(process))
         try:
-            while (message := await wire.read(reader)) is not None:
+            while (message := await wire.read(reader, decode_from_engine)) is not None:
                 self._hear(message)
-                await asyncio.sleep(0)  # many may lie ready: whoever reads a stream must be able to keep up with them
+                await asyncio.sleep(0)  # let the handlers write before the next of many buffered messages
         finally:
             watchdog.cancel()
             self.ready.clear()
@@ -184,45 +203,60 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------- messages
 
-    def _hear(self, message: wire.Message) -> None:
-        kind = message["t"]
-        if kind == "deltas":
-            for name, delta in message["d"]:
-                if name in self._running:
-                    self._running[name].push(delta)
-        elif kind == "beat":
-            self._last_beat = time.monotonic()
-            self.stats = message["stats"]
-            self.metrics = message.get("metrics", self.metrics)
-        elif kind == "accepted":
-            if message["id"] in self._running:
-                self._running[message["id"]].accept(message.get("text", ""))
-        elif kind == "done":
-            self._finished(message)
-        elif kind == "error":
-            running = self._running.pop(message["id"])
-            running.fail(Problem.from_wire(message["problem"]))
-            self.ledger.close(
-                running.id, "refused" if running.problem is not None and running.problem.status < 500 else "error"
-            )
-        elif kind == "ready":
-            self.facts = {**message, "control": frozenset(message["control"])}
-            self._last_progress = (time.monotonic(), -1)
-            self.ready.set()
-            log.info("ready: %s, context %d, fingerprint %s", message["name"], message["context"], message["fingerprint"])
-        elif kind == "failed" and not self.facts and not self.fatal.done():
-            self.fatal.set_result(message["message"])
+    def _start_message(self) -> Start:
+        """Settings of the engine process; nothing about the network, no keys."""
+        settings = self.settings
+        return Start(
+            model=settings.model,
+            revision=settings.revision,
+            offline=settings.offline,
+            engine=dict(settings.engine),
+            test_engine=settings.test_engine,
+            served_name=settings.served_name,
+            cache_share=settings.limits.max_cache_share,
+        )
 
-    def _finished(self, message: wire.Message) -> None:
-        running = self._running.pop(message["id"])
-        if "choices" not in message:  # tokenize: no generation to account for
-            self.ledger.close(running.id, "done", message.get("usage"))
+    def _hear(self, message: FromEngine) -> None:
+        match message:
+            case Deltas(items=items):
+                for delta in items:
+                    if (running := self._running.get(delta.request_id)) is not None:
+                        running.push(delta)
+            case Heartbeat():
+                self._last_beat = time.monotonic()
+                self.stats = message.stats
+                self.metrics = self.metrics if message.metrics is None else message.metrics
+            case Accepted():
+                if message.request_id in self._running:
+                    self._running[message.request_id].accept(message.text)
+            case Refused():
+                self._refused(message)
+            case Ready(facts=facts):
+                self.facts = facts
+                self._last_progress = (time.monotonic(), -1)
+                self.ready.set()
+                log.info("ready: %s, context %d, fingerprint %s", facts.name, facts.context, facts.fingerprint)
+            case Failed():
+                if self.facts is None and not self.fatal.done():
+                    self.fatal.set_result(message.message)
+            case Loading():
+                pass
+            case _:
+                self._finished(message)
+
+    def _refused(self, message: Refused) -> None:
+        running = self._running.pop(message.request_id)
+        running.fail(message.problem())
+        client = running.problem is not None and running.problem.status < 500
+        self.ledger.close(running.id, "refused" if client else "error")
+
+    def _finished(self, result: Result) -> None:
+        running = self._running.pop(result.request_id)
+        if not isinstance(result, Generated):
+            self.ledger.close(running.id, "done")
         else:
-            reasons = [c["finish"][0] for c in message["choices"]]
-            cut = (
-                running.problem.code
-                if running.problem is not None and running.problem.code in ("timeout", "slow_reader")
-                else ""
-            )
-            self.ledger.close(running.id, cut or (reasons[0] if reasons else "cancel"), message["usage"])
-        running.finish(message)
+            cut = running.problem.code if running.problem is not None else ""
+            reason = result.choices[0].finish.reason if result.choices else "cancel"
+            state = cut if cut in ("timeout", "slow_reader") else reason
+            self.ledger.close(running.id, state, result.usage)
+        running.finish(result)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.server.jsons import sound, spelled, written
+from verbatim.server.messages import ModelFacts
 from verbatim.text.calls import repeats_call
 
 OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
@@ -48,7 +49,7 @@ def plain_text(content: Any) -> str:
 
 
 def template_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], facts: ModelFacts
 ) -> list[dict[str, Any]]:
     """OpenAI's messages as chat templates expect them. Where the template knows no tools, they are told in a system message; where it
     knows no earlier calls (it may know tools and not these), they are spelled out as text. So nothing the client sent is dropped."""
@@ -63,7 +64,7 @@ def template_messages(
             if key in message:
                 made[key] = message[key]
         calls = message.get("tool_calls") or []
-        if calls and facts["template_calls"]:
+        if calls and facts.template_calls:
             made["tool_calls"] = [
                 {
                     "id": c["id"],
@@ -76,12 +77,12 @@ def template_messages(
                 made["content"] = None  # a template may tell a call from an answer by that
         elif calls:
             made["content"] += "".join(f"{OPEN}\n{_spell(c['function'])}\n{CLOSE}" for c in calls)
-        if "tool_call_id" in message and facts["template_calls"]:
+        if "tool_call_id" in message and facts.template_calls:
             made["tool_call_id"] = message["tool_call_id"]
         elif role == "tool" and repeats_call(messages, len(out)):
             made.pop("name", None)  # the call, which is spelled out above it, has said it
         out.append(made)
-    if tools and not facts["template_tools"]:
+    if tools and not facts.template_tools:
         _tell(out, tools)
     return out
 

@@ -1,9 +1,6 @@
-"""Messages between the HTTP process and the engine process: a length, then one msgpack map. Never pickle, no code, no object.
+"""Framing of messages on the socket between the HTTP process and the engine process.
 
-frame = 4 bytes big-endian length | msgpack of a dict with "t" (its type)
-
-to the engine     start, submit, abort, close
-from the engine   loading, ready, failed, accepted, deltas, done, error, beat
+frame = 4 bytes big-endian length | the encoded message (messages.py)
 """
 
 from __future__ import annotations
@@ -11,34 +8,35 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
-import msgpack
+from verbatim.server.messages import Message, WireError, encode
 
-MAX_FRAME = 256 * 1024 * 1024  # a bug's bound, not a client's: bodies are limited long before
-Message = dict[str, Any]
+MAX_FRAME = 256 * 1024 * 1024  # bytes; catches a bug, clients are limited long before
+M = TypeVar("M")
 
 
 def pack(message: Message) -> bytes:
-    body: bytes = msgpack.packb(message, use_bin_type=True)
+    body = encode(message)
     return struct.pack(">I", len(body)) + body
 
 
-async def read(reader: asyncio.StreamReader) -> Message | None:
-    """The next message, or None when the other side closed or died (even inside a frame)."""
+async def read(reader: asyncio.StreamReader, decode: Callable[[bytes], M]) -> M | None:
+    """The next message; None if the other process closed the socket or died, even inside a frame.
+    Raises WireError for a message that `decode` does not know."""
     try:
         size = int.from_bytes(await reader.readexactly(4), "big")
-        assert size <= MAX_FRAME, f"frame of {size} bytes"
+        if size > MAX_FRAME:
+            raise WireError(f"a frame of {size} bytes is above the limit of {MAX_FRAME}")
         body = await reader.readexactly(size)
     except (asyncio.IncompleteReadError, ConnectionError, OSError):
         return None
-    message = msgpack.unpackb(body, raw=False, strict_map_key=False)
-    assert isinstance(message, dict)
-    return message
+    return decode(body)
 
 
 class Outbox:
-    """Writes messages; those made in one turn of the event loop leave in one system call."""
+    """Writes messages; those put in one iteration of the event loop leave in one system call."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer

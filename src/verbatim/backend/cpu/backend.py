@@ -55,6 +55,7 @@ class CpuBackend:
             raise BackendError(f"the cpu backend cannot run this model: {reason}; use backend='reference'")
         self.spec = spec = model.spec
         self.block_size = BLOCK_SIZE
+        self.overlap = False
         self.config = config
         self._model = model
         try:
@@ -85,6 +86,9 @@ class CpuBackend:
         numerics = NUMERICS_VERSION if self.config.kv_type == "f16" else f"{NUMERICS_VERSION}-{self.config.kv_type}"
         engine = self._engine
         return BackendInfo("cpu", engine.isa, engine.threads, numerics, self._weight_bytes, kv, self._note)
+
+    def available_memory(self) -> None:
+        return None  # the KV cache is in main memory
 
     def block_bytes(self) -> tuple[int, ...]:
         return tuple(self._engine.block_bytes())

@@ -60,7 +60,7 @@ class CudaBackend:
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         mixture = any(layer.experts for layer in model.spec.layers)  # its rows are sorted on the host, in every layer
         self._replays = self.device.type == "cuda" and not mixture
-        self.ahead = not mixture  # sequences shall hold the block of their next position, where one is free
+        self.overlap = not mixture
 
     @property
     def info(self) -> BackendInfo:
@@ -97,7 +97,7 @@ class CudaBackend:
         for group, source, target in plan.copies:
             for cache in self._caches[group]:
                 cache[:, target] = cache[:, source]
-        if not self.ahead:
+        if not self.overlap:
             return self._step(plan)
         begun, rows = self._ahead.take(plan)
         steady = self._ahead.steady(plan, len(rows), self.screen.knows) and len(plan.sequences) <= LARGEST_GRAPH

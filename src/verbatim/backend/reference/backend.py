@@ -38,6 +38,7 @@ class ReferenceBackend:
         gpu_note: str = "",
     ) -> None:
         self.spec = model.spec
+        self.overlap = False
         self.block_size = block_size
         self.config = config or EngineConfig()
         self._gpu_note = gpu_note
@@ -51,6 +52,9 @@ class ReferenceBackend:
         kv = self.spec.kv_values * 4 * len(self.spec.layers)
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
         return BackendInfo("reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv, self._gpu_note)
+
+    def available_memory(self) -> None:
+        return None  # the KV cache is in main memory
 
     def block_bytes(self) -> tuple[int, ...]:
         slot = self.spec.kv_values * 4

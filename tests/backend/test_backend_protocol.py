@@ -1,0 +1,50 @@
+"""Every backend states every member of the Backend protocol, so that the engine need not probe."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+from plans import Open
+
+import verbatim
+from verbatim.backend.protocol import Backend
+from verbatim.testing import FakeBackend
+from verbatim.testing_models import tiny_model
+
+ROOT = Path(verbatim.__file__).parent
+METHODS = {name for name, member in vars(Backend).items() if inspect.isfunction(member)}
+MEMBERS = {*Backend.__annotations__, *(name for name in METHODS if not name.startswith("_")), "info"}
+
+
+def missing(backend: Backend) -> set[str]:
+    return {name for name in MEMBERS if not hasattr(backend, name)}
+
+
+def test_every_backend_has_every_member(open_tiny: Open) -> None:
+    backend = open_tiny(tiny_model("llama"))
+    assert missing(backend) == set()
+    assert isinstance(backend.overlap, bool)
+    assert (backend.available_memory() is None) == (backend.info.name != "cuda")
+
+
+def test_the_fake_backend_has_every_member() -> None:
+    assert missing(FakeBackend()) == set()
+    assert FakeBackend(overlap=True).overlap
+
+
+@pytest.mark.parametrize("package", ["engine", "speculate", "schedule", "server"])
+def test_no_package_probes_a_backend(package: str) -> None:
+    """Neither getattr nor hasattr with a backend as its object."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in (ROOT / package).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+        and "backend" in ast.unparse(node.args[0])
+    ]
+    assert found == []
