@@ -50,7 +50,6 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "huggingface_hub": ("weights/hub.py",),
     "tokenizers": ("text",),
     "jinja2": ("text",),
-    "safetensors": ("weights",),
     "click": ("cli",),
     "rich": ("cli",),
     "matplotlib": ("cli", "observe"),
@@ -60,6 +59,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 NEVER = {
     "transformers",
     "gguf",
+    "safetensors",
     "pickle",
     "_pickle",
     "dill",
