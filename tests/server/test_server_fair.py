@@ -82,9 +82,3 @@ def test_everyone_is_served_once_and_nothing_is_left(rows: list[tuple[str, int, 
     assert queue.used == 0
     assert not queue.running
     assert not queue.claimed
-
-
-def test_large_counters_are_written_exactly() -> None:
-    from verbatim.server.metrics import _exact
-
-    assert [_exact(v) for v in (12345678901, 3.0, 0.25)] == ["12345678901", "3", "0.25"]

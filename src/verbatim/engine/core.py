@@ -113,7 +113,7 @@ class EngineCore:
         self.jobs[request.id] = job
         self._structured += bool(job.matchers)
         self._by_seq.update(dict.fromkeys(job.ids, job))
-        self.metrics.accepted(request.params)
+        self.metrics.requests.add()
 
     @property
     def full(self) -> bool:
@@ -296,17 +296,21 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         scheduler, pools = self.scheduler, self.scheduler.cache.pools
-        self.metrics.gauges(
+        blocks, used = sum(p.total for p in pools), sum(p.used for p in pools)
+        running = list(scheduler.running)  # another thread may step meanwhile
+        self.metrics.sample(
             requests=len(self.jobs),
-            running=len(scheduler.running),
+            requests_running=len({id(self._by_seq.get(seq.id)) for seq in running}),
+            running=len(running),
             waiting=len(scheduler.waiting),
-            blocks_total=sum(p.total for p in pools),
-            blocks_used=sum(p.used for p in pools),
+            blocks=blocks,
+            blocks_used=used,
             blocks_cached=sum(len(p.cached) for p in pools),
-            preemptions=scheduler.preemptions,
-            evictions=sum(p.evictions for p in pools),
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            kv_cache_usage_ratio=used / max(blocks, 1),
+            preemptions_total=scheduler.preemptions,
+            evictions_total=sum(p.evictions for p in pools),
+            prefix_queries_total=scheduler.prefix_queries,
+            prefix_hits_total=scheduler.prefix_hits,
         )
         return self.metrics.registry.values()
 

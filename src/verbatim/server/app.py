@@ -192,7 +192,7 @@ class Door:
 
     def _count(self, scope: Scope, route: str, status: int) -> None:
         """In the metrics and in the log. Never the text of a prompt, never a key; the tenant is a digest."""
-        self._state.metrics.answers[(route, status)] += 1
+        self._state.metrics.answered(route, status)
         if self._state.access is not None:
             line = {"id": scope["verbatim.id"], "method": scope["method"], "route": route, "status": status}
             seconds = round(time.monotonic() - scope["verbatim.arrived"], 4)

@@ -55,7 +55,7 @@ async def pieces(call: Call) -> AsyncIterator[Piece | None]:
             return
         now = time.monotonic()
         if found:
-            call.state.metrics.between_tokens.add(now - last)
+            call.state.metrics.between_tokens.observe(now - last)
             last = now
         elif now - last >= quiet:
             yield None
@@ -137,10 +137,10 @@ def extras(runs: Sequence[Running]) -> dict[str, Any]:
 
 def observe(call: Call) -> None:
     metrics, now = call.state.metrics, time.monotonic()
-    metrics.duration.add(now - call.arrived)
+    metrics.duration.observe(now - call.arrived)
     for run in call.runs:
         if run.done is not None and "timings" in run.done and run.done["choices"]:
-            metrics.first_token.add(run.done["timings"][1])
+            metrics.first_token.observe(run.done["timings"][1])
 
 
 # -------------------------------------------------------------------------------------------------------- logprobs

@@ -38,7 +38,7 @@ async def health(call: Call) -> Response:
 
 
 async def metrics(call: Call) -> Response:
-    return Response(call.state.metrics.text(call.state), media_type="text/plain; version=0.0.4")
+    return Response(call.state.metrics.text(call.state.supervisor, call.state.open), media_type="text/plain; version=0.0.4")
 
 
 async def openapi(call: Call) -> Response:
