@@ -26,6 +26,7 @@ from verbatim.engine.request import Request, make_request
 from verbatim.observe.metrics import EngineMetrics
 from verbatim.observe.roofline import cost_card
 from verbatim.sampling.turns import SHARE
+from verbatim.schedule.check import check_scheduler
 from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
@@ -285,7 +286,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Prove the accounting, and that every request the engine knows is one the scheduler knows, and the other way round."""
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         known = {seq_id for seq_id, job in self._by_seq.items() if job.request.id in self.jobs}
         assert known == set(self._by_seq), "a request that is over still has sequences"
         lost = set(self.scheduler.sequences) - set(self._by_seq)
