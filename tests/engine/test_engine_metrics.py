@@ -103,7 +103,7 @@ def test_running_requests_and_cache_usage_are_those_of_the_scheduler() -> None:
     with LLM.from_parts(fake_parts(), max_running=3, prefix_cache=False, speculate="off") as llm:
         core = llm.core
         for n in (3, 1):
-            core.add(core.request([1, 2, 3], SamplingParams(n=n, max_tokens=40, temperature=1.0)))
+            core.add(core.request([1, 2, 3], SamplingParams(n=n, max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)))
             for _ in range(3):
                 core.step()
         stats = core.stats()
