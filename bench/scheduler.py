@@ -15,7 +15,7 @@ from pathlib import Path
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import CacheGroup, Drawn, SeqResult, StepPlan, StepResult
-from verbatim.observe.plot import Chart, Line, svg
+from verbatim.observe.plot import Chart, Line, draw, require_matplotlib
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 
@@ -83,6 +83,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--plot", type=Path, help="write an SVG with the three curves")
     args = parser.parse_args()
+    if args.plot:
+        require_matplotlib()
     print(f"limit: {LIMIT_MS} ms a step with 64 running")
     curves = {
         "running": [(n, measure(n, steps=args.steps)) for n in (1, 4, 16, 64, 128, 256)],
@@ -92,7 +94,7 @@ def main() -> None:
     for title, points in curves.items():
         table(title, points)
     if args.plot:
-        args.plot.write_text(svg(charts(curves)))
+        draw(charts(curves), str(args.plot))
     at64 = dict(curves["running"])[64]
     print(
         json.dumps(

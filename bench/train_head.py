@@ -103,7 +103,7 @@ class Turns:
 def turns_of(model: Model) -> Turns:
     """Rendered by the model's own template around a mark."""
     from verbatim.text import chat, tokenizer
-    from verbatim.weights.gguf import GGUFFile
+    from verbatim.weights.gguf_file import GGUFFile
 
     source = model.source
     if isinstance(source, GGUFFile):

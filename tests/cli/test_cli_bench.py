@@ -16,7 +16,7 @@ from cli_said import Call
 from verbatim.base.errors import BackendError
 from verbatim.cli import measure
 from verbatim.cli.rivals import client
-from verbatim.observe.plot import Chart, Line, svg
+from verbatim.observe.plot import Chart, Line, draw, figure
 from verbatim.observe.roofline import CostCard, Limits, cost_card, load_limits, measure_limits, native_probes, save_limits
 
 # The figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB a token.
@@ -163,17 +163,47 @@ def test_a_share_above_the_limit_is_explained(
     assert last.startswith("share above 100 % (decode at 1): the limit was measured in a slower minute") == said
 
 
-def test_the_plot_is_well_formed() -> None:
-    lines = (
-        Line("a <b> & c", ((32, 100.0), (512, 90.0), (2000, 50.0))),
-        Line("limit", ((32, 387.0), (2000, 263.0)), dashed=True),
-    )
-    document = svg([Chart("t", "x", "y", lines, log_x=True), Chart("one point", "x", "y", (Line("z", ((4, 0.0),)),))])
-    root = ElementTree.fromstring(document)
-    points = [p.attrib["points"].split() for p in root.iter("{http://www.w3.org/2000/svg}polyline")]
-    assert [len(p) for p in points] == [3, 2, 1]
-    heights = [float(p.split(",")[1]) for p in points[0]]
-    assert heights == sorted(heights), "slower is lower on the page"
+CHARTS = [
+    Chart(
+        "t",
+        "x",
+        "y",
+        (
+            Line("a <b> & c", ((32, 100.0), (512, 90.0), (2000, 50.0))),
+            Line("limit", ((32, 387.0), (2000, 263.0)), dashed=True),
+        ),
+        log_x=True,
+    ),
+    Chart("one point", "x", "y", (Line("z", ((4, 0.0),)),)),
+]
+
+
+def test_a_plot_shows_every_curve_from_zero() -> None:
+    left, right = figure(CHARTS).axes
+    curves = {line.get_label(): line for axis in (left, right) for line in axis.get_lines()}
+    assert list(curves) == ["a <b> & c", "limit", "z"]
+    assert curves["a <b> & c"].get_xydata().tolist() == [[32, 100], [512, 90], [2000, 50]]
+    assert [c.get_linestyle() for c in curves.values()] == ["-", "--", "-"], "a limit is dashed"
+    assert [axis.get_ylim()[0] for axis in (left, right)] == [0, 0]
+    assert (left.get_xscale(), right.get_xscale()) == ("log", "linear")
+    assert (left.get_title(), left.get_xlabel(), left.get_ylabel()) == ("t", "x", "y")
+
+
+@pytest.mark.parametrize(("ending", "start"), [("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_a_plot_is_a_file_of_the_named_kind(tmp_path: Path, ending: str, start: bytes) -> None:
+    path = tmp_path / f"p.{ending}"
+    draw(CHARTS, str(path))
+    assert path.read_bytes().startswith(start)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+    verbatim: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = verbatim("bench", "--plot", str(tmp_path / "p.svg"), "--model", "no/such/model")
+    assert said.code == 2
+    assert said.err.startswith("verbatim: plot: ")
+    assert "pip install '.[bench]'" in said.err
 
 
 # ------------------------------------------------------------------------------------------------------------- the rival

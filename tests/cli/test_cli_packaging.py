@@ -133,7 +133,7 @@ def test_the_template_engine_is_one_whose_sandbox_holds() -> None:
 
 def test_the_core_needs_few_packages() -> None:
     names = {re.split(r"[<>=]", d)[0] for d in PROJECT["project"]["dependencies"]}
-    assert names == {"numpy", "tokenizers", "safetensors", "jinja2", "click", "rich"}
+    assert names == {"numpy", "tokenizers", "jinja2", "click", "rich"}
 
 
 def test_the_version_is_said_once() -> None:

@@ -8,6 +8,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.engine.core import EngineCore
+from verbatim.schedule.check import check_scheduler
 from verbatim.testing import fake_parts
 
 ABORTS = 10_000
@@ -46,7 +47,7 @@ def test_ten_thousand_aborts() -> None:
         for request_id in ended[:1]:
             states["over"] += 1
             assert request_id == "w" or not core.abort(request_id)
-        core.scheduler.check()
+        check_scheduler(core.scheduler)
     core.abort("w")
     for request_id in list(core.jobs):
         core.abort(request_id)

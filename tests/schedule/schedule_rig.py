@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan, TokenEvent
+from verbatim.schedule.check import check_scheduler
 from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
@@ -96,7 +97,7 @@ class Rig:
             "the first in rank did not advance"
         )
         events = self.scheduler.commit(self.plan, self.backend.execute(self.plan))
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         self.steps += 1
         for event in events:
             if event.finish is not None:
@@ -112,11 +113,11 @@ class Rig:
     def abort(self, seq_id: int) -> None:
         if self.scheduler.abort(seq_id):
             self.aborted.add(seq_id)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def at_rest(self) -> None:
         """Everything is free, and every text that ended is the oracle's."""
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         assert not self.scheduler.sequences
         assert not self.scheduler.running
         assert not self.scheduler.waiting

@@ -1,4 +1,4 @@
-"""Planted faults: 100 of 100 are caught, by Scheduler.check() or by the canary in the cache, before a wrong token could leave.
+"""Planted faults: 100 of 100 are caught, by check_scheduler() or by the canary in the cache, before a wrong token could leave.
 
 Each trial runs healthy traffic for a while, plants one fault, and goes on. A fault that found nothing to break (nobody
 was forked at that moment) is planted again with other traffic: a trial counts only when the fault has happened.
@@ -13,6 +13,7 @@ import pytest
 from schedule_rig import Rig
 
 from verbatim.base.records import StepPlan
+from verbatim.schedule.check import check_scheduler
 from verbatim.schedule.sequence import Sequence
 
 Plant = Callable[[Rig, random.Random], bool]  # True: the fault has happened, or is armed and will
@@ -208,7 +209,7 @@ def caught(rig: Rig) -> bool:
     """By check() or by the canary, within the next steps."""
     try:
         for _ in range(60):
-            rig.scheduler.check()
+            check_scheduler(rig.scheduler)
             if rig.step() is None:
                 break
     except AssertionError:  # CanaryError is one too

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from schedule_rig import Rig
 
+from verbatim.schedule.check import check_scheduler
 from verbatim.schedule.cost import TokenCost
 
 WINDOWS = [(None,), (None, 9), (6,), (None, 5, 17)]
 
 
 class Traffic(RuleBasedStateMachine):
-    """Every step runs Scheduler.check() and the canary (see Rig.step); teardown drains and compares every text with the
+    """Every step runs check_scheduler() and the canary (see Rig.step); teardown drains and compares every text with the
     oracle."""
 
     total = 0
@@ -86,7 +87,7 @@ class Traffic(RuleBasedStateMachine):
                 scheduler.fork(seq, twin)
                 scheduler.extend(twin.id, 2)
             scheduler.extend(seq.id, 1 + seq.id % 2)
-        scheduler.check()
+        check_scheduler(scheduler)
 
     @precondition(lambda self: self.rig.scheduler.sequences)
     @rule(data=st.data())
@@ -105,14 +106,14 @@ class Traffic(RuleBasedStateMachine):
             for event in rig.scheduler.commit(plan, result):
                 if event.finish is not None:
                     rig.ended[event.seq_id] = event
-            rig.scheduler.check()
+            check_scheduler(rig.scheduler)
             rig.steps += 1
             self.decide()
 
     @rule()
     def forget(self) -> None:
         self.rig.scheduler.forget_prefixes()
-        self.rig.scheduler.check()
+        check_scheduler(self.rig.scheduler)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

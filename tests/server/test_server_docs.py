@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import configparser
 import json
 import os
@@ -14,13 +15,16 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import SimpleNamespace
+from typing import Any, cast, get_type_hints
 
 import pytest
 
+from verbatim.server import ledger as ledger_of
 from verbatim.server.fields import PROTOCOLS, QUERIES
 from verbatim.server.problems import CODES
 from verbatim.server.settings import limits_table
+from verbatim.server.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
 WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
@@ -151,22 +155,24 @@ def test_the_index_of_failures_names_tests_that_exist() -> None:
 
 def metric_names() -> set[str]:
     from verbatim.observe.metrics import EngineMetrics
+    from verbatim.server.metrics import Metrics
 
-    server = (ROOT / "src/verbatim/server/metrics.py").read_text()
-    engine = EngineMetrics().registry.render()
-    return set(re.findall(r'"(verbatim_\w+)"', server)) | set(re.findall(r"# TYPE (verbatim_\w+)", engine))
+    async def everything() -> str:
+        metrics, ledger = Metrics(), ledger_of.Ledger()
+        metrics.answered("/health", 200)
+        ledger.open("a")
+        ledger.close("a", "stop", (1,) * len(ledger_of.USAGE))
+        engine = SimpleNamespace(
+            ledger=ledger, stats={}, restarts=0, ready=asyncio.Event(), metrics=EngineMetrics().registry.render()
+        )
+        return metrics.text(cast(Supervisor, engine), 0)
+
+    return set(re.findall(r"# TYPE (verbatim_\w+)", asyncio.run(everything())))
 
 
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     board = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
-    known = metric_names() | {
-        "verbatim_running",
-        "verbatim_waiting",
-        "verbatim_blocks_total",
-        "verbatim_blocks_used",
-        "verbatim_prefix_queries",
-        "verbatim_prefix_hits",
-    }
+    known = metric_names()
     asked = {n for panel in board["panels"] for t in panel.get("targets", []) for n in re.findall(r"verbatim_\w+", t["expr"])}
     assert asked
     assert {re.sub(r"_(bucket|sum|count)$", "", n) for n in asked} - known == set()

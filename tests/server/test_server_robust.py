@@ -218,7 +218,7 @@ def check_disconnects(live: Live, count: int, each: int) -> None:
     after = [inside(pid) for pid in pids]
     tell(
         f"{left} disconnects, {lines} lines in the log: blocks used {numbers['verbatim_blocks_used']:.0f} of "
-        f"{numbers['verbatim_blocks_total']:.0f}; (files, threads) of HTTP and engine {before} before, {after} after; "
+        f"{numbers['verbatim_blocks']:.0f}; (files, threads) of HTTP and engine {before} before, {after} after; "
         f"tasks {[numbers[name] for name in TASKS]}, as before"
     )
     for (files, threads), now in zip(before, after, strict=True):

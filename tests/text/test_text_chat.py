@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError
 from verbatim.text.chat import ChatTemplate, encode_chat, template_from_directory, template_from_gguf
-from verbatim.text.gguf_vocab import BYTE_ALPHABET
 from verbatim.text.tokenizer import Tokenizer, from_gguf
+from verbatim.text.vocabulary import BYTE_ALPHABET
 
 TOOL = {
     "type": "function",

@@ -13,8 +13,8 @@ import pytest
 
 from verbatim.base.errors import ModelError, RequestError
 from verbatim.text.chat import template_from_directory, template_from_gguf
-from verbatim.text.gguf_vocab import BYTE_ALPHABET
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
+from verbatim.text.vocabulary import BYTE_ALPHABET
 
 G = "tokenizer.ggml."
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError
-from verbatim.text.gguf_vocab import BYTE_ALPHABET
 from verbatim.text.pretokenize import BYTES_GPT2, CUTS, DIGIT, GPT2, cut_named, normalizer_of, pre_tokenizer_of
+from verbatim.text.vocabulary import BYTE_ALPHABET
 
 NAMED_IN_THE_PLAN = [
     "default",

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.base.errors import RequestError
-from verbatim.text.gguf_vocab import BYTE_ALPHABET
 from verbatim.text.pretokenize import GPT2
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
+from verbatim.text.vocabulary import BYTE_ALPHABET
 
 pytestmark = pytest.mark.model
 

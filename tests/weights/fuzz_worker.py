@@ -28,7 +28,8 @@ import numpy as np
 from gguf_splitting import split_gguf
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.gguf import GGUFFile, read_gguf
+from verbatim.weights.gguf import read_gguf
+from verbatim.weights.gguf_file import GGUFFile
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.quant import nbytes
 from verbatim.weights.safetensors import read_directory, read_safetensors
@@ -182,7 +183,7 @@ def small_gguf(file: Path, rng: random.Random) -> None:
 
 def whole_gguf(file: Path) -> int:
     """A llama of one layer with a byte-level vocabulary: all that an engine loads. Returns the length of the header."""
-    from verbatim.text.gguf_vocab import BYTE_ALPHABET
+    from verbatim.text.vocabulary import BYTE_ALPHABET
 
     tokens = ["<|im_start|>", "<|im_end|>", *BYTE_ALPHABET, "he", "Ġw"]
     numbers = {

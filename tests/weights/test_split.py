@@ -17,7 +17,8 @@ from gguf_splitting import SPLIT_TYPES, split_gguf
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ModelError
 from verbatim.model.load import load_model
-from verbatim.weights.gguf import GGUFFile, read_gguf
+from verbatim.weights.gguf import read_gguf
+from verbatim.weights.gguf_file import GGUFFile
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.quant import requantise
 from verbatim.weights.split import MAX_PARTS, grouped, parts_of

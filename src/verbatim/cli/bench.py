@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from verbatim.cli.measure import Row, Runner
     from verbatim.cli.rivals.client import Rival
     from verbatim.engine.llm import LLM
-    from verbatim.observe.plot import Chart
     from verbatim.observe.roofline import CostCard, Limits
 
 SECTION = "What to measure"
@@ -45,9 +44,7 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
 @click.option(
     "--repeats", cls=Option, section=SECTION, type=click.IntRange(1, 1000), metavar="N", help="rounds; medians count [5]"
 )
-@click.option(
-    "--plot", cls=Option, section=SECTION, metavar="FILE", help="write a plot: .svg, or .png where matplotlib is there"
-)
+@click.option("--plot", cls=Option, section=SECTION, metavar="FILE", help="write a plot, .svg or .png; needs the extra 'bench'")
 @click.option(
     "--speculate",
     cls=Option,
@@ -78,6 +75,7 @@ def command(
     """
     from verbatim.cli.measure import first_token
     from verbatim.cli.session import open_llm
+    from verbatim.observe.plot import require_matplotlib
 
     sizes = {
         "prefills": _numbers("prefills", prefills or ("32,512" if quick else "32,512,2000")),
@@ -89,6 +87,7 @@ def command(
         raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
     if plot:
         check_output("plot", plot)
+        require_matplotlib()
     for name, given in (("rival_python", rival_python), ("rival_model", rival_model)):
         if given and not against:
             raise ParameterError(name, "no rival was asked for; add --against")
@@ -273,7 +272,7 @@ def _summary(llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: R
 
 
 def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Rival | None) -> None:
-    from verbatim.observe.plot import Chart, Line
+    from verbatim.observe.plot import Chart, Line, draw
 
     charts = []
     for kind, title, label in (
@@ -290,25 +289,12 @@ def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Riv
         if all(y for _, y in roof):
             lines.append(Line("limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True))
         charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
-    _draw(path, charts)
-
-
-def _draw(path: str, charts: list[Chart]) -> None:
-    from verbatim.observe.plot import png, svg
-
-    if path.endswith(".png"):
-        if png(charts, path):
-            return
-        path = path[:-4] + ".svg"
-        note(
-            f"matplotlib is not installed, so the plot is {path}; for PNG install the extra 'bench': pip install '.[bench]' in the checkout"
-        )
-    Path(path).write_text(svg(charts), "utf-8")
+    draw(charts, path)
 
 
 def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     from verbatim.cli.speculation import curve
-    from verbatim.observe.plot import Chart, Line
+    from verbatim.observe.plot import Chart, Line, draw
 
     found = curve(llm, mode, 4 * rounds)
     info = llm.parts.backend.info
@@ -322,6 +308,6 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     if plot:
         passes = tuple(Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n])) for n in names)
         times = tuple(Line(n, tuple((r["drafts"], r["seconds_a_token"] * 1e3) for r in found["tasks"][n])) for n in names)
-        _draw(plot, [Chart("tokens a pass", "drafts", "tokens", passes), Chart("time a token", "drafts", "ms", times)])
+        draw([Chart("tokens a pass", "drafts", "tokens", passes), Chart("time a token", "drafts", "ms", times)], plot)
     sys.stdout.write(json.dumps({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found}) + "\n")
     return 0

@@ -17,7 +17,7 @@ from verbatim.text.tokenizer import Tokenizer, from_gguf
 from verbatim.weights.safetensors import read_json
 
 if TYPE_CHECKING:
-    from verbatim.text.tokenizer import Vocabulary
+    from verbatim.text.vocabulary import Vocabulary
 
 K = "tokenizer.ggml."
 PROBES = (

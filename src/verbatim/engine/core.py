@@ -27,6 +27,7 @@ from verbatim.engine.request import Request, make_request
 from verbatim.observe.metrics import EngineMetrics
 from verbatim.observe.roofline import cost_card
 from verbatim.sampling.turns import SHARE
+from verbatim.schedule.check import check_scheduler
 from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
@@ -114,7 +115,7 @@ class EngineCore:
         self.jobs[request.id] = job
         self._structured += bool(job.matchers)
         self._by_seq.update(dict.fromkeys(job.ids, job))
-        self.metrics.accepted(request.params)
+        self.metrics.requests.add()
 
     @property
     def full(self) -> bool:
@@ -286,7 +287,7 @@ class EngineCore:
 
     def check(self) -> None:
         """Prove the accounting, and that every request the engine knows is one the scheduler knows, and the other way round."""
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         known = {seq_id for seq_id, job in self._by_seq.items() if job.request.id in self.jobs}
         assert known == set(self._by_seq), "a request that is over still has sequences"
         lost = set(self.scheduler.sequences) - set(self._by_seq)
@@ -297,17 +298,21 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         scheduler, pools = self.scheduler, self.scheduler.cache.pools
-        self.metrics.gauges(
+        blocks, used = sum(p.total for p in pools), sum(p.used for p in pools)
+        running = list(scheduler.running)  # another thread may step meanwhile
+        self.metrics.sample(
             requests=len(self.jobs),
-            running=len(scheduler.running),
+            requests_running=len({id(self._by_seq.get(seq.id)) for seq in running}),
+            running=len(running),
             waiting=len(scheduler.waiting),
-            blocks_total=sum(p.total for p in pools),
-            blocks_used=sum(p.used for p in pools),
+            blocks=blocks,
+            blocks_used=used,
             blocks_cached=sum(len(p.cached) for p in pools),
-            preemptions=scheduler.preemptions,
-            evictions=sum(p.evictions for p in pools),
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
+            kv_cache_usage_ratio=used / max(blocks, 1),
+            preemptions_total=scheduler.preemptions,
+            evictions_total=sum(p.evictions for p in pools),
+            prefix_queries_total=scheduler.prefix_queries,
+            prefix_hits_total=scheduler.prefix_hits,
         )
         return self.metrics.registry.values()
 

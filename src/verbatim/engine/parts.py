@@ -104,7 +104,7 @@ def load_parts(
 def _read_text(source: Any) -> tuple[Any, Any]:
     """The tokenizer and the chat template of a GGUF file or a safetensors directory."""
     from verbatim.text import chat, tokenizer
-    from verbatim.weights.gguf import GGUFFile
+    from verbatim.weights.gguf_file import GGUFFile
 
     if isinstance(source, GGUFFile):
         return tokenizer.from_gguf(source.metadata), chat.template_from_gguf(source.metadata)

@@ -1,8 +1,11 @@
-"""Numbers about the engine: counters, gauges and histograms, and their text in the format that Prometheus reads.
+"""Metrics of the engine and of the server: counters, gauges, histograms, and their Prometheus text.
 
-What happened comes in (a step, a request accepted, a request done); `values()` gives plain numbers, `render()` the
-exposition text. No dependency, no global registry: an engine has one EngineMetrics, and another thread may render while
-it counts.
+In: what happened (a step, a request accepted, a request finished). Out: `values()` gives plain numbers,
+`render()` the Prometheus text format, version 0.0.4. No dependency and no global registry: one registry per
+process part. One thread counts; another thread may render at the same time.
+
+Why not prometheus-client: the engine may not depend on the server extra, and `AsyncEngine.metrics()` gives
+this text, so counting and rendering are needed here in any case.
 """
 
 from __future__ import annotations
@@ -10,24 +13,22 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from verbatim.base.records import Completion, StepPlan, Usage
 
-if TYPE_CHECKING:
-    from verbatim.base.params import SamplingParams
-
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+PLAN_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
-class Counter:
-    """Only grows."""
+class Number:
+    """A counter or a gauge."""
 
-    kind = "counter"
+    __slots__ = ("value",)
 
     def __init__(self) -> None:
-        self.value = 0.0
+        self.value: float = 0
 
     def add(self, amount: float = 1) -> None:
         self.value += amount
@@ -36,83 +37,58 @@ class Counter:
         return [f"{name}{labels} {_show(self.value)}"]
 
 
-class Gauge(Counter):
-    """Whatever it is now."""
-
-    kind = "gauge"
-
-    def set(self, value: float) -> None:
-        self.value = value
-
-
-class Tally(Gauge):
-    """A count that somebody else keeps: only grows, and is told whole."""
-
-    kind = "counter"
-
-
 class Histogram:
-    """How many observations were at most each bound; `le` is inclusive, as Prometheus has it."""
-
-    kind = "histogram"
+    """Counts of observations per bucket; the upper bound `le` is inclusive, as in Prometheus."""
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.total = 0.0
 
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
     def samples(self, name: str, labels: str) -> list[str]:
         inner = labels[1:-1] + "," if labels else ""
-        out, sum_ = [], 0
-        counts = list(self.counts)
-        for bound, number in zip((*map(_show, self.bounds), "+Inf"), counts, strict=True):
-            sum_ += number
-            out.append(f'{name}_bucket{{{inner}le="{bound}"}} {sum_}')
-        return [*out, f"{name}_sum{labels} {_show(self.total)}", f"{name}_count{labels} {sum_}"]
+        out, below = [], 0
+        for bound, count in zip((*map(_show, self.bounds), "+Inf"), list(self.counts), strict=True):
+            below += count
+            out.append(f'{name}_bucket{{{inner}le="{bound}"}} {below}')
+        return [*out, f"{name}_sum{labels} {_show(self.total)}", f"{name}_count{labels} {below}"]
 
 
-Metric = Counter | Gauge | Histogram
-M = TypeVar("M", Counter, Gauge, Tally, Histogram)
+M = TypeVar("M", Number, Histogram)
 
 
 class Registry:
+    """Metrics by name and labels. The name says the kind: a number ending in _total is a counter, any other a gauge."""
+
     def __init__(self) -> None:
-        self._metrics: dict[str, tuple[str, dict[str, Metric]]] = {}  # name -> (help, labels -> metric)
+        # name -> (help, labels as text -> metric)
+        self._metrics: dict[str, tuple[str, dict[str, Number | Histogram]]] = {}
 
-    def counter(self, name: str, help: str, **labels: str) -> Counter:
-        return self._keep(name, help, labels, Counter())
+    def number(self, name: str, help: str, **labels: str) -> Number:
+        return self._keep(name, help, labels, Number())
 
-    def gauge(self, name: str, help: str, **labels: str) -> Gauge:
-        return self._keep(name, help, labels, Gauge())
-
-    def tally(self, name: str, help: str, **labels: str) -> Tally:
-        return self._keep(name, help, labels, Tally())
-
-    def histogram(self, name: str, help: str, bounds: Sequence[float] = SECONDS, **labels: str) -> Histogram:
-        return self._keep(name, help, labels, Histogram(bounds))
+    def histogram(self, name: str, help: str, bounds: Sequence[float] = SECONDS) -> Histogram:
+        return self._keep(name, help, {}, Histogram(bounds))
 
     def _keep(self, name: str, help: str, labels: dict[str, str], metric: M) -> M:
-        text = "{" + ",".join(f'{k}="{_escape(v)}"' for k, v in sorted(labels.items())) + "}" if labels else ""
-        kept = self._metrics.setdefault(name, (help, {}))[1].setdefault(text, metric)
-        assert isinstance(kept, type(metric)), f"{name} is a {kept.kind} already"
+        inner = ",".join(f'{k}="{_escape(v)}"' for k, v in sorted(labels.items()))
+        series = self._metrics.setdefault(name, (help, {}))[1]
+        kept = series.setdefault(f"{{{inner}}}" if inner else "", metric)
+        assert isinstance(kept, type(metric)), f"{name} is a {type(kept).__name__} already"
         return kept
 
     def values(self) -> dict[str, float]:
-        """Plain numbers: counters and gauges by name, histograms as _count and _sum. Without the common `verbatim_` prefix."""
+        """Plain numbers by name, without the common `verbatim_` prefix; histograms as _count and _sum."""
         out: dict[str, float] = {}
         for name, (_, series) in self._metrics.items():
             short = name.removeprefix("verbatim_")
             for labels, metric in series.items():
                 if isinstance(metric, Histogram):
-                    out[f"{short}_count{labels}"], out[f"{short}_sum{labels}"] = metric.count, metric.total
+                    out[f"{short}_count{labels}"], out[f"{short}_sum{labels}"] = sum(metric.counts), metric.total
                 else:
                     out[short + labels] = int(metric.value) if metric.value == int(metric.value) else metric.value
         return out
@@ -120,7 +96,9 @@ class Registry:
     def render(self) -> str:
         lines: list[str] = []
         for name, (help, series) in self._metrics.items():
-            kind = next(iter(series.values())).kind
+            kind = "counter" if name.endswith("_total") else "gauge"
+            if isinstance(next(iter(series.values())), Histogram):
+                kind = "histogram"
             lines += [f"# HELP {name} {help}", f"# TYPE {name} {kind}"]
             for labels, metric in series.items():
                 lines += metric.samples(name, labels)
@@ -128,6 +106,7 @@ class Registry:
 
 
 def _show(value: float) -> str:
+    """Exact: a counter is compared to the last unit, so nothing is rounded."""
     return str(int(value)) if value == int(value) else repr(value)
 
 
@@ -136,41 +115,38 @@ def _escape(text: str) -> str:
 
 
 class EngineMetrics:
-    """Everything the engine counts. Names follow Prometheus: base units, _total for counters."""
+    """Everything the engine counts. Base units; requests are counted when they finish."""
 
     def __init__(self) -> None:
         r = self.registry = Registry()
-        self.requests = r.counter("verbatim_requests_total", "requests accepted")
-        self.refused = r.counter("verbatim_requests_refused_total", "requests refused because the queue was full")
+        self.requests = r.number("verbatim_requests_total", "requests accepted")
+        self.refused = r.number("verbatim_requests_refused_total", "requests refused because the queue was full")
         self.finished = {
-            reason: r.counter(
+            reason: r.number(
                 "verbatim_requests_finished_total", "requests ended, by the reason of their first choice", reason=reason
             )
             for reason in ("stop", "length", "loop", "cancel", "error")
         }
-        self.prompt_tokens = r.counter("verbatim_prompt_tokens_total", "prompt tokens of requests that ended")
-        self.output_tokens = r.counter("verbatim_output_tokens_total", "tokens written by requests that ended")
-        self.cached_tokens = r.counter("verbatim_cached_tokens_total", "prompt tokens taken from the prefix cache")
-        self.drafted = r.counter("verbatim_drafted_tokens_total", "tokens guessed by speculation")
-        self.accepted_drafts = r.counter("verbatim_accepted_tokens_total", "guesses that came true")
-        self.accepted_length = r.gauge(
-            "verbatim_mean_accepted_length", "tokens that a step gave a text on average so far; 1 without speculation"
+        self.prompt_tokens = r.number("verbatim_prompt_tokens_total", "prompt tokens of requests that ended")
+        self.output_tokens = r.number("verbatim_output_tokens_total", "output tokens of requests that ended")
+        self.cached_tokens = r.number("verbatim_cached_tokens_total", "prompt tokens taken from the prefix cache")
+        self.drafted = r.number("verbatim_drafted_tokens_total", "tokens drafted by speculation")
+        self.accepted_drafts = r.number("verbatim_accepted_tokens_total", "drafted tokens accepted")
+        self.accepted_length = r.number(
+            "verbatim_mean_accepted_length", "mean tokens per sequence and step; 1 without speculation"
         )
-        self.saved = r.gauge("verbatim_speculation_saved_seconds", "time saved by guesses so far, estimated; below zero: lost")
-        self.steps = r.counter("verbatim_steps_total", "steps of the engine")
-        self.rows = r.counter("verbatim_computed_tokens_total", "tokens that went through the model")
-        self.step_seconds = r.histogram("verbatim_step_seconds", "a whole step, bookkeeping included")
-        self.plan_seconds = r.histogram("verbatim_plan_seconds", "planning a step", (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2))
+        self.saved = r.number("verbatim_speculation_saved_seconds", "estimated time saved by speculation; below zero: lost")
+        self.steps = r.number("verbatim_steps_total", "steps of the engine")
+        self.rows = r.number("verbatim_computed_tokens_total", "tokens computed by the model")
+        self.step_seconds = r.histogram("verbatim_step_seconds", "time of a whole step")
+        self.plan_seconds = r.histogram("verbatim_plan_seconds", "planning a step", PLAN_SECONDS)
         self.compute_seconds = r.histogram("verbatim_compute_seconds", "the backend's part of a step")
         self.step_rows = r.histogram("verbatim_step_tokens", "tokens computed in one step", ROWS)
         self.first_token = r.histogram("verbatim_first_token_seconds", "from arrival to the first token")
         self.between = r.histogram("verbatim_between_tokens_seconds", "mean time between the tokens of a request")
         self.queued = r.histogram("verbatim_queue_seconds", "from arrival to the first step")
         self.total = r.histogram("verbatim_request_seconds", "from arrival to the end")
-        self._gauges: dict[str, Gauge] = {}
-
-    def accepted(self, params: SamplingParams) -> None:
-        self.requests.add()
+        self._sampled = {name: r.number(f"verbatim_{name}", help) for name, help in SAMPLED.items()}
 
     def step(self, plan: StepPlan, began: float, planned: float, executed: float) -> None:
         rows = plan.rows
@@ -191,8 +167,8 @@ class EngineMetrics:
         self.accepted_drafts.add(usage.accepted_tokens)
         if self.output_tokens.value:
             written = Usage(output_tokens=int(self.output_tokens.value), accepted_tokens=int(self.accepted_drafts.value))
-            self.accepted_length.set(written.mean_accepted_length)
-        self.saved.set(self.saved.value + times.saved)
+            self.accepted_length.value = written.mean_accepted_length
+        self.saved.add(times.saved)
         self.queued.observe(times.queued)
         self.total.observe(times.total)
         if usage.output_tokens:
@@ -201,25 +177,23 @@ class EngineMetrics:
             if steps > 0:
                 self.between.observe((times.total - times.first_token) / steps)
 
-    def gauges(self, **values: float) -> None:
+    def sample(self, **values: float) -> None:
+        """Set the numbers that the scheduler and the block pools keep themselves."""
         for name, value in values.items():
-            if name not in self._gauges:
-                make = self.registry.tally if name in _TALLIES else self.registry.gauge
-                self._gauges[name] = make(f"verbatim_{name}", (_GAUGES | _TALLIES)[name])
-            self._gauges[name].set(value)
+            self._sampled[name].value = value
 
 
-_GAUGES = {
+SAMPLED = {
     "requests": "requests in the engine",
+    "requests_running": "requests with a sequence that runs (vllm:num_requests_running)",
     "running": "sequences that run",
     "waiting": "sequences that wait",
-    "blocks_total": "cache blocks, all groups",
-    "blocks_used": "cache blocks that sequences refer to",
-    "blocks_cached": "cache blocks kept for reuse",
-}
-_TALLIES = {
-    "preemptions": "sequences that gave up their blocks since the start",
-    "evictions": "cached blocks given to others since the start",
-    "prefix_queries": "prompt tokens looked up in the prefix cache since the start",
-    "prefix_hits": "prompt tokens found there since the start",
+    "blocks": "KV cache blocks, all groups",
+    "blocks_used": "KV cache blocks that sequences refer to",
+    "blocks_cached": "KV cache blocks kept for reuse",
+    "kv_cache_usage_ratio": "share of the KV cache blocks that sequences refer to, 0 to 1 (vllm:kv_cache_usage_perc)",
+    "preemptions_total": "sequences preempted: their KV cache blocks were released",
+    "evictions_total": "cached blocks evicted",
+    "prefix_queries_total": "prompt tokens looked up in the prefix cache",
+    "prefix_hits_total": "prompt tokens found in the prefix cache",
 }

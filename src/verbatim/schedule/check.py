@@ -6,16 +6,13 @@ tables only where both hold the same tokens at the same positions; every name is
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from verbatim.schedule.blocks import prove
+from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import RUNNING, WAITING, Sequence
-
-if TYPE_CHECKING:
-    from verbatim.schedule.scheduler import Scheduler
 
 
 def check_scheduler(s: Scheduler) -> None:
+    """Raise AssertionError naming the first broken invariant. Linear in all known tokens."""
     _check_queues(s)
     for g, pool in enumerate(s.cache.pools):
         counts: dict[int, int] = {}

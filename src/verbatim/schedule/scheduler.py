@@ -42,7 +42,6 @@ from verbatim.base.errors import CapacityError
 from verbatim.base.records import CacheGroup, Drawn, Finish, SeqStep, StepPlan, StepResult, TokenEvent
 from verbatim.schedule.blocks import prove
 from verbatim.schedule.cache import Copies, PagedCache
-from verbatim.schedule.check import check_scheduler
 from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
@@ -461,13 +460,6 @@ class Scheduler:
         elif not self.use_cache:
             self.cache.release_all(seq)
 
-    # ------------------------------------------------------------------------------------------------------ proof
-
     def forget_prefixes(self) -> int:
         """Empty the prefix cache (what nobody uses at the moment). Returns the blocks freed."""
         return sum(pool.forget_cached() for pool in self.cache.pools)
-
-    def check(self) -> None:
-        """Prove the accounting: AssertionError says what is wrong. Linear in all known tokens; for tests, and for idle
-        moments."""
-        check_scheduler(self)

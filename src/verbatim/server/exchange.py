@@ -8,19 +8,27 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Message
-
-if TYPE_CHECKING:
-    from verbatim.server.http import HttpProtocol
 
 log = logging.getLogger("verbatim.server")
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 
 
+class Connection(Protocol):
+    """What an exchange needs of its connection (http.HttpProtocol)."""
+
+    def write(self, data: bytes) -> None: ...
+    async def drained(self) -> None: ...
+    def answered(self, exchange: Exchange) -> None: ...
+    def refuse(self, status: str, code: str, message: str) -> None: ...
+    def abort(self) -> None: ...
+    def default_headers(self) -> list[tuple[bytes, bytes]]: ...
+
+
 class Exchange:
-    def __init__(self, connection: HttpProtocol, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
+    def __init__(self, connection: Connection, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.more_body = True  # the request's last byte has not come

@@ -62,7 +62,7 @@ async def pieces(call: Call) -> AsyncIterator[Piece | None]:
             return
         now = time.monotonic()
         if found:
-            call.state.metrics.between_tokens.add(now - last)
+            call.state.metrics.between_tokens.observe(now - last)
             last = now
         elif now - last >= quiet:
             yield None
@@ -148,10 +148,10 @@ def extras(runs: Sequence[Running]) -> dict[str, Any]:
 
 def observe(call: Call) -> None:
     metrics, now = call.state.metrics, time.monotonic()
-    metrics.duration.add(now - call.arrived)
+    metrics.duration.observe(now - call.arrived)
     for done in _generated(call.runs):
         if done.choices:
-            metrics.first_token.add(done.timings.first_token)
+            metrics.first_token.observe(done.timings.first_token)
 
 
 # -------------------------------------------------------------------------------------------------------- logprobs

@@ -1,8 +1,7 @@
-"""The routes that ask nothing of the engine: models, health, metrics, the OpenAPI document."""
+"""The routes that ask nothing of the engine: models, health, metrics."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.responses import Response
@@ -40,10 +39,4 @@ async def health(call: Call) -> Response:
 
 
 async def metrics(call: Call) -> Response:
-    return Response(call.state.metrics.text(call.state), media_type="text/plain; version=0.0.4")
-
-
-async def openapi(call: Call) -> Response:
-    from verbatim.server.openapi import document
-
-    return Json(await asyncio.to_thread(document, call.state.names()))
+    return Response(call.state.metrics.text(call.state.supervisor, call.state.open), media_type="text/plain; version=0.0.4")

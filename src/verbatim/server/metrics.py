@@ -1,75 +1,50 @@
-"""The HTTP side's numbers in the Prometheus text format; the engine's own text is appended as it came with the last heartbeat.
+"""Metrics of the HTTP process, followed by the engine's text from its last heartbeat.
 
-Histograms have fixed bounds; nothing is kept per request, so memory does not grow with traffic.
+Histograms have fixed bounds and nothing is kept per request, so memory does not grow with traffic.
 """
 
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections import Counter
-from typing import TYPE_CHECKING
+import platform
 
-if TYPE_CHECKING:
-    from verbatim.server.state import State
-
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class Histogram:
-    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def lines(self, name: str, text: str) -> list[str]:
-        out, below = [f"# HELP {name} {text}", f"# TYPE {name} histogram"], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            below += count
-            out.append(f'{name}_bucket{{le="{bound}"}} {below}')
-        return [*out, f"{name}_sum {self.total:.6f}", f"{name}_count {below}"]
-
-
-def _exact(value: float) -> str:
-    """Counters are compared to the last unit: nothing is rounded to six digits."""
-    return str(int(value)) if value == int(value) else repr(value)
+import verbatim
+from verbatim.observe.metrics import Registry
+from verbatim.server.supervisor import Supervisor
 
 
 class Metrics:
     def __init__(self) -> None:
-        self.answers: Counter[tuple[str, int]] = Counter()  # (route, status)
-        self.first_token = Histogram()
-        self.between_tokens = Histogram()
-        self.duration = Histogram()
-
-    def text(self, state: State) -> str:
-        ledger, out = state.supervisor.ledger, []
-
-        def one(name: str, kind: str, help_text: str, values: list[tuple[str, float]]) -> None:
-            out.extend([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"])
-            out.extend(f"{name}{labels} {_exact(value)}" for labels, value in values)
-
-        one("verbatim_http_answers_total", "counter", "HTTP answers by route and status",
-            [(f'{{route="{route}",status="{status}"}}', n) for (route, status), n in sorted(self.answers.items())])  # fmt: skip
-        one("verbatim_http_open_requests", "gauge", "requests admitted and not yet answered", [("", state.open)])
-        one("verbatim_requests_opened_total", "counter", "requests sent to the engine", [("", ledger.opened)])
-        one("verbatim_requests_open", "gauge", "requests in the engine", [("", ledger.running)])
-        one("verbatim_requests_ended_total", "counter", "requests by how they ended",
-            [(f'{{state="{s}"}}', n) for s, n in sorted(ledger.states.items())])  # fmt: skip
-        one("verbatim_usage_tokens_total", "counter", "tokens reported to clients",
-            [(f'{{kind="{kind}"}}', n) for kind, n in sorted(ledger.usage.items())])  # fmt: skip
-        one(
-            "verbatim_engine_restarts_total", "counter", "times the engine was started again", [("", state.supervisor.restarts)]
-        )
-        one("verbatim_engine_up", "gauge", "1 when the engine is ready", [("", float(state.supervisor.ready.is_set()))])
-        one("verbatim_http_tasks", "gauge", "asyncio tasks of the HTTP process", [("", len(asyncio.all_tasks()))])
-        out += self.first_token.lines("verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side")
-        out += self.between_tokens.lines(
+        r = self._registry = Registry()
+        version, python = verbatim.__version__, platform.python_version()
+        r.number("verbatim_build_info", "1; versions as labels", version=version, python=python).value = 1
+        self.first_token = r.histogram("verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side")
+        self.between_tokens = r.histogram(
             "verbatim_http_between_tokens_seconds", "time between pieces of a stream, at the HTTP side"
         )
-        out += self.duration.lines("verbatim_http_request_seconds", "arrival to last byte")
-        return "\n".join(out) + "\n" + state.supervisor.metrics
+        self.duration = r.histogram("verbatim_http_request_seconds", "arrival to last byte")
+
+    def answered(self, route: str, status: int) -> None:
+        name, help = "verbatim_http_answers_total", "HTTP answers by route and status"
+        self._registry.number(name, help, route=route, status=str(status)).add()
+
+    def text(self, supervisor: Supervisor, open_requests: int) -> str:
+        """Prometheus text. `open_requests`: requests admitted and not yet answered."""
+        ledger = supervisor.ledger
+        waiting = max(0, ledger.running - int(supervisor.stats.get("requests_running", 0)))
+
+        def put(name: str, help: str, value: float, **labels: str) -> None:
+            self._registry.number(f"verbatim_{name}", help, **labels).value = value
+
+        put("http_open_requests", "requests admitted and not yet answered", open_requests)
+        put("http_tasks", "asyncio tasks of the HTTP process", len(asyncio.all_tasks()))
+        put("requests_opened_total", "requests sent to the engine", ledger.opened)
+        put("requests_open", "requests in the engine process", ledger.running)
+        put("requests_waiting", "requests open with no sequence running (vllm:num_requests_waiting)", waiting)
+        for state, count in sorted(ledger.states.items()):
+            put("requests_ended_total", "requests by how they ended", count, state=state)
+        for kind, count in sorted(ledger.usage.items()):
+            put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
+        put("engine_restarts_total", "times the engine was started again", supervisor.restarts)
+        put("engine_up", "1 when the engine is ready", float(supervisor.ready.is_set()))
+        return self._registry.render() + supervisor.metrics

@@ -27,10 +27,8 @@ ERROR_STATUS = {
 
 
 @functools.cache
-def document(names: tuple[str, ...] = ()) -> dict[str, Any]:
-    """`names`: the models of this server; what a request may name is part of the truth."""
-    from verbatim.server.app import route_list
-
+def document(routes: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> dict[str, Any]:
+    """`routes`: (path, method) of every route. `names`: the models of this server, which a request may name."""
     _, schemas = models_json_schema(
         [(request_model(route), "validation") for route in PROTOCOLS], ref_template="#/components/schemas/{model}"
     )
@@ -43,7 +41,7 @@ def document(names: tuple[str, ...] = ()) -> dict[str, Any]:
         spelled.update({"enum": list(names)} if names else {})
     components["Error"] = _error_schema()
     paths: dict[str, Any] = {}
-    for path, method in route_list():
+    for path, method in routes:
         plain = path.replace(":path", "")
         paths.setdefault(plain, {})[method.lower()] = _operation(path, plain, method)
     return {

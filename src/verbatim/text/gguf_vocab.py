@@ -15,12 +15,11 @@ from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
 from verbatim.text.pretokenize import cut_named, normalizer_of, pre_tokenizer_of
-from verbatim.text.tokenizer import END_OF_TURN, Vocabulary
+from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MAX_TOKENS = 4_000_000
 MAX_TOKEN_LENGTH = 4096
-SPACE = "\u2581"
 K = "tokenizer.ggml."
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -231,23 +230,3 @@ def _encoder(model: Any, normalizer: Any, cutter: Any, defined: list[AddedToken]
     if control:
         encoder.add_special_tokens(control)
     return encoder
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The 256 visible characters that byte-level BPE writes bytes with: printable Latin-1 stands for itself, the rest from U+0100 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(b): b for b in visible}
-    hidden = [b for b in range(256) if chr(b) not in table]
-    table.update({chr(0x100 + i): b for i, b in enumerate(hidden)})
-    return table
-
-
-BYTE_ALPHABET = _byte_alphabet()
-
-
-def byte_level_bytes(text: str) -> bytes:
-    """A byte-level token's bytes; a token with a character outside the alphabet is literal text, as the library has it."""
-    try:
-        return bytes([BYTE_ALPHABET[c] for c in text])
-    except KeyError:
-        return text.encode("utf-8", errors="replace")

@@ -11,9 +11,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
-from verbatim.text.gguf_vocab import byte_level_bytes
-from verbatim.text.spm import SPACE, piece_bytes
-from verbatim.text.tokenizer import END_OF_TURN, Vocabulary
+from verbatim.text.spm import piece_bytes
+from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MAX_JSON = 256 * 2**20

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from verbatim.base.errors import ModelError
+from verbatim.text.vocabulary import SPACE
 
-SPACE = "\u2581"
 MAX_WORK = 500_000_000  # characters in all splits of all pieces; a real vocabulary has about 20 million
 
 

@@ -8,45 +8,19 @@ typed "<|im_end|>" is seven ordinary tokens; only `special=True` uses the second
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken
-
 from verbatim.base.errors import ModelError, RequestError
+from verbatim.text import gguf_vocab, hf_vocab
 from verbatim.text.control import ControlFinder
 from verbatim.text.decode import decode_all
+from verbatim.text.vocabulary import BYTE_ALPHABET, Vocabulary
 
-# Ends of a turn that a model file may know only as a vocabulary entry. They end an answer wherever they are control tokens.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
 LOST = 16  # characters that are named at most
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """Everything that was read from a model's files, before any of it is used. Made by gguf_vocab.py and hf_vocab.py."""
-
-    tokens: Sequence[str]  # by id; "" where an id has no token
-    plain: Any  # tokenizers.Tokenizer that knows no control token
-    special: Any  # the same model, with the control tokens
-    to_bytes: Callable[[str], bytes]  # of an ordinary token; control and added tokens are literal text
-    control: Mapping[str, int]
-    added: Mapping[int, AddedToken]  # control and user-defined tokens with their matching rules
-    bos_id: int | None = None
-    eos_id: int | None = None
-    unk_id: int | None = None
-    pad_id: int | None = None
-    eos_ids: tuple[int, ...] = ()
-    prefix: tuple[int, ...] = ()  # put before every prompt
-    suffix: tuple[int, ...] = ()  # put after it
-    byte_level: bool = True  # user-defined tokens are literal text; in SentencePiece they spell spaces like all others
-    space_prefix: bool = False  # a space is put before the first word, and taken away again when decoding
-    continued: Any = None  # `plain` for text that does not begin the prompt, where that makes a difference
-    extra: Mapping[str, str] = field(default_factory=dict)  # further named special tokens, for chat templates
 
 
 class Tokenizer:
@@ -162,8 +136,6 @@ class Tokenizer:
         """Bytes without a token of their own: merging begins with single bytes, so a text with such a byte loses it."""
         if not self._vocab.byte_level:
             return b""
-        from verbatim.text.gguf_vocab import BYTE_ALPHABET
-
         return bytes(byte for sign, byte in BYTE_ALPHABET.items() if self._vocab.plain.token_to_id(sign) is None)
 
     # ------------------------------------------------------------------------------------------------------ to bytes
@@ -243,13 +215,9 @@ def _check_text(text: str) -> None:
 
 def from_gguf(metadata: Mapping[str, Any], *, file: str | None = None) -> Tokenizer:
     """The tokenizer that a GGUF file's metadata describes."""
-    from verbatim.text.gguf_vocab import read_vocabulary
-
-    return Tokenizer(read_vocabulary(metadata, file=file))
+    return Tokenizer(gguf_vocab.read_vocabulary(metadata, file=file))
 
 
 def from_directory(path: str | Path) -> Tokenizer:
     """The tokenizer in a model directory: tokenizer.json, with tokenizer_config.json where there is one."""
-    from verbatim.text.hf_vocab import read_vocabulary
-
-    return Tokenizer(read_vocabulary(Path(path)))
+    return Tokenizer(hf_vocab.read_vocabulary(Path(path)))

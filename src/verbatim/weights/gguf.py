@@ -16,7 +16,6 @@ import mmap
 import os
 import stat
 import struct
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,9 +23,10 @@ from typing import Any, NoReturn
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.quant import nbytes
+from verbatim.weights.block_formats import BLOCKS, nbytes
+from verbatim.weights.gguf_file import GGUFFile as GGUFFile
 from verbatim.weights.split import join, place_of
-from verbatim.weights.tensor import BLOCKS, Tensor
+from verbatim.weights.tensor import Tensor
 
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
@@ -88,19 +88,6 @@ KINDS |= {10: "u64", 11: "i64", 12: "f64"}
 _SCALAR_STRUCTS = {number: struct.Struct("<" + code.replace("?", "B")) for number, code in SCALARS.items()}
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFFile:
-    """`digest` names the content (see _digest); `tensors` keeps the file's order, shapes are ours: rows first, [out, in].
-    Of a split model, all of it, under the first part's path."""
-
-    path: Path
-    metadata: dict[str, Any] = field(repr=False)
-    tensors: dict[str, Tensor] = field(repr=False)
-    digest: str
-    version: int = 3
-    types: dict[str, str] = field(default_factory=dict, repr=False)  # of the metadata; of an array, its elements'
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:

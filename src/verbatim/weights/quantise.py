@@ -1,4 +1,4 @@
-"""The block formats, written: float32 numbers -> raw bytes. Reading them is quant.py, which also describes each block.
+"""The block formats, written: float32 numbers -> raw bytes. block_formats.py reads them and describes each block.
 
 In: a type, a float array. Out: a flat uint8 array, the bytes as a file would hold them.
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.tensor import BLOCKS
+from verbatim.weights.block_formats import BLOCKS
 
 _CHUNK_VALUES = 1 << 16  # values at a time: temporaries stay small, and the peak is the input, the result and a few MiB
 

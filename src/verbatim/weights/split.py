@@ -16,12 +16,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verbatim.base.errors import ModelError
-
-if TYPE_CHECKING:
-    from verbatim.weights.gguf import GGUFFile
+from verbatim.weights.gguf_file import GGUFFile
 
 MAX_PARTS = 1024  # each stays mapped; the largest models of today have about a hundred
 KEYS = ("split.no", "split.count", "split.tensors.count")

@@ -8,23 +8,9 @@ from typing import Any
 
 import numpy as np
 
-# type -> (values in a block, bytes of a block), as GGUF stores them
-BLOCKS: dict[str, tuple[int, int]] = {
-    "f32": (1, 4),
-    "f16": (1, 2),
-    "bf16": (1, 2),
-    "q4_0": (32, 18),
-    "q4_1": (32, 20),
-    "q5_0": (32, 22),
-    "q5_1": (32, 24),
-    "q8_0": (32, 34),
-    "q2_k": (256, 84),
-    "q3_k": (256, 110),
-    "q4_k": (256, 144),
-    "q5_k": (256, 176),
-    "q6_k": (256, 210),
-    "q8_k": (256, 292),
-}
+from verbatim.weights.block_formats import BLOCKS, dequantise
+
+__all__ = ["BLOCKS", "Tensor", "Weights"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +36,6 @@ class Tensor:
         return self.data.reshape(self.rows, self.row_bytes)
 
     def to_f32(self) -> np.ndarray:
-        from verbatim.weights.quant import dequantise  # quant imports BLOCKS from here
-
         return dequantise(self.type, self.data, self.shape)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verbatim.server.fair import FairQueue, Waiting
+from verbatim.schedule.fair_queue import FairQueue, Waiting
 
 
 def drain(queue: FairQueue) -> list[str]:
@@ -84,7 +84,12 @@ def test_everyone_is_served_once_and_nothing_is_left(rows: list[tuple[str, int, 
     assert not queue.claimed
 
 
-def test_large_counters_are_written_exactly() -> None:
-    from verbatim.server.metrics import _exact
-
-    assert [_exact(v) for v in (12345678901, 3.0, 0.25)] == ["12345678901", "3", "0.25"]
+def test_clear_gives_what_has_not_started() -> None:
+    queue = FairQueue(slots=1, tokens=100)
+    for name in ("a0", "a1", "b0"):
+        queue.add(name, tenant=name[0])
+    running = queue.take()
+    assert running is not None
+    assert [entry.item for entry in queue.clear()] == ["b0", "a1"]
+    queue.release(running)
+    assert (queue.used, queue.take()) == (0, None)

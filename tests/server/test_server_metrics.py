@@ -1,0 +1,62 @@
+"""GET /metrics: the HTTP process's numbers before those of the engine, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import cast
+
+from live_server import Live
+from prometheus_client.parser import text_string_to_metric_families
+
+import verbatim
+from verbatim.server.ledger import Ledger
+from verbatim.server.metrics import Metrics
+from verbatim.server.supervisor import Supervisor
+
+
+def scrape(text: str) -> dict[tuple[str, ...], float]:
+    families = list(text_string_to_metric_families(text))
+    return {(s.name, *(v for _, v in sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+
+
+async def test_requests_that_do_not_run_wait() -> None:
+    """Three requests are open. The engine says that one runs; the others wait, in its queue or before it."""
+    metrics, ledger = Metrics(), Ledger()
+    for name in "abcd":
+        ledger.open(name)
+    ledger.close("d", "stop", (3, 2, 1, 0, 0))
+    metrics.answered("/v1/models", 200)
+    metrics.answered("/v1/models", 200)
+    engine = SimpleNamespace(
+        ledger=ledger, stats={"requests_running": 1}, restarts=2, ready=asyncio.Event(), metrics="verbatim_x 1\n"
+    )
+    found = scrape(metrics.text(cast(Supervisor, engine), 5))
+    assert found[("verbatim_requests_open",)] == 3
+    assert found[("verbatim_requests_waiting",)] == 2
+    assert found[("verbatim_requests_opened_total",)] == 4
+    assert found[("verbatim_requests_ended_total", "stop")] == 1
+    assert found[("verbatim_usage_tokens_total", "output")] == 2
+    assert found[("verbatim_http_open_requests",)] == 5
+    assert found[("verbatim_http_answers_total", "/v1/models", "200")] == 2
+    assert found[("verbatim_engine_restarts_total",)] == 2
+    assert found[("verbatim_engine_up",)] == 0
+    assert found[("verbatim_x",)] == 1
+    ledger.close("a", "stop")
+    ledger.close("b", "stop")
+    ledger.close("c", "stop")  # the heartbeat that says so has not come yet
+    assert scrape(metrics.text(cast(Supervisor, engine), 5))[("verbatim_requests_waiting",)] == 0
+
+
+def test_a_real_scrape(fake: Live) -> None:
+    answer = fake.client.get("/metrics")
+    while "verbatim_steps_total" not in answer.text:  # the engine's first heartbeat
+        answer = fake.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = list(text_string_to_metric_families(answer.text))
+    kinds = {s.name: f.type for f in families for s in f.samples}
+    assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
+    names = ("verbatim_requests_running", "verbatim_requests_waiting", "verbatim_kv_cache_usage_ratio")
+    assert {kinds[name] for name in names} == {"gauge"}
+    (build,) = [f for f in families if f.name == "verbatim_build_info"]
+    assert build.samples[0].labels["version"] == verbatim.__version__
