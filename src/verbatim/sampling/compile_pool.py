@@ -8,7 +8,7 @@ In: a structure field of a request. Out: llguidance's grammar text, known to com
         text = pool.translate(field, value, deadline)
         ...                                        # the second compile, in this process
 
-Each worker (compile_worker.py) runs at the lowest priority, with a limit on memory and on CPU time
+Each worker (compile_worker.py) runs at a low priority, with a limit on memory and on CPU time
 per compile; the pool kills a worker that exceeds the wall-clock timeout. A worker is reused, so only
 the first compile and the one after a kill pay for interpreter start-up.
 
@@ -40,7 +40,7 @@ from verbatim.base.errors import ParameterError, UnsupportedError
 
 MEMORY = 1 << 30  # bytes of address space per worker; llguidance's limits allow some 50 MB
 CPU_SECONDS = 0.75  # per compile; ordinary schemas take 0.5 to 3 ms, one of 70 KB 160 ms
-TIMEOUT = 5.0  # wall-clock seconds per compile; the lowest priority stretches CPU time
+TIMEOUT = 5.0  # wall-clock seconds per compile; a low priority stretches CPU time
 SIZE = 2  # concurrent compiles while the engine is idle; one is left for a second tenant
 RECHECK = 0.1  # seconds; the engine does not announce that it became idle
 EXIT_SECONDS = 10.0  # until a killed process must be reaped
