@@ -30,8 +30,8 @@ from verbatim.sampling import compile_pool, compile_worker, grammar, kept
 from verbatim.sampling.compile_pool import (
     CompilePool,
     PoolBusy,
-    ProcessWorker,
     TooExpensive,
+    Worker,
     WorkerDied,
     worker_command,
 )
@@ -52,14 +52,14 @@ class FakeWorker:
         self.start = start
         self.alive = True
         self.killed = False
-        self.timeouts: list[float] = []
+        self.deadlines: list[float] = []
 
-    def wait_ready(self, timeout: float) -> None:
-        self.timeouts.append(timeout)
+    def wait_ready(self, deadline: float) -> None:
+        self.deadlines.append(deadline)
         self.start()
 
-    def call(self, message: Any, timeout: float) -> dict[str, Any]:
-        self.timeouts.append(timeout)
+    def call(self, message: Any, deadline: float) -> dict[str, Any]:
+        self.deadlines.append(deadline)
         step = next(self.script, None)
         return step() if step else {"grammar": f"grammar of {message[1]}"}
 
@@ -87,10 +87,7 @@ def make_pool() -> Iterator[Callable[..., CompilePool]]:
         supply = iter(workers)
 
         def spawn() -> Any:
-            worker = next(supply, None) or FakeWorker()
-            if isinstance(worker, Exception):
-                raise worker
-            return worker
+            return next(supply, None) or FakeWorker()
 
         made.append(CompilePool(grammar.LIMITS, **{"spawn": spawn, "clock": lambda: 0.0, **options}))
         return made[-1]
@@ -177,8 +174,10 @@ def test_a_failed_compile_returns_its_slot(make_pool: Callable[..., CompilePool]
 
 
 def test_a_worker_is_reused(make_pool: Callable[..., CompilePool]) -> None:
-    pool = make_pool(FakeWorker(), RuntimeError("a second worker was started"))
+    first = FakeWorker()
+    pool = make_pool(first)
     assert [translate(pool, value=value) for value in "abc"] == [f"grammar of {v}" for v in "abc"]
+    assert pool._idle == [first]
 
 
 @pytest.mark.parametrize(
@@ -216,11 +215,11 @@ def test_a_compile_over_the_timeout_is_killed_and_may_be_retried(
     with pytest.raises(PoolBusy):
         translate(pool)
     assert first.killed
-    assert first.timeouts[1] == 5.0
+    assert first.deadlines == [3600.0, 5.0]
     assert translate(pool) == "grammar of a"
     (worker,) = pool._idle
     pool.translate("regex", "b", 1.5)  # the deadline comes before the timeout
-    assert worker.timeouts[-2:] == [1.5, 1.5]
+    assert worker.deadlines[-2:] == [1.5, 1.5]
 
 
 def test_a_worker_that_died_while_idle_is_replaced(make_pool: Callable[..., CompilePool]) -> None:
@@ -232,24 +231,11 @@ def test_a_worker_that_died_while_idle_is_replaced(make_pool: Callable[..., Comp
     assert first.killed  # reaped
 
 
-@pytest.mark.parametrize("failure", [FakeWorker(start=dies(1)), OSError("no more processes")])
-def test_a_worker_that_does_not_start_is_a_retryable_error(make_pool: Callable[..., CompilePool], failure: Any) -> None:
-    pool = make_pool(failure)
+def test_a_worker_that_does_not_start_is_a_retryable_error(make_pool: Callable[..., CompilePool]) -> None:
+    pool = make_pool(FakeWorker(start=times_out))
     with pytest.raises(PoolBusy):
         translate(pool)
     assert translate(pool) == "grammar of a"
-
-
-def test_a_worker_that_starts_slowly_is_kept_for_the_next_request(
-    make_pool: Callable[..., CompilePool],
-) -> None:
-    slow = FakeWorker(start=times_out)
-    pool = make_pool(slow, RuntimeError("a second worker was started"))
-    with pytest.raises(PoolBusy):
-        translate(pool)
-    slow.start = lambda: None
-    assert translate(pool) == "grammar of a"
-    assert not slow.killed
 
 
 def test_close_kills_idle_and_active_workers(make_pool: Callable[..., CompilePool]) -> None:
@@ -276,33 +262,6 @@ def test_close_kills_idle_and_active_workers(make_pool: Callable[..., CompilePoo
         translate(pool)
 
 
-def test_one_lasting_thread_starts_all_workers() -> None:
-    """The kernel's parent-death signal comes when the thread that forked ends: a compile thread that
-    ends, with its engine, must not take a shared worker with it."""
-    starters: list[threading.Thread] = []
-
-    def spawn() -> Any:
-        starters.append(threading.current_thread())
-        return FakeWorker(dies(-signal.SIGABRT))
-
-    pool = CompilePool(grammar.LIMITS, spawn=spawn)
-
-    def ask() -> None:
-        with pytest.raises(TooExpensive):
-            translate(pool)
-
-    for _ in range(3):
-        caller = threading.Thread(target=ask)
-        caller.start()
-        caller.join(HANG)
-    assert len(starters) == 4
-    assert len(set(starters)) == 1
-    assert starters[0].is_alive()
-    pool.close()
-    starters[0].join(HANG)
-    assert not starters[0].is_alive()
-
-
 # ------------------------------------------------------------------------------------ real workers
 
 
@@ -318,7 +277,6 @@ def test_the_cpu_limit_is_per_compile(processes: Callable[..., CompilePool]) -> 
     pool = processes(cpu_seconds=0.5)
     translate(pool)
     (first,) = pool._idle
-    assert isinstance(first, ProcessWorker)
     spent, number = 0.0, 2003
     clock = (~first.process.pid << 3) | 2 if sys.platform == "linux" else None
     while spent < 0.8:  # some 12 ms each
@@ -340,13 +298,36 @@ def test_a_compile_over_the_wall_clock_timeout_is_killed(
     processes: Callable[..., CompilePool],
 ) -> None:
     pool = processes(timeout=0.05)
-    worker = pool._new_worker()
-    worker.wait_ready(HANG)
+    worker = pool._take()
     pool._put_back(worker)
     with pytest.raises(PoolBusy):
         translate(pool, "json_schema", json.dumps(HOSTILE))
-    assert isinstance(worker, ProcessWorker)
     assert worker.process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_outlives_the_thread_that_caused_its_start(processes: Callable[..., CompilePool]) -> None:
+    """The kernel's parent-death signal comes when the thread that forked ends."""
+    pool = processes()
+    caller = threading.Thread(target=translate, args=(pool,))
+    caller.start()
+    caller.join()
+    (worker,) = pool._idle
+    assert translate(pool)
+    assert pool._idle == [worker]
+
+
+def test_without_a_process_a_compile_is_a_retryable_error() -> None:
+    pool = CompilePool(grammar.LIMITS, spawn=lambda: Worker(["/nonexistent/python"]))
+    with pytest.raises(PoolBusy):
+        translate(pool)
+    pool.close()
+
+
+def test_a_worker_killed_before_it_has_started_ends() -> None:
+    worker = Worker(worker_command(grammar.LIMITS, 4 << 30, 3600.0))
+    worker.kill()
+    worker._thread.join(HANG)
+    assert not worker.alive
 
 
 def test_workers_that_die_are_replaced(processes: Callable[..., CompilePool]) -> None:
@@ -354,9 +335,8 @@ def test_workers_that_die_are_replaced(processes: Callable[..., CompilePool]) ->
     translate(pool)
     for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM):
         (worker,) = pool._idle
-        assert isinstance(worker, ProcessWorker)
         worker.process.send_signal(number)
-        worker.process.wait(HANG)
+        worker._thread.join(HANG)
         assert translate(pool)
 
 
@@ -369,7 +349,6 @@ def test_workers_run_at_a_low_priority(processes: Callable[..., CompilePool]) ->
     pool = processes()
     translate(pool)
     (worker,) = pool._idle
-    assert isinstance(worker, ProcessWorker)
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, worker.process.pid) == min(19, own + compile_worker.NICE)
 
@@ -377,26 +356,30 @@ def test_workers_run_at_a_low_priority(processes: Callable[..., CompilePool]) ->
 # ------------------------------------------------------------------- a worker ends with its parent
 
 
-def start_worker(**options: Any) -> ProcessWorker:
+def start_worker(**options: Any) -> Worker:
     command = worker_command(grammar.LIMITS, 4 << 30, 3600.0)
     command[-1] = json.dumps(json.loads(command[-1]) | options)
-    return ProcessWorker(command)
+    return Worker(command)
 
 
 @pytest.mark.parametrize("job", [None, ["json_schema", json.dumps(HOSTILE)]], ids=["idle", "compiling"])
 def test_a_worker_ends_at_end_of_input(job: Any) -> None:
     """Without a signal: all that there is on a system without a parent-death signal."""
     worker = start_worker()
-    worker.wait_ready(HANG)
+    worker.wait_ready(time.monotonic() + HANG)
     worker._socket.sendall(json.dumps(job).encode() + b"\n" if job else b"")
     worker._socket.close()
-    assert worker.process.wait(HANG) == 0
+    worker._thread.join(HANG)
+    assert worker.process is not None
+    assert worker.process.returncode == 0
 
 
 def test_a_worker_whose_parent_is_gone_ends() -> None:
     """As after a parent that died before the worker could ask for the parent-death signal."""
     worker = start_worker(parent=os.getppid())
-    assert worker.process.wait(HANG) == 0
+    worker._thread.join(HANG)
+    assert worker.process is not None
+    assert worker.process.returncode == 0
     worker.kill()
 
 
@@ -547,7 +530,7 @@ async def test_other_streams_finish_while_a_structure_compiles(
         assert leave.wait(HANG)
         raise WorkerDied(-signal.SIGABRT)
 
-    monkeypatch.setattr(grammar, "_pool", make_pool(FakeWorker(compiles), clock=time.monotonic))
+    monkeypatch.setattr(grammar, "_pool", make_pool(FakeWorker(compiles)))
     task = asyncio.create_task(engine.submit("x", SamplingParams(json_schema=HOSTILE, max_tokens=4)))
     assert await asyncio.to_thread(entered.wait, HANG)
     assert await asyncio.gather(*(written(engine, seed) for seed in range(4))) == alone
@@ -570,7 +553,7 @@ async def test_compiles_beside_running_requests_are_one_at_a_time(
         both.wait(HANG)  # ends only if two compiles run at once
         return {"grammar": llguidance.LLMatcher.grammar_from_regex("a")}
 
-    pool = make_pool(FakeWorker(meets), FakeWorker(meets), clock=time.monotonic)
+    pool = make_pool(FakeWorker(meets), FakeWorker(meets))
     real, waits = pool.slot, threading.Event()
 
     def watched(deadline: float, busy: Callable[[], bool]) -> Any:
@@ -661,7 +644,7 @@ async def test_waiting_for_a_compile_thread_counts(engine: AsyncEngine, monkeypa
 
 
 def test_a_busy_pool_is_a_retryable_error(make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "_pool", make_pool(FakeWorker(times_out), clock=time.monotonic))
+    monkeypatch.setattr(grammar, "_pool", make_pool(FakeWorker(times_out)))
     with pytest.raises(OverloadedError, match=r"regex: could not be compiled.*try again") as caught:
         grammar.compile_structure(SamplingParams(regex="timeout"), fake_parts().tokenizer)
     assert (caught.value.param, caught.value.status, caught.value.retry_after) == ("regex", 429, 2.0)

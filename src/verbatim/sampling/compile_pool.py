@@ -24,7 +24,6 @@ import atexit
 import contextlib
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -32,9 +31,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 
@@ -79,84 +77,69 @@ class WorkerDied(Exception):
         self.code = code
 
 
-class Worker(Protocol):
-    """What the pool needs of a worker. Only compile threads that hold a slot call it."""
+class Worker:
+    """A worker process and the socket that it shares with this one: a line of JSON each way.
 
-    @property
-    def alive(self) -> bool: ...
+    A thread of its own starts the process and reaps it. Linux sends the parent-death signal when the
+    thread that forked ends, not the process: this one lasts exactly as long as the worker."""
 
-    def wait_ready(self, timeout: float) -> None:
-        """Wait for start-up. TimeoutError, WorkerDied."""
-
-    def call(self, message: Any, timeout: float) -> dict[str, Any]:
-        """One compile. TimeoutError, WorkerDied."""
-
-    def kill(self) -> None: ...
-
-
-class ProcessWorker:
-    """A worker process and the socket that it shares with this one: a line of JSON each way."""
-
-    def __init__(self, command: list[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, command: list[str]) -> None:
         self._socket, theirs = socket.socketpair()
         self._buffer = b""
         self._ready = False
-        with theirs:
-            try:
-                # A process group of its own: Ctrl-C in the terminal must not kill a compile.
-                self.process = subprocess.Popen(
-                    command,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    process_group=0,
-                )
-            except BaseException:
-                self._socket.close()
-                raise
+        self.process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, args=(command, theirs), daemon=True)
+        self._thread.start()
+
+    def _run(self, command: list[str], theirs: socket.socket) -> None:
+        null = subprocess.DEVNULL
+        with theirs, contextlib.suppress(OSError):  # the system has no process to give
+            # A process group of its own: Ctrl-C in the terminal must not kill a compile.
+            self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=null, stderr=null, process_group=0)
+        if self.process is not None:
+            self.process.wait()
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self._thread.is_alive() and self._socket.fileno() != -1
 
-    def wait_ready(self, timeout: float) -> None:
-        if not self._ready:
-            self._ready = bool(self._receive(self._clock() + timeout))
-
-    def call(self, message: Any, timeout: float) -> dict[str, Any]:
-        deadline = self._clock() + timeout
-        self._socket.settimeout(max(timeout, 0.001))
+    def wait_ready(self, deadline: float) -> None:
+        """Wait for start-up; TimeoutError if there is none before `deadline`."""
         try:
+            self._ready = self._ready or bool(self._receive(deadline))
+        except WorkerDied:
+            raise TimeoutError from None
+
+    def call(self, message: Any, deadline: float) -> dict[str, Any]:
+        """One compile. TimeoutError at `deadline`, on the clock of time.monotonic; WorkerDied."""
+        self._set_timeout(deadline)
+        with contextlib.suppress(ConnectionError):  # _receive() reports it
             self._socket.sendall(json.dumps(message).encode() + b"\n")
-        except ConnectionError:
-            raise self._death() from None
         return self._receive(deadline)
 
     def kill(self) -> None:
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(EXIT_SECONDS)
+        """A worker that has not started yet ends by itself: it finds its socket closed."""
         self._socket.close()
+        if self.process is not None:
+            self.process.kill()
+            self._thread.join(EXIT_SECONDS)
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self._buffer:
-            self._socket.settimeout(max(deadline - self._clock(), 0.001))
-            try:
+            self._set_timeout(deadline)
+            chunk = b""
+            with contextlib.suppress(ConnectionError):
                 chunk = self._socket.recv(1 << 16)
-            except ConnectionError:
-                chunk = b""
             if not chunk:
-                raise self._death()
+                self._thread.join(EXIT_SECONDS)
+                raise WorkerDied(self.process.returncode if self.process else None)
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _death(self) -> WorkerDied:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(EXIT_SECONDS)
-        return WorkerDied(self.process.returncode)
+    def _set_timeout(self, deadline: float) -> None:
+        self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
 
 
 def worker_command(limits: Mapping[str, Any], memory: int, cpu_seconds: float) -> list[str]:
@@ -179,20 +162,16 @@ class CompilePool:
         cpu_seconds: float = CPU_SECONDS,
         timeout: float = TIMEOUT,
         size: int = SIZE,
-        spawn: Callable[[], Worker] | None = None,
+        spawn: Callable[[], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         command = worker_command(limits, memory, cpu_seconds)
-        self._spawn = spawn or (lambda: ProcessWorker(command))
+        self._spawn = spawn or (lambda: Worker(command))
         self._cpu_seconds, self._timeout, self._size, self._clock = cpu_seconds, timeout, size, clock
         self._changed = threading.Condition()
         self._active = 0  # slots in use
         self._idle: list[Worker] = []  # the last one used is the first one reused
         self._closed = False
-        self._orders: queue.SimpleQueue[Future[Worker] | None] = queue.SimpleQueue()
-        # Linux sends the parent-death signal when the thread that forked ends, not the process. So
-        # one thread starts all workers, and it ends when the process does or the pool is closed.
-        threading.Thread(target=self._start_workers, name="verbatim-spawn", daemon=True).start()
         atexit.register(self.close)
 
     @contextlib.contextmanager
@@ -232,27 +211,45 @@ class CompilePool:
         raise kind(answer["param"], answer["message"])
 
     def close(self) -> None:
-        """Kill all idle workers; workers in use are killed by the calls that use them."""
+        """Kill all idle workers; a worker in use is killed when its compile ends."""
         with self._changed:
             self._closed, idle, self._idle = True, self._idle, []
         for worker in idle:
             worker.kill()
-        self._orders.put(None)
         atexit.unregister(self.close)
 
     def _ask(self, message: Any, deadline: float) -> dict[str, Any]:
-        worker = self._ready_worker(deadline)
+        worker = self._take()
         try:
-            answer = worker.call(message, min(self._timeout, deadline - self._clock()))
-        except BaseException as error:
+            worker.wait_ready(deadline)
+            return worker.call(message, min(deadline, self._clock() + self._timeout))
+        except TimeoutError:
             worker.kill()
-            with contextlib.suppress(PoolBusy):  # the next compile tries again, and reports it
-                self._put_back(self._new_worker())  # starts up until the next compile needs it
-            if isinstance(error, TimeoutError):
-                raise PoolBusy from None
+            raise PoolBusy from None
+        except BaseException:
+            worker.kill()
             raise
-        self._put_back(worker)
-        return answer
+        finally:
+            self._put_back(worker)
+
+    def _take(self) -> Any:
+        with self._changed:
+            if self._closed:
+                raise PoolBusy
+            while self._idle:
+                worker = self._idle.pop()
+                if worker.alive:
+                    return worker
+                worker.kill()
+        return self._spawn()
+
+    def _put_back(self, worker: Any) -> None:
+        """Replace a dead worker at once, so that the next compile need not wait for its start-up."""
+        with self._changed:
+            if not self._closed:
+                self._idle.append(worker if worker.alive else self._spawn())
+                return
+        worker.kill()
 
     def _refusal(self, death: WorkerDied) -> TooExpensive:
         if death.code is not None and -death.code in _CPU_SIGNALS:
@@ -260,58 +257,3 @@ class CompilePool:
         if death.code in (-signal.SIGABRT, -signal.SIGKILL):
             return TooExpensive("takes too much memory to compile")
         return TooExpensive("made the grammar compiler crash")
-
-    def _ready_worker(self, deadline: float) -> Worker:
-        """A warm worker if there is one, else a new one. PoolBusy if none starts in time."""
-        while True:
-            with self._changed:
-                worker = self._idle.pop() if self._idle else None
-            warm = worker is not None
-            worker = worker or self._new_worker()
-            try:
-                worker.wait_ready(deadline - self._clock())
-                if worker.alive:
-                    return worker
-            except TimeoutError:
-                self._put_back(worker)  # it is still starting
-                raise PoolBusy from None
-            except WorkerDied:
-                pass
-            except BaseException:
-                worker.kill()
-                raise
-            worker.kill()
-            if not warm:
-                raise PoolBusy
-
-    def _new_worker(self) -> Worker:
-        if self._closed:
-            raise PoolBusy
-        order: Future[Worker] = Future()
-        self._orders.put(order)
-        try:
-            return order.result(EXIT_SECONDS)
-        except TimeoutError:
-            order.add_done_callback(self._adopt)
-            raise PoolBusy from None
-        except OSError:  # the system has no process to give
-            raise PoolBusy from None
-
-    def _start_workers(self) -> None:
-        while (order := self._orders.get()) is not None:
-            try:
-                order.set_result(self._spawn())
-            except BaseException as error:
-                order.set_exception(error)
-
-    def _adopt(self, order: Future[Worker]) -> None:
-        """A worker that started too late for the compile that ordered it."""
-        if order.exception() is None:
-            self._put_back(order.result())
-
-    def _put_back(self, worker: Worker) -> None:
-        with self._changed:
-            if not self._closed:
-                self._idle.append(worker)
-                return
-        worker.kill()
