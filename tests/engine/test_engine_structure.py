@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,9 @@ import pytest
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.records import Completion
+from verbatim.engine.core import EngineCore
 from verbatim.sampling import grammar, own
+from verbatim.sampling.compile_pool import CompilePool
 from verbatim.sampling.grammar import Matcher, Structure
 from verbatim.testing import fake_parts
 
@@ -36,6 +37,20 @@ ASKED: list[dict[str, Any]] = [
     {"json_schema": SCHEMA, "n": 3, "frequency_penalty": 0.3},
     {"regex": "[a-f]{4,12}z", "stop": "b", "min_tokens": 2, "temperature": 2.0},
 ]
+
+
+@pytest.fixture(scope="module")
+def patient_pool() -> Iterator[CompilePool]:
+    """The limits on memory and CPU time are the real ones; the wall clock decides nothing."""
+    pool = CompilePool(grammar.LIMITS, timeout=3600.0)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None:
+    monkeypatch.setattr(grammar, "PATIENCE", 3600.0)
+    monkeypatch.setattr(grammar, "_pool", patient_pool)
 
 
 def fake_llm(**options: Any) -> LLM:
@@ -175,13 +190,22 @@ def test_where_an_answer_becomes_too_complex_is_told_by_its_own_text(
     assert grown(range(5), speculate="suffix", max_running=3) == alone
     copies = grown([7], n=6)[0]
     assert grown([7], n=3)[0] == copies[:3]
-    honest = Structure.own
+    honest, step, stepped = Structure.own, EngineCore.step, threading.Condition()
 
-    def slowly(self: Structure) -> Any:
-        time.sleep(0.005)
+    def waits_for_steps(self: Structure) -> Any:
+        """A private matcher takes as long as three steps of the engine."""
+        with stepped:
+            for _ in range(3):
+                assert stepped.wait(60)
         return honest(self)
 
-    monkeypatch.setattr(Structure, "own", slowly)
+    def counted(self: EngineCore) -> Any:
+        with stepped:
+            stepped.notify_all()
+        return step(self)
+
+    monkeypatch.setattr(Structure, "own", waits_for_steps)
+    monkeypatch.setattr(EngineCore, "step", counted)
     assert grown([7], n=6, speculate="ngram", kv_blocks=26)[0] == copies
 
 
@@ -203,7 +227,7 @@ def test_others_go_on_while_a_structure_is_made_anew(monkeypatch: pytest.MonkeyP
     go, honest = threading.Event(), Structure.own
 
     def waits(self: Structure) -> Any:
-        assert go.wait(10)
+        assert go.wait(60)
         return honest(self)
 
     monkeypatch.setattr(Structure, "own", waits)

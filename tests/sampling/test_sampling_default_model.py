@@ -116,7 +116,6 @@ def test_200_of_200_documents_are_valid(llm: LLM) -> None:
 
 def test_hostile_structures_do_not_disturb_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer of a running stream is the same while neighbours are refused, for what they ask and not for lack of time."""
-    monkeypatch.setattr("verbatim.sampling.grammar.PATIENCE", 60.0)
     params = SamplingParams(max_tokens=8, seed=4)
     alone = llm.generate("The sea", params).token_ids
     stream = llm.stream("The sea", params)

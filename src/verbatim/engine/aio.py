@@ -36,6 +36,7 @@ from verbatim.engine.parts import Parts
 from verbatim.engine.readers import AsyncStream, Feed, Line
 from verbatim.engine.request import Request
 from verbatim.engine.workers import Workers
+from verbatim.sampling.compile_pool import SIZE
 from verbatim.sampling.grammar import PATIENCE, busy, prepare
 
 CALM_SECONDS = 0.2
@@ -61,7 +62,9 @@ class AsyncEngine(OpenedModel):
             str, Callable[[], AsyncStream | Line | None]
         ] = {}  # weak: a stream that nobody holds any more is aborted
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
-        self._compilers = Workers(4, "verbatim-compile")
+        # As many threads as the pool has slots. Of two, one tenant has at most one at a time, so an
+        # expensive structure delays another tenant's by one compile at most.
+        self._compilers = Workers(SIZE, "verbatim-compile")
         self._compilers.submit("", partial(prepare, parts.tokenizer))  # now, while nobody's answer waits for it
         self._inbox: deque[tuple[str, Any]] = deque()
         self._dropped: deque[tuple[str, Any]] = deque()  # requests whose streams were collected, and what held those
@@ -161,10 +164,11 @@ class AsyncEngine(OpenedModel):
     ) -> R:
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         self._reserve(request_id)
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
 
         def make() -> Request:
-            request = self.core.request(prompt(), params, request_id=request_id, tenant=tenant, hidden=hidden, until=until)
+            named: dict[str, Any] = {"request_id": request_id, "tenant": tenant, "hidden": hidden}
+            request = self.core.request(prompt(), params, **named, deadline=deadline)
             self.core.check_fits(request)
             return request
 
@@ -188,8 +192,8 @@ class AsyncEngine(OpenedModel):
         return reader
 
     async def _made(self, make: Callable[[], Request], params: SamplingParams | None, tenant: str) -> Request:
-        """Grammars may take a second to compile: they have workers of their own, and nobody else's text waits behind them. Waiting for a
-        worker counts: whoever asks has an answer in time."""
+        """Grammar compiles have threads of their own, so that no other prompt waits behind them.
+        Waiting for a thread counts towards PATIENCE."""
         if not (isinstance(params, SamplingParams) and params.structured):
             return await asyncio.get_running_loop().run_in_executor(self._encoders, make)
         try:
@@ -276,8 +280,9 @@ class AsyncEngine(OpenedModel):
         if first:
             self._note("cancel", Finish("cancel", "shutdown"))
             self._thread.join()
-            # Both wait for what has begun, and it ends: a text is encoded in the time that its length takes (the server bounds that), a structure is
-            # compiled or given up within PATIENCE and the second after it, and prepare() goes once over the vocabulary.
+            # Both wait for work that has begun, and all of it ends: encoding takes as long as the text
+            # is (the server bounds that), a compile ends within PATIENCE and the CPU limit, and
+            # prepare() walks the vocabulary once.
             self._encoders.shutdown(wait=True, cancel_futures=True)
             self._compilers.close()
             self.core.close()

@@ -6,7 +6,6 @@ Not for several threads at once: LLM calls it from the caller's, AsyncEngine fro
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from collections.abc import Sequence as Seq
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -26,13 +25,11 @@ from verbatim.engine.parts import Parts
 from verbatim.engine.request import Request, make_request
 from verbatim.observe.metrics import EngineMetrics
 from verbatim.observe.roofline import cost_card
-from verbatim.sampling.turns import SHARE
 from verbatim.schedule.check import check_scheduler
 from verbatim.schedule.cost import TokenCost
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
 
-CALM = 0.1  # seconds without a step, after which an engine with open streams counts as idle
 PAUSE = 0.05  # seconds that a step waits for structures where there is nothing else to do; a new request may come meanwhile
 
 
@@ -74,7 +71,6 @@ class EngineCore:
         self._ids = count()
         self._structured = 0  # requests whose answers have a structure
         self._ready: list[Output] = []  # made between steps, by aborts
-        self._executing, self._executed = False, 0.0  # in a step now; when the last one ended
         self._closed = False
 
     # ------------------------------------------------------------------------------------------------------- in and out
@@ -87,18 +83,13 @@ class EngineCore:
         request_id: str | None = None,
         tenant: str = "",
         hidden: bool = False,
-        until: float | None = None,
+        deadline: float | None = None,
     ) -> Request:
-        """Check a request and make it ready to run. Safe to call from any thread. `until`: when a grammar is given up."""
+        """Check a request and make it ready to run. Safe to call from any thread. `deadline`: of its
+        grammar compile, on the clock of time.monotonic."""
         named: dict[str, Any] = {"request_id": request_id, "tenant": tenant, "hidden": hidden}
-        return make_request(self.parts, self.context, prompt, params, **named, share=self.compile_share, until=until)
-
-    def compile_share(self) -> float | None:
-        """What compiling a grammar may take of a processor: all of it (None) when nothing runs, one that the backend leaves free, or hardly
-        anything. A stream that is open but that nobody reads does not run."""
-        if not self.jobs or not (self._executing or time.monotonic() - self._executed < CALM):
-            return None
-        return 1.0 if _processors() > self.backend.info.threads else SHARE
+        timing: dict[str, Any] = {"engine_busy": lambda: self.busy, "deadline": deadline}
+        return make_request(self.parts, self.context, prompt, params, **named, **timing)
 
     def add(self, request: Request, *, queued: bool = False) -> None:
         """Take it into the queue, or refuse it: CapacityError, OverloadedError. `queued`: its place was promised already."""
@@ -165,7 +156,7 @@ class EngineCore:
             if not plan.sequences:
                 return self._take_ready()
             planned = time.perf_counter()
-            result = self._execute(plan)
+            result = self.backend.execute(plan)
         except BaseException:  # Ctrl-C too: nobody knows how far it came, so nothing of it is trusted
             self.scheduler.recompute()
             raise
@@ -189,13 +180,6 @@ class EngineCore:
             if job.resume():
                 self._ready += self._leave(job)
         return [job.matchers[seq_id].renewal for job in self.jobs.values() for seq_id in job.paused]
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        self._executing = True
-        try:
-            return self.backend.execute(plan)
-        finally:
-            self._executing, self._executed = False, time.monotonic()
 
     def _masked(self, plan: StepPlan) -> StepPlan:
         """Structured sequences get the masks of their draws. One whose structure fails ends; the step goes on without it."""
@@ -333,7 +317,3 @@ def _context(parts: Parts, config: EngineConfig) -> int:
 def _token_cost(backend: Backend) -> TokenCost:
     card = cost_card(backend.spec, backend.info)
     return TokenCost(card.prompt_ops_token, card.ops_position // len(backend.spec.layers))
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.parts import Parts, Tokenizer
-from verbatim.sampling.turns import Share, alone
+from verbatim.sampling.compile_pool import Busy, never_busy
 
 MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
@@ -52,11 +52,11 @@ def make_request(
     request_id: str | None = None,
     tenant: str = "",
     hidden: bool = False,
-    share: Share = alone,
-    until: float | None = None,
+    engine_busy: Busy = never_busy,
+    deadline: float | None = None,
 ) -> Request:
     """Tokenise and check. May take a while (a long text, a grammar to compile): never called on the engine's thread.
-    `share` and `until` are for the grammar: how much it may take from others, and when it is given up."""
+    `engine_busy` and `deadline` are for the grammar compile (sampling/grammar.py)."""
     arrival = time.perf_counter()
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -74,7 +74,7 @@ def make_request(
         seed=secrets.randbits(32) if params.seed is None else params.seed,
         tenant=tenant,
         arrival=arrival,
-        structure=_structure(params, parts.tokenizer, share, until),
+        structure=_structure(params, parts.tokenizer, engine_busy, deadline),
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
         warnings=(*_warnings(params), *told),
         hidden=hidden,
@@ -153,7 +153,7 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
             raise ParameterError(name, f"{asked} alternatives for {positions} tokens are too many to report; {remedy}")
 
 
-def _structure(params: SamplingParams, tokenizer: Tokenizer, share: Share, until: float | None) -> Any:
+def _structure(params: SamplingParams, tokenizer: Tokenizer, engine_busy: Busy, deadline: float | None) -> Any:
     if not params.structured:
         return None
     try:
@@ -163,7 +163,7 @@ def _structure(params: SamplingParams, tokenizer: Tokenizer, share: Share, until
         raise UnsupportedError(
             named, "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout"
         ) from None
-    return compile_structure(params, tokenizer, share=share, until=until)
+    return compile_structure(params, tokenizer, engine_busy=engine_busy, deadline=deadline)
 
 
 def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

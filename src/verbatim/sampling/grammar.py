@@ -27,19 +27,17 @@ from weakref import WeakKeyDictionary, ref
 
 from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.sampling.guard import Busy, Guard, TooMuch
+from verbatim.sampling.compile_pool import Busy, CompilePool, PoolBusy, TooExpensive, never_busy
 from verbatim.sampling.kept import Kept, digest
 from verbatim.sampling.own import Origin, Own, consumed, first_token, halved, masked, renew, renewable, used_up
 from verbatim.sampling.translate import choice_text, first_line, refusal
-from verbatim.sampling.turns import BURST, SHARE, Share, alone
 
-COMPILE_SECONDS = 0.75  # of a processor, in the child; and about as many again here
-PATIENCE = 1.8  # seconds on the wall: a refusal comes within two, this plus what surrounds it
+PATIENCE = 10.0  # seconds from arrival to the end of both compiles: twice the timeout of the pool
 MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
 MAX_REGEX = 16 * 1024
 AT_ONCE = 0.005  # seconds that a step of the engine may wait for scouts to be compiled;
 BESIDE = 0.1  # what takes longer is made beside it, up to this: what takes longer still gets none
-PLAIN = 64 * 1024  # choices of so many characters cannot take long (some 40 ms), and need no child
+PLAIN = 64 * 1024  # characters; a shorter list of choices compiles within 40 ms and needs no worker
 
 # Half of llguidance's defaults or less: one step stays within milliseconds, one matcher within some 50 MB.
 LIMITS = {
@@ -277,11 +275,16 @@ def too_complex(field: str, inner: Any) -> UnsupportedError:
 
 
 def compile_structure(
-    params: SamplingParams, tokenizer: GrammarTokenizer, *, share: Share = alone, until: float | None = None
+    params: SamplingParams,
+    tokenizer: GrammarTokenizer,
+    *,
+    engine_busy: Busy = never_busy,
+    deadline: float | None = None,
 ) -> Structure | None:
-    """The request's structure, or None if it asks for none. Raises ParameterError (what was given is wrong) or UnsupportedError (we do not offer it);
-    OverloadedError where others left it no time before `until`, on the clock of time.monotonic. All name the field. `share`: what compiling may
-    take beside running answers (turns.py). Call it off the engine's thread."""
+    """The request's structure, or None if it has none. Raises ParameterError (the structure is wrong)
+    or UnsupportedError (it is not offered, or too expensive); OverloadedError if it was not compiled
+    before `deadline`, on the clock of time.monotonic. All name the field. `engine_busy`: compiles run
+    one at a time while it is true. Call it off the engine's thread."""
     for field in STRUCTURE:
         value = getattr(params, field)
         if value is not None:
@@ -290,30 +293,24 @@ def compile_structure(
             if size > limit:
                 raise ParameterError(field, f"{size} characters are more than {limit}")
             lib = _llguidance(field)
-            ours = _tokenizer(lib, tokenizer)  # once for a model, so outside the request's time
-            until = time.monotonic() + PATIENCE if until is None else until
+            ours = _tokenizer(lib, tokenizer)  # once per model, so outside the request's time
+            deadline = time.monotonic() + PATIENCE if deadline is None else deadline
             kept = _KEPT.setdefault(tokenizer, Kept())
             try:
-                make = partial(_compile, field, value, lib, ours, tokenizer, share, until)
-                structure: Structure = kept.get(digest(field, value), until, make)
+                make = partial(_compile, field, value, lib, ours, tokenizer, engine_busy, deadline)
+                structure: Structure = kept.get(digest(field, value), deadline, make)
                 return structure
-            except TooMuch as reason:
+            except TooExpensive as reason:
                 raise UnsupportedError(field, f"{reason}; make it simpler") from None
-            except Busy as reason:
-                raise busy(field, reason.had) from None
+            except PoolBusy:
+                raise busy(field) from None
     return None
 
 
-def busy(field: str, had: float = 0.0) -> OverloadedError:
-    """Not a judgement of the structure: at a quieter moment it may be compiled. One that `had` all that compiling can have beside running answers is told
-    so: coming again at once would be in vain, however often."""
-    if had >= BURST:
-        why = f"takes more than {BURST:g} seconds of a processor to compile, all that there is beside answers that are being written"
-        return OverloadedError(
-            f"{field}: {why}; try again when fewer are, or make it simpler", param=field, retry_after=BURST / SHARE
-        )
-    why = f"could not be compiled within {PATIENCE:g} seconds beside what else runs here; try again, or make it simpler"
-    return OverloadedError(f"{field}: {why}", param=field, retry_after=2.0)
+def busy(field: str) -> OverloadedError:
+    """The structure was not compiled in time. Says nothing about the structure: a retry may succeed."""
+    why = f"could not be compiled within {PATIENCE:g} seconds beside what else runs here"
+    return OverloadedError(f"{field}: {why}; try again, or make it simpler", param=field, retry_after=2.0)
 
 
 def prepare(tokenizer: GrammarTokenizer) -> None:
@@ -323,35 +320,38 @@ def prepare(tokenizer: GrammarTokenizer) -> None:
         _tokenizer(_llguidance("structure"), tokenizer)
 
 
-def _compile(field: str, value: Any, lib: Any, ours: Any, tokenizer: GrammarTokenizer, share: Share, until: float) -> Structure:
-    """First by a child process, which may be stopped; what survives it, here."""
-    guard = the_guard()
-    text, had = None, 0.0
-    if field != "choice" or sum(map(len, value)) > PLAIN:
-        text, had = guard.translate(field, value, COMPILE_SECONDS, until, share)
-    with guard.turns.turn(had, until, share) as turn:
-        if turn is None:
-            raise Busy(had)
-        began = time.thread_time()
-        try:
-            written = choice_text(value) if text is None else text
-            return Structure(partial(_matcher, lib, ours, written), field, tokenizer.eos_ids)
-        finally:
-            turn.used = time.thread_time() - began
+def _compile(
+    field: str,
+    value: Any,
+    lib: Any,
+    ours: Any,
+    tokenizer: GrammarTokenizer,
+    engine_busy: Busy,
+    deadline: float,
+) -> Structure:
+    """Compile in a worker process, which may be killed; then, what passed, in this process."""
+    pool = the_pool()
+    with pool.slot(deadline, engine_busy):
+        if field == "choice" and sum(map(len, value)) <= PLAIN:
+            written = choice_text(value)
+        else:
+            written = pool.translate(field, value, deadline)
+        return Structure(partial(_matcher, lib, ours, written), field, tokenizer.eos_ids)
 
 
 def _matcher(lib: Any, ours: Any, written: str, limits: dict[str, Any]) -> Any:
     return lib.LLMatcher(ours, written, log_level=0, limits=lib.LLParserLimits(**limits))
 
 
-def the_guard() -> Guard:
-    global _guard
+def the_pool() -> CompilePool:
+    """One pool per process, shared by all engines in it."""
+    global _pool
     with _BUILDING:
-        _guard = _guard or Guard(LIMITS)
-    return _guard
+        _pool = _pool or CompilePool(LIMITS)
+    return _pool
 
 
-_guard: Guard | None = None
+_pool: CompilePool | None = None
 _KEPT: WeakKeyDictionary[GrammarTokenizer, Kept] = WeakKeyDictionary()
 
 

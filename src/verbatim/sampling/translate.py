@@ -1,19 +1,15 @@
-"""A request's structure -> the grammar that llguidance compiles, or a refusal that names the field. Runs in a child process (guard.py).
+"""A request's structure -> the grammar that llguidance compiles, or a refusal that names the field. Runs in a compile worker (compile_worker.py).
 
     translate("json_schema", '{"type": "integer"}') -> llguidance's text
 
-Everything slow that is ours to do happens here, in Python and beside the engine's process: the keywords of a schema are looked over, GBNF is read, and
-the result is compiled once to see whether it can be. `main` is the child: one line of JSON in, one out, and a line {"worker": its number, "last": the signal that ended
-the one before} from each process that begins to listen.
+Everything slow that is written in Python happens here, outside the engine's process: the keywords of
+a schema are checked, GBNF is read, and the result is compiled once to see whether it can be.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -155,7 +151,7 @@ def first_line(text: str) -> str:
     return text.strip().splitlines()[0][:300] if text.strip() else "unknown reason"
 
 
-# --------------------------------------------------------------------------------------------------------- the child
+# ------------------------------------------------------------------------------------ the first compile
 
 
 class _Bytes:
@@ -169,17 +165,22 @@ class _Bytes:
         return list(text.encode())
 
 
-def _confine(memory: int) -> None:
-    try:
-        import resource
+def byte_tokenizer() -> Any:
+    from llguidance import LLTokenizer
 
-        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    except (ImportError, OSError, ValueError):
-        pass
+    vocabulary: Any = _Bytes()
+    return LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
+
+
+def parser_limits(limits: dict[str, Any]) -> Any:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**limits)
 
 
 def judge(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, str]:
-    """{"grammar": text} if it translates and compiles, else {"error": the class, "param": the field, "message": why}."""
+    """{"grammar": text} if the structure translates and compiles, else {"error": the class,
+    "param": the field, "message": why}."""
     from llguidance import LLMatcher
 
     try:
@@ -196,44 +197,3 @@ def judge(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, str]
             "message": str(error).removeprefix(f"{error.param}: "),
         }
     return {"grammar": grammar}
-
-
-def main(memory: int, limits: dict[str, Any]) -> None:
-    """Load everything, then fork one worker after another: when one was killed, the next begins in a millisecond. A worker that ends by itself, at the end of
-    its input, is the last."""
-    _confine(memory)
-    from llguidance import LLParserLimits, LLTokenizer
-
-    vocabulary: Any = _Bytes()
-    tokenizer = LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
-    bounds = LLParserLimits(**limits)
-    judge("choice", ["a"], tokenizer, bounds)
-    last = 0  # the signal that ended the one before
-    while hasattr(os, "fork"):
-        worker = os.fork()
-        if not worker:
-            break
-        _, status = os.waitpid(worker, 0)
-        if not os.WIFSIGNALED(status):
-            return
-        last = os.WTERMSIG(status)
-    _say({"worker": os.getpid(), "last": last})
-    _serve(tokenizer, bounds)
-
-
-def _serve(tokenizer: Any, bounds: Any) -> None:
-    alarm: Callable[[int], object] = getattr(signal, "alarm", lambda seconds: None)
-    for line in sys.stdin:
-        field, value, seconds = json.loads(line)
-        alarm(int(seconds) + 10)  # kills this process, whatever it is doing: nobody waits that long
-        try:
-            answer = judge(field, value, tokenizer, bounds)
-        except MemoryError:
-            os.abort()  # as llguidance does
-        alarm(0)
-        _say(answer)
-
-
-def _say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()
