@@ -65,6 +65,12 @@ class Metrics:
         one(
             "verbatim_engine_restarts_total", "counter", "times the engine was started again", [("", state.supervisor.restarts)]
         )
+        one(
+            "verbatim_engine_reports_total",
+            "counter",
+            "heartbeats that brought the engine's metrics",
+            [("", state.supervisor.reports)],
+        )
         one("verbatim_engine_up", "gauge", "1 when the engine is ready", [("", float(state.supervisor.ready.is_set()))])
         one("verbatim_http_tasks", "gauge", "asyncio tasks of the HTTP process", [("", len(asyncio.all_tasks()))])
         out += self.first_token.lines("verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side")
