@@ -232,15 +232,15 @@ class PacedBackend(FakeBackend):
     def __init__(self, *args: Any, pause: float = 0.0, gate: str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.pause = pause
-        self.gate = gate
-        self._steps = 0
+        self._gate_file = gate
+        self._gated_steps = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.pause:
             time.sleep(self.pause)
-        if self.gate is not None:
-            self._steps += 1
-            while int(Path(self.gate).read_text() or 0) < self._steps:
+        if self._gate_file is not None:
+            self._gated_steps += 1
+            while int(Path(self._gate_file).read_text() or 0) < self._gated_steps:
                 time.sleep(0.005)
         return super().execute(plan)
 
