@@ -18,7 +18,7 @@ from live_server import Live
 
 from eventually import HANG_SECONDS
 from verbatim.base.params import FIELDS
-from verbatim.server.check import parse_json, request_model, too_many_values
+from verbatim.server.check import check, parse_json, request_model, too_many_values
 from verbatim.server.fields import PROTOCOLS
 from verbatim.server.problems import Problem
 
@@ -635,3 +635,12 @@ def test_a_value_that_json_does_not_have_is_named(fake: Any, body: str, param: s
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_json", param)
     assert param is None or error["message"].startswith(param + ": ")
+
+
+def test_a_field_that_is_missing_inside_a_text_block_is_named() -> None:
+    """A text block has a field with the name of its type; the way to the complaint once led into that text."""
+    block = {"type": "text", "text": "x", "cache_control": {"ttl": "5m"}}
+    messages = [{"role": "user", "content": [block]}]
+    with pytest.raises(Problem) as caught:
+        check("/v1/messages/count_tokens", {"model": "m", "messages": messages})
+    assert (caught.value.code, caught.value.param) == ("missing_parameter", "messages[0].content[0].cache_control.type")
