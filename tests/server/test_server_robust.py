@@ -653,14 +653,22 @@ def run_serve(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF\x03\x00\x00\x00 and then nonsense")
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00 and then nonsense")
+    return path
+
+
+def test_a_server_that_cannot_start_says_why_in_one_line(broken: Path) -> None:
     done = run_serve("--model", str(broken))
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("verbatim: ")
     *logged, _ = run_serve("--model", str(broken), "--log-format", "json").stderr.splitlines()
     assert "verbatim.engine" in [json.loads(line)["logger"] for line in logged]  # a JSON log is JSON from both processes
+
+
+def test_a_server_without_a_key_or_a_free_port_does_not_start(tmp_path: Path) -> None:
     open_door = run_serve("--host", "0.0.0.0", "--test-engine", "hash")
     assert open_door.returncode == 2
     assert "key" in open_door.stderr
@@ -672,6 +680,9 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None
         clash = run_serve("--port", str(taken.getsockname()[1]), "--test-engine", "hash")
     assert clash.returncode == 2
     assert "cannot listen" in clash.stderr
+
+
+def test_a_server_with_a_wrong_certificate_does_not_start(tmp_path: Path, broken: Path) -> None:
     lost = run_serve("--tls-cert", str(broken), "--tls-key", str(tmp_path / "nowhere"), "--test-engine", "hash")
     assert lost.returncode == 2
     assert lost.stderr.startswith("verbatim: tls_key: cannot read ")
