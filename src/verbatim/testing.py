@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -229,15 +230,22 @@ CHAT_SOURCE = (
 
 
 class PacedBackend(FakeBackend):
-    """A FakeBackend whose steps take `pause` seconds, so that there is time to cut, kill and drain."""
+    """A FakeBackend whose steps take `pause` seconds. With `gate`, the name of a file that holds a number, at most that
+    many steps run: a test lets the engine go one step further by writing a larger number."""
 
-    def __init__(self, *args: Any, pause: float = 0.0, **options: Any) -> None:
+    def __init__(self, *args: Any, pause: float = 0.0, gate: str | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
         self.pause = pause
+        self._gate_file = gate
+        self._gated_steps = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         if self.pause:
             time.sleep(self.pause)
+        if self._gate_file is not None:
+            self._gated_steps += 1
+            while int(Path(self._gate_file).read_text() or 0) < self._gated_steps:
+                time.sleep(0.005)
         return super().execute(plan)
 
 
@@ -258,13 +266,14 @@ class ChatByteTokenizer(ByteTokenizer):
 
 
 def server_parts(options: str) -> Parts:
-    """What `verbatim serve --test-engine OPTIONS` serves: "pipeline" (the real sampler) or "hash", then pause=SECONDS, context=TOKENS."""
+    """What `verbatim serve --test-engine OPTIONS` serves: "pipeline" (the real sampler) or "hash", then pause=SECONDS,
+    gate=FILE, context=TOKENS."""
     from verbatim.text.chat import ChatTemplate
 
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
     spec = fake_spec(context=int(values.get("context", 4096)))
-    backend = PacedBackend(spec, pipeline=kind == "pipeline", pause=float(values.get("pause", 0)))
+    backend = PacedBackend(spec, pipeline=kind == "pipeline", pause=float(values.get("pause", 0)), gate=values.get("gate"))
     template = ChatTemplate(CHAT_SOURCE, "<s>", "</s>")
     tokenizer = ChatByteTokenizer()
     return Parts(backend, tokenizer, eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake", template=template)

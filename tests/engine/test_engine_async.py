@@ -6,15 +6,16 @@ import asyncio
 import gc
 import random
 import threading
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
 from verbatim.base.records import Completion, Delta
+from verbatim.engine.aio import CALM_SECONDS
 from verbatim.engine.workers import Workers
 from verbatim.testing import PacedBackend, fake_parts
 
@@ -31,7 +32,7 @@ class GatedBackend(PacedBackend):
         self.error: Exception | None = None
 
     def execute(self, plan: Any) -> Any:
-        assert self.gate.wait(30)
+        assert self.gate.wait(HANG_SECONDS)
         if self.error is not None:
             raise self.error
         return super().execute(plan)
@@ -53,11 +54,7 @@ async def at_rest(e: AsyncEngine) -> None:
         core.check()
         return not core.busy and all(pool.used == 0 for pool in core.scheduler.cache.pools)
 
-    for _ in range(200):
-        if await e.call(check):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the engine does not come to rest")
+    await eventually_async(lambda: e.call(check), "the engine does not come to rest")
 
 
 async def test_deltas_then_the_completion() -> None:
@@ -106,7 +103,7 @@ async def test_leaving_frees_everything(how: str) -> None:
                 pass
         elif how == "cancel":
             task = asyncio.create_task(stream.result())
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # it waits for the result now
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -158,11 +155,11 @@ class Hold:
     async def __call__(self, e: AsyncEngine, then: Any = lambda core: None) -> asyncio.Task[Any]:
         def work(core: Any) -> Any:
             self.begun.set()
-            assert self.gate.wait(30)
+            assert self.gate.wait(HANG_SECONDS)
             return then(core)
 
         task = asyncio.create_task(e.call(work))
-        assert await asyncio.to_thread(self.begun.wait, 30)
+        assert await asyncio.to_thread(self.begun.wait, HANG_SECONDS)
         return task
 
 
@@ -176,14 +173,14 @@ async def test_a_stream_dropped_late_does_not_end_the_next_of_its_name() -> None
             core.abort("same")
             e._send(core.step())
             ended.set()
-            assert again.wait(30)
+            assert again.wait(HANG_SECONDS)
 
         again = threading.Event()
         held = await hold(e, end)
         del stream
         gc.collect()
         hold.gate.set()
-        assert await asyncio.to_thread(ended.wait, 30)
+        assert await asyncio.to_thread(ended.wait, HANG_SECONDS)
         second = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True, max_tokens=7), request_id="same")
         again.set()
         await held
@@ -199,7 +196,7 @@ async def test_a_call_that_nobody_waits_for_any_more_harms_nobody() -> None:
         first.cancel()
         later.cancel()
         hold.gate.set()
-        assert await asyncio.wait_for(e.call(lambda core: 7), 20) == 7
+        assert await asyncio.wait_for(e.call(lambda core: 7), HANG_SECONDS) == 7
         assert e.error is None
         for task in (first, later):
             with pytest.raises(asyncio.CancelledError):
@@ -224,7 +221,7 @@ async def test_calls_behind_the_failure_are_told(monkeypatch: pytest.MonkeyPatch
     hold.gate.set()
     await first
     with pytest.raises(BackendError, match="out of luck"):
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, HANG_SECONDS)
     with pytest.raises(BackendError, match="out of luck"):
         await stream.result()
     e.close()
@@ -234,20 +231,25 @@ async def test_random_arrivals_and_departures() -> None:
     rng = random.Random(1)
     watched = SamplingParams(max_tokens=100, seed=3, ignore_eos=True)
 
-    async def client(e: AsyncEngine, i: int) -> int:
-        await asyncio.sleep(rng.random() * 0.2)
-        stream = await e.submit(f"{i}" * rng.randrange(1, 30), SamplingParams(max_tokens=30, n=rng.choice((1, 3)), seed=i))
+    async def client(e: AsyncEngine, i: int) -> str:
+        for _ in range(rng.randrange(40)):
+            await asyncio.sleep(0)  # the others come first
+        leaves = i % 3 != 0
+        params = SamplingParams(max_tokens=600 if leaves else 30, ignore_eos=leaves, n=rng.choice((1, 3)), seed=i)
+        stream = await e.submit(f"{i}" * rng.randrange(1, 30), params)
+        if not leaves:
+            return (await stream.result()).finish.reason
         for _ in range(rng.randrange(12)):
-            if isinstance(await anext(stream, None), Completion):
-                return 0
+            if isinstance(await anext(stream), Completion):  # a client that the machine keeps from reading gets it all
+                break
         await stream.aclose()
-        return 1
+        return "left"
 
     async with engine(kv_blocks=48, step_tokens=32) as e:
         stream = await e.submit("the one who stays", watched)
-        left = await asyncio.gather(*(client(e, i) for i in range(120)))
+        ends = await asyncio.gather(*(client(e, i) for i in range(120)))
         assert (await stream.result()).choices == whole("the one who stays", watched).choices
-        assert sum(left) > 20
+        assert "cancel" not in ends  # a client that stays gets its whole answer
         await at_rest(e)
 
 
@@ -255,8 +257,11 @@ async def test_a_slow_reader_holds_one_delta_a_choice() -> None:
     params = SamplingParams(max_tokens=300, seed=1, ignore_eos=True, n=2)
     async with engine() as e:
         stream = await e.submit("hello", params)
-        while stream.completion is None:
-            await asyncio.sleep(0.01)
+
+        async def over() -> bool:
+            return stream.completion is not None
+
+        await eventually_async(over, "the answer does not end")
         assert len(stream._pending) == 2
         items = [item async for item in stream]
         assert len(items) == 3
@@ -269,8 +274,11 @@ async def test_the_queue_is_bounded() -> None:
     async with engine(backend, max_waiting=3, max_running=1) as e:
         backend.gate.clear()
         first = await e.submit("first", SamplingParams(max_tokens=2))
-        while not e.core.scheduler.running:
-            await asyncio.sleep(0.01)
+
+        async def begun() -> bool:
+            return bool(e.core.scheduler.running)
+
+        await eventually_async(begun, "the first request does not begin")
         queued = [await e.submit("next", SamplingParams(max_tokens=2)) for _ in range(3)]
         with pytest.raises(OverloadedError) as caught:
             await e.submit("one too many", SamplingParams(max_tokens=2))
@@ -309,13 +317,21 @@ async def test_drain_lets_the_running_end_and_refuses_the_rest() -> None:
         assert caught.value.status == 503
 
 
-async def test_drain_cancels_at_its_timeout() -> None:
+async def test_drain_cancels_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of the running request ends only after the drain has cancelled it."""
     backend = GatedBackend()
     async with engine(backend) as e:
         stream = await e.submit("x", SamplingParams(max_tokens=1000, ignore_eos=True))
         await anext(stream)
         backend.gate.clear()
-        threading.Timer(0.3, backend.gate.set).start()
+        note = e._note
+
+        def then_let_the_step_end(what: str, value: Any) -> None:
+            note(what, value)
+            if what == "cancel":
+                backend.gate.set()
+
+        monkeypatch.setattr(e, "_note", then_let_the_step_end)
         assert not await e.drain(timeout=0.05)
         done = await stream.result()
         assert done.finish.reason == "cancel"
@@ -338,24 +354,35 @@ async def test_an_engine_that_dies_tells_everyone() -> None:
         await e.submit("x")
     with pytest.raises(BackendError):
         await e.call(lambda core: None)
-    assert await e.drain(timeout=1)
+    assert await e.drain(timeout=HANG_SECONDS)
     e.close()
 
 
-async def test_idle_costs_nothing() -> None:
+async def test_idle_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine without work checks its accounting once and then waits for the next request without a timeout."""
     async with engine() as e:
+        waits: list[float | None] = []
+        checks: list[int] = []
+        wait, check = e._awake.wait, e.core.check
+
+        def watched_wait(timeout: float | None = None) -> bool:
+            waits.append(timeout)
+            return wait(timeout)
+
+        def watched_check() -> None:
+            checks.append(len(waits))
+            check()
+
+        monkeypatch.setattr(e._awake, "wait", watched_wait)
+        monkeypatch.setattr(e.core, "check", watched_check)
         await (await e.submit("x", SamplingParams(max_tokens=3))).result()
-        await asyncio.sleep(0.3)  # past the idle proof
-        steps = e.core.metrics.steps.value
-        used = thread_seconds(e)
-        await asyncio.sleep(0.3)
-        assert e.core.metrics.steps.value == steps
-        assert thread_seconds(e) - used < 0.05
 
+        async def asleep() -> bool:
+            return waits[-1:] == [None]
 
-def thread_seconds(e: AsyncEngine) -> float:
-    """Processor time of the engine's thread."""
-    return time.clock_gettime(time.pthread_getcpuclockid(e._thread.ident))
+        await eventually_async(asleep, "the engine does not come to rest")
+        assert waits[-2:] == [CALM_SECONDS, None]
+        assert checks[-1] == len(waits) - 1  # between these two waits
 
 
 async def test_embed() -> None:
@@ -400,7 +427,7 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
 
     def slow(*_: Any, **__: Any) -> list[int]:
         begun.set()
-        assert gate.wait(30)
+        assert gate.wait(HANG_SECONDS)
         return [1]
 
     parts = fake_parts()
@@ -411,10 +438,10 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
     e = AsyncEngine.from_parts(parts, **OPTIONS)
     asking = [asyncio.create_task(e.submit("x")) for _ in range(6 if what == "encode" else 0)]  # more than there are threads
     await asyncio.sleep(0)  # each has its place now, and some are not begun
-    assert await asyncio.to_thread(begun.wait, 30)
+    assert await asyncio.to_thread(begun.wait, HANG_SECONDS)
     closing = threading.Thread(target=e.close)
     closing.start()
-    await asyncio.to_thread(closing.join, 0.2)  # time for one who would not wait
+    await asyncio.to_thread(closing.join, 0.2)  # a close that does not wait closes the backend meanwhile
     assert not e.parts.backend.closed
     gate.set()
     await asyncio.to_thread(closing.join)
@@ -426,12 +453,12 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
 
 def test_closed_workers_have_no_threads() -> None:
     workers, begun, gate = Workers(2, "test-workers"), threading.Event(), threading.Event()
-    first = workers.submit("", lambda: begun.set() or gate.wait(30))
+    first = workers.submit("", lambda: begun.set() or gate.wait(HANG_SECONDS))
     second = workers.submit("", list)  # of the same caller: waits for the first
-    assert begun.wait(30)
+    assert begun.wait(HANG_SECONDS)
     closing = threading.Thread(target=workers.close)
     closing.start()
-    closing.join(0.2)
+    closing.join(0.2)  # a close that does not wait returns meanwhile
     gate.set()
     closing.join()
     assert first.done()
@@ -451,11 +478,11 @@ async def test_who_comes_while_it_closes_is_answered(ask: str, monkeypatch: pyte
         check()
         if threading.current_thread() is threading.main_thread() and not closing.is_alive():
             closing.start()
-            closing.join(0.3)
+            closing.join(0.3)  # the engine's thread has ended by then; if not, the request is in time
 
     if ask == "call":
         monkeypatch.setattr(e, "_check_open", closed_behind)
-        assert await asyncio.wait_for(e.call(lambda core: 7), 20) == 7
+        assert await asyncio.wait_for(e.call(lambda core: 7), HANG_SECONDS) == 7
     else:
         reserve = e._reserve
 
@@ -465,7 +492,7 @@ async def test_who_comes_while_it_closes_is_answered(ask: str, monkeypatch: pyte
 
         monkeypatch.setattr(e, "_reserve", then_close)
         stream = await e.submit("x", SamplingParams(max_tokens=5))
-        assert (await asyncio.wait_for(stream.result(), 20)).finish.reason in ("cancel", "length", "eos")
+        assert (await asyncio.wait_for(stream.result(), HANG_SECONDS)).finish.reason in ("cancel", "length", "eos")
     await asyncio.to_thread(closing.join)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import math
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from engine_rig import cpu_available, tiny_parts
 
+from eventually import eventually
 from verbatim import LLM, SamplingParams
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import CapacityError, ContextError, ParameterError, UnavailableError, UnsupportedError, VerbatimError
@@ -308,9 +308,7 @@ def test_closed_while_another_thread_waits_for_its_answer(what: str) -> None:
 
     def close_from_elsewhere() -> None:
         closing.start()
-        deadline = time.monotonic() + 20
-        while not llm.closed and time.monotonic() < deadline:  # it waits for this step, and asks for no other
-            time.sleep(0.001)
+        eventually(lambda: llm.closed, "the model is not closed")  # close() waits for this step, and no other follows
 
     backend.deed = close_from_elsewhere
     with pytest.raises(UnavailableError, match="closed"):

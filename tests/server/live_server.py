@@ -3,66 +3,97 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from eventually import HANG_SECONDS, eventually
+
 NAMES = ("m", "gpt-6-astra", "gpt-3.5-turbo-instruct", "text-embedding-3-small")
+NEVER = "1e9"  # seconds
 LISTENING = re.compile(r"listening on (https?)://[^ ]*?:(\d+) ")
 
 
 class Live:
-    """One `verbatim serve`. Everything it says goes to a file, which is shown when a test fails to start it."""
+    """One `verbatim serve`. Its log goes to a file, which is shown when it fails to start. With clock=True the clock of its
+    HTTP process moves only by advance() (clocked_server.py)."""
 
-    def __init__(self, *flags: str, engine: str | None = "pipeline", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *flags: str, engine: str | None = "pipeline", env: dict[str, str] | None = None, clock: bool = False
+    ) -> None:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
-        words = [
-            sys.executable,
-            "-m",
-            "verbatim",
-            "serve",
-            "--port",
-            "0",
-            *(w for n in NAMES for w in ("--served-model-name", n)),
-        ]
+        self.clocked = clock
+        words = (
+            [sys.executable, str(Path(__file__).with_name("clocked_server.py"))]
+            if clock
+            else [sys.executable, "-m", "verbatim"]
+        )
+        words += ["serve", "--port", "0", *(w for n in NAMES for w in ("--served-model-name", n))]
+        words += ["--engine-silence-seconds", NEVER] if clock else []
         words += ["--test-engine", engine] if engine else []
         clean = {k: v for k, v in os.environ.items() if k != "VERBATIM_API_KEY"}
-        self.process = subprocess.Popen([*words, *flags], stderr=self.log, stdout=self.log, env={**clean, **(env or {})})
-        self.port = self._wait_for_port()
+        self.process = subprocess.Popen(
+            [*words, *flags],
+            stdin=subprocess.PIPE if clock else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if clock else self.log,
+            stderr=self.log,
+            env={**clean, **(env or {})},
+        )
+        found = eventually(lambda: LISTENING.search(self.said()) or self.process.poll() is not None, self.said)
+        assert not isinstance(found, bool), f"the server did not start:\n{self.said()}"
+        self.port = int(found[2])
         self.url = f"http://127.0.0.1:{self.port}"
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=HANG_SECONDS)
 
-    def _wait_for_port(self) -> int:
-        for _ in range(600):
-            found = LISTENING.search(self.said())
-            if found:
-                return int(found[2])
-            if self.process.poll() is not None:
-                break
-            time.sleep(0.05)
-        raise AssertionError(f"the server did not start:\n{self.said()}")
+    # ------------------------------------------------------------------------------------------------------- the clock
+
+    def _command(self, *words: object) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(" ".join(map(str, words)).encode() + b"\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+    def advance(self, seconds: float) -> None:
+        """Move the clock; the timers that are due have run afterwards."""
+        self._command("advance", seconds)
+
+    def let_clock_run(self) -> None:
+        self._command("run")
+
+    def received(self) -> int:
+        """Bytes of clients that the server has read."""
+        return self._command("received")
+
+    def say(self, sock: socket.socket, data: bytes) -> None:
+        """Send bytes, and wait until the server has read them: what follows comes in a piece of its own, or a later time."""
+        before = self.received()
+        sock.sendall(data)
+        eventually(lambda: self.received() >= before + len(data), "the server does not read")
+
+    # --------------------------------------------------------------------------------------------------------- the rest
 
     def said(self) -> str:
         return Path(self.log.name).read_text()
 
-    def wait_ready(self, seconds: float = 120) -> Live:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+    def wait_ready(self) -> Live:
+        def ready() -> bool:
             assert self.process.poll() is None, self.said()
             status = self.client.get("/health").status_code
             assert status in (200, 503), self.said()
-            if status == 200:
-                return self
-            time.sleep(0.05)
-        raise AssertionError(f"not ready:\n{self.said()}")
+            return status == 200
+
+        eventually(ready, self.said)
+        return self
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         return self.client.post(path, json={"model": "m", **body} if body is not None else None, **more)
@@ -83,34 +114,53 @@ class Live:
         rows = (line.rsplit(" ", 1) for line in self.client.get("/metrics").text.splitlines() if line and line[0] != "#")
         return {name: float(value) for name, value in rows}
 
-    def wait_at_rest(self, seconds: float = 30) -> dict[str, float]:
-        """Until no request is open anywhere and every block is free; the numbers then. A fresh heartbeat has to say so."""
-        end = time.monotonic() + seconds
-        names = ("verbatim_http_open_requests", "verbatim_requests_open", "verbatim_requests", "verbatim_blocks_used")
-        calm, m = 0, self.metrics()
-        while time.monotonic() < end:
+    def wait_at_rest(self) -> dict[str, float]:
+        """Until no request is open anywhere and every block is free; the numbers then. The engine's numbers come with its
+        reports, so one is waited for that it sent after its last request had ended."""
+        here = ("verbatim_http_open_requests", "verbatim_requests_open")
+        there = ("verbatim_requests", "verbatim_blocks_used")
+        report, m = math.inf, {}
+
+        def at_rest() -> bool:
+            nonlocal report, m
             m = self.metrics()
-            calm = 0 if any(m.get(k, 0) for k in names) else calm + 1
-            if calm == 6:  # longer than the engine's numbers are old
-                return m
-            time.sleep(0.3)
-        raise AssertionError(f"not at rest: { {k: v for k, v in m.items() if v and 'bucket' not in k} }")
+            if any(m[name] for name in here) or not m["verbatim_engine_up"]:
+                report = math.inf
+            else:
+                report = min(report, m["verbatim_engine_reports_total"])
+            return m["verbatim_engine_reports_total"] > report and not any(m.get(name, 0) for name in there)
+
+        eventually(at_rest, lambda: f"not at rest: { {k: v for k, v in m.items() if v and 'bucket' not in k} }")
+        return m
+
+    def wait_for(self, name: str, value: float) -> None:
+        """Until a metric has at least this value."""
+        eventually(lambda: self.metrics().get(name, 0) >= value, lambda: f"{name} is {self.metrics().get(name)}")
+
+    def barrier(self) -> None:
+        """The engine process has read every message that was sent before this: they come in order, and a tokenize request
+        is answered without a step of the engine."""
+        assert self.post("/tokenize", {"prompt": "x"}).status_code == 200
 
     def engine_pid(self) -> int:
         """The only child of the server."""
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return int(path.read_text().split()[0])
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 60) -> int:
+    def stop(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
+            if self.clocked:
+                self.let_clock_run()
             self.process.send_signal(number)
         try:
-            return self.process.wait(seconds)
+            return self.process.wait(HANG_SECONDS)
         finally:
             self.client.close()
             if self.process.poll() is None:
                 self.process.kill()
                 self.process.wait()
+            for pipe in filter(None, (self.process.stdin, self.process.stdout)):
+                pipe.close()
             self.log.close()
 
 
@@ -140,10 +190,46 @@ def check_ledger(m: dict[str, float], restarts: int = 0, before: dict[str, float
 
 def check_log(live: Live) -> int:
     """Every request that was answered has one line in the log, under an id of its own. Returns how many there are."""
-    time.sleep(0.2)  # lines leave together, a little later
-    ids = re.findall(r" id=(req_\w+) ", live.said())
-    assert len(ids) == len(set(ids))
-    return len(ids)
+    answers = sum(v for k, v in live.metrics().items() if k.startswith("verbatim_http_answers_total"))
+
+    def ids() -> list[str]:
+        return re.findall(r" id=(req_\w+) ", live.said())
+
+    eventually(lambda: len(ids()) >= answers + 1, "lines are missing")  # the request for the metrics has one too
+    assert len(ids()) == len(set(ids())) == answers + 1
+    return len(ids())
+
+
+class Gate:
+    """Lets a test engine with gate=FILE run a counted number of steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.steps = path, 0
+        self.allow(0)
+
+    def allow(self, steps: int) -> None:
+        """So many steps more."""
+        self.steps += steps
+        new = self.path.with_suffix(".new")
+        new.write_text(str(self.steps))
+        new.replace(self.path)
+
+    def open(self) -> None:
+        self.allow(1 << 40)
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that its parent (in a container perhaps not a reaping init) did not collect."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
 
 
 def tell(line: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 from live_server import Live
 from streams import stream
 
+from eventually import HANG_SECONDS
 from verbatim import LLM, SamplingParams
 from verbatim.server.store import Store
 
@@ -291,7 +292,7 @@ TALK = [{"role": "user", "content": "Tell me about the sea."}]
 
 async def over_http(live: Any, stream: bool, together: bool) -> list[Any]:
     """The tokens of every request in ASKED, as a completion and as a chat; all of them at once, or one after the other."""
-    async with httpx.AsyncClient(base_url=live.url, timeout=120) as client:
+    async with httpx.AsyncClient(base_url=live.url, timeout=HANG_SECONDS) as client:
 
         async def ids(path: str, body: dict[str, Any]) -> Any:
             streamed = stream and "num_beams" not in body
@@ -315,17 +316,26 @@ def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(real
     assert asyncio.run(over_http(real, stream=False, together=False)) == library
 
     async def under_load() -> None:
+        heads, all_run = 0, asyncio.Event()
+
+        def head_came() -> None:
+            nonlocal heads
+            heads += 1
+            if heads == 16:
+                all_run.set()
+
         others = [
             asyncio.create_task(
                 stream(
                     real.port,
                     "/v1/completions",
                     {"prompt": "word " * 9 * n, "max_tokens": 60, "stream": True, "ignore_eos": True},
+                    on_head=head_came,
                 )
             )
             for n in range(1, 17)
         ]
-        await asyncio.sleep(0.3)
+        await asyncio.wait_for(all_run.wait(), HANG_SECONDS)
         for streamed in (False, True):
             assert await over_http(real, streamed, together=True) == library
         assert all(other.finished for other in await asyncio.gather(*others))
@@ -768,7 +778,6 @@ def test_a_streamed_answer_is_kept_as_a_whole_one_is(fake: Any) -> None:
 @pytest.mark.parametrize("protocol", ["openai", "anthropic", "ollama"])
 def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: str, caplog: pytest.LogCaptureFixture) -> None:
     import asyncio
-    import time
     from collections.abc import AsyncIterator
     from types import SimpleNamespace
 
@@ -784,10 +793,10 @@ def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: 
         sent.append(message.get("body"))
 
     async def receive() -> Any:
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()  # the client stays
 
-    state = SimpleNamespace(limits=SimpleNamespace(request_seconds=60))
-    of: Any = SimpleNamespace(id="req_1", arrived=time.monotonic(), runs=[], state=state, close=lambda: None, deadline=None)
+    state = SimpleNamespace(limits=SimpleNamespace(request_seconds=600), clock=lambda: 0.0)
+    of: Any = SimpleNamespace(id="req_1", arrived=0.0, runs=[], state=state, close=lambda: None, deadline=None)
     failed = {"openai": call.error_event, "anthropic": anthropic.error_event, "ollama": ollama.error_line}[protocol]
     asyncio.run(call.EventStream(of, events(), failed)({}, receive, send))
     assert sent[1] == b"one"

@@ -33,7 +33,7 @@ def batch(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
         "--served-model-name",
         MODEL,
     ]
-    return subprocess.run(words, capture_output=True, text=True, timeout=120)
+    return subprocess.run(words, capture_output=True, text=True, timeout=280)
 
 
 def line(name: str, **body: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -11,18 +12,20 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvloop
-from live_server import Live, check_ledger, check_log, tell, told
+from live_server import NEVER, Gate, Live, check_ledger, check_log, has_ended, resident, tell, told
 from streams import request_bytes, stream
 
-pytestmark = [pytest.mark.server, pytest.mark.timeout(280)]
+from eventually import HANG_SECONDS, eventually, eventually_async
+
+pytestmark = pytest.mark.server
 
 
 def completion(tokens: int, **more: Any) -> dict[str, Any]:
@@ -41,6 +44,29 @@ def serve() -> Iterator[Any]:
     for live in started:
         if live.process.poll() is None:
             live.stop(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def frozen_engine(live: Live) -> Iterator[int]:
+    """The engine process is stopped meanwhile: nothing that it has been asked can end."""
+    engine = live.engine_pid()
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        yield engine
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGCONT)
+
+
+async def until_done(tasks: Iterable[asyncio.Task[Any]], count: int) -> None:
+    async def enough() -> bool:
+        return sum(task.done() for task in tasks) >= count
+
+    await eventually_async(enough, f"fewer than {count} requests have ended")
+
+
+async def until_metric(live: Live, name: str, value: float) -> None:
+    await asyncio.to_thread(live.wait_for, name, value)
 
 
 def inside(pid: int) -> tuple[int, int]:
@@ -72,11 +98,9 @@ async def many(live: Live, count: int, tokens: int) -> Counter[str]:
             gate.release()
         return got
 
-    engine = live.engine_pid()
-    os.kill(engine, signal.SIGSTOP)
-    running = [asyncio.create_task(one(i)) for i in range(count)]
-    await asyncio.wait((asyncio.ensure_future(all_open.wait()), *running), return_when=asyncio.FIRST_COMPLETED)
-    os.kill(engine, signal.SIGCONT)
+    with frozen_engine(live):
+        running = [asyncio.create_task(one(i)) for i in range(count)]
+        await asyncio.wait((asyncio.ensure_future(all_open.wait()), *running), return_when=asyncio.FIRST_COMPLETED)
     texts, used = set(), Counter[str]()
     for i, got in enumerate(await asyncio.gather(*running)):
         assert got.status == 200, got.head
@@ -94,10 +118,9 @@ async def many(live: Live, count: int, tokens: int) -> Counter[str]:
 def check_many(serve: Any, count: int) -> None:
     room = ("--max-queue", str(2 * count), "--max-waiting", str(2 * count))
     live = serve(*room, "--keepalive-seconds", "0.4", "--engine-silence-seconds", "600")
-    begun = time.monotonic()
     used = uvloop.run(many(live, count, 12))
-    tell(f"{count} streams open at once, none dropped, {time.monotonic() - begun:.0f} s")
-    numbers = live.wait_at_rest(120)
+    tell(f"{count} streams open at once, none dropped")
+    numbers = live.wait_at_rest()
     check_ledger(numbers)
     assert {kind: numbers[f"verbatim_{kind}_tokens_total"] for kind in used} == used
     assert numbers['verbatim_requests_ended_total{state="length"}'] == count
@@ -115,17 +138,18 @@ def test_ten_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
 
 
 def test_beyond_the_queue_429_with_retry_after_and_the_accepted_are_served(serve: Any) -> None:
-    live = serve("--max-queue", "8", "--max-per-key", "0", engine="hash,pause=0.005")
+    live = serve("--max-queue", "8", "--max-per-key", "0")
 
     async def flood() -> list[Any]:
-        return await asyncio.gather(*(stream(live.port, "/v1/completions", completion(40)) for _ in range(80)))
+        with frozen_engine(live):  # so that none of the first 8 makes room for another
+            asked = [asyncio.create_task(stream(live.port, "/v1/completions", completion(40))) for _ in range(80)]
+            await until_done(asked, 72)
+        return await asyncio.gather(*asked)
 
     done = asyncio.run(flood())
     served = [g for g in done if g.status == 200]
     refused = [g for g in done if g.status == 429]
-    assert len(served) + len(refused) == 80
-    assert len(served) >= 8
-    assert refused
+    assert (len(served), len(refused)) == (8, 72)
     assert all("retry-after: " in g.head.lower() and g.errors[0]["code"] == "overloaded" for g in refused)
     assert all(g.events[-1] == "[DONE]" and g.finished for g in served)
     check_ledger(live.wait_at_rest())
@@ -133,21 +157,26 @@ def test_beyond_the_queue_429_with_retry_after_and_the_accepted_are_served(serve
 
 def test_one_key_cannot_take_all_the_room(serve: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first-key-1\nsecond-key-2\n")
-    live = serve("--max-per-key", "4", "--api-key-file", str(tmp_path / "keys"), engine="hash,pause=0.01")
+    live = serve("--max-per-key", "4", "--api-key-file", str(tmp_path / "keys"))
+    live.client.headers["authorization"] = "Bearer second-key-2"
 
     async def both() -> tuple[list[Any], Any]:
-        greedy = [
-            asyncio.create_task(stream(live.port, "/v1/completions", completion(60), key="first-key-1")) for _ in range(12)
-        ]
-        await asyncio.sleep(0.3)
-        other = await stream(live.port, "/v1/completions", completion(5), key="second-key-2")
-        return await asyncio.gather(*greedy), other
+        def ask(key: str) -> asyncio.Task[Any]:
+            return asyncio.create_task(stream(live.port, "/v1/completions", completion(60), key=key))
+
+        with frozen_engine(live):
+            greedy = [ask("first-key-1") for _ in range(12)]
+            await until_done(greedy, 8)
+            other = ask("second-key-2")
+            await until_metric(live, "verbatim_http_open_requests", 5)
+        return await asyncio.gather(*greedy), await other
 
     greedy, other = asyncio.run(both())
     assert other.status == 200
     assert other.finished
     codes = [g.errors[0]["code"] for g in greedy if g.status == 429]
     assert codes == ["key_overloaded"] * 8
+    assert sum(g.finished for g in greedy) == 4
 
 
 # --------------------------------------------------------------------------------------------------------- disconnects
@@ -215,15 +244,19 @@ def check_disconnects(live: Live, count: int, each: int) -> None:
     lines = check_log(live)
     assert numbers["verbatim_blocks_used"] == 0
     assert [numbers[name] for name in TASKS] == [calm[name] for name in TASKS]
-    after = [inside(pid) for pid in pids]
+
+    def nothing_left() -> list[tuple[int, int]] | None:
+        """No open file more than before. A thread pool may not have been full then: asyncio's has at most 32 threads."""
+        after = [inside(pid) for pid in pids]
+        leaked = any(now[0] > was[0] or now[1] > was[1] + 32 for was, now in zip(before, after, strict=True))
+        return None if leaked else after
+
+    after = eventually(nothing_left, lambda: f"{before} before, {[inside(pid) for pid in pids]} after")
     tell(
         f"{left} disconnects, {lines} lines in the log: blocks used {numbers['verbatim_blocks_used']:.0f} of "
         f"{numbers['verbatim_blocks']:.0f}; (files, threads) of HTTP and engine {before} before, {after} after; "
         f"tasks {[numbers[name] for name in TASKS]}, as before"
     )
-    for (files, threads), now in zip(before, after, strict=True):
-        assert now[0] <= files
-        assert now[1] <= threads + 4  # a pool may not have been full before
 
 
 def test_disconnects_at_random_phases_leak_nothing(serve: Any) -> None:
@@ -249,49 +282,75 @@ def test_a_thousand_disconnects_from_a_model_leak_nothing(serve: Any, default_mo
     assert live.stop() == 0
 
 
-def test_a_disconnect_frees_the_request_at_once_streamed_or_not(serve: Any) -> None:
-    """A request that would run for minutes is gone from the engine right after its client, and counts as cancelled."""
-    live = serve(engine="hash,pause=0.05")
-    asyncio.run(stream(live.port, "/v1/completions", completion(3000), leave_after=2))
-    asyncio.run(leave_whole(live.port, completion(3000, stream=False), 0.4))
-    numbers = live.wait_at_rest(10)
+def test_a_disconnect_frees_the_request_at_once_streamed_or_not(serve: Any, tmp_path: Path) -> None:
+    """The engine has steps for two tokens and then for one more: both requests end because their client has left."""
+    gate = Gate(tmp_path / "steps")
+    live = serve(engine=f"hash,gate={gate.path}")
+
+    async def leave_one(streamed: bool) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        writer.write(request_bytes("/v1/completions", completion(3000, stream=streamed)))
+        await until_metric(live, "verbatim_requests_open", 1)
+        gate.allow(2)
+        writer.transport.abort()
+
+    for streamed in (True, False):
+        asyncio.run(leave_one(streamed))
+        eventually(lambda: live.metrics()["verbatim_http_open_requests"] == 0, "HTTP does not notice that the client left")
+        live.barrier()
+        gate.allow(1)
+        eventually(lambda: live.metrics()["verbatim_requests_open"] == 0, "the request still runs")
+    numbers = live.wait_at_rest()
     assert numbers['verbatim_requests_ended_total{state="cancel"}'] == 2
     check_ledger(numbers)
 
 
 def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_path: Path) -> None:
-    """Half a minute of embeddings of one key: another key's request comes between them, and none is left once their client is gone."""
+    """128 embeddings of one key: another key's request comes between them, and none is left once their client is gone."""
     (tmp_path / "keys").write_text("first-key-1\nsecond-key-2\n")
-    live = serve("--api-key-file", str(tmp_path / "keys"), "--max-running", "4", engine="hash,pause=0.05")
+    gate = Gate(tmp_path / "steps")
+    live = serve("--api-key-file", str(tmp_path / "keys"), "--max-running", "4", engine=f"hash,gate={gate.path}")
     live.client.headers["authorization"] = "Bearer second-key-2"
+    opened = "verbatim_requests_opened_total"
 
-    async def leave_one() -> float:
+    async def leave_one() -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", live.port)
         writer.write(request_bytes("/v1/embeddings", {"input": ["x" * 60] * 128}, "first-key-1"))
-        await asyncio.sleep(1)
-        begun = time.monotonic()
-        other = await stream(live.port, "/v1/completions", completion(1), key="second-key-2")
-        assert other.finished
+        await until_metric(live, opened, 128)
+        other = asyncio.create_task(stream(live.port, "/v1/completions", completion(1), key="second-key-2"))
+        await until_metric(live, opened, 129)
+        await asyncio.to_thread(live.barrier)
+        gate.allow(6)  # of some 32 that the embeddings need
+        assert (await asyncio.wait_for(other, HANG_SECONDS)).finished
         writer.transport.abort()
-        return time.monotonic() - begun
 
-    assert asyncio.run(leave_one()) < 8
-    numbers = live.wait_at_rest(10)
-    ended = {k: v for k, v in numbers.items() if k.startswith("verbatim_requests_ended_total") and v}
-    assert sum(ended.values()) == 129
-    assert ended['verbatim_requests_ended_total{state="cancel"}'] > 64
+    asyncio.run(leave_one())
+    eventually(lambda: live.metrics()["verbatim_http_open_requests"] == 0, "HTTP does not notice that the client left")
+    live.barrier()
+    gate.open()
+    numbers = live.wait_at_rest()
+    assert numbers['verbatim_requests_ended_total{state="cancel"}'] > 64
     check_ledger(numbers)
 
 
 def test_embeddings_have_their_time_and_no_more(serve: Any) -> None:
-    live = serve("--request-seconds", "1", engine="hash,pause=0.05")
-    late = live.post("/v1/embeddings", {"input": ["x" * 500] * 128})
+    live = serve("--request-seconds", "600", clock=True)
+    answers: list[Any] = []
+
+    def ask() -> None:
+        answers.append(live.post("/v1/embeddings", {"input": ["x" * 500] * 128}))
+
+    with httpx.Client(base_url=live.url, timeout=HANG_SECONDS) as other, frozen_engine(live):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        eventually(lambda: "\nverbatim_requests_open 128\n" in other.get("/metrics").text, "the embeddings do not begin")
+        live.advance(600 - 0.1)
+        assert "\nverbatim_http_open_requests 1\n" in other.get("/metrics").text
+        live.advance(0.2)
+        asking.join()
+    (late,) = answers
     assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
-    check_ledger(live.wait_at_rest(10))
-
-
-def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+    check_ledger(live.wait_at_rest())
 
 
 @pytest.mark.soak
@@ -321,13 +380,9 @@ def test_a_reader_that_does_not_read_is_cut_and_costs_bounded_memory(serve: Any)
     sock.connect(("127.0.0.1", live.port))
     sock.sendall(request_bytes("/v1/completions", completion(1200, n=8, logprobs=20, explain=20)))
     answer = live.complete("neighbour")["choices"]
-    end = time.monotonic() + 90
-    name = 'verbatim_requests_ended_total{state="slow_reader"}'
-    while live.metrics().get(name, 0) == 0:
-        assert time.monotonic() < end, "the slow reader was not cut"
-        time.sleep(0.2)
+    live.wait_for('verbatim_requests_ended_total{state="slow_reader"}', 1)
     assert live.complete("neighbour")["choices"] == answer
-    live.wait_at_rest(40)
+    live.wait_at_rest()
     sock.close()
     assert resident(live.process.pid) < 250 << 20
 
@@ -352,20 +407,19 @@ def test_a_slow_but_steady_reader_gets_everything(serve: Any) -> None:
 
 
 class Pulse:
-    """Asks /health/live all the time, on new connections: whether HTTP was ever down, and how long the slowest answer took."""
+    """Asks /health/live all the time, on new connections: whether HTTP was ever down."""
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self.asked, self.slowest = 0, 0.0
+        self.asked = 0
         self.failed: list[str] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask)
 
     def _ask(self) -> None:
         while not self._over.wait(0.02):
-            begun = time.monotonic()
             try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=5) as sock:
+                with socket.create_connection(("127.0.0.1", self.port), timeout=HANG_SECONDS) as sock:
                     sock.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                     said = sock.recv(100)
                 if b" 200 " not in said[:20]:
@@ -373,7 +427,6 @@ class Pulse:
             except OSError as error:
                 self.failed.append(repr(error))
             self.asked += 1
-            self.slowest = max(self.slowest, time.monotonic() - begun)
 
     def __enter__(self) -> Pulse:
         self._thread.start()
@@ -384,25 +437,31 @@ class Pulse:
         self._thread.join()
 
 
-async def kill_under_load(live: Live, after: float) -> tuple[list[Any], float, float]:
-    """16 streams, and the engine is gone. Returns what they got, when it was killed, and seconds until the last had its error."""
-    running = [asyncio.create_task(stream(live.port, "/v1/completions", completion(2000))) for _ in range(16)]
-    await asyncio.sleep(after)
+async def kill_under_load(live: Live, after: int) -> list[Any]:
+    """16 streams; the engine is killed when so many of them have begun. Returns what the clients got."""
+    heads = 0
+
+    def head_came() -> None:
+        nonlocal heads
+        heads += 1
+
+    async def enough() -> bool:
+        return heads >= after
+
+    body = completion(3000)
+    running = [asyncio.create_task(stream(live.port, "/v1/completions", body, on_head=head_came)) for _ in range(16)]
+    await eventually_async(enough, "the streams do not begin")
     os.kill(live.engine_pid(), signal.SIGKILL)
-    killed = time.monotonic()
-    done = await asyncio.wait_for(asyncio.gather(*running), 30)
-    return done, killed, time.monotonic() - killed
+    return await asyncio.wait_for(asyncio.gather(*running), HANG_SECONDS)
 
 
 def kill_engine(live: Live, times: int) -> None:
     rng, first = random.Random(1), live.complete("probe", max_tokens=24)["choices"]
-    errors, reloads, cut, before = [], [], 0, {}
+    cut, before = 0, {}
     calm = (inside(live.process.pid), live.wait_at_rest()["verbatim_http_tasks"])
     with Pulse(live.port) as pulse:
         for _ in range(times):
-            done, killed, late = asyncio.run(kill_under_load(live, rng.uniform(0.1, 0.6)))
-            assert late < 5
-            for got in done:
+            for got in asyncio.run(kill_under_load(live, rng.randint(1, 16))):
                 assert got.status in (200, 503)
                 assert [e["code"] for e in got.errors] in (["engine_died"], ["unavailable"])
                 assert got.status == 503 or got.events[-1] == "[DONE]"
@@ -413,21 +472,22 @@ def kill_engine(live: Live, times: int) -> None:
             assert refused.status_code in (200, 503)
             assert refused.status_code == 200 or "retry-after" in refused.headers
             live.wait_ready()
-            errors.append(late)
-            reloads.append(time.monotonic() - killed)
             assert live.complete("probe", max_tokens=24)["choices"] == first
     assert pulse.failed == []  # HTTP was never down
+    assert cut >= times
     numbers = live.wait_at_rest()
     tell(
-        f"{times} kills, {cut} streams cut: the last error {max(errors) * 1e3:.0f} ms after a kill at worst; ready again after "
-        f"{sorted(reloads)[times // 2]:.2f} s (median), {max(reloads):.2f} s (worst); /health/live asked {pulse.asked} times, "
-        f"slowest {pulse.slowest * 1e3:.0f} ms; ended: "
+        f"{times} kills, {cut} streams cut; /health/live asked {pulse.asked} times; ended: "
         + ", ".join(
             f"{k.split(chr(34))[1]} {v:.0f}" for k, v in numbers.items() if k.startswith("verbatim_requests_ended_total")
         )
     )
     check_ledger(numbers, times, before)
-    assert (inside(live.process.pid), numbers["verbatim_http_tasks"]) == calm  # a life that ended leaves nothing behind
+
+    def nothing_left() -> bool:
+        return (inside(live.process.pid), live.metrics()["verbatim_http_tasks"]) == calm
+
+    eventually(nothing_left, "a life that ended leaves something behind")
     check_log(live)
     assert live.stop() == 0
 
@@ -449,108 +509,137 @@ def test_an_engine_with_a_model_killed_fifty_times(serve: Any, default_model: Pa
     kill_engine(serve("--backoff-seconds", "0.01", "--backoff-limit", "0.2", "--model", str(default_model), engine=None), 50)
 
 
+SILENCE = 60.0  # seconds
+
+
 def test_a_frozen_engine_is_noticed_killed_and_replaced(serve: Any) -> None:
-    live = serve("--engine-silence-seconds", "2", "--backoff-seconds", "0.1", engine="hash,pause=0.01")
-    frozen = live.engine_pid()
+    live = serve("--engine-silence-seconds", str(SILENCE), "--backoff-seconds", "1", clock=True)
+    frozen, answers = live.engine_pid(), []
+
+    def ask() -> None:
+        answers.append(asyncio.run(stream(live.port, "/v1/completions", completion(50))))
+
     os.kill(frozen, signal.SIGSTOP)
-    got = asyncio.run(stream(live.port, "/v1/completions", completion(50)))
-    assert got.errors[0]["code"] == "engine_died"
-    live.wait_ready()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    live.wait_for("verbatim_requests_open", 1)
+    live.advance(SILENCE - 1)
+    assert (live.engine_pid(), live.metrics()["verbatim_engine_restarts_total"]) == (frozen, 0)
+    advance_until(live, SILENCE / 2, lambda: not asking.is_alive(), "the frozen engine is not noticed")
+    assert answers[0].errors[0]["code"] == "engine_died"
+    advance_until(live, 1, lambda: live.client.get("/health").status_code == 200, "no engine takes its place")
     assert live.engine_pid() != frozen
     assert live.complete()["choices"]
 
 
+def advance_until(live: Live, seconds: float, condition: Any, what: str, times: int = 100) -> None:
+    """Move the clock again and again, a bounded number of times: a message that was on its way sets some limits back."""
+    moves = iter(range(times))
+
+    def moved() -> bool:
+        if condition():
+            return True
+        if next(moves, None) is not None:
+            live.advance(seconds)
+        return bool(condition())
+
+    eventually(moved, what)
+
+
 def test_a_server_that_waits_to_start_its_engine_again_ends_at_once(serve: Any) -> None:
-    live = serve("--backoff-seconds", "30")
+    """It would wait a thousand seconds, and ends in at most ten on its own clock."""
+    live = serve("--backoff-seconds", "1000", "--backoff-limit", "1000", clock=True)
     os.kill(live.engine_pid(), signal.SIGKILL)
-    while "starting it again in 30" not in live.said():
-        time.sleep(0.05)
-    begun = time.monotonic()
-    assert live.stop() == 0
-    assert time.monotonic() - begun < 5
+    eventually(lambda: "starting it again in 1000" in live.said(), live.said)
+    live.process.send_signal(signal.SIGTERM)
+    with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended between the question and the command
+        advance_until(live, 0.1, lambda: live.process.poll() is not None, "the server waits for its engine")
+    assert live.process.wait(HANG_SECONDS) == 0
 
 
 def test_no_engine_outlives_a_killed_server(serve: Any) -> None:
     live = serve()
     child = live.engine_pid()
     live.stop(signal.SIGKILL)
-    for _ in range(100):
-        if not Path(f"/proc/{child}").exists() or " Z " in Path(f"/proc/{child}/stat").read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError("the engine process is still there")
+    eventually(lambda: has_ended(child), "the engine process is still there")
 
 
 # --------------------------------------------------------------------------------------------------------------- drain
 
 
 def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> None:
-    live = serve("--max-queue", "400", engine="hash,pause=0.01")
-    child, begun = live.engine_pid(), 0.0
+    live = serve("--max-queue", "400", "--drain-seconds", NEVER)
+    child = live.engine_pid()
 
     async def draining() -> tuple[list[Any], Any]:
-        running = [asyncio.create_task(stream(live.port, "/v1/completions", completion(60))) for _ in range(200)]
-        while live.metrics()["verbatim_http_open_requests"] < 200:
-            await asyncio.sleep(0.05)
-        os.kill(live.process.pid, signal.SIGTERM)
-        nonlocal begun
-        begun = time.monotonic()
-        await asyncio.sleep(0.2)
-        late = await stream(live.port, "/v1/completions", completion(5))
+        with frozen_engine(live):  # none ends before the signal
+            running = [asyncio.create_task(stream(live.port, "/v1/completions", completion(60))) for _ in range(200)]
+            await until_metric(live, "verbatim_http_open_requests", 200)
+            os.kill(live.process.pid, signal.SIGTERM)
+            await asyncio.to_thread(eventually, lambda: "draining 200 requests" in live.said(), live.said)
+            late = await stream(live.port, "/v1/completions", completion(5))
         return await asyncio.gather(*running), late
 
     done, late = asyncio.run(draining())
     assert late.status == 503
     assert "retry-after: " in late.head.lower()
     assert all(g.status == 200 and g.finished and g.events[-1] == "[DONE]" and g.whole for g in done)
-    assert live.process.wait(30) == 0, live.said()
-    tell(f"SIGTERM among 200 streams: each finished, exit code 0 after {time.monotonic() - begun:.1f} s, no child left")
-    assert not Path(f"/proc/{child}").exists()
+    assert live.process.wait(HANG_SECONDS) == 0, live.said()
+    assert has_ended(child)
 
 
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(serve: Any) -> None:
-    live = serve("--drain-seconds", "0.5", engine="hash,pause=0.02")
+    live = serve("--drain-seconds", "30", clock=True)
 
     async def draining() -> list[Any]:
-        running = [asyncio.create_task(stream(live.port, "/v1/completions", completion(3000))) for _ in range(20)]
-        await asyncio.sleep(1)
-        os.kill(live.process.pid, signal.SIGTERM)
-        return await asyncio.gather(*running)
+        with frozen_engine(live):
+            running = [asyncio.create_task(stream(live.port, "/v1/completions", completion(3000))) for _ in range(20)]
+            await until_metric(live, "verbatim_http_open_requests", 20)
+            os.kill(live.process.pid, signal.SIGTERM)
+            await asyncio.to_thread(eventually, lambda: "draining 20 requests" in live.said(), live.said)
+            live.advance(29.9)
+            assert live.metrics()["verbatim_http_open_requests"] == 20
+            live.advance(0.2)
+            return await asyncio.wait_for(asyncio.gather(*running), HANG_SECONDS)
 
     for got in asyncio.run(draining()):
         assert got.errors[0]["code"] == "unavailable"
-        assert got.events[-1] == "[DONE]"
+        assert got.status == 503 or got.events[-1] == "[DONE]"
         assert got.whole
-    assert live.process.wait(30) == 0, live.said()
+    assert live.stop() == 0, live.said()
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
 
 
 def test_requests_heads_and_silence_have_their_limits(serve: Any) -> None:
-    live = serve(
-        "--request-seconds",
-        "1",
-        "--header-seconds",
-        "0.5",
-        "--body-seconds",
-        "0.5",
-        "--keepalive-seconds",
-        "0.2",
-        engine="hash,pause=0.4",
-    )
-    got = asyncio.run(stream(live.port, "/v1/completions", completion(500)))
-    assert got.errors[0]["code"] == "timeout"
-    assert got.comments >= 1  # keep-alives in the silence between two steps
-    late = live.post("/v1/completions", completion(500, stream=False))
-    assert (late.status_code, late.json()["error"]["code"]) == (408, "timeout")
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+    limits = ("--request-seconds", "600", "--header-seconds", "20", "--body-seconds", "60", "--keepalive-seconds", "15")
+    live = serve(*limits, clock=True)
+
+    async def two_limits() -> tuple[Any, Any]:
+        with frozen_engine(live):
+            streamed = asyncio.create_task(stream(live.port, "/v1/completions", completion(500)))
+            whole = asyncio.create_task(stream(live.port, "/v1/completions", completion(500, stream=False)))
+            await until_metric(live, "verbatim_requests_open", 2)
+            for _ in range(4):
+                live.advance(15.1)  # a keep-alive each time: nothing comes from the engine
+            live.advance(600 - 4 * 15.1 - 0.1)
+            assert live.metrics()["verbatim_http_open_requests"] == 2
+            live.advance(0.2)
+            return await asyncio.wait_for(asyncio.gather(streamed, whole), HANG_SECONDS)
+
+    streamed, whole = asyncio.run(two_limits())
+    assert streamed.errors[0]["code"] == "timeout"
+    assert streamed.comments >= 2
+    assert (whole.status, whole.errors[0]["code"]) == (408, "timeout")
+    with socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS) as sock:
+        live.say(sock, b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+        live.advance(20.1)
         assert sock.recv(100) == b""  # a head that does not come is not waited for
-    with socket.create_connection(("127.0.0.1", live.port), timeout=10) as sock:
-        sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
-        )
+    with socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS) as sock:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        live.say(sock, head + b"Content-Length: 100\r\n\r\n{")
+        live.advance(60.1)
         assert b" 408 " in sock.recv(1000)
     check_ledger(live.wait_at_rest())
 
@@ -560,18 +649,26 @@ def test_requests_heads_and_silence_have_their_limits(serve: Any) -> None:
 
 def run_serve(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "verbatim", "serve", "--port", "0", *words], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "verbatim", "serve", "--port", "0", *words], capture_output=True, text=True, timeout=HANG_SECONDS
     )
 
 
-def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF\x03\x00\x00\x00 and then nonsense")
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00 and then nonsense")
+    return path
+
+
+def test_a_server_that_cannot_start_says_why_in_one_line(broken: Path) -> None:
     done = run_serve("--model", str(broken))
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("verbatim: ")
     *logged, _ = run_serve("--model", str(broken), "--log-format", "json").stderr.splitlines()
     assert "verbatim.engine" in [json.loads(line)["logger"] for line in logged]  # a JSON log is JSON from both processes
+
+
+def test_a_server_without_a_key_or_a_free_port_does_not_start(tmp_path: Path) -> None:
     open_door = run_serve("--host", "0.0.0.0", "--test-engine", "hash")
     assert open_door.returncode == 2
     assert "key" in open_door.stderr
@@ -583,6 +680,9 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None
         clash = run_serve("--port", str(taken.getsockname()[1]), "--test-engine", "hash")
     assert clash.returncode == 2
     assert "cannot listen" in clash.stderr
+
+
+def test_a_server_with_a_wrong_certificate_does_not_start(tmp_path: Path, broken: Path) -> None:
     lost = run_serve("--tls-cert", str(broken), "--tls-key", str(tmp_path / "nowhere"), "--test-engine", "hash")
     assert lost.returncode == 2
     assert lost.stderr.startswith("verbatim: tls_key: cannot read ")

@@ -26,34 +26,13 @@ def answers(live: Live) -> Counter[str]:
     return found
 
 
-def fuzz(live: Live, python: Path, examples: int, seconds: int, seed: int = 1) -> int:
-    """Returns how many cases were sent."""
+def fuzz(live: Live, python: Path, examples: int, *more: str, seed: int = 1, seconds: int = 600) -> int:
+    """So many cases for each operation, valid and invalid data; returns how many were sent. `seconds` is for a hang."""
     probe, before = live.complete("probe", max_tokens=16, seed=99)["choices"], answers(live)
-    words = [
-        "run",
-        live.url + "/openapi.json",
-        "-n",
-        str(examples),
-        "--checks",
-        "not_a_server_error",
-        "--phases",
-        "coverage,fuzzing",
-        "--mode",
-        "all",  # valid and invalid data
-    ]
-    words += [
-        "--max-time",
-        str(seconds),
-        "--seed",
-        str(seed),
-        "--no-color",
-        "--generation-database",
-        "none",
-        "--no-shrink",
-        "--request-timeout",
-        "60",
-    ]
-    done = subprocess.run([str(python.parent / "schemathesis"), *words], capture_output=True, text=True, timeout=seconds + 250)
+    words = ["run", live.url + "/openapi.json", "-n", str(examples), "--checks", "not_a_server_error", "--mode", "all"]
+    words += ["--seed", str(seed), "--no-color", "--generation-database", "none", "--no-shrink", "--request-timeout", "120"]
+    schemathesis = str(python.parent / "schemathesis")
+    done = subprocess.run([schemathesis, *words, *more], capture_output=True, text=True, timeout=seconds)
     said = done.stdout + done.stderr
     sent = re.search(r"(\d+) generated", said)
     assert sent is not None, said[-3000:]
@@ -66,15 +45,17 @@ def fuzz(live: Live, python: Path, examples: int, seconds: int, seed: int = 1) -
     return int(sent[1])
 
 
+@pytest.mark.timeout(900)
 def test_schemathesis_finds_no_server_error(fake: Any, client_python: Path) -> None:
-    assert fuzz(fake, client_python, 10, 12) > 200
+    """Eight cases for each of some 30 operations; those without parameters have fewer cases to try."""
+    assert fuzz(fake, client_python, 8, "--phases", "fuzzing") > 150
 
 
 def fuzz_until(live: Live, python: Path, wanted: int) -> None:
     """In runs of a minute or so, each with a seed of its own: other seeds, other cases."""
     sent, seed = 0, 1
     while sent < wanted:
-        found = fuzz(live, python, 100, 90, seed)
+        found = fuzz(live, python, 100, "--phases", "coverage,fuzzing", "--max-time", "90", seed=seed, seconds=600)
         assert found > 300
         sent, seed = sent + found, seed + 1
     check_ledger(live.wait_at_rest())

@@ -6,14 +6,16 @@ import asyncio
 import json
 import re
 import socket
-import time
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live_server import Live, check_ledger
+from live_server import Gate, Live, check_ledger, resident
 from streams import stream
+
+from eventually import HANG_SECONDS, eventually
+from verbatim.server.http import GOODBYE_SECONDS, HttpProtocol
 
 pytestmark = pytest.mark.server
 
@@ -29,19 +31,37 @@ def post(data: bytes, *lines: bytes, head: bytes = HEAD) -> bytes:
     return head + b"".join(line + b"\r\n" for line in lines) + b"Content-Length: %d\r\n\r\n" % len(data) + data
 
 
+IDLE, HEADER, LINGER = 75.0, 20.0, 5.0  # seconds; the defaults of the server
+
+
 @pytest.fixture(scope="module")
 def quick() -> Iterator[Live]:
-    """Short clocks, and steps slow enough to leave in the middle of something."""
-    clocks = ("--header-seconds", "0.5", "--body-seconds", "0.5", "--idle-seconds", "1")
-    live = Live(*clocks, "--max-header-bytes", "16384", "--step-tokens", "16", engine="hash,pause=0.02").wait_ready()
+    """Its clock stands still: no limit is reached unless a test moves it."""
+    live = Live("--max-header-bytes", "16384", engine="hash", clock=True).wait_ready()
     yield live
     check_ledger(live.wait_at_rest())
     assert live.stop() == 0
     assert "Traceback" not in live.said(), live.said()
 
 
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("gate") / "steps")
+
+
+@pytest.fixture(scope="module")
+def stepped(gate: Gate) -> Iterator[Live]:
+    """Its engine computes as many steps as a test allows: no request ends by itself before its client leaves."""
+    live = Live("--step-tokens", "16", engine=f"hash,gate={gate.path}", clock=True).wait_ready()
+    yield live
+    gate.open()
+    check_ledger(live.wait_at_rest())
+    assert live.stop() == 0
+    assert "Traceback" not in live.said(), live.said()
+
+
 def open_socket(live: Live) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", live.port), timeout=10)
+    return socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS)
 
 
 def read_all(sock: socket.socket) -> bytes:
@@ -76,11 +96,16 @@ def text_of(answer: bytes) -> str:
     return str(json.loads(answer)["choices"][0]["text"])
 
 
-def wait_until_free(live: Live, seconds: float = 3) -> None:
-    end = time.monotonic() + seconds
-    while live.metrics()["verbatim_requests_open"] or live.metrics()["verbatim_http_open_requests"]:
-        assert time.monotonic() < end, "the request still runs"
-        time.sleep(0.05)
+CANCELLED = 'verbatim_requests_ended_total{state="cancel"}'
+
+
+def wait_until_left(live: Live, gate: Gate, cancelled: float) -> None:
+    """The client has left. The HTTP process notices and tells the engine; one more step, and the engine has let go."""
+    eventually(lambda: live.metrics()["verbatim_http_open_requests"] == 0, "HTTP does not notice that the client left")
+    live.barrier()
+    gate.allow(1)
+    eventually(lambda: live.metrics()["verbatim_requests_open"] == 0, "the request still runs")
+    assert live.metrics()[CANCELLED] == cancelled
 
 
 # ------------------------------------------------------------------------------------------------------------- versions
@@ -101,8 +126,7 @@ def test_an_offered_upgrade_is_declined_and_the_body_is_read(quick: Live) -> Non
     whole = post(body(), *offer)
     with open_socket(quick) as sock:
         for cut in (len(whole), len(whole) - 20, whole.index(b"\r\n\r\n") + 4, 30):  # in one piece, and cut in body and head
-            sock.sendall(whole[:cut])
-            time.sleep(0.05)
+            quick.say(sock, whole[:cut])
             sock.sendall(whole[cut:])
             assert read_answer(sock)[0] == 200
         sock.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n") + HEALTH)
@@ -151,7 +175,7 @@ def test_what_is_no_request_is_counted_and_logged_with_its_id(quick: Live) -> No
     found = re.search(rb"x-request-id: (req_\w+)", answer)
     assert found is not None
     assert quick.metrics()[name] == before + 1
-    time.sleep(0.2)
+    quick.advance(1)  # lines of the log are written together, some milliseconds later
     assert f"id={found[1].decode()} method=- route=broken status=400" in quick.said()
 
 
@@ -160,12 +184,10 @@ def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
     chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x;x=y\r\n%s\r\n%x\r\n%s\r\n0\r\nX: y\r\n\r\n"
     wholes = (post(data), chunked % (9, data[:9], len(data) - 9, data[9:]))
     with open_socket(quick) as sock:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         texts = set()
         for whole in wholes:
             for cut in range(1, len(whole), 17):
-                sock.sendall(whole[:cut])
-                time.sleep(0.001)
+                quick.say(sock, whole[:cut])
                 sock.sendall(whole[cut:])
                 status, answer = read_answer(sock)
                 assert status == 200, (cut, answer)
@@ -178,46 +200,64 @@ def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
 
 def test_the_second_head_on_a_connection_has_its_time_too(quick: Live) -> None:
     with open_socket(quick) as sock:
-        sock.sendall(HEALTH)
-        read_answer(sock)
-        begun = time.monotonic()
-        sock.sendall(b"GET /he")
-        time.sleep(0.3)
-        sock.sendall(b"al")  # a byte now and then does not set the clock back
+        for late in (0.1, -0.1):
+            sock.sendall(HEALTH)
+            assert read_answer(sock)[0] == 200
+            quick.say(sock, b"GET /he")
+            quick.advance(HEADER / 2)
+            quick.say(sock, b"al")  # a byte now and then does not set the clock back
+            quick.advance(HEADER / 2 - late)
+            quick.say(sock, b"th HTTP/1.1\r\nHost: localhost\r\n\r\n" if late > 0 else b"")
+            assert late < 0 or read_answer(sock)[0] == 200
         assert read_all(sock) == b""
-        assert 0.3 < time.monotonic() - begun < 3
 
 
 def test_a_connection_without_a_request_is_closed_after_its_time_and_not_before(quick: Live) -> None:
-    """More time than a head has: a client that is slow to begin (a thousand connections opened by one busy program) is no attack."""
+    """More time than a head has: a client that is slow to begin (a thousand connections opened by one busy program) is no
+    attack."""
     with open_socket(quick) as fresh, open_socket(quick) as used:
         used.sendall(HEALTH)
-        read_answer(used)
-        time.sleep(0.7)  # longer than a head may take
-        fresh.sendall(HEALTH)
-        assert read_answer(fresh)[0] == 200
-        begun = time.monotonic()
+        assert read_answer(used)[0] == 200
+        wait_until_accepted(quick, fresh)
+        quick.advance(IDLE - 0.1)
+        for sock in (fresh, used):
+            sock.sendall(HEALTH)
+            assert read_answer(sock)[0] == 200
+        quick.advance(IDLE + 0.1)
         assert read_all(used) == b""
         assert read_all(fresh) == b""
-        assert time.monotonic() - begun < 5
 
 
-def push_until_cut(sock: socket.socket, data: bytes) -> None:
-    end = time.monotonic() + 8
+def wait_until_accepted(live: Live, sock: socket.socket) -> None:
+    """The server has accepted a connection on which nothing was sent: a later one has been answered."""
+    with open_socket(live) as later:
+        later.sendall(HEALTH)
+        assert read_answer(later)[0] == 200
+
+
+def push_until_cut(live: Live, sock: socket.socket, data: bytes, seconds: float = 0) -> None:
+    """Send the same bytes again and again, with so many seconds between two pieces on the server's clock, until the server
+    ends the connection."""
     try:
-        while time.monotonic() < end:
+        for _ in range(500):
             sock.sendall(data)
-    except OSError:
+            live.advance(seconds)
+    except ConnectionError:
         return
-    pytest.fail("taken for ever")
+    pytest.fail("the server takes everything")
 
 
 def test_a_body_that_nobody_wants_is_not_taken_for_ever(quick: Live) -> None:
+    junk = b"1\r\nx\r\n" * 1000
     for framing in (b"Content-Length: 99999999999", b"Transfer-Encoding: chunked"):
         with open_socket(quick) as sock:
             sock.sendall(HEAD.replace(b"json", b"pdf") + framing + b"\r\n\r\n")
             assert read_answer(sock)[0] == 415
-            push_until_cut(sock, b"1\r\nx\r\n" * 1000)
+            quick.say(sock, junk)
+            quick.advance(LINGER - 0.1)
+            quick.say(sock, junk)  # still taken, and the clock is not set back
+            quick.advance(0.2)
+            push_until_cut(quick, sock, junk)
 
 
 def test_a_connection_outlives_a_body_that_came_after_its_answer(quick: Live) -> None:
@@ -229,17 +269,15 @@ def test_a_connection_outlives_a_body_that_came_after_its_answer(quick: Live) ->
         assert read_answer(sock)[0] == 200
 
 
-def resident(live: Live) -> int:
-    return int(Path(f"/proc/{live.process.pid}/statm").read_text().split()[1]) * 4096
-
-
 @pytest.mark.parametrize("ending", [b"0\r\n", b"0;"])
 def test_trailers_and_chunk_extensions_without_end_cost_nothing(quick: Live, ending: bytes) -> None:
-    data, before = body(), resident(quick)
+    data, before = body(), resident(quick.process.pid)
     with open_socket(quick) as sock:
         sock.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(data), data) + ending)
-        push_until_cut(sock, b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n" * 5000 if ending[-1:] == b"\n" else b"y" * 100_000)
-    assert resident(quick) < before + (32 << 20)
+        push_until_cut(
+            quick, sock, b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n" * 5000 if ending[-1:] == b"\n" else b"y" * 100_000, 1
+        )
+    assert resident(quick.process.pid) < before + (32 << 20)
 
 
 # --------------------------------------------------------------------------------------------------- requests sent ahead
@@ -257,66 +295,96 @@ def test_requests_sent_ahead_are_answered_in_order(quick: Live) -> None:
 @pytest.mark.parametrize("flood", [HEALTH * 500, post(body(prompt="x" * 3000)) * 30])
 def test_requests_ahead_are_bounded(quick: Live, flood: bytes) -> None:
     """Without a bound each one answered would let thousands more in, and a client that does not read fills the memory."""
-    before = resident(quick)
+    before = resident(quick.process.pid)
     with open_socket(quick) as sock:
-        sock.settimeout(1)
-        push_until_cut(sock, flood)
-    assert resident(quick) < before + (32 << 20)
+        push_until_cut(quick, sock, flood)
+    assert resident(quick.process.pid) < before + (32 << 20)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_leaving_with_a_request_ahead_frees_both(quick: Live, streamed: bool) -> None:
-    with open_socket(quick) as sock:
-        sock.sendall(post(body(max_tokens=3000, stream=streamed)) * 2)
-        time.sleep(0.3)
-        assert quick.metrics()["verbatim_http_open_requests"] == 1
-    wait_until_free(quick)
+def test_leaving_with_a_request_ahead_frees_both(stepped: Live, gate: Gate, streamed: bool) -> None:
+    before = stepped.metrics().get(CANCELLED, 0)
+    with open_socket(stepped) as sock:
+        stepped.say(sock, post(body(max_tokens=3000, stream=streamed)) * 2)
+        stepped.wait_for("verbatim_requests_open", 1)
+        gate.allow(3)
+        assert stepped.metrics()["verbatim_http_open_requests"] == 1
+    wait_until_left(stepped, gate, before + 1)
 
 
-def test_what_follows_a_request_does_not_get_into_its_stream(quick: Live) -> None:
-    with open_socket(quick) as sock:
+def test_what_follows_a_request_does_not_get_into_its_stream(stepped: Live, gate: Gate) -> None:
+    before = stepped.metrics().get(CANCELLED, 0)
+    with open_socket(stepped) as sock:
         sock.sendall(post(body(max_tokens=20, stream=True)))
-        got = sock.recv(2000)
+        gate.allow(3)
+        got = b""
+        while b"data: " not in got:
+            got += sock.recv(2000)
         sock.sendall(b"\x00 this is not HTTP \r\n\r\n")
         got += read_all(sock)
     assert b" 400 " not in got
     assert got.count(b"HTTP/1.1") == 1
-    wait_until_free(quick)
+    wait_until_left(stepped, gate, before + 1)
 
 
-def test_leaving_while_the_prompt_is_read_frees_the_request(quick: Live) -> None:
-    """1,500 tokens in chunks of 16 take two seconds here; the engine is free long before."""
-    with open_socket(quick) as sock:
+def test_leaving_while_the_prompt_is_read_frees_the_request(stepped: Live, gate: Gate) -> None:
+    """1,500 tokens in chunks of 16 take 94 steps; after 3 of them the client leaves."""
+    before = stepped.metrics().get(CANCELLED, 0)
+    with open_socket(stepped) as sock:
         sock.sendall(post(body(prompt="y" * 1500, max_tokens=5, stream=True, cache_salt="prefill")))
-        time.sleep(0.3)
-        assert quick.metrics()["verbatim_requests_open"] == 1
-    begun = time.monotonic()
-    wait_until_free(quick, 1.2)
-    assert time.monotonic() - begun < 1.2
+        stepped.wait_for("verbatim_requests_open", 1)
+        gate.allow(3)
+    wait_until_left(stepped, gate, before + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- many of them
 
 
 def test_more_connections_than_allowed_are_told_so() -> None:
-    live = Live("--max-connections", "4", engine="hash").wait_ready()
+    live = Live("--max-connections", "4", engine="hash", clock=True).wait_ready()
     live.client.close()
-    held = [open_socket(live) for _ in range(4)]
+    held: list[socket.socket] = []
+
+    def hold() -> bool:
+        """One connection more, unless it is refused."""
+        held.append(open_socket(live))
+        held[-1].sendall(HEALTH)
+        if read_answer(held[-1])[0] == 200:
+            return True
+        held.pop().close()
+        return False
+
     try:
-        for sock in held:
-            sock.sendall(HEALTH)
-            assert read_answer(sock)[0] == 200
+        for _ in range(3):
+            assert hold()
+        eventually(hold, "the client's closed connection is counted for ever")
         answer = ask(live, HEALTH)
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"retry-after: 1" in answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
         held.pop().close()
-        time.sleep(0.1)
-        assert ask(live, HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        eventually(hold, "the freed place is not given away")
     finally:
         for sock in held:
             sock.close()
         assert live.stop() == 0
+
+
+def test_a_tls_client_that_does_not_say_goodbye_is_not_waited_for() -> None:
+    """Closing TLS waits for the peer's own close. A server that ends gives it half a second."""
+    done, later = [], []
+    shared = SimpleNamespace(connections=set())
+    transport: Any = SimpleNamespace(close=lambda: done.append("close"), abort=lambda: done.append("abort"))
+    transport.get_extra_info = lambda name: object() if name == "sslcontext" else None
+    loop: Any = SimpleNamespace(call_later=lambda *what: later.append(what) or SimpleNamespace(cancel=lambda: None))
+    config: Any = SimpleNamespace(loaded=True, loaded_app=None)
+    protocol = HttpProtocol(config, shared, {}, loop)  # type: ignore[arg-type]
+    protocol.connection_made(transport)
+    protocol.shutdown()
+    seconds, call = later[-1]
+    assert (done, seconds) == (["close"], GOODBYE_SECONDS)
+    call()
+    assert done == ["close", "abort"]
 
 
 def test_answers_are_the_same_among_all_this(quick: Live) -> None:

@@ -11,7 +11,6 @@ import hmac
 import ipaddress
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -151,7 +150,7 @@ class Door:
         headers = {k: v for k, v in scope["headers"] if k in LOOKED_AT}
         request_id = new_id("req_")
         scope["verbatim.id"] = request_id
-        scope["verbatim.arrived"] = time.monotonic()
+        scope["verbatim.arrived"] = self._state.clock()
         scope["verbatim.tenant"] = ""
         scope["verbatim.headers"] = [(b"x-request-id", request_id.encode()), *self._cors(headers)]
         problem, route = self._refuse(scope, headers), "other"
@@ -167,7 +166,7 @@ class Door:
 
     def broken(self, status: int) -> str:
         """What the connection itself refused, because it was no request: counted and logged like any answer. Returns its id."""
-        scope = {"verbatim.id": new_id("req_"), "verbatim.arrived": time.monotonic(), "verbatim.tenant": "", "method": "-"}
+        scope = {"verbatim.id": new_id("req_"), "verbatim.arrived": self._state.clock(), "verbatim.tenant": "", "method": "-"}
         self._count(scope, "broken", status)
         return str(scope["verbatim.id"])
 
@@ -202,7 +201,7 @@ class Door:
         self._state.metrics.answered(route, status)
         if self._state.access is not None:
             line = {"id": scope["verbatim.id"], "method": scope["method"], "route": route, "status": status}
-            seconds = round(time.monotonic() - scope["verbatim.arrived"], 4)
+            seconds = round(self._state.clock() - scope["verbatim.arrived"], 4)
             labels = scope.get("verbatim.labels", {})
             self._state.access.add({**line, "seconds": seconds, "tenant": scope["verbatim.tenant"], **labels})
 

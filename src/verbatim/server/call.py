@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -100,7 +99,7 @@ class Call:
 
     def submit(self, message: Work) -> Running:
         if self._timer is None:
-            wait = self.arrived + self.state.limits.request_seconds - time.monotonic()
+            wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
             self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
         running = self.state.supervisor.submit(message, self.signal)
         running.on_fail, running.own = self._failed, self._own
@@ -213,8 +212,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watch = asyncio.create_task(self._watch(receive))
-        limits = self._call.state.limits
-        left = self._call.arrived + limits.request_seconds + WRITE_GRACE - time.monotonic()
+        state, limits = self._call.state, self._call.state.limits
+        left = self._call.arrived + limits.request_seconds + WRITE_GRACE - state.clock()
         try:
             async with asyncio.timeout(max(left, WRITE_GRACE)) as self._call.deadline:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -289,10 +289,13 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
     here = data
     location = error["loc"]
     for i, step in enumerate(location):
+        last = i == len(location) - 1
+        if isinstance(here, dict) and not last and step == here.get("type") and isinstance(here.get(step), str):
+            continue  # the tag of a union's branch ("text"), and not the field of that name
         if (isinstance(here, dict) and step in here) or (isinstance(here, list) and isinstance(step, int) and step < len(here)):
             here = here[step]  # type: ignore[index]
             out.append(step)
-        elif error["type"] == "missing" and i == len(location) - 1:
+        elif error["type"] == "missing" and last:
             out.append(step)
     return out
 

@@ -6,7 +6,6 @@ In: Running requests. Out: Piece after Piece for streams, Whole for answers; the
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -43,7 +42,7 @@ class Piece:
 async def pieces(call: Call) -> AsyncIterator[Piece | None]:
     """Pieces of all choices until every run ended; None: nothing for a while, send a keep-alive. Raises the Problem of a run that failed,
     and ends silently when the client has gone. What piled up while the client did not read comes as one piece a choice."""
-    runs, last = call.runs, time.monotonic()
+    runs, last = call.runs, call.state.clock()
     quiet = call.state.settings.keepalive_seconds
     while True:
         ended = all(run.ended for run in runs)
@@ -60,7 +59,7 @@ async def pieces(call: Call) -> AsyncIterator[Piece | None]:
                 raise run.problem
         if ended:
             return
-        now = time.monotonic()
+        now = call.state.clock()
         if found:
             call.state.metrics.between_tokens.observe(now - last)
             last = now
@@ -147,7 +146,7 @@ def extras(runs: Sequence[Running]) -> dict[str, Any]:
 
 
 def observe(call: Call) -> None:
-    metrics, now = call.state.metrics, time.monotonic()
+    metrics, now = call.state.metrics, call.state.clock()
     metrics.duration.observe(now - call.arrived)
     for done in _generated(call.runs):
         if done.choices:

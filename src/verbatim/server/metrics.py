@@ -46,5 +46,6 @@ class Metrics:
         for kind, count in sorted(ledger.usage.items()):
             put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
         put("engine_restarts_total", "times the engine was started again", supervisor.restarts)
+        put("engine_reports_total", "heartbeats that brought the engine's metrics", supervisor.reports)
         put("engine_up", "1 when the engine is ready", float(supervisor.ready.is_set()))
         return self._registry.render() + supervisor.metrics

@@ -13,7 +13,8 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -68,11 +69,12 @@ def check_certificate(settings: Settings) -> None:
         raise ParameterError("tls_cert", f"is not a certificate with its key in PEM form, without password: {error}") from None
 
 
-async def serve(settings: Settings) -> int:
+async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic) -> int:
+    """`clock` is read for every deadline; the tests pass one that they move themselves."""
     check_certificate(settings)
     sock = bind(settings)
-    supervisor = Supervisor(settings)
-    state = State(settings, supervisor)
+    supervisor = Supervisor(settings, clock)
+    state = State(settings, supervisor, clock)
     state.access = AccessLog(settings.log_format)
     app = make_app(state)
     config = uvicorn.Config(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from verbatim.server.logs import AccessLog
 from verbatim.server.messages import ModelFacts
@@ -22,10 +22,11 @@ MAX_ROWS = 4  # requests at once whose explanations hold rows of logits: each is
 
 
 class State:
-    def __init__(self, settings: Settings, supervisor: Supervisor) -> None:
+    def __init__(self, settings: Settings, supervisor: Supervisor, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
         self.limits = settings.limits
         self.supervisor = supervisor
+        self.clock = clock  # seconds; every deadline of a request is read from it
         self.metrics = Metrics()
         self.store = Store(settings.store_items, settings.limits.max_store_bytes)
         self.access: AccessLog | None = None

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from verbatim.server import wire
@@ -47,12 +48,14 @@ STABLE_SECONDS = 60.0  # an engine that lived this long starts its next life wit
 
 
 class Supervisor:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self.settings = settings
+        self._clock = clock
         self.ledger = Ledger()
         self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
         self.stats: dict[str, Any] = {}
         self.metrics = ""
+        self.reports = 0  # heartbeats that brought the engine's metrics, over all engine lives
         self.pid: int | None = None
         self.restarts = 0
         self.ready = asyncio.Event()
@@ -125,7 +128,7 @@ class Supervisor:
     async def _supervise(self) -> None:
         wait = self.settings.backoff_seconds
         while not self._closing.is_set():
-            born = time.monotonic()
+            born = self._clock()
             try:
                 await self._one_life()
             except Exception:
@@ -133,7 +136,7 @@ class Supervisor:
             self._bury()
             if self._closing.is_set() or self.fatal.done():
                 return
-            wait = self.settings.backoff_seconds if time.monotonic() - born > STABLE_SECONDS else wait
+            wait = self.settings.backoff_seconds if self._clock() - born > STABLE_SECONDS else wait
             log.warning("the engine ended; starting it again in %.1f s", wait)
             self.restarts += 1
             with contextlib.suppress(TimeoutError):
@@ -151,7 +154,7 @@ class Supervisor:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self._outbox = wire.Outbox(writer)
         self._outbox.put(self._start_message())
-        self._last_beat = time.monotonic()
+        self._last_beat = self._clock()
         watchdog = asyncio.create_task(self._watch(process))
         try:
             while (message := await wire.read(reader, decode_from_engine)) is not None:
@@ -191,7 +194,7 @@ class Supervisor:
             await asyncio.sleep(min(1.0, limit / 4))
             if not self.ready.is_set():
                 continue
-            now = time.monotonic()
+            now = self._clock()
             steps = int(self.stats.get("steps_total", 0))
             busy = bool(self.stats.get("running") or self.stats.get("waiting"))
             if steps != self._last_progress[1] or not busy:
@@ -223,9 +226,11 @@ class Supervisor:
                     if (running := self._running.get(delta.request_id)) is not None:
                         running.push(delta)
             case Heartbeat():
-                self._last_beat = time.monotonic()
+                self._last_beat = self._clock()
                 self.stats = message.stats
-                self.metrics = self.metrics if message.metrics is None else message.metrics
+                if message.metrics is not None:
+                    self.metrics = message.metrics
+                    self.reports += 1
             case Accepted():
                 if message.request_id in self._running:
                     self._running[message.request_id].accept(message.text)
@@ -233,7 +238,7 @@ class Supervisor:
                 self._refused(message)
             case Ready(facts=facts):
                 self.facts = facts
-                self._last_progress = (time.monotonic(), -1)
+                self._last_progress = (self._clock(), -1)
                 self.ready.set()
                 log.info("ready: %s, context %d, fingerprint %s", facts.name, facts.context, facts.fingerprint)
             case Failed():
