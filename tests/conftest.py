@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import not_run
 import pytest
 from hypothesis import HealthCheck, settings
 
 # One profile: the same examples in every run and on every machine, no deadline (two shared cores make any deadline a lottery).
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    not_run.pytest_configure(config)  # the table of tests that did not run
 
 
 @pytest.fixture(scope="session")

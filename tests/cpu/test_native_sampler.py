@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cpu_isas import every_isa
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
@@ -96,7 +97,7 @@ def expected_draws(logits: np.ndarray, rows: list[Row]) -> list[Any]:
     return [(d.token, d.logprob, d.top) for d in sample_rows(logits, rows)]
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", every_isa())
 def test_same_bits_as_the_specification(isa: str) -> None:
     r = random.Random(11)
     for case in range(400):
@@ -124,13 +125,13 @@ def stages_alone(r: random.Random, count: int) -> tuple[np.ndarray, list[Row]]:
     return np.random.default_rng(r.getrandbits(32)).normal(size=(count, 70)).astype(np.float32), rows
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", every_isa())
 def test_each_stage_alone_leaves_the_same_distribution(isa: str) -> None:
     logits, rows = stages_alone(random.Random(12), 1500)
     assert native_draws(isa, logits, rows) == expected_draws(logits, rows)
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", every_isa())
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 30.0])
 def test_ids_passed_over_could_not_have_won(isa: str, temperature: float) -> None:
     """The draw computes the noise of few ids. Over many positions, peaked and flat rows, the winner is the one of all of them."""
@@ -151,7 +152,7 @@ LARGE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", every_isa())
 def test_same_bits_on_a_large_vocabulary(isa: str) -> None:
     """As large as real ones: many chunks, full buckets, lists of tens of thousands."""
     r = np.random.default_rng(3)
@@ -302,7 +303,7 @@ def test_arm_draws_the_same_bits(flags: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", every_isa())
 def test_the_sampler_keeps_to_its_memory(isa: str, tmp_path: Path) -> None:
     """Address and undefined-behaviour sanitizers over random rows."""
     compiler = shutil.which("g++")
