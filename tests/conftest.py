@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import not_run
 import pytest
 from hypothesis import HealthCheck, settings
+
+import not_run
 
 # One profile: the same examples in every run and on every machine, no deadline (two shared cores make any deadline a lottery).
 settings.register_profile("ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

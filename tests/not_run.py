@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ class NotRun:
 
     def rows(self, stats: dict[str, list[Any]]) -> dict[tuple[str, str], int]:
         """{(file, reason): number of tests}, skips first, then what the command line left out."""
-        skipped = {name: why for name, why in self.modules.items()}
+        skipped = dict(self.modules)
         for report in stats.get("skipped", []):
             skipped.setdefault(report.nodeid, reason_of(report))
         for reports in stats.values():
@@ -82,6 +81,8 @@ class NotRun:
         return {**counted, **left_out}
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self.config.option.collectonly:
+            return
         rows = self.rows(terminalreporter.stats)
         terminalreporter.section("tests that did not run")
         if not rows:
@@ -102,8 +103,3 @@ def pytest_configure(config: pytest.Config) -> None:
     """For `-p not_run`; the suite itself registers the plugin in its conftest.py."""
     if not config.pluginmanager.has_plugin("not-run-table"):
         config.pluginmanager.register(NotRun(config), "not-run-table")
-
-
-def here() -> str:
-    """The folder of this file, for PYTHONPATH of a nested run."""
-    return str(Path(__file__).parent)

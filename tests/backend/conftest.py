@@ -14,7 +14,6 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.model.load import Model
 
-
 GPU = pytest.mark.skipif(shutil.which("nvidia-smi") is None, reason="needs an NVIDIA GPU")
 
 

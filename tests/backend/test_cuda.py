@@ -25,5 +25,6 @@ def test_the_kernels_interpreted(record_property: Callable[[str, object], None])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
     for line in done.stdout.splitlines():  # "SKIPPED [1] tests/…py:12: why": shown in the table of not_run.py
-        if skip := re.match(r"SKIPPED \[\d+\] (\S+?:\d+): (.*)", line):
-            record_property("not run", f"{skip[1]}: {skip[2]}")
+        if skip := re.match(r"SKIPPED \[(\d+)\] (\S+?:\d+): (.*)", line):
+            for number in range(int(skip[1])):
+                record_property("not run", f"{skip[2]}:{number}: {skip[3]}")
