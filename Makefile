@@ -10,7 +10,18 @@ CPU     = src/verbatim/backend/cpu
 NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
 CHECKED = src tests bench examples
 
-.PHONY: run chat test test-gpu lint format soak clients bench clean
+# What `make test` and `make test-slow-machine` run: a folder, a file, or pytest's name of a test.
+TESTS  ?= tests
+# Files go to the two workers in the order of collection. xdist would put those with few tests last, and these are
+# the slow ones: the run would end with one worker idle.
+SUITE   = $(BIN)/python -m pytest $(TESTS) -m "not soak and not models" -n 2 --dist loadfile --no-loadscope-reorder
+# One prompt to text, the needle on the fake backend, stop strings, one HTTP answer.
+SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
+          "tests/engine/test_engine_needle.py::test_one_answer[fake-1.0]" \
+          "tests/text/test_text_stop.py" \
+          "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
+
+.PHONY: run chat test smoke test-slow-machine test-models test-gpu lint format soak clients bench clean
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -19,7 +30,16 @@ chat: $(VENV)/.installed
 	@$(BIN)/verbatim chat
 
 test: lint
-	$(BIN)/python -m pytest -m "not soak" -n 2 --dist loadfile
+	$(SUITE)
+
+smoke: $(VENV)/.dev
+	$(BIN)/python -m pytest $(SMOKE)
+
+test-slow-machine: $(VENV)/.dev
+	$(BIN)/python tests/slow_machine.py $(SUITE)
+
+test-models: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/models -m models
 
 # Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch, Triton, pytest and the build
 # tools (scikit-build-core, nanobind, CMake), and neither a network nor the other test tools. The package is built into build/gpu.

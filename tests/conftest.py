@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+import not_run
+
 try:
     from hypothesis import HealthCheck, settings
 except ModuleNotFoundError:  # `make test-gpu` runs without it
@@ -23,6 +25,10 @@ else:
 ON_GPU = os.environ.get("VERBATIM_TEST_GPU") == "1"
 if not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    not_run.pytest_configure(config)  # the table of tests that did not run
 
 
 @pytest.fixture(scope="session")

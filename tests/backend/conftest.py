@@ -1,4 +1,4 @@
-"""The tests of this folder run on every backend that this build has."""
+"""The tests of this folder run on every backend; one that this machine cannot run is skipped by name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.model.load import Model
 
+GPU = pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU (make test-gpu)")
 
-@pytest.fixture(params=["reference", "cpu", *(["cuda"] if gpu.present() else [])])
+
+@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])])
 def open_tiny(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Open a model on one of the backends, with memory for its cache."""
     opened: list[Backend] = []

@@ -52,7 +52,7 @@ def test_every_example_names_a_command_and_its_flags() -> None:
 def test_a_narrow_terminal_breaks_no_word(spawn: Spawn) -> None:
     code = "import os; os.environ['COLUMNS'] = '40'\nfrom verbatim.cli.main import main\nmain([])"
     process = spawn(code=code, stdout=subprocess.PIPE)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate()
     described = [line for line in out.decode().splitlines() if "verbatim" not in line]
     assert max(map(len, described)) <= 50
 
@@ -62,7 +62,7 @@ def test_the_shell_can_complete_commands_and_flags(spawn: Spawn) -> None:
     code += "from verbatim.cli.main import main\nmain([])"
     for words, n, wanted in [("verbatim ex", 1, b"plain,explain"), ("verbatim run --max-t", 2, b"plain,--max-tokens")]:
         process = spawn(code=code.format(words=words, n=n), stdout=subprocess.PIPE)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate()
         assert out.strip() == wanted
         assert process.returncode == 0
 
@@ -105,7 +105,7 @@ def test_two_prompts_are_refused_never_joined(verbatim: Call, command: str) -> N
 def test_no_stdin_at_all(spawn: Spawn) -> None:
     code = "import sys; sys.stdin = None\nfrom verbatim.cli.main import main\nmain(['run'])"
     process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 2
     assert b"prompt: is missing" in err
 
@@ -120,7 +120,7 @@ def test_no_stdin_at_all(spawn: Spawn) -> None:
 def test_a_full_disk_is_not_our_fault(spawn: Spawn, words: tuple[str, ...]) -> None:
     with FULL.open("wb") as full:
         process = spawn(*words, stdout=full, stderr=subprocess.PIPE)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate()
     assert process.returncode == 1
     assert err.decode() == (
         "verbatim: cannot write the output: no space left on device; free some space, or send it elsewhere\n"
@@ -131,7 +131,7 @@ def test_a_full_disk_is_not_our_fault(spawn: Spawn, words: tuple[str, ...]) -> N
 def test_an_answer_counts_though_nobody_can_read_the_notes(spawn: Spawn) -> None:
     with FULL.open("wb") as full:
         process = spawn("run", "--max-tokens", "3", "the", stdout=subprocess.PIPE, stderr=full)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate()
     assert process.returncode == 0
     assert out
 
@@ -141,7 +141,7 @@ def test_closed_streams(spawn: Spawn) -> None:
     for closed in (1, 2):
         kept = {1: {"stderr": subprocess.PIPE}, 2: {"stdout": subprocess.PIPE}}[closed]
         process = spawn("run", "--max-tokens", "3", "the", preexec_fn=lambda fd=closed: os.close(fd), **kept)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
         assert process.returncode == 0
         assert b"Traceback" not in (err or b"")
         assert closed == 1 or out
@@ -260,7 +260,7 @@ def c_locale(spawn: Spawn, *words: str | bytes) -> tuple[int, bytes, bytes]:
     code = "import os, sys\nos.environ.update(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')\n"
     code += "os.execv(sys.executable, [sys.executable, '-m', 'verbatim', *sys.argv[1:]])"
     process = spawn(*words, code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate()
     return process.returncode, out, err
 
 

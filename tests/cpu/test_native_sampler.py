@@ -6,12 +6,14 @@ import random
 import shutil
 import struct
 import subprocess
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cpu_isas import every_isa
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
@@ -96,12 +98,21 @@ def expected_draws(logits: np.ndarray, rows: list[Row]) -> list[Any]:
     return [(d.token, d.logprob, d.top) for d in sample_rows(logits, rows)]
 
 
-@pytest.mark.parametrize("isa", native.isas())
-def test_same_bits_as_the_specification(isa: str) -> None:
+# The specification is in Python and slow: its draws are computed once and compared with every instruction set.
+Case = tuple[np.ndarray, list[Row], list[Any]]
+
+
+@cache
+def specified_cases() -> list[Case]:
     r = random.Random(11)
-    for case in range(400):
-        logits, rows = random_case(r)
-        assert native_draws(isa, logits, rows, threads=1 + case % 2) == expected_draws(logits, rows), rows
+    cases = [random_case(r) for _ in range(400)]
+    return [(logits, rows, expected_draws(logits, rows)) for logits, rows in cases]
+
+
+@pytest.mark.parametrize("isa", every_isa())
+def test_same_bits_as_the_specification(isa: str) -> None:
+    for number, (logits, rows, expected) in enumerate(specified_cases()):
+        assert native_draws(isa, logits, rows, threads=1 + number % 2) == expected, rows
 
 
 def one_stage(r: random.Random) -> dict[str, Any]:
@@ -124,23 +135,37 @@ def stages_alone(r: random.Random, count: int) -> tuple[np.ndarray, list[Row]]:
     return np.random.default_rng(r.getrandbits(32)).normal(size=(count, 70)).astype(np.float32), rows
 
 
-@pytest.mark.parametrize("isa", native.isas())
-def test_each_stage_alone_leaves_the_same_distribution(isa: str) -> None:
+@cache
+def specified_stages() -> Case:
     logits, rows = stages_alone(random.Random(12), 1500)
-    assert native_draws(isa, logits, rows) == expected_draws(logits, rows)
+    return logits, rows, expected_draws(logits, rows)
 
 
-@pytest.mark.parametrize("isa", native.isas())
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 30.0])
-def test_ids_passed_over_could_not_have_won(isa: str, temperature: float) -> None:
-    """The draw computes the noise of few ids. Over many positions, peaked and flat rows, the winner is the one of all of them."""
+@pytest.mark.parametrize("isa", every_isa())
+def test_each_stage_alone_leaves_the_same_distribution(isa: str) -> None:
+    logits, rows, expected = specified_stages()
+    assert native_draws(isa, logits, rows) == expected
+
+
+@cache
+def specified_winners(temperature: float) -> list[Case]:
     r = np.random.default_rng(5)
     params = SamplingParams(temperature=temperature, repetition_penalty=1.2)
     history = tuple(range(0, 900, 7))
+    cases: list[Case] = []
     for spread in (0.0, 1.0, 4.0):
         logits = np.repeat((r.standard_normal((1, 1000)) * spread).astype(np.float32), 200, axis=0)
         rows = [Row(DrawSpec(params, 2**64 - 1 - i, 0), 2**33 + i, history) for i in range(200)]
-        assert [t for t, _, _ in native_draws(isa, logits, rows)] == [d.token for d in sample_rows(logits, rows)]
+        cases.append((logits, rows, [d.token for d in sample_rows(logits, rows)]))
+    return cases
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 30.0])
+@pytest.mark.parametrize("isa", every_isa())
+def test_ids_passed_over_could_not_have_won(isa: str, temperature: float) -> None:
+    """The draw computes the noise of few ids. Over many positions, peaked and flat rows, the winner is the one of all of them."""
+    for logits, rows, expected in specified_winners(temperature):
+        assert [t for t, _, _ in native_draws(isa, logits, rows)] == expected
 
 
 LARGE: list[dict[str, Any]] = [
@@ -151,10 +176,10 @@ LARGE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("isa", native.isas())
-def test_same_bits_on_a_large_vocabulary(isa: str) -> None:
-    """As large as real ones: many chunks, full buckets, lists of tens of thousands."""
+@cache
+def specified_large() -> list[Case]:
     r = np.random.default_rng(3)
+    cases: list[Case] = []
     for scale in (0.5, 3.0):
         logits = (r.standard_normal((len(LARGE), 150_001)) * scale).astype(np.float32)
         history = tuple(r.integers(0, 150_001, 2000).tolist())
@@ -162,7 +187,15 @@ def test_same_bits_on_a_large_vocabulary(isa: str) -> None:
         for i, settings in enumerate(LARGE):
             params = SamplingParams(**settings)
             rows.append(Row(DrawSpec(params, i, 900), 2000, history if params.needs_history else ()))
-        assert native_draws(isa, logits, rows, threads=2) == expected_draws(logits, rows)
+        cases.append((logits, rows, expected_draws(logits, rows)))
+    return cases
+
+
+@pytest.mark.parametrize("isa", every_isa())
+def test_same_bits_on_a_large_vocabulary(isa: str) -> None:
+    """As large as real ones: many chunks, full buckets, lists of tens of thousands."""
+    for logits, rows, expected in specified_large():
+        assert native_draws(isa, logits, rows, threads=2) == expected
 
 
 def test_what_nobody_reads_is_not_computed() -> None:
@@ -302,7 +335,7 @@ def test_arm_draws_the_same_bits(flags: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("isa", every_isa())
 def test_the_sampler_keeps_to_its_memory(isa: str, tmp_path: Path) -> None:
     """Address and undefined-behaviour sanitizers over random rows."""
     compiler = shutil.which("g++")

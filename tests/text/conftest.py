@@ -20,3 +20,9 @@ def default_metadata(default_model: Path) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def default_tokenizer(default_metadata: dict[str, Any]) -> Tokenizer:
     return from_gguf(default_metadata)
+
+
+@pytest.fixture
+def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time passes while a template runs, so only the limits on size can refuse it, on a CPU of any speed."""
+    monkeypatch.setattr("verbatim.text.budget.clock", lambda: 0.0)

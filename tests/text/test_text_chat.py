@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,14 @@ ASKED = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "12 degrees"},
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_time_passes() -> Iterator[None]:
+    """No template here is refused for its time, however slow the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verbatim.text.budget.clock", lambda: 0.0)
+        yield
 
 
 def metadata_for(style: str) -> dict[str, Any]:

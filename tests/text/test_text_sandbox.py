@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import resource
 import threading
@@ -9,6 +10,7 @@ import threading
 import pytest
 
 from verbatim.base.errors import ModelError, RequestError
+from verbatim.text.budget import MAX_SECONDS
 from verbatim.text.chat import ChatTemplate
 from verbatim.text.sandbox import MAX_SOURCE
 
@@ -134,7 +136,6 @@ BOMBS = {
 }
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", [*ATTACKS, *BOMBS])
 def test_a_hostile_template_is_a_model_error(name: str) -> None:
     source = {**ATTACKS, **BOMBS}[name]
@@ -173,6 +174,7 @@ def test_what_honest_templates_use_works(source: str) -> None:
     assert ChatTemplate(source).render(HI) == HONEST[source]
 
 
+@pytest.mark.usefixtures("stopped_clock")
 def test_a_long_conversation_fits_the_budget() -> None:
     source = (
         "{% for m in messages %}{% if loop.index0 == messages|length - 1 %}last{% endif %}{{ '<' + m.role + '>' + m.content|trim ~ '\n' }}"
@@ -184,11 +186,12 @@ def test_a_long_conversation_fits_the_budget() -> None:
     assert ChatTemplate(rest).render(messages[:200]).endswith(",1,0,")
 
 
-def test_the_longest_source_compiles_within_its_budget_or_is_refused() -> None:
-    try:
-        assert ChatTemplate("{{ a }}" * (MAX_SOURCE // 7)).render(HI) == ""
-    except ModelError as error:
-        assert "more time" in str(error)  # noqa: PT017
+def test_the_longest_source_looks_at_the_clock_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the clock it would compile for minutes. Here every look is 10 ms, so 40 looks are the whole budget."""
+    looks = itertools.count()
+    monkeypatch.setattr("verbatim.text.budget.clock", lambda: next(looks) / 100)
+    with pytest.raises(ModelError, match="more time"):
+        ChatTemplate("{{ a }}" * (MAX_SOURCE // 7)).render(HI)
 
 
 def test_the_budget_blames_the_conversation_when_the_template_is_sound() -> None:
@@ -200,6 +203,24 @@ def test_the_budget_blames_the_conversation_when_the_template_is_sound() -> None
     assert error.value.param == "messages"
 
 
+def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock alone: this loop is small enough to render, and is refused when 0.4 s have passed."""
+    source = "{% for i in range(1000) %}{{ i }}{% endfor %}"
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += step
+        return now[0]
+
+    monkeypatch.setattr("verbatim.text.budget.clock", clock)
+    step = 0.0
+    assert ChatTemplate(source).render(HI).endswith("999")
+    step = MAX_SECONDS
+    with pytest.raises(ModelError, match="takes more time than a chat can need"):
+        ChatTemplate(source).render(HI)
+
+
+@pytest.mark.usefixtures("stopped_clock")
 def test_renderings_in_threads_do_not_share_a_budget() -> None:
     template = ChatTemplate("{% for i in range(20000) %}{{ messages[0].content }}{% endfor %}")
     results: list[int] = []
@@ -239,7 +260,6 @@ def render_mutated(count: int, seed: int) -> dict[str, int]:
     return outcome
 
 
-@pytest.mark.timeout(240)
 def test_mutated_templates_render_or_are_model_errors() -> None:
     outcome = render_mutated(400, seed=7)
     assert min(outcome.values()) > 25

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import types
 import zipfile
 from dataclasses import replace
@@ -188,7 +187,7 @@ def test_a_disk_that_is_full_is_said_as_such(store: Path, limit: int) -> None:
     """Not "check the network"; and the code of the system's failures. With a limit of 0 not even a note on pip could be kept."""
     make_wheel(store)
     words = [sys.executable, "-c", FILLED, str(len(CONTENT)), str(limit)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "File too large; set VERBATIM_CACHE to a place with" in done.stderr
     assert "network" not in done.stderr
@@ -245,62 +244,67 @@ def test_the_default_has_no_revisions(store: Path) -> None:
 
 CHILD = textwrap.dedent(
     """
-    import signal, sys, time
+    import signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start us with it ignored
     from dataclasses import replace
     from verbatim.weights import catalog
-    size, sha256, mode, log = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+    size, sha256, stage = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     catalog.CATALOG["smollm2"] = replace(catalog.CATALOG["smollm2"], size=size, sha256=sha256)
-    real = getattr(catalog, mode)
-    def slow(*args):
-        with open(log, "a") as out:
-            out.write(mode + "\\n")
-        if mode == "_extract":
-            real(*args)
-        time.sleep(600 if log.endswith("kill") else 1)
-        return real(*args)
-    setattr(catalog, mode, slow)
+    real, lock = getattr(catalog, stage), catalog._lock
+    def held(*args):  # says where it is, and goes on when the test closes its stdin
+        made = real(*args)
+        print(stage, flush=True)
+        sys.stdin.read()
+        return made
+    def counted(path):
+        print("lock", flush=True)
+        return lock(path)
+    setattr(catalog, stage, held)
+    catalog._lock = counted
     print(catalog.resolve("smollm2"))
     """
 )
 
 
-def start(mode: str, log: Path) -> subprocess.Popen[str]:
-    arguments = [str(ENTRY.size), ENTRY.sha256, mode, str(log)]
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def start(stage: str) -> subprocess.Popen[str]:
+    """A process that fetches the model, prints "lock" before it takes the lock, and holds still after `stage`."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", CHILD, str(ENTRY.size), ENTRY.sha256, stage]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
-def wait_for(log: Path) -> None:
-    for _ in range(1200):
-        if log.exists() and log.read_text():
-            return
-        time.sleep(0.05)
-    pytest.fail("the child never got there")
+def wait_for(child: subprocess.Popen[str], line: str) -> None:
+    assert child.stdout is not None
+    said = child.stdout.readline().strip()
+    assert said == line, said or child.communicate()[1]
 
 
-def test_two_processes_fetch_once(store: Path, tmp_path: Path) -> None:
+def test_three_processes_fetch_once(store: Path) -> None:
+    """The first downloads while the others are at the lock; then none of them downloads again."""
     make_wheel(store)
-    log = tmp_path / "log"
-    children = [start("_download", log) for _ in range(3)]
-    for child in children:
-        out, err = child.communicate(timeout=120)
+    first = start("_download")
+    wait_for(first, "lock")
+    wait_for(first, "_download")
+    others = [start("_download") for _ in range(2)]
+    for child in others:
+        wait_for(child, "lock")
+    for child in (first, *others):
+        out, err = child.communicate()
         assert child.returncode == 0, err
-        assert Path(out.strip()).read_bytes() == CONTENT
-    assert log.read_text().count("_download") == 1
+        assert Path(out.strip()).read_bytes() == CONTENT, "one line: the path, and no second download"
 
 
 @pytest.mark.parametrize("stage", ["_download", "_extract"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_in_the_middle_leaves_nothing_half(store: Path, tmp_path: Path, stage: str, how: signal.Signals) -> None:
+def test_killed_in_the_middle_leaves_nothing_half(store: Path, stage: str, how: signal.Signals) -> None:
     make_wheel(store)
-    log = tmp_path / "kill"
-    child = start(stage, log)
-    wait_for(log)
+    child = start(stage)
+    wait_for(child, "lock")
+    wait_for(child, stage)
     assert not list_models()[0].ready
     child.send_signal(how)
-    child.communicate(timeout=60)
+    child.wait()  # its stdin stays open: nothing but the signal ends it
+    child.communicate()
     assert not (cache_dir() / "models" / "smollm2" / ENTRY.file).exists()
     if how is signal.SIGINT:
         assert everything(cache_dir()) == []
@@ -687,12 +691,12 @@ def test_the_real_library_has_what_we_call() -> None:
 def test_the_real_library_offline_without_the_model(store: Path) -> None:
     code = "from verbatim.weights.catalog import resolve\nresolve('no-such-org/no-such-model', offline=True)"
     environment = {**os.environ, "HF_HUB_CACHE": str(store), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "ModelError: could not get no-such-org/no-such-model from the hub (offline" in done.stderr
 
 
 def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None:
-    """A cache as the library lays it out, and an address where nobody listens: within seconds, with one line on stderr."""
+    """A cache as the library lays it out, and an address that refuses connections: one question, one line on stderr."""
     kept = tmp_path / "hub" / "models--org--name"
     snapshot = kept / "snapshots" / ("0123456789" * 4)
     snapshot.mkdir(parents=True)
@@ -703,18 +707,21 @@ def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None
     with socket.socket() as nobody:  # bound and not listening: refused at once
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        code = "from verbatim.weights.catalog import resolve\nprint(resolve('org/name'))"
+        code = "import sys\nseen = []\n"
+        code += "sys.addaudithook(lambda event, _: seen.append(event) if event == 'socket.connect' else None)\n"
+        code += "from verbatim.weights.catalog import resolve\nprint(resolve('org/name'))\nprint(len(seen))"
         environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
         environment |= {"HF_HUB_CACHE": str(kept.parent), "HF_ENDPOINT": address}
         environment.pop("HF_HUB_OFFLINE", None)
-        began = time.monotonic()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
-    assert done.stdout.strip() == str(snapshot), done.stderr
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    found, attempts = done.stdout.split()
+    assert found == str(snapshot), done.stderr
+    # One is ours; newer versions of the library make one of their own when they start.
+    assert int(attempts) <= 2, "the library's own retries would keep the user waiting for 23 seconds"
     [line] = done.stderr.splitlines()
     assert "the hub cannot be reached" in line
     assert "Connection refused" in line
     assert snapshot.name in line
-    assert time.monotonic() - began < 20, "the library's own retries take 23 seconds"
 
 
 class Repository(http.server.BaseHTTPRequestHandler):
@@ -766,7 +773,7 @@ def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
 
     def ask(options: str = "") -> tuple[Path, str]:
         code = f"from verbatim.weights.catalog import resolve\nprint(resolve('org/name:{Q4[1]}'{options}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.strip()), done.stderr
 

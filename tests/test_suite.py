@@ -1,0 +1,74 @@
+"""The tools of the suite itself: the table of tests that did not run, the smoke selection, the slow machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+MAKEFILE = (HERE.parent / "Makefile").read_text()
+
+SUITE = """
+import pytest
+
+def test_runs():
+    pass
+
+@pytest.mark.parametrize("number", range(3))
+def test_needs_a_printer(number):
+    pytest.skip("needs a printer")
+
+@pytest.mark.soak
+def test_heavy():
+    pass
+
+def test_nested(record_property):
+    record_property("not run", "inner.py:7: needs a scanner")
+"""
+LIBRARY = "import pytest\npytest.importorskip('no_such_library')\ndef test_never():\n    pass\n"
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_what_did_not_run_is_listed_with_and_without_workers(workers: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = soak\n")
+    (tmp_path / "test_one.py").write_text(SUITE)
+    (tmp_path / "test_two.py").write_text(LIBRARY)
+    command = [sys.executable, "-m", "pytest", "-p", "not_run", "-m", "not soak", *workers, str(tmp_path)]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    env["PYTHONPATH"] = str(HERE)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = [line.split(None, 1) for line in done.stdout.partition("tests that did not run")[2].splitlines()]
+    rows = {line[1].strip(): int(line[0]) for line in table if len(line) == 2 and line[0].isdigit()}
+    assert {text: count for text, count in rows.items() if "could not import" not in text} == {
+        "needs a printer": 3,
+        "test_one.py": 3,
+        "needs a scanner": 1,
+        "inner.py": 1,
+        "test_two.py": 1,
+        "marker soak: heavy; run `make soak`": 1,
+        "in all": 6,
+    }
+    [missing] = [text for text in rows if "could not import" in text]
+    assert "no_such_library" in missing
+
+
+def test_every_test_of_make_smoke_exists() -> None:
+    chosen = re.findall(r'"(tests/\S+?\.py)(?:::(\w+))?', MAKEFILE)
+    assert len(chosen) == 4
+    for file, name in chosen:
+        text = (HERE.parent / file).read_text()
+        assert f"def {name or 'test'}" in text, f"make smoke names {file}::{name}, which does not exist"
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_slow_machine_hands_on_the_exit_code_and_ends_its_loops(code: int) -> None:
+    command = [sys.executable, str(HERE / "slow_machine.py"), sys.executable, "-c", f"raise SystemExit({code})"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert "busy loops have ended" in done.stdout
