@@ -21,7 +21,7 @@ from verbatim.text.decode import TextDecoder
 from verbatim.text.stop import StopMatcher
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "one-token.md"
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 MESSAGES = [{"role": "user", "content": QUESTION}]
 FOLLOWED = " Paris"
 PARAMS = SamplingParams(temperature=1.0, top_k=40, top_p=0.98, seed=4, max_tokens=16, stop="Parisian", explain=5)

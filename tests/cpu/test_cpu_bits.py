@@ -1,7 +1,9 @@
 """The same bits on every instruction set and with any number of threads, and the digests that are committed in digests.json.
 
-digests.json was made once; ARM and x86, scalar and vectors, must all reproduce it. Write it anew only together with a new NUMERICS_VERSION:
+Every instruction set of ARM and x86 must reproduce digests.json. versions.json holds one hash of all those digests for each
+NUMERICS_VERSION, so a digest cannot change without a new version, nor a version without new digests. To record both:
     python tests/cpu/test_cpu_bits.py
+It refuses to change a recorded digest while NUMERICS_VERSION stays the same; new digests may be added at any time.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ cpu = pytest.importorskip("verbatim.backend.cpu.backend")
 pytestmark = pytest.mark.native
 
 FILE = Path(__file__).parent / "digests.json"
+VERSIONS = Path(__file__).parent / "versions.json"
 SOURCES = Path(cpu.__file__).parent
 PROMPT = (1, 2683, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198)
 
@@ -43,6 +46,42 @@ PROMPT = (1, 2683, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 953
 def committed() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(FILE.read_text())
     return found
+
+
+def hash_of(digests: dict[str, Any]) -> str:
+    """One hash of all committed digests. The version is left out: a version with no new digest then repeats a hash."""
+    values = {key: value for key, value in digests.items() if key != "numerics"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def mismatch(code: str, digests: dict[str, Any], versions: dict[str, str]) -> str | None:
+    """Why NUMERICS_VERSION (`code`), digests.json and versions.json do not belong together; None where they do."""
+    if digests["numerics"] != code:
+        return f"the code is {code}, digests.json is {digests['numerics']}"
+    if code not in versions:
+        return f"versions.json has no entry for {code}"
+    if hash_of(digests) != versions[code]:
+        return f"a digest was changed, and the version is still {code}"
+    if repeats := [version for version, value in versions.items() if value == versions[code] and version != code]:
+        return f"{code} has the same digests as {repeats[0]}"
+    return None
+
+
+def test_digests_and_version_belong_together() -> None:
+    assert mismatch(cpu.NUMERICS_VERSION, committed(), json.loads(VERSIONS.read_text())) is None
+
+
+def test_neither_digests_nor_version_can_change_alone() -> None:
+    code, digests, versions = cpu.NUMERICS_VERSION, committed(), json.loads(VERSIONS.read_text())
+    for kernel in digests["kernels"]:
+        edited = digests | {"kernels": digests["kernels"] | {kernel: "0" * 16}}
+        assert mismatch(code, edited, versions) == f"a digest was changed, and the version is still {code}"
+    assert mismatch(code, digests | {"logits_200": "0" * 64}, versions) is not None
+    bumped = digests | {"numerics": "cpu-999"}
+    assert mismatch("cpu-999", digests, versions) == f"the code is cpu-999, digests.json is {code}"
+    assert mismatch("cpu-999", bumped, versions) == "versions.json has no entry for cpu-999"
+    repeated = versions | {"cpu-999": hash_of(bumped)}
+    assert mismatch("cpu-999", bumped, repeated) == f"cpu-999 has the same digests as {code}"
 
 
 @pytest.mark.parametrize("isa", every_isa())
@@ -338,17 +377,34 @@ def test_no_kernel_leaves_its_memory_on_arm(tmp_path: Path, monkeypatch: pytest.
         check_output(emulator.run("max", "digest", isa)[0].decode(), {isa})
 
 
+def record(found: dict[str, Any]) -> None:
+    """Write digests.json and versions.json; refuse where a recorded digest of the same version would change."""
+    before, versions = committed(), json.loads(VERSIONS.read_text())
+    if before["numerics"] == found["numerics"]:
+        flat = {**before, **before["kernels"]}
+        now = {**found, **found["kernels"]}
+        changed = [key for key in flat if key != "kernels" and now.get(key) != flat[key]]
+        if changed:
+            raise SystemExit(f"{', '.join(changed)}: not the recorded digests. Bump NUMERICS_VERSION first.")
+    versions[found["numerics"]] = hash_of(found)
+    if why := mismatch(found["numerics"], found, versions):
+        raise SystemExit(why)
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    VERSIONS.write_text(json.dumps(versions, indent=1) + "\n")
+
+
 if __name__ == "__main__":
     from verbatim.weights import catalog
 
     path = catalog.resolve(catalog.DEFAULT)
     tokens, digest = generate(path, 200)
     kernels = dict(cpu.native.digests(os.environ.get("VERBATIM_ISA", ISAS[-1]), 2))
-    found = {
-        "numerics": cpu.NUMERICS_VERSION,
-        "kernels": kernels,
-        "tokens": tokens,
-        "logits_200": digest,
-        "logits_8": generate(path, 8)[1],
-    }
-    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    record(
+        {
+            "numerics": cpu.NUMERICS_VERSION,
+            "kernels": kernels,
+            "tokens": tokens,
+            "logits_200": digest,
+            "logits_8": generate(path, 8)[1],
+        }
+    )

@@ -35,14 +35,14 @@ def test_product(kind: str, rows: int) -> None:
     exact = x.astype(np.float64) @ dequantise(kind, weights, (n, k)).astype(np.float64).T
     ours = cpu.native.product(cpu.native.best_isa(), kind, weights, n, x)
     error = np.sqrt(np.mean((ours - exact) ** 2) / np.mean(exact**2))
-    assert error < (1e-6 if kind in FLOATS else 0.0115)  # 8-bit activations in 112 steps
+    assert error < (1e-6 if kind in FLOATS else 0.0102)  # 8-bit activations in 127 steps
 
 
 def test_product_of_quantised_activations_is_exact() -> None:
     """Activations that 8 bits hold exactly leave only float rounding: the integer part loses nothing."""
     random = np.random.default_rng(6)
-    x = random.integers(-112, 113, (4, 256)).astype(np.float32)
-    x[:, ::32] = 112.0  # every block's scale is 1
+    x = random.integers(-127, 128, (4, 256)).astype(np.float32)
+    x[:, ::32] = 127.0  # every block's scale is 1
     for kind in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "q8_k"):
         weights = random_blocks(kind, random, 20, 256)
         exact = x.astype(np.float64) @ dequantise(kind, weights, (20, 256)).astype(np.float64).T
@@ -125,28 +125,33 @@ def texts(default_model: Path) -> list[tuple[int, ...]]:
     return [tuple(t) for t in found]
 
 
-def mean_loss(model: Model, texts: list[tuple[int, ...]], **options: str) -> float:
+def losses(model: Model, texts: list[tuple[int, ...]], **options: str) -> np.ndarray:
+    """The negative log-probability of every token of `texts` but the first of each."""
     backend = cpu.CpuBackend(model, EngineConfig(**options))  # type: ignore[arg-type]
     backend.allocate((16,))
-    losses: list[float] = []
+    found: list[float] = []
     for text in texts:
         step = SeqStep(0, text[:-1], 0, (tuple(range(16)),), targets=text[1:])
-        losses += [-s.logprob for s in backend.execute(StepPlan(0, (step,))).sequences[0].scored]
+        found += [-s.logprob for s in backend.execute(StepPlan(0, (step,))).sequences[0].scored]
     backend.close()
-    return float(np.mean(losses))
+    return np.array(found)
 
 
 @pytest.mark.model
 def test_perplexity_of_the_default_model(default_model: Path, texts: list[tuple[int, ...]]) -> None:
-    """Against the same weights as float32, which the kernels above compute to float rounding: 800 tokens, a deterministic figure."""
+    """The error of 8-bit activations, and of the 8-bit KV cache, against float32 weights and activations.
+
+    800 tokens: the rms of a log-probability's error is known to about 5 %, the mean to rms / sqrt(800) = 0.004. The bounds
+    are rms 25 % above the figure in docs/numerics.md and a mean within 4 standard errors. All figures are deterministic.
+    """
     model = load_model(default_model)
     floats = {
         name: Tensor(name, "f32", t.shape, np.ascontiguousarray(t.to_f32()).reshape(-1).view(np.uint8))
         for name, t in model.weights.items()
     }
-    exact = mean_loss(replace(model, weights=Weights(floats, model.weights.source, model.weights.digest)), texts)
-    ours, eight = mean_loss(model, texts), mean_loss(model, texts, kv_type="q8")
-    ratios = {name: float(np.exp(loss - exact)) - 1 for name, loss in (("f16", ours), ("q8", eight))}
-    print(f"perplexity {np.exp(exact):.3f}, of 8-bit activations {ratios['f16']:+.4%}, with an 8-bit cache {ratios['q8']:+.4%}")
-    assert abs(ratios["f16"]) < 0.003
-    assert abs(ratios["q8"]) < 0.01
+    exact = losses(replace(model, weights=Weights(floats, model.weights.source, model.weights.digest)), texts)
+    for name, made, rms in (("f16", losses(model, texts), 0.11), ("q8", losses(model, texts, kv_type="q8"), 0.14)):
+        error = made - exact
+        print(f"KV cache {name}: rms {np.sqrt(np.mean(error**2)):.4f}, perplexity {np.exp(error.mean()) - 1:+.3%}")
+        assert np.sqrt(np.mean(error**2)) < rms, name
+        assert abs(error.mean()) < 4 * rms / np.sqrt(len(error)), name

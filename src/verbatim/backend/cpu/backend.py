@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 native: Any = import_module("verbatim.backend.cpu._native")
 
-NUMERICS_VERSION = "cpu-1"
+NUMERICS_VERSION = "cpu-2"
 KV_TYPES = ("f16", "q8")
 
 

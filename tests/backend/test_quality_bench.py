@@ -1,0 +1,54 @@
+"""bench/quality.py: its batched float32 engine equals the reference backend, and its rounding is what it says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from verbatim.backend.reference import ReferenceBackend
+from verbatim.base.records import SeqStep, StepPlan
+from verbatim.testing_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def quality() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quality", Path(__file__).parents[2] / "bench" / "quality.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt2", "mixtral"])
+def test_batched_engine_equals_the_reference_backend(family: str, quality: ModuleType) -> None:
+    """Biases, soft caps, sliding windows, learnt positions, experts: the same log-probabilities as row by row."""
+    model = tiny_model(family)
+    window = np.random.default_rng(3).integers(0, 40, 48)
+    backend = ReferenceBackend(model)
+    groups = len(model.spec.groups)
+    backend.allocate((3,) * groups)
+    ids = tuple(window.tolist())
+    step = SeqStep(0, ids[:-1], 0, ((0, 1, 2),) * groups, targets=ids[1:], target_top=1)
+    scored = backend.execute(StepPlan(0, (step,))).sequences[0].scored
+    logprob, top1, entropy = quality.figures(quality.batched(model, [])(list(ids)), window)
+    assert np.abs(logprob - [s.logprob for s in scored]).max() < 1e-4
+    assert top1.tolist() == [s.top[0][0] for s in scored]
+    assert (entropy > 0).all()
+    rounded = quality.figures(quality.batched(model, [(re.compile("."), "4x16")])(list(ids)), window)[0]
+    assert np.abs(rounded - logprob).max() > 1e-4, "a rule changes something"
+
+
+def test_rounding_of_activations(quality: ModuleType) -> None:
+    x = np.array([[127.0, 0.4, -0.6, -127.0, 2.0, -1.0, 0.0, 0.25]], np.float32)
+    assert quality.rounded(x, "none") is x
+    assert quality.rounded(x, "8x8").tolist() == [[127, 0, -1, -127, 2, -1, 0, 0]]
+    fine = quality.rounded(x, "8x4")
+    assert fine[0, :4].tolist() == [127, 0, -1, -127]
+    assert np.abs(fine[0, 4:] - x[0, 4:]).max() <= 1 / 127
+    assert quality.rounded(np.zeros((1, 8), np.float32), "8x8").tolist() == [[0.0] * 8]
