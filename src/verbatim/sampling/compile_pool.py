@@ -222,7 +222,7 @@ class CompilePool:
         worker = self._take()
         try:
             worker.wait_ready(deadline)
-            return worker.call(message, min(deadline, self._clock() + self._timeout))
+            return dict(worker.call(message, min(deadline, self._clock() + self._timeout)))
         except TimeoutError:
             worker.kill()
             raise PoolBusy from None
