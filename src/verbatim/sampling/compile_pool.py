@@ -119,10 +119,10 @@ class Worker:
 
     def kill(self) -> None:
         """A worker that has not started yet ends by itself: it finds its socket closed."""
-        self._socket.close()
         if self.process is not None:
             self.process.kill()
             self._thread.join(EXIT_SECONDS)
+        self._socket.close()
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         while b"\n" not in self._buffer:
@@ -222,7 +222,7 @@ class CompilePool:
         worker = self._take()
         try:
             worker.wait_ready(deadline)
-            return worker.call(message, min(deadline, self._clock() + self._timeout))
+            return dict(worker.call(message, min(deadline, self._clock() + self._timeout)))
         except TimeoutError:
             worker.kill()
             raise PoolBusy from None
