@@ -36,7 +36,7 @@ from verbatim.weights.safetensors import read_directory, read_safetensors
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 ALLOWANCE = 64 << 20
-MAX_CPU = 60  # seconds of this process, not of the clock: a case takes 1 to 20 ms, a file that loops far more
+MAX_CPU = 60  # seconds of CPU time of this process, not of the clock: for a file that loops; chosen, not measured
 EXTREMES = [0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48]
 EXTREMES += [2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 8, 2**64 - 32, 2**64 // 18, 2**64 // 32, 2**59 + 1]
 LITERALS = ["null", "true", "-1", "0", "1", "1e999", "-0.0", "NaN", "18446744073709551615", "18446744073709551616", "9" * 5000]
