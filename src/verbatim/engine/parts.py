@@ -57,6 +57,8 @@ class Parts:
     draft: Backend | None = None  # a smaller model with the same vocabulary, for speculation
     head: DraftHead | None = None  # a net that guesses from the model's own states, likewise
     generation_config: dict[str, Any] = field(default_factory=dict)  # what the model's authors suggest; never applied silently
+    warnings: tuple[str, ...] = ()  # keys of the model's files that are ignored, or followed otherwise than in transformers
+    pooling: str = "mean"  # how the hidden states of a text become one vector
 
 
 def load_parts(
@@ -95,6 +97,8 @@ def load_parts(
         context=config.context or loaded.spec.context,
         template=template,
         generation_config=dict(loaded.generation_config),
+        warnings=loaded.warnings,
+        pooling=loaded.pooling,
     )
 
 
