@@ -10,7 +10,7 @@ CPU     = src/verbatim/backend/cpu
 NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
 CHECKED = src tests bench examples
 
-.PHONY: run chat test lint format soak clients bench clean
+.PHONY: run chat test lint format soak clients bench clean config-keys
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -35,6 +35,10 @@ soak: $(VENV)/.dev
 
 clients: $(VENV)/.dev
 	$(BIN)/python tests/server/client_setup.py
+
+# docs/config-keys.md from the key tables; a test checks that it is current
+config-keys: $(VENV)/.installed
+	$(BIN)/python -m verbatim.model.keys_doc > docs/config-keys.md
 
 bench: $(VENV)/.installed
 	@$(BIN)/verbatim bench

@@ -55,7 +55,7 @@ _GENERATION_KEYS = [
 ]
 
 # What every config may hold: fields of transformers' base class, and leftovers of older versions.
-_COMMON: dict[str, Key] = {
+COMMON_KEYS: dict[str, Key] = {
     **dict.fromkeys(_GENERATION_KEYS, _GENERATION),
     "model_type": followed("chooses the family"),
     "eos_token_id": followed("stop tokens, together with those of generation_config.json"),
@@ -74,7 +74,7 @@ _COMMON: dict[str, Key] = {
     "tokenizer_class": no_effect("read with the tokenizer"),
     "auto_map": no_effect("names code beside the model, which is never run"),
     "prefix": _METADATA,
-    "task_specific_params": _GENERATION,
+    "task_specific_params": no_effect("default of a generation setting; requests set their own", private=True),
     "id2label": _LABELS,
     "label2id": _LABELS,
     "num_labels": _LABELS,
@@ -99,7 +99,7 @@ _COMMON: dict[str, Key] = {
     "gradient_checkpointing": _TRAINING,
     "attention_dropout": _TRAINING,
     "pretraining_tp": no_effect("splits matrix products, with equal results; unused by transformers 5"),
-    "is_decoder": no_effect("decoder-only families are decoders"),
+    "is_decoder": no_effect("decoder-only families are decoders", private=True),
     "is_encoder_decoder": must_equal(False, note="there is no encoder"),
     "add_cross_attention": must_equal(False, note="there is no encoder to attend to"),
     "is_causal": must_equal(True, note="attention is causal; encoders are not supported"),
@@ -210,7 +210,7 @@ _GEMMA: dict[str, Key] = {
 
 CONFIG_KEYS: dict[str, Table] = {
     "llama": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_sizes(32000, 4096, 11008, 32, 32, None, 2048),
         **_rope(10000.0),
         **_llama(),
@@ -220,7 +220,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "layer_types": _FULL_ONLY,
     },
     "mistral": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_sizes(32000, 4096, 14336, 32, 32, 8, 131072),
         **_rope(10000.0),
         **_llama(),
@@ -230,7 +230,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "layer_types": _WINDOW_TYPES,
     },
     "qwen2": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_sizes(151936, 4096, 22016, 32, 32, 32, 32768),
         **_rope(10000.0),
         **_llama(),
@@ -239,7 +239,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "mlp_bias": _NO_BIAS,
     },
     "qwen3": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_sizes(151936, 4096, 22016, 32, 32, 32, 32768),
         **_rope(10000.0),
         **_llama(followed("size of a head", 128)),
@@ -248,7 +248,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "mlp_bias": _NO_BIAS,
     },
     "qwen3_moe": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_ROUTER,
         **_sizes(151936, 2048, 6144, 24, 32, 4, 32768),
         **_rope(10000.0),
@@ -268,7 +268,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "mlp_only_layers": followed("layers that are no mixture"),
     },
     "mixtral": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_ROUTER,
         **_sizes(32000, 4096, 14336, 32, 32, 8, 131072),
         **_rope(1e6),
@@ -283,7 +283,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "num_experts_per_tok": followed("experts used per token", 2),
     },
     "gemma2": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_sizes(256000, 2304, 9216, 26, 8, 4, 8192),
         **_rope(10000.0),
         **_GEMMA,
@@ -291,7 +291,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "final_logit_softcapping": followed("cap of logits; null: none", 30.0, nullable=True),
     },
     "gemma3_text": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_sizes(262208, 2304, 9216, 26, 8, 4, 131072),
         **_rope(1e6),
         **_GEMMA,
@@ -306,7 +306,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "final_logit_softcapping": followed("cap of logits; null: none", nullable=True),
     },
     "gemma3": {
-        **_COMMON,
+        **COMMON_KEYS,
         "text_config": followed("the language model: see gemma3_text"),
         "vision_config": no_effect("images are not read"),
         "tie_word_embeddings": followed("wins over text_config's value", True),
@@ -319,7 +319,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "image_token_id": no_effect("images are not read"),
     },
     "phi3": {
-        **_COMMON,
+        **COMMON_KEYS,
         **_sizes(32064, 3072, 8192, 32, 32, None, 4096),
         **_rope(10000.0, partial=True, original=4096),
         **_llama(),
@@ -330,7 +330,7 @@ CONFIG_KEYS: dict[str, Table] = {
         "layer_types": _WINDOW_TYPES,
     },
     "gpt2": {
-        **_COMMON,
+        **COMMON_KEYS,
         "vocab_size": followed("rows of the embedding", 50257),
         "n_positions": followed("context", 1024),
         "n_embd": followed("width of the model", 768),

@@ -13,9 +13,9 @@ from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.model.families import MAX_LAYERS, check_spec, pick_context
-from verbatim.model.fields import Fields, short
+from verbatim.model.fields import Fields
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, POOLING, is_metadata
-from verbatim.model.keys import check_keys
+from verbatim.model.keys import check_keys, spelled
 from verbatim.model.layout import GGUF_WORDS
 from verbatim.model.rope import length_warning, make_rope
 from verbatim.model.spec import LayerSpec, ModelSpec, RopeSpec
@@ -51,7 +51,7 @@ def read_header(metadata: Mapping[str, Any], tensors: Tensors, *, context: int |
     general = {name: value for name, value in others.items() if name in GENERAL_KEYS}
     check_keys(general, GENERAL_KEYS, what="GGUF files", file=file)
     warnings += [
-        f"{short(name)} is not known, and is no key of {architecture}; ignored"
+        f"{spelled(name)} is not known, and is no key of {architecture}; ignored"
         for name in others
         if name not in GENERAL_KEYS and not is_metadata(name)
     ]

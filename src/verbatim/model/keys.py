@@ -102,11 +102,16 @@ def check_keys(values: Mapping[str, Any], table: Table, *, what: str, file: str,
 def _unknown(name: str, value: Any, what: str, unknown: list[str], warnings: list[str]) -> None:
     plain = name.rsplit(".", 1)[-1]
     if plain.startswith("_"):
-        warnings.append(f"{short(name)} is not known for {what}; a private key, ignored")
+        warnings.append(f"{spelled(name)} is not known for {what}; a private key, ignored")
     elif not value:
-        warnings.append(f"{short(name)} is not known for {what}; its value {short(value)} means off, ignored")
+        warnings.append(f"{spelled(name)} is not known for {what}; its value {short(value)} means off, ignored")
     else:
-        unknown.append(f"{short(name)} is {short(value)}")
+        unknown.append(f"{spelled(name)} is {short(value)}")
+
+
+def spelled(name: str) -> str:
+    """A key in a message: as it is, unless it is long or holds what a terminal would not show as text."""
+    return name if name.isprintable() and len(name) <= 80 else short(name)
 
 
 def _resolve_alias(name: str, canonical: str, value: Any, values: dict[str, Any], file: str) -> None:
