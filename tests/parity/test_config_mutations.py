@@ -46,8 +46,8 @@ def check(family: str, count: int, directory: Path) -> Counter[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_few_mutations(family: str, tmp_path: Path) -> None:
-    found = check(family, 8, tmp_path / "model")
-    assert found["equal"] >= 3
+    found = check(family, 6, tmp_path / "model")
+    assert found["equal"] >= 2
 
 
 @pytest.mark.soak
