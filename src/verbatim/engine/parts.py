@@ -81,7 +81,7 @@ def load_parts(
     try:
         words, template = text.result()
         words.fit(loaded.spec.vocab)  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
-        draft = _load_draft(config, loaded.spec.vocab, offline=offline, progress=progress)
+        draft, draft_warnings = _load_draft(config, loaded.spec.vocab, offline=offline, progress=progress)
         head = _find_head(config, loaded)
     except BaseException:
         backend.close()
@@ -97,7 +97,7 @@ def load_parts(
         context=config.context or loaded.spec.context,
         template=template,
         generation_config=dict(loaded.generation_config),
-        warnings=loaded.warnings,
+        warnings=(*loaded.warnings, *draft_warnings),
         pooling=loaded.pooling,
     )
 
@@ -147,15 +147,18 @@ def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
     return read_head(file, model) if mode == "head" and file else find_head(model)
 
 
-def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None) -> Backend | None:
-    """The model that `speculate=draft:MODEL` names. Same vocabulary, or its guesses would mean nothing."""
+def _load_draft(
+    config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None
+) -> tuple[Backend | None, tuple[str, ...]]:
+    """The model that `speculate=draft:MODEL` names, and what its loader warns of. Same vocabulary, or its guesses would mean
+    nothing."""
     from verbatim.backend import open_backend
     from verbatim.model.load import load_model
     from verbatim.weights.catalog import resolve
 
     mode, _, name = config.speculate.partition(":")
     if mode != "draft":
-        return None
+        return None, ()
     if not name:
         raise ParameterError("speculate", "'draft' needs a model: draft:MODEL")
     path = resolve(name, offline=offline, progress=progress)
@@ -169,4 +172,4 @@ def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Pr
         raise ParameterError(
             "speculate", f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same"
         )
-    return open_backend(model, config)
+    return open_backend(model, config), tuple(f"draft model {name}: {line}" for line in model.warnings)
