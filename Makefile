@@ -21,7 +21,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test smoke test-slow-machine test-models test-gpu lint format soak clients bench clean
+.PHONY: run chat test smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -65,6 +65,10 @@ soak: $(VENV)/.dev
 
 clients: $(VENV)/.dev
 	$(BIN)/python tests/server/client_setup.py
+
+# docs/config-keys.md from the key tables; a test checks that it is current
+config-keys: $(VENV)/.installed
+	$(BIN)/python -m verbatim.model.keys_doc > docs/config-keys.md
 
 bench: $(VENV)/.installed
 	@$(BIN)/verbatim bench

@@ -325,3 +325,45 @@ def test_a_terminal_without_unicode_gets_question_marks(spawn: Spawn) -> None:
     assert process.returncode == 0, err
     assert b"?" in out
     assert out.isascii()
+
+
+# ------------------------------------------------------------------------------------------------ what a model file says
+
+
+@pytest.fixture(scope="module")
+def odd(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without a chat template, and with a key of its header that is unknown and off."""
+    from verbatim.weights.gguf import read_gguf
+    from verbatim.weights.gguf_write import write_gguf
+
+    source = read_gguf(tiny)
+    metadata = {k: v for k, v in source.metadata.items() if k != "tokenizer.chat_template"}
+    path = tmp_path_factory.mktemp("odd") / "odd.gguf"
+    write_gguf(path, {**metadata, "llama.mystery": False}, source.tensors.values())
+    return path
+
+
+def test_a_model_without_a_template_is_continued_with_a_notice(verbatim: Call, odd: Path) -> None:
+    said = verbatim("run", "-m", str(odd), "the cat", "--max-tokens", "4")
+    assert said.code == 0
+    assert "no chat template" in said.err
+    raw = verbatim("run", "-m", str(odd), "--raw", "the cat", "--max-tokens", "4")
+    assert raw.out == said.out
+    assert "no chat template" not in raw.err
+    assert "no chat template" not in verbatim("run", "-q", "-m", str(odd), "the cat", "--max-tokens", "4").err
+    whole = verbatim("run", "--json", "-m", str(odd), "the cat", "--max-tokens", "4")
+    assert whole.err == ""
+    assert any("no chat template" in line for line in whole.json["warnings"])
+
+
+def test_what_the_loader_warns_of_is_shown(verbatim: Call, odd: Path, caplog: pytest.LogCaptureFixture) -> None:
+    said = verbatim("run", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2")
+    assert "warning:" in said.err
+    assert said.err.count("llama.mystery") == 1
+    assert "llama.mystery" not in verbatim("run", "-q", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2").err
+    data = verbatim("run", "--json", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2").json
+    assert any("llama.mystery" in line for line in data["warnings"])
+    caplog.clear()
+    with LLM(odd) as opened:
+        assert any("llama.mystery" in line for line in opened.warnings)
+    assert any("llama.mystery" in record.getMessage() for record in caplog.records)

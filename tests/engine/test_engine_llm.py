@@ -7,6 +7,7 @@ import gc
 import math
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -598,6 +599,27 @@ def test_scores_survive_preemption() -> None:
         alone = fake_llm().generate(prompt, params)
         assert alone.prompt_logprobs == done.prompt_logprobs
         assert alone.choices == done.choices
+
+
+@pytest.mark.parametrize(("pooling", "row"), [("cls", 0), ("last", -1)])
+def test_embed_follows_the_models_pooling(pooling: str, row: int) -> None:
+    from verbatim.testing import mix
+
+    number, rows = 1, []
+    for token in (256, *b"hello"):
+        number = mix(number, token)
+        rows.append(FakeBackend()._hidden(number))
+    for options in ({}, {"step_tokens": 2}):
+        got = LLM.from_parts(replace(fake_parts(), pooling=pooling), **options).embed("hello")
+        np.testing.assert_array_equal(got, np.array(rows[row], np.float32))
+
+
+@pytest.mark.parametrize("pooling", ["none", "rank"])
+def test_a_pooling_that_embed_does_not_have_is_named(pooling: str) -> None:
+    llm = LLM.from_parts(replace(fake_parts(), pooling=pooling))
+    with pytest.raises(UnsupportedError, match=f"pooling_type.*{pooling}"):
+        llm.embed("hello")
+    assert llm.generate("hello", SamplingParams(max_tokens=2)).token_ids
 
 
 def test_embed_is_the_mean_of_all_positions(llm: LLM) -> None:

@@ -96,12 +96,24 @@ def test_what_is_wrong_is_named(change: Any, message: str, tmp_path: Path) -> No
 
 def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
     def change(config: dict[str, Any], state: State) -> None:
-        config["tie_word_embeddings"] = True  # lm_head.weight is then a duplicate
+        config["tie_word_embeddings"] = True
+        state["lm_head.weight"] = state["model.embed_tokens.weight"].copy()
         state["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
 
     model = load_model(llama_directory(tmp_path / "m", change))
     assert model.spec.tied
     assert "head" not in model.weights
+    assert model.warnings == ()
+
+
+def test_a_head_of_its_own_wins_over_a_tied_config(tmp_path: Path) -> None:
+    """transformers does not tie where the checkpoint has two different matrices, and warns; so do we."""
+    model = load_model(llama_directory(tmp_path / "m", put(tie_word_embeddings=True)))
+    assert not model.spec.tied
+    assert np.array_equal(model.weights["head"].to_f32(), tiny_model("llama").weights["head"].to_f32())
+    (warning,) = model.warnings
+    assert "tie_word_embeddings" in warning
+    assert "lm_head.weight" in warning
 
 
 def test_gpt2_masks_are_left_alone(tmp_path: Path) -> None:

@@ -228,7 +228,7 @@ def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(mo
     monkeypatch.setattr("verbatim.model.load.load_model", load)
     for asked, opened in ((16, 16), (256, 32), (None, 32)):
         config = EngineConfig(backend="reference", context=asked, speculate="draft:small")
-        draft = _load_draft(config, 260, offline=True, progress=None)
+        draft, _ = _load_draft(config, 260, offline=True, progress=None)
         assert draft is not None
         assert draft.spec.context == opened
         draft.close()

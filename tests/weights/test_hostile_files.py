@@ -212,28 +212,53 @@ def test_memory_stays_within_the_file_and_64_mib(case: str, tmp_path: Path) -> N
 
 
 def test_short_strings_cannot_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten bytes of file become 72 of memory; the budget counts them. A twelfth of the real one, or tracing takes long."""
+    """Ten bytes of file become 84 of memory; the budget counts them. A twelfth of the real one, or tracing takes long."""
     monkeypatch.setattr(reader, "METADATA_MEMORY", 4 << 20)
     file = tmp_path / "greedy.gguf"
-    file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 90_000, text("ab") * 90_000)),)))
+    file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 220_000, text("ab") * 220_000)),)))
     tracemalloc.start()
     with pytest.raises(ModelError, match="memory"):
         read_gguf(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < file.stat().st_size + (4 << 20)
+    assert peak < (1 + reader.ARRAY_MEMORY) * file.stat().st_size + (4 << 20)
 
 
-def test_a_large_vocabulary_is_read(tmp_path: Path) -> None:
-    """The limits are above what real models hold: 262,144 tokens with scores and types, and half a million merges."""
+def test_long_strings_in_an_array_do_not_raise_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share for arrays is for tokens; strings of a megabyte, each with one wide character, are charged as any text is."""
+    monkeypatch.setattr(reader, "METADATA_MEMORY", 4 << 20)
+    file = tmp_path / "greedy.gguf"
+    file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 8, text("\U0001f600" + "a" * (1 << 20)) * 8)),)))
+    tracemalloc.start()
+    with pytest.raises(ModelError, match="memory"):
+        read_gguf(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < file.stat().st_size + (5 << 20)
+
+
+@pytest.mark.parametrize("data", [64 << 20, 0])
+def test_a_large_vocabulary_is_read(data: int, tmp_path: Path) -> None:
+    """The limits are above what real models hold: 262,144 tokens with scores and types, and half a million merges. Without
+    tensors too: the first part of a split model, and llama.cpp's vocabularies (command-r, gemma-4)."""
     tokens = b"".join(text(f"token{i}") for i in range(1 << 18))
-    merges = b"".join(text(f"a{i} b") for i in range(1 << 19))
-    pairs = (pair("t", ARRAY, array(STRING, 1 << 18, tokens)), pair("m", ARRAY, array(STRING, 1 << 19, merges)))
+    merges = b"".join(text(f"a{i} b") for i in range(514_906))
+    pairs = (pair("t", ARRAY, array(STRING, 1 << 18, tokens)), pair("m", ARRAY, array(STRING, 514_906, merges)))
     pairs += (pair("s", ARRAY, array(6, 1 << 18, bytes(1 << 20))), pair("y", ARRAY, array(5, 1 << 18, bytes(1 << 20))))
-    (tmp_path / "x").write_bytes(gguf(pairs, (info("w", (16 << 20,)),), bytes(64 << 20)))
+    (tmp_path / "x").write_bytes(gguf(pairs, (info("w", (data // 4,)),) if data else (), bytes(data)))
     found = read_gguf(tmp_path / "x").metadata
     assert found["t"][-1] == "token262143"
-    assert len(found["m"]) == 1 << 19
+    assert len(found["m"]) == 514_906
+
+
+def test_a_vocabulary_of_one_letter_tokens_is_read(tmp_path: Path) -> None:
+    """255,029 tokens and 253,333 merges as in command-r, as short as they can be."""
+    tokens = text("a") * 255_029
+    merges = text("a b") * 253_333
+    pairs = (pair("t", ARRAY, array(STRING, 255_029, tokens)), pair("m", ARRAY, array(STRING, 253_333, merges)))
+    pairs += (pair("y", ARRAY, array(5, 255_029, bytes(4 * 255_029))),)
+    (tmp_path / "x").write_bytes(gguf(pairs, (), b""))
+    assert len(read_gguf(tmp_path / "x").metadata["t"]) == 255_029
 
 
 # ---------------------------------------------------------------------------------------------------------- mutations

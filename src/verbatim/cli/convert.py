@@ -11,7 +11,7 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import Command, Option, check_output
-from verbatim.cli.screen import Progress, note, write
+from verbatim.cli.screen import Progress, note, warn, write
 
 if TYPE_CHECKING:
     from verbatim.weights.gguf_write import LazyTensor
@@ -111,6 +111,8 @@ def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, T
     from verbatim.text.tokenizer import from_directory
 
     model = load_model(path)
+    for line in model.warnings:
+        warn(line)
     arch = ARCHITECTURE.get(model.spec.family, model.spec.family)
     metadata, extra = model_metadata(model, path.name)
     metadata |= tokenizer_metadata(path, from_directory(path), model.spec.vocab, arch)

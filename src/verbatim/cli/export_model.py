@@ -6,6 +6,7 @@ and compared with the one we had: a model that GGUF's keys cannot say is refused
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.model.families import rope_records
 from verbatim.model.gguf_families import spec_from_gguf
 from verbatim.model.layout import layout
 from verbatim.model.load import Model
@@ -28,7 +30,7 @@ NOT_COMPARED = {"family", "norm_offset", "layers"}
 
 def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """Keys of the architecture, and the small tensors that some rope scalings need."""
-    spec, config = model.spec, _text_config(getattr(model.source, "config", {}))
+    spec, config = model.spec, getattr(model.source, "config", {})
     arch = ARCHITECTURE.get(spec.family, spec.family)
     meta: dict[str, Any] = {"general.architecture": arch, "general.name": name}
     keys: dict[str, Any] = {
@@ -50,11 +52,6 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         more, extra = _rope(spec, config, str(model.path))
         keys |= more
     return meta | {f"{arch}.{key}": value for key, value in keys.items()}, extra
-
-
-def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
 
 
 def _experts(spec: ModelSpec) -> dict[str, Any]:
@@ -82,15 +79,13 @@ def _softcaps(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope(spec: ModelSpec, config: Mapping[str, Any], file: str) -> tuple[dict[str, Any], list[Tensor]]:
-    record = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    whole = record.get("full_attention", record) if isinstance(record, Mapping) else {}
-    local = record.get("sliding_attention", {}) if isinstance(record, Mapping) else {}
-    rope = next(layer.rope for layer in reversed(spec.layers) if layer.rope and (layer.window is None or not local))
-    theta = float(whole.get("rope_theta", config.get("rope_theta", 1e6 if spec.family == "gemma3" else 10000.0)))
+    whole, local = rope_records(config, file)
+    rope = next(layer.rope for layer in reversed(spec.layers) if layer.rope and (layer.window is None or local is whole))
+    theta = float(whole["rope_theta"])
     keys: dict[str, Any] = {"rope.dimension_count": rope.dim, "rope.freq_base": theta}
     if spec.family == "gemma3":
-        keys["rope.freq_base_swa"] = float(local.get("rope_theta", config.get("rope_local_base_freq", 10000.0)))
-    kind = whole.get("rope_type", whole.get("type", "default")) or "default"
+        keys["rope.freq_base_swa"] = float(local["rope_theta"])
+    kind = whole["rope_type"]
     extra: list[Tensor] = []
     match kind:
         case "default":
@@ -100,12 +95,14 @@ def _rope(spec: ModelSpec, config: Mapping[str, Any], file: str) -> tuple[dict[s
         case "llama3":
             extra.append(_vector("rope_freqs.weight", _divisors(rope, theta)))
         case "yarn":
-            keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": float(whole["factor"])}
-            keys |= _original(whole, config)
-            names = {"attention_factor": "attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-            keys |= {f"rope.scaling.{key}": float(whole[ours]) for ours, key in names.items() if whole.get(ours) is not None}
-        case "longrope" | "su":
-            keys |= _original(whole, config)
+            factor = float(whole["factor"])
+            keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": factor} | _original(whole)
+            names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+            keys |= {f"rope.scaling.{key}": float(whole[ours]) for ours, key in names.items()}
+            # GGUF's attn_factor multiplies yarn's own magnitude
+            keys["rope.scaling.attn_factor"] = rope.attention_factor / (1 + 0.1 * math.log(max(factor, 1.0)))
+        case "longrope":
+            keys |= _original(whole)
             keys["rope.scaling.attn_factor"] = rope.attention_factor
             extra += [_vector(f"rope_factors_{n}.weight", np.array(whole[f"{n}_factor"])) for n in ("long", "short")]
         case _:
@@ -113,9 +110,8 @@ def _rope(spec: ModelSpec, config: Mapping[str, Any], file: str) -> tuple[dict[s
     return keys, extra
 
 
-def _original(record: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    name = "original_max_position_embeddings"
-    value = record.get(name) or config.get(name)
+def _original(record: Mapping[str, Any]) -> dict[str, Any]:
+    value = record.get("original_max_position_embeddings")
     return {"rope.scaling.original_context_length": int(value)} if value else {}
 
 

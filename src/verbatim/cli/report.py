@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ def backend_words(llm: LLM) -> str:
     return f"{info.name} {info.detail}".strip() + threads
 
 
-def completion_json(llm: LLM, completion: Completion) -> dict[str, Any]:
+def completion_json(llm: LLM, completion: Completion, notices: Sequence[str] = ()) -> dict[str, Any]:
     """The one object that --json prints. With n = 1 the answer is at the top; `choices` has all of them."""
     first = choice_json(completion.choices[0])
     info = llm.parts.backend.info
@@ -87,7 +87,7 @@ def completion_json(llm: LLM, completion: Completion) -> dict[str, Any]:
         "model": llm.parts.name,
         "backend": {"name": info.name, "detail": info.detail, **({"note": info.note} if info.note else {})},
         "fingerprint": completion.fingerprint,
-        "warnings": list(completion.warnings),
+        "warnings": [*llm.warnings, *notices, *completion.warnings],
         "prompt_token_ids": list(completion.prompt_ids),
     }
     for key in ("logprobs", "explain"):

@@ -29,6 +29,7 @@ from verbatim.cli.screen import note, warn, write, write_json
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Stream
 
+NO_TEMPLATE = "this model has no chat template: the prompt is continued as plain text (--raw does so without this notice)"
 REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")  # parameters whose result only --json can show
 
 
@@ -71,12 +72,15 @@ def command(
         raise ParameterError("system", "has no place in a raw continuation; leave out --raw or --system")
     text = read_prompt(prompt)
     with open_llm(flags, quiet=quiet or as_json) as llm:
+        if not (raw or llm.has_template or quiet or as_json):
+            note(NO_TEMPLATE)
         stream = start(llm, text, params, raw=raw, system=system, parse_special=parse_special)
         if as_json:
             code, completion = collect(stream, show=False)
         else:
             code, completion = collect(stream, show=_streams(params))
-        _finish(llm, completion, params, as_json=as_json, quiet=quiet, save_receipt=save_receipt)
+        notices = () if raw or llm.has_template else (NO_TEMPLATE,)
+        _finish(llm, completion, params, as_json=as_json, quiet=quiet, save_receipt=save_receipt, notices=notices)
         return code
 
 
@@ -135,13 +139,20 @@ def _streams(params: SamplingParams) -> bool:
 
 
 def _finish(
-    llm: LLM, completion: Completion, params: SamplingParams, *, as_json: bool, quiet: bool, save_receipt: str | None
+    llm: LLM,
+    completion: Completion,
+    params: SamplingParams,
+    *,
+    as_json: bool,
+    quiet: bool,
+    save_receipt: str | None,
+    notices: Sequence[str] = (),
 ) -> None:
     from verbatim.cli.report import closing_line, completion_json, loop_line
     from verbatim.cli.session import speed_limit
 
     if as_json:
-        write_json(completion_json(llm, completion))
+        write_json(completion_json(llm, completion, notices))
     elif len(completion.choices) > 1:
         _show_choices(completion, shown=_streams(params))
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import engine_of
-from verbatim.cli.screen import Progress, note
+from verbatim.cli.screen import Progress, note, warn
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -22,16 +23,33 @@ def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
         progress(f"loading {flags['model']}")
     from verbatim.engine.llm import LLM
 
+    shown = _LoadWarnings(progress)
+    log = logging.getLogger("verbatim.engine")
+    log.addHandler(shown)
     try:
         llm = LLM(
             flags["model"], revision=flags.get("revision"), offline=bool(flags.get("offline")), progress=progress, **settings
         )
     finally:
+        log.removeHandler(shown)
         progress.clear()
     why = llm.parts.backend.info.note
     if why and not quiet:
         note(f"note: {why}")
     return llm
+
+
+class _LoadWarnings(logging.Handler):
+    """Shows what the engine warns of at load as the command line's own warnings."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._progress.quiet:
+            self._progress.clear()
+            warn(record.getMessage())
 
 
 def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:

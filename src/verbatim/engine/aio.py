@@ -147,11 +147,11 @@ class AsyncEngine(OpenedModel):
     async def embed(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""
     ) -> tuple[np.ndarray, int]:
-        """Mean of the final hidden states over all tokens (float32 [hidden]), and how many tokens there were."""
+        """One vector of the final hidden states, as LLM.embed() (float32 [hidden]), and how many tokens there were."""
         params = SamplingParams(max_tokens=0)
         stream = await self._submit(partial(_same, prompt), params, request_id, tenant, self._stream, hidden=True)
         completion = await stream.result()
-        return stream._hidden.mean(), len(completion.prompt_ids)
+        return stream._hidden.vector(), len(completion.prompt_ids)
 
     async def _submit(
         self,

@@ -20,24 +20,29 @@ from verbatim.schedule.sequence import Sequence
 Output = Delta | Completion
 
 
-class HiddenMean:
-    """The mean of the prompt's hidden states, added in order of position: the same bits however it was chunked, in the
-    memory of one state."""
+class HiddenPool:
+    """One vector of the prompt's hidden states: their mean, the first (cls) or the last. States are added in order of
+    position, so that chunks change no bit, in the memory of one state."""
 
-    def __init__(self) -> None:
+    def __init__(self, pooling: str = "mean") -> None:
+        self._pooling = pooling
         self._sum: np.ndarray | None = None
         self.count = 0
 
     def add(self, start: int, states: np.ndarray) -> None:
         """States of positions start, start + 1, …; those seen before (it was preempted) are skipped."""
         for state in states[self.count - start :]:
-            self._sum = state.astype(np.float64) if self._sum is None else self._sum + state
+            if self._sum is None or self._pooling == "last":
+                self._sum = state.astype(np.float64)
+            elif self._pooling == "mean":
+                self._sum = self._sum + state
             self.count += 1
 
-    def mean(self) -> np.ndarray:
+    def vector(self) -> np.ndarray:
+        """float32 [hidden]"""
         assert self._sum is not None, "nothing was computed"
-        mean: np.ndarray = (self._sum / self.count).astype(np.float32)
-        return mean
+        vector: np.ndarray = (self._sum / (self.count if self._pooling == "mean" else 1)).astype(np.float32)
+        return vector
 
 
 class Job:
@@ -56,7 +61,7 @@ class Job:
         self.limit, self.limit_name = min(asked, context), "context" if params.max_tokens is None else "max_tokens"
         self.matchers: dict[int, Any] = {}  # by sequence id, where the answer has a structure
         self.scored: dict[int, TokenLogprob] = {}  # by prompt position
-        self.hidden = HiddenMean()
+        self.hidden = HiddenPool(request.pooling)
         self.began: float | None = None
         self.first: float | None = None
         self.error: VerbatimError | None = None

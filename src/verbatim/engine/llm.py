@@ -185,14 +185,15 @@ class LLM(OpenedModel):
         return Vote(ranked[0][0] if ranked else "", ranked, done)
 
     def embed(self, text: Prompt) -> np.ndarray:
-        """Mean of the final hidden states over all tokens: a float32 array [hidden]."""
+        """One vector of the final hidden states, a float32 array [hidden]: their mean over all tokens, or what a GGUF file's
+        pooling_type says (mean, cls: the first, last). A file with another pooling type is an UnsupportedError."""
         request = self.core.request(text, SamplingParams(max_tokens=0), hidden=True)
         with self._awaited([request]):
             with self._lock:  # before another thread's step can end it
                 self._add(request)
                 job = self.core.jobs[request.id]
             self._finish([request.id])
-        return job.hidden.mean()
+        return job.hidden.vector()
 
     # --------------------------------------------------------------------------------------------------------- the engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -13,6 +14,7 @@ from verbatim.engine.core import EngineCore
 from verbatim.engine.parts import Parts, Progress, load_parts
 from verbatim.engine.request import EncodedText, encoded, lost_in
 
+log = logging.getLogger("verbatim.engine")
 Message = Mapping[str, Any]
 OURS = {"tokenizer", "template", "messages"}  # names that an option of the template cannot have
 INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # a message may hold these and no text
@@ -33,7 +35,10 @@ class OpenedModel:
         **options: Any,
     ) -> None:
         config = _config(type(self).__name__, options)
-        self._open(load_parts(model, config, revision=revision, offline=offline, progress=progress), config)
+        parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
+        for line in parts.warnings:
+            log.warning("%s: %s", parts.name, line)  # stderr, unless the program that uses this library says otherwise
+        self._open(parts, config)
 
     @classmethod
     def from_parts(cls, parts: Parts, **options: Any) -> Self:
@@ -56,6 +61,11 @@ class OpenedModel:
     def context(self) -> int:
         """Most tokens of prompt and answer together."""
         return self.core.context
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Keys of the model's files that are ignored, or followed otherwise than in transformers; logged at load."""
+        return self.parts.warnings
 
     @property
     def has_template(self) -> bool:

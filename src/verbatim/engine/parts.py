@@ -60,6 +60,8 @@ class Parts:
     draft: Backend | None = None  # a smaller model with the same vocabulary, for speculation
     head: DraftHead | None = None  # a net that guesses from the model's own states, likewise
     generation_config: dict[str, Any] = field(default_factory=dict)  # what the model's authors suggest; never applied silently
+    warnings: tuple[str, ...] = ()  # keys of the model's files that are ignored, or followed otherwise than in transformers
+    pooling: str = "mean"  # how the hidden states of a text become one vector
 
 
 def load_parts(
@@ -82,7 +84,7 @@ def load_parts(
     try:
         words, template = text.result()
         words.fit(loaded.spec.vocab)  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
-        draft = _load_draft(config, loaded.spec.vocab, offline=offline, progress=progress)
+        draft, draft_warnings = _load_draft(config, loaded.spec.vocab, offline=offline, progress=progress)
         head = _find_head(config, loaded)
     except BaseException:
         backend.close()
@@ -98,6 +100,8 @@ def load_parts(
         context=config.context or loaded.spec.context,
         template=template,
         generation_config=dict(loaded.generation_config),
+        warnings=(*loaded.warnings, *draft_warnings),
+        pooling=loaded.pooling,
     )
 
 
@@ -146,15 +150,18 @@ def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
     return read_head(file, model) if mode == "head" and file else find_head(model)
 
 
-def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None) -> Backend | None:
-    """The model that `speculate=draft:MODEL` names. Same vocabulary, or its guesses would mean nothing."""
+def _load_draft(
+    config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None
+) -> tuple[Backend | None, tuple[str, ...]]:
+    """The model that `speculate=draft:MODEL` names, and what its loader warns of. Same vocabulary, or its guesses would mean
+    nothing."""
     from verbatim.backend import open_backend
     from verbatim.model.load import load_model
     from verbatim.weights.catalog import resolve
 
     mode, _, name = config.speculate.partition(":")
     if mode != "draft":
-        return None
+        return None, ()
     if not name:
         raise ParameterError("speculate", "'draft' needs a model: draft:MODEL")
     path = resolve(name, offline=offline, progress=progress)
@@ -168,4 +175,4 @@ def _load_draft(config: EngineConfig, vocab: int, *, offline: bool, progress: Pr
         raise ParameterError(
             "speculate", f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same"
         )
-    return open_backend(model, config)
+    return open_backend(model, config), tuple(f"draft model {name}: {line}" for line in model.warnings)

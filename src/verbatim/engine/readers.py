@@ -15,7 +15,7 @@ import numpy as np
 
 from verbatim.base.errors import UnavailableError, VerbatimError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.job import HiddenMean, Output
+from verbatim.engine.job import HiddenPool, Output
 
 
 class Aborts(Protocol):
@@ -37,7 +37,7 @@ class AsyncStream:
         self._pending: dict[int, Delta] = {}  # by choice: what the reader has not taken yet
         self._error: VerbatimError | None = None
         self._over = False  # the Completion has been handed out
-        self._hidden = HiddenMean()
+        self._hidden = HiddenPool()
         self._waiter: asyncio.Future[None] | None = None
         self._woken = False
 
@@ -163,14 +163,14 @@ class Line:
     def __init__(self, feed: Feed, request_id: str) -> None:
         self.feed = feed
         self._id = request_id
-        self._hidden = HiddenMean()
+        self._hidden = HiddenPool()
 
     def _fail(self, error: VerbatimError) -> None:
         self.feed._put([(self._id, error)])
 
     def embedding(self) -> np.ndarray:
         """After the end of a request that was submitted with hidden, unless it was cancelled: float32 [hidden]."""
-        return self._hidden.mean()
+        return self._hidden.vector()
 
 
 def join(first: Delta, second: Delta) -> Delta:

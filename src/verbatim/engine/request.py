@@ -16,6 +16,7 @@ from verbatim.engine.parts import Parts, Tokenizer
 from verbatim.sampling.compile_pool import Busy, never_busy
 
 MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
+POOLINGS = ("mean", "cls", "last")
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
@@ -41,6 +42,7 @@ class Request:
     breakers: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     hidden: bool = False  # also collect the final hidden state of every prompt token
+    pooling: str = "mean"  # how those become one vector
 
 
 def make_request(
@@ -61,6 +63,11 @@ def make_request(
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
+    if hidden and parts.pooling not in POOLINGS:
+        raise UnsupportedError(
+            "pooling_type",
+            f"{parts.name} says {parts.pooling!r}; embeddings are made by {', '.join(POOLINGS)}; use it for text instead",
+        )
     ids, told = read_prompt(parts, prompt)
     _check_ids(params, parts.backend.spec.vocab)
     _check_length(len(ids), params, context)
@@ -78,6 +85,7 @@ def make_request(
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
         warnings=(*_warnings(params), *told),
         hidden=hidden,
+        pooling=parts.pooling,
     )
 
 

@@ -15,8 +15,17 @@ _MISSING: Any = object()
 class Fields:
     """Typed access to a mapping that somebody else wrote. `None` counts as missing, as in Hugging Face configs."""
 
-    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "") -> None:
+    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "", warnings: list[str] | None = None) -> None:
         self.values, self.file, self.prefix = values, file, prefix
+        self.warnings = [] if warnings is None else warnings  # to show at load
+
+    def with_values(self, **changes: Any) -> Fields:
+        """A copy with other values of some keys; warnings go to the same list."""
+        return Fields({**self.values, **changes}, self.file, self.prefix, self.warnings)
+
+    def warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
 
     def has(self, key: str) -> bool:
         return self.values.get(self.prefix + key) is not None
@@ -44,9 +53,9 @@ class Fields:
             raise self.fail(key, f"a number above {above} is needed")
         return float(value)
 
-    def cap(self, key: str, default: float | None = None) -> float:
-        """A number that may be absent: 0 then."""
-        return self.number(key, above=-1.0) if self.has(key) else float(default or 0.0)
+    def cap(self, key: str) -> float:
+        """A positive number that may be absent: 0 then."""
+        return self.number(key) if self.has(key) else 0.0
 
     def boolean(self, key: str, default: bool) -> bool:
         value = self.raw(key, default)
@@ -71,11 +80,6 @@ class Fields:
         if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
             raise self.fail(key, "a list is needed")
         return list(value)
-
-    def refuse(self, key: str, *harmless: Any) -> None:
-        """An option that we do not offer: an error, unless its value means that it is off."""
-        if self.has(key) and self.raw(key) not in harmless:
-            raise self.fail(key, "this option is not supported")
 
 
 def short(value: Any) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.model.families import MAX_LAYERS, check_spec, pick_context
 from verbatim.model.fields import Fields
-from verbatim.model.rope import make_rope
+from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, POOLING, is_metadata
+from verbatim.model.keys import check_keys, spelled
+from verbatim.model.layout import GGUF_WORDS
+from verbatim.model.rope import length_warning, make_rope
 from verbatim.model.spec import LayerSpec, ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
@@ -24,11 +27,40 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 Tensors = Mapping[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a GGUF header says of the model."""
+
+    spec: ModelSpec
+    warnings: tuple[str, ...] = ()  # to show at load
+    pooling: str = "mean"  # how `embed` makes one vector of a text
+
+
 def spec_from_gguf(metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str) -> ModelSpec:
+    return read_header(metadata, tensors, context=context, file=file).spec
+
+
+def read_header(metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str) -> Header:
+    """The architecture, how texts are embedded, and what to warn of at load."""
     architecture = Fields(metadata, file).string("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelError(f"architecture {architecture!r} is unknown; known: {', '.join(sorted(_ARCHITECTURES))}", file=file)
-    return check_spec(_ARCHITECTURES[architecture](Fields(metadata, file, f"{architecture}."), tensors, context), file)
+    prefix = f"{architecture}."
+    warnings: list[str] = []
+    others = {name: value for name, value in metadata.items() if not name.startswith(prefix)}
+    general = {name: value for name, value in others.items() if name in GENERAL_KEYS}
+    check_keys(general, GENERAL_KEYS, what="GGUF files", file=file)
+    warnings += [
+        f"{spelled(name)} is not known, and is no key of {architecture}; ignored"
+        for name in others
+        if name not in GENERAL_KEYS and not is_metadata(name)
+    ]
+    checked = check_keys(metadata, GGUF_KEYS[architecture], what=architecture, file=file, prefix=prefix)
+    warnings += checked.warnings
+    fields = Fields(checked.values, file, prefix, warnings)
+    spec = check_spec(_ARCHITECTURES[architecture](fields, tensors, context), file, GGUF_WORDS)
+    kind = fields.integer("pooling_type", 1, low=0, high=max(POOLING))
+    return Header(spec, tuple(warnings), POOLING[kind])
 
 
 def _llama(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
@@ -70,31 +102,42 @@ def _vocab(f: Fields, tensors: Tensors) -> int:
     return embed.shape[0]
 
 
-def _rope(f: Fields, tensors: Tensors, dim: int, context: int, theta: float | None = None) -> RopeSpec:
+def _rope(f: Fields, tensors: Tensors, dim: int, context: int) -> RopeSpec:
     """GGUF names the scaling by keys of its own; llama3 and longrope keep divisors of each frequency as tensors."""
     trained = f.integer("context_length")
-    kind = f.string("rope.scaling.type", "none")
-    record: dict[str, Any] = {"rope_type": kind}
     factor = f.raw("rope.scaling.factor", f.raw("rope.scale_linear", None))
-    if kind == "none" and factor not in (None, 0, 1) and f.has("rope.scale_linear"):
-        record["rope_type"] = "linear"
+    scaled = factor not in (None, 0, 1)
+    kind = f.string("rope.scaling.type", "linear" if scaled else "none")
+    record: dict[str, Any] = {"rope_type": kind if kind != "linear" or scaled else "none"}
     if factor:
         record["factor"] = factor
     if f.has("rope.scaling.original_context_length"):
         record["original_max_position_embeddings"] = f.integer("rope.scaling.original_context_length")
     if f.has("rope.scaling.attn_factor"):
-        record["attention_factor"] = f.number("rope.scaling.attn_factor")
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
-        if f.has(f"rope.scaling.{theirs}"):
-            record[ours] = f.number(f"rope.scaling.{theirs}")
+        record["attention_factor"] = _attention_factor(f, kind, record)
+    record["beta_fast"] = f.number("rope.scaling.yarn_beta_fast")
+    record["beta_slow"] = f.number("rope.scaling.yarn_beta_slow")
     if "rope_factors_long.weight" in tensors and "rope_factors_short.weight" in tensors:
         record["rope_type"] = "longrope"
         record["long_factor"] = _numbers(tensors["rope_factors_long.weight"], f.file)
         record["short_factor"] = _numbers(tensors["rope_factors_short.weight"], f.file)
     elif "rope_freqs.weight" in tensors:
+        if record["rope_type"] != "none":
+            raise f.fail("rope.scaling.type", "rope_freqs.weight is there too; one of the two scalings is supported")
         record = {"rope_type": "divided", "divisors": _numbers(tensors["rope_freqs.weight"], f.file)}
-    base = theta or f.number("rope.freq_base", 10000.0)
-    return make_rope(record, theta=base, dim=dim, context=context, trained=trained, file=f.file)
+    base = f.number("rope.freq_base")
+    rope = make_rope(record, theta=base, dim=dim, context=context, trained=trained, file=f.file)
+    if warning := length_warning(record, context=context, trained=trained):
+        f.warn(warning)
+    return rope
+
+
+def _attention_factor(f: Fields, kind: str, record: Mapping[str, Any]) -> float:
+    """attn_factor multiplies what the scaling's own rule gives: for yarn 1 + 0.1 ln(factor), for the others 1."""
+    factor = record.get("factor", 1)
+    grows = kind == "yarn" and isinstance(factor, (int, float)) and not isinstance(factor, bool) and 1 < factor < math.inf
+    own = 1 + 0.1 * math.log(factor) if grows else 1.0
+    return f.number("rope.scaling.attn_factor") * own
 
 
 def _numbers(tensor: Tensor, file: str) -> list[float]:
@@ -126,21 +169,26 @@ def _gemma(f: Fields, tensors: Tensors, asked: int | None, family: str) -> Model
         post_norms=True,
         embed_scale=math.sqrt(base.hidden),
         attention_scale=1.0 / math.sqrt(base.hidden // base.heads if wide else base.head_dim),
-        attention_softcap=f.cap("attn_logit_softcapping", 50.0 if family == "gemma2" else None),
-        logit_softcap=f.cap("final_logit_softcapping", 30.0 if family == "gemma2" else None),
+        attention_softcap=_cap(f, "attn_logit_softcapping"),
+        logit_softcap=_cap(f, "final_logit_softcapping"),
     )
+
+
+def _cap(f: Fields, key: str) -> float:
+    """A cap, of which 0 means none in GGUF."""
+    return 0.0 if f.raw(key, 0) == 0 else f.cap(key)
 
 
 def _gemma2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     base = _gemma(f, tensors, asked, "gemma2")
-    window = f.integer("attention.sliding_window", 4096)
+    window = f.integer("attention.sliding_window")
     layers = tuple(replace(a, window=window if i % 2 == 0 else None) for i, a in enumerate(base.layers))
     return replace(base, layers=layers)
 
 
 def _gemma3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     base = _gemma(f, tensors, asked, "gemma3")
-    window, pattern = f.integer("attention.sliding_window", 1024), f.raw("attention.sliding_window_pattern", 6)
+    window, pattern = f.integer("attention.sliding_window"), f.raw("attention.sliding_window_pattern")
     count = len(base.layers)
     if isinstance(pattern, int) and pattern > 0:
         sliding = [(i + 1) % pattern != 0 for i in range(count)]
@@ -149,9 +197,9 @@ def _gemma3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
         if len(sliding) != count:
             raise f.fail("attention.sliding_window_pattern", f"{count} entries are needed")
     dim = f.integer("rope.dimension_count", base.head_dim)
-    theta = f.number("rope.freq_base_swa", 10000.0)
+    theta = f.number("rope.freq_base_swa")
     local = make_rope({}, theta=theta, dim=dim, context=base.context, trained=base.context, file=f.file)
-    whole = _rope(f, tensors, dim, base.context, theta=f.number("rope.freq_base", 1e6))
+    whole = _rope(f, tensors, dim, base.context)
     layers = tuple(LayerSpec(window=window if s else None, rope=local if s else whole) for s in sliding)
     return replace(base, qk_norm=True, layers=layers)
 
@@ -164,6 +212,8 @@ def _gpt2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     hidden, heads, positions = f.integer("embedding_length"), f.integer("attention.head_count"), f.integer("context_length")
     if hidden % heads:
         raise f.fail("embedding_length", f"a multiple of the {heads} heads is needed")
+    if f.integer("attention.head_count_kv", heads) != heads:
+        raise f.fail("attention.head_count_kv", f"gpt2 has as many key heads as query heads ({heads})")
     return ModelSpec(
         family="gpt2",
         vocab=_vocab(f, tensors),

@@ -6,6 +6,84 @@ from verbatim.model.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
+# Keys that decide the shapes of weights, for error messages: our word -> the file's key.
+HF_WORDS = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "mlp": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "experts": "num_local_experts or num_experts",
+    "expert_mlp": "moe_intermediate_size or intermediate_size",
+    "mixtures": "decoder_sparse_step and mlp_only_layers",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
+    "positions": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "rotary": "partial_rotary_factor",
+    "experts_used": "num_experts_per_tok",
+}
+GPT2_WORDS = HF_WORDS | {
+    "hidden": "n_embd",
+    "heads": "n_head",
+    "kv_heads": "n_head",
+    "head_dim": "n_head",
+    "mlp": "n_inner",
+    "layers": "n_layer",
+    "positions": "n_positions",
+}
+GGUF_WORDS = {
+    "vocab": "token_embd.weight",
+    "hidden": "embedding_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "mlp": "feed_forward_length",
+    "layers": "block_count",
+    "experts": "expert_count",
+    "expert_mlp": "expert_feed_forward_length",
+    "mixtures": "expert_count",
+    "attention_bias": "the biases of layer 0",
+    "mlp_bias": "the biases of layer 0",
+    "positions": "context_length",
+    "tied": "output.weight",
+    "rotary": "rope.dimension_count",
+    "experts_used": "expert_used_count",
+}
+_DECIDES = {
+    "embed": ("vocab", "hidden"),
+    "head": ("vocab", "hidden", "tied"),
+    "positions": ("positions", "hidden"),
+    "attn.q": ("hidden", "heads", "head_dim"),
+    "attn.k": ("hidden", "kv_heads", "head_dim"),
+    "attn.v": ("hidden", "kv_heads", "head_dim"),
+    "attn.o": ("hidden", "heads", "head_dim"),
+    "attn.q_norm": ("head_dim",),
+    "attn.k_norm": ("head_dim",),
+    "mlp.gate": ("hidden", "mlp", "mixtures"),
+    "mlp.up": ("hidden", "mlp", "mixtures"),
+    "mlp.down": ("hidden", "mlp", "mixtures"),
+    "moe.router": ("hidden", "experts", "mixtures"),
+    "moe.gate": ("hidden", "experts", "expert_mlp", "mixtures"),
+    "moe.up": ("hidden", "experts", "expert_mlp", "mixtures"),
+    "moe.down": ("hidden", "experts", "expert_mlp", "mixtures"),
+}
+
+
+def deciding_keys(name: str, words: dict[str, str]) -> str:
+    """The keys that decide whether a weight is there and how large it is: "vocab_size, hidden_size"."""
+    stem = name.removesuffix(".bias")
+    part = stem.split(".", 2)[2] if stem.startswith("layers.") else stem
+    keys = _DECIDES.get(part, ("hidden",))
+    if name.endswith(".bias") and "norm" not in part:
+        keys = (*keys, "mlp_bias" if part.startswith("mlp.") else "attention_bias")
+    if name.startswith("layers."):
+        keys = (*keys, "layers")
+    return ", ".join(dict.fromkeys(words[key] for key in keys))
+
+
 # What --quant turns into blocks: the big matrices. Norms, biases, routers and learned positions stay as they are.
 QUANTISED = ("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o")
 _QUANTISED_PARTS = ("mlp.gate", "mlp.up", "mlp.down", "moe.gate", "moe.up", "moe.down")

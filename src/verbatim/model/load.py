@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.model.families import spec_from_config
-from verbatim.model.gguf_families import spec_from_gguf
-from verbatim.model.layout import is_quantisable, layout
+from verbatim.model.families import read_config
+from verbatim.model.gguf_families import read_header
+from verbatim.model.layout import GGUF_WORDS, GPT2_WORDS, HF_WORDS, deciding_keys, is_quantisable, layout
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import GGUFFile, read_gguf
 from verbatim.weights.names import Source, find_prefix, gguf_source, harmless, hf_source
@@ -39,6 +39,8 @@ class Model:
     source: GGUFFile | SafetensorsDir
     eos_ids: tuple[int, ...] = ()
     generation_config: dict[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()  # keys of the file that are ignored or that differ from transformers, to show at load
+    pooling: str = "mean"  # how `embed` makes one vector of a text: mean, cls, last, or a kind that it refuses
 
     @property
     def path(self) -> Path:
@@ -62,30 +64,54 @@ def load_model(path: str | Path, *, context: int | None = None, quant: str | Non
 def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     source = read_gguf(path)
     file = str(source.path)  # of a split model the first part, whichever was named
-    spec = spec_from_gguf(source.metadata, source.tensors, context=context, file=file)
+    header = read_header(source.metadata, source.tensors, context=context, file=file)
+    spec = header.spec
     architecture = source.metadata["general.architecture"]
-    collector = _Collector(spec, source.tensors, file, quant)
+    collector = _Collector(spec, source.tensors, file, quant, GGUF_WORDS)
     weights = collector.collect(lambda name: gguf_source(architecture, name), harmless("gguf", tied=spec.tied, nested=False))
     digest = _digest(source.digest, spec, quant)
-    return Model(spec, Weights(weights, file, digest), source, _gguf_eos(source.metadata), {})
+    eos = _gguf_eos(source.metadata)
+    return Model(spec, Weights(weights, file, digest), source, eos, {}, header.warnings, header.pooling)
 
 
 def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
     source = read_directory(path)
     file = str(path)
-    spec = spec_from_config(source.config, context=context, file=str(path / "config.json"))
+    spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
     prefix = find_prefix(source.tensors, spec.family)
     if prefix is None:
         raise ModelError("no embedding weight was found under any known name", file=file)
     experts = max(layer.experts for layer in spec.layers)
-    collector = _Collector(spec, source.tensors, file, quant, source.others)
+
+    def find(name: str) -> Source:
+        return hf_source(spec.family, prefix, name, experts)
+
+    if spec.tied and _has_own_head(source.tensors, find("embed").names[0], find("head").names[0]):
+        spec = replace(spec, tied=False)
+        warnings = (
+            *warnings,
+            f"tie_word_embeddings is true, but the file has {find('head').names[0]} with other values than the embedding; "
+            "the file's head is used, as in transformers",
+        )
+    words = GPT2_WORDS if spec.family == "gpt2" else HF_WORDS
+    collector = _Collector(spec, source.tensors, file, quant, words, source.others)
     nested = source.config.get("model_type") == "gemma3"
-    weights = collector.collect(
-        lambda name: hf_source(spec.family, prefix, name, experts), harmless("hf", tied=spec.tied, nested=nested)
-    )
+    weights = collector.collect(find, harmless("hf", tied=spec.tied, nested=nested))
     generation = dict(source.generation_config or {})
     digest = _digest(source.digest, spec, quant)
-    return Model(spec, Weights(weights, file, digest), source, _config_eos(source.config, generation), generation)
+    eos = _config_eos(source.config, generation)
+    return Model(spec, Weights(weights, file, digest), source, eos, generation, warnings)
+
+
+def _has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
+    """Whether the file has a head that is not the embedding."""
+    if head not in tensors or embed not in tensors:
+        return False
+    a, b = tensors[embed], tensors[head]
+    if a.shape != b.shape or a.type != b.type:
+        return True
+    size = 1 << 24  # bytes compared at once: the weights may be larger than memory
+    return any(not np.array_equal(a.data[i : i + size], b.data[i : i + size]) for i in range(0, a.data.size, size))
 
 
 def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
@@ -128,9 +154,10 @@ class _Collector:
         tensors: Mapping[str, Tensor],
         file: str,
         quant: str | None,
+        words: dict[str, str],  # the file's names of the keys that decide shapes
         others: Mapping[str, str] | None = None,  # tensors of types that are no weights: name -> type
     ) -> None:
-        self.spec, self.tensors, self.file, self.quant = spec, tensors, file, quant
+        self.spec, self.tensors, self.file, self.quant, self.words = spec, tensors, file, quant, words
         self.others = others or {}
 
     def collect(self, find: Callable[[str], Source], ignorable: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -144,9 +171,16 @@ class _Collector:
         if wrong := sorted(n for n in self.others if n in wanted or not ignorable(n)):
             raise ModelError(f"tensor {wrong[0]} has the unsupported type {self.others[wrong[0]]}", file=self.file)
         if missing := sorted(wanted - set(self.tensors)):
-            raise ModelError(f"tensor {missing[0]} is missing{_more(missing)}", file=self.file)
+            ours = next(name for name, source in sources.items() if missing[0] in source.names)
+            keys = deciding_keys(ours, self.words)
+            raise ModelError(f"tensor {missing[0]} is missing{_more(missing)}; it is expected by {keys}", file=self.file)
         if extra := sorted(n for n in self.tensors if n not in wanted and not ignorable(n)):
-            raise ModelError(f"tensor {extra[0]} is not known for {self.spec.family}{_more(extra)}", file=self.file)
+            keys = ", ".join(self.words[word] for word in ("layers", "experts", "attention_bias", "mlp_bias", "mixtures"))
+            raise ModelError(
+                f"tensor {extra[0]} is not known for {self.spec.family}{_more(extra)}; "
+                f"which tensors there are is decided by the family and by {keys}",
+                file=self.file,
+            )
 
     def _weight(self, name: str, source: Source, shape: tuple[int, ...]) -> Tensor:
         parts = [self._part(file_name, source) for file_name in source.names]
@@ -154,7 +188,11 @@ class _Collector:
         for part in parts:
             expected = shape[1:] if stacked else shape
             if part.shape != expected:
-                raise ModelError(f"tensor {part.name} has shape {part.shape}, {expected} is needed for {name}", file=self.file)
+                raise ModelError(
+                    f"tensor {part.name} has shape {part.shape}, {expected} is needed for {name}, "
+                    f"by {deciding_keys(name, self.words)}",
+                    file=self.file,
+                )
         parts = [self._quantised(name, part) for part in parts]
         if stacked and len({part.type for part in parts}) > 1:
             raise ModelError(f"the experts of {name} have different types", file=self.file)
@@ -190,7 +228,11 @@ class _Collector:
         }[part]
         whole = q + 2 * kv if part in ("q", "k", "v") else 2 * mlp
         if tensor.shape[0] != whole:
-            raise ModelError(f"tensor {tensor.name} has {tensor.shape[0]} rows, {whole} are needed", file=self.file)
+            keys = deciding_keys("layers.0.attn.q" if part in "qkv" else "layers.0.mlp.up", self.words)
+            raise ModelError(
+                f"tensor {tensor.name} has {tensor.shape[0]} rows, {whole} are needed, by {keys}, {self.words['kv_heads']}",
+                file=self.file,
+            )
         row = tensor.data.nbytes // whole
         return Tensor(tensor.name, tensor.type, (last - first, *tensor.shape[1:]), tensor.data[first * row : last * row])
 

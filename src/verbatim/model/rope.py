@@ -39,9 +39,13 @@ def make_rope(scaling: Mapping[str, Any], *, theta: float, dim: int, context: in
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ModelError(f"rope scaling {kind!r} is unknown; known: {', '.join(sorted(_KINDS))}", file=file)
     if dim % 2 or not 2 <= dim <= MAX_DIM:
-        raise ModelError(f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}", file=file)
+        raise ModelError(
+            f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim times partial_rotary_factor, "
+            "in GGUF rope.dimension_count",
+            file=file,
+        )
     if not 0 < theta < math.inf:
-        raise ModelError(f"rope theta {theta} must be positive", file=file)
+        raise ModelError(f"rope theta (rope_theta, rope.freq_base) is {theta}, and must be positive", file=file)
     reader = _Reader(scaling, kind, file)
     with localcontext() as c:
         c.prec = _DIGITS
@@ -50,6 +54,25 @@ def make_rope(scaling: Mapping[str, Any], *, theta: float, dim: int, context: in
             return RopeSpec(dim, tuple(float(f) for f in frequencies), float(factor))
         except ArithmeticError as error:
             raise ModelError(f"rope scaling {dict(scaling)!r} cannot be computed ({error!r})", file=file) from error
+
+
+def length_warning(scaling: Mapping[str, Any], *, context: int, trained: int) -> str | None:
+    """What to say at load where the frequencies depend on a length, and the engine's context decides otherwise
+    than the length of a short text would in transformers."""
+    kind = scaling.get("rope_type")
+    original = scaling.get("original_max_position_embeddings") or trained
+    if kind == "longrope" and context > original:
+        return (
+            f"rope_type longrope: the context is {context}, above the original length {original}, so every text uses "
+            f"long_factor; transformers uses short_factor for texts of up to {original} tokens "
+            f"(context={original} gives those answers)"
+        )
+    if kind == "dynamic" and context > trained:
+        return (
+            f"rope_type dynamic: the context is {context}, above the trained length {trained}, so every text uses the "
+            f"frequencies of {context} tokens; transformers uses those of the text's own length"
+        )
+    return None
 
 
 class _Reader:

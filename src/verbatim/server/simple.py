@@ -26,7 +26,7 @@ from verbatim.server.problems import Problem
 
 
 async def embeddings(call: Call) -> Response:
-    """The mean of the final hidden states over all tokens, scaled to length 1 as OpenAI's are."""
+    """One vector of the final hidden states (LLM.embed), scaled to length 1 as OpenAI's are."""
     body = await call.body()
     model = call.state.check_model(body["model"])
     prompts = prompts_of(body["input"], "input", call)

@@ -3,8 +3,13 @@
 The file: magic, version, two counts; metadata (key, type, value); tensor infos (name, dimensions, type, offset); padding; data.
 It is a stranger's file. Every count, length, offset and dimension is checked against the file before anything is allocated
 for it, with Python's integers, which do not overflow. Two budgets bound the rest: the objects made of the metadata may take the
-file's size plus 48 MiB, and no array may be so long that reading it takes a second (the limits below; real files of today hold
-fewer than 800,000 strings). Whatever is wrong is a ModelError that names the file and the item.
+file's size, 48 MiB and five times the bytes of the arrays that were read, and no array may be so long that reading it takes a
+second (the limits below; real files of today hold fewer than 800,000 strings). Whatever is wrong is a ModelError that names the
+file and the item.
+
+The share for arrays is for vocabularies: a token of 6 bytes takes 14 bytes in the file and 92 as a Python string in a list, so
+that 262,144 tokens and 514,906 merges need about 100 MB, in a file of 15 MB where there are no tensors (the first part of a
+split model, a vocabulary alone).
 
 Strings must be UTF-8: a tokenizer built on half a character would not be the model's.
 """
@@ -38,7 +43,8 @@ MAX_STRINGS = 1 << 20  # in all arrays of the file together
 MAX_NUMBERS = 1 << 22
 MAX_ARRAYS = 1 << 16  # inside other arrays
 MAX_NESTING = 4
-METADATA_MEMORY = 48 << 20  # beyond the file's own size
+METADATA_MEMORY = 48 << 20  # bytes beyond the file's own size
+ARRAY_MEMORY = 5  # bytes more for each byte of an array in the header
 _STRING_CHUNK = 8192  # strings decoded at once: 2 MiB at most
 
 # tensor types by number; those without a reader here are named so that the error can name them
@@ -157,7 +163,14 @@ class _Reader:
         """Take memory from the budget before making objects with it."""
         self.memory -= count
         if self.memory < 0:
-            self.fail(f"{what}: the metadata needs more memory than the file's size plus {METADATA_MEMORY >> 20} MiB")
+            self.fail(
+                f"{what}: the metadata needs more memory than the file's size, {METADATA_MEMORY >> 20} MiB and "
+                f"{ARRAY_MEMORY} times its arrays"
+            )
+
+    def grant(self, count: int) -> None:
+        """Bytes of an array that are in the file, before objects are made of them: they raise the budget."""
+        self.memory += ARRAY_MEMORY * count
 
     def u32(self, what: str) -> int:
         self.need(4, what)
@@ -250,6 +263,7 @@ class _Reader:
         self.numbers -= count
         if self.numbers < 0:
             self.fail(f"metadata {key!r}: more than {MAX_NUMBERS} numbers in arrays")
+        self.grant(count * size)
         self.charge(count * 40 + 64, key)
         code = "u1" if kind == BOOL else SCALARS[kind]
         values = np.frombuffer(self.view, dtype=np.dtype(code).newbyteorder("<"), count=count, offset=self.pos)
@@ -300,6 +314,7 @@ class _Reader:
         joined = region[keep]
         if np.count_nonzero(joined) != joined.size - count:
             return False
+        self.grant(pos)
         self.charge(72 * count + 2 * joined.size, key)
         try:
             result += joined.tobytes().decode().split("\0")[1:]
@@ -313,6 +328,7 @@ class _Reader:
             item = f"metadata {key!r}[{len(result)}]"
             if self.size - self.pos < 8 or self.size - self.pos - 8 < _U64.unpack_from(self.view, self.pos)[0]:
                 self.fail(f"{item} reaches beyond the end of the file")
+            self.grant(8 + min(_U64.unpack_from(self.view, self.pos)[0], 255))  # no more for a long one
             result.append(self.text(item))
 
     def nested_array(self, key: str, count: int, depth: int) -> list[Any]:

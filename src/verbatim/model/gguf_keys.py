@@ -1,0 +1,128 @@
+"""Key tables of GGUF headers (see keys.py for the three treatments).
+
+`ARCH.*` keys have one table per architecture; an unknown one is a warning where its value is off, else an error.
+`general.*`, `tokenizer.*` and other namespaces cannot change logits, so an unknown key there is a warning.
+Names are those of llama.cpp's gguf constants; tests/model/test_gguf_keys.py compares them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from verbatim.model.keys import Key, Table, followed, must_equal, no_effect
+
+POOLING = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # values of ARCH.pooling_type
+
+_FIRST: dict[str, Key] = {
+    "context_length": followed("context, and the trained length of rope scalings"),
+    "embedding_length": followed("width of the model"),
+    "block_count": followed("layers"),
+    "feed_forward_length": followed("inner width of the MLP"),
+    "attention.head_count": followed("query heads"),
+    "attention.head_count_kv": followed("key and value heads; absent: as many as query heads"),
+    "attention.causal": must_equal(True, note="attention is causal; encoders are not supported"),
+    "pooling_type": followed("how `embed` makes one vector: 1 mean, 2 cls, 3 last; others are refused by `embed`"),
+    "vocab_size": no_effect("the embedding's rows decide"),
+    "tensor_data_layout": no_effect("metadata"),
+    "rope.scaling.finetuned": no_effect("metadata"),
+    "use_parallel_residual": must_equal(False, note="attention and MLP follow one another"),
+    "attention.clamp_kqv": must_equal(0, note="queries, keys and values are not clamped"),
+    "attention.max_alibi_bias": must_equal(0, note="no ALiBi"),
+    "attention.scale": must_equal(0, note="scores are divided by the root of a head's size"),
+    "attention.output_scale": must_equal(0, 1, note="not scaled"),
+    "attention.shared_kv_layers": must_equal(0, note="every layer has its own keys and values"),
+    "logit_scale": must_equal(0, 1, note="not scaled"),
+    "residual_scale": must_equal(0, 1, note="not scaled"),
+    "embedding_scale": must_equal(0, 1, note="not scaled, except by the family's own rule"),
+    "nextn_predict_layers": must_equal(0, note="no layers that predict several tokens"),
+}
+_ROTARY: dict[str, Key] = {
+    **_FIRST,
+    "attention.key_length": followed("size of a head; absent: embedding_length / head_count"),
+    "attention.value_length": followed("checked: equal to attention.key_length"),
+    "attention.layer_norm_rms_epsilon": followed("epsilon of the norms"),
+    "attention.layer_norm_epsilon": no_effect("the norms are RMS norms"),
+    "attention.sliding_window": followed("window of every layer; 0: none"),
+    "rope.dimension_count": followed("rotated part of a head"),
+    "rope.freq_base": followed("base of the frequencies", 10000.0),
+    "rope.scaling.type": followed("none, linear, yarn or longrope; absent: linear"),
+    "rope.scaling.factor": followed("scale"),
+    "rope.scale_linear": followed("older name of rope.scaling.factor", private=True),
+    "rope.scaling.original_context_length": followed("trained length"),
+    "rope.scaling.attn_factor": followed("multiplies cosines and sines"),
+    "rope.scaling.yarn_beta_fast": followed("begin of yarn's blended band", 32.0),
+    "rope.scaling.yarn_beta_slow": followed("end of yarn's blended band", 1.0),
+    "rope.scaling.yarn_ext_factor": must_equal(-1, 1, note="yarn's band is used in full"),
+    "rope.scaling.yarn_attn_factor": must_equal(1, note="rope.scaling.attn_factor decides"),
+    "rope.scaling.yarn_log_multiplier": must_equal(0, note="yarn's own magnitude is used"),
+    "rope.scaling.alpha": must_equal(0, 1, note="no NTK scaling of the base"),
+}
+_MOE: dict[str, Key] = {
+    "expert_count": followed("experts of a layer; 0: dense"),
+    "expert_used_count": followed("experts used per token"),
+    "expert_feed_forward_length": followed("inner width of an expert"),
+    "expert_shared_count": must_equal(0, note="no shared experts"),
+    "expert_shared_feed_forward_length": must_equal(0, note="no shared experts"),
+    "expert_group_count": must_equal(0, 1, note="no groups of experts"),
+    "expert_group_used_count": must_equal(0, 1, note="no groups of experts"),
+    "expert_gating_func": must_equal(0, 1, note="softmax"),
+    "expert_weights_scale": must_equal(0, 1, note="not scaled"),
+    "expert_weights_norm": must_equal(True, note="weights of the chosen experts sum to 1"),
+    "leading_dense_block_count": must_equal(0, note="every layer is a mixture"),
+    "moe_every_n_layers": must_equal(0, 1, note="every layer is a mixture"),
+    "interleave_moe_layer_step": must_equal(0, 1, note="every layer is a mixture"),
+}
+_GEMMA = {"final_logit_softcapping": followed("cap of logits; 0: none")}
+
+GGUF_KEYS: dict[str, Table] = {
+    "llama": {**_ROTARY, **_MOE},
+    "qwen2": {**_ROTARY},
+    "qwen3": {**_ROTARY},
+    "qwen3moe": {**_ROTARY, **_MOE},
+    "gemma2": {
+        **_ROTARY,
+        **_GEMMA,
+        "attn_logit_softcapping": followed("cap of attention scores; 0: none", 50.0),
+        "final_logit_softcapping": followed("cap of logits; 0: none", 30.0),
+        "attention.sliding_window": followed("window of every other layer, from the first on", 4096),
+        "attention.sliding_window_pattern": must_equal(2, note="every other layer has a window"),
+    },
+    "gemma3": {
+        **_ROTARY,
+        **_GEMMA,
+        "attn_logit_softcapping": must_equal(0, note="llama.cpp and transformers ignore it in gemma3"),
+        "attention.sliding_window": followed("window of the sliding layers", 1024),
+        "attention.sliding_window_pattern": followed("every so many layers one is full, or one flag per layer", 6),
+        "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
+        "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
+    },
+    "phi3": {**_ROTARY},
+    "gpt2": {**_FIRST, "attention.layer_norm_epsilon": followed("epsilon of the norms")},
+}
+
+# Namespaces beside ARCH.*: what their keys are for. None of them changes logits.
+GENERAL_KEYS: dict[str, Key] = {
+    "general.architecture": followed("chooses the family"),
+    "general.alignment": followed("where the tensors lie", 32),
+    "general.type": must_equal("model", note="adapters, projectors and matrices are no models"),
+    "general.quantization_version": no_effect("metadata; tensor types decide"),
+    "general.file_type": no_effect("metadata; tensor types decide"),
+}
+NAMESPACES = {
+    "general.": "metadata",
+    "tokenizer.": "read with the tokenizer and the chat template",
+    "split.": "parts of a split model",
+    "quantize.": "metadata",
+    "imatrix.": "metadata",
+    "training.": "training only",
+}
+_METADATA = re.compile(
+    r"general\.((sampling|base_model|dataset|source|license)\b.*|name|author|version|organization|finetune|basename"
+    r"|description|quantized_by|size_label|url|doi|uuid|repo_url|tags|languages|license)"
+    r"|tokenizer\..*|split\.(no|count|tensors\.count)|quantize\.imatrix\..*|imatrix\..*|training\..*"
+)
+
+
+def is_metadata(name: str) -> bool:
+    """Whether a key outside ARCH.* is known and cannot change logits."""
+    return _METADATA.fullmatch(name) is not None

@@ -1,0 +1,289 @@
+"""Keys of configs and headers: followed, checked or refused, never dropped. The document of the tables is current."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from verbatim.base.errors import ModelError
+from verbatim.model.config_keys import CONFIG_KEYS
+from verbatim.model.families import read_config
+from verbatim.model.gguf_families import read_header
+from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
+from verbatim.model.keys_doc import document
+from verbatim.model.spec import ModelSpec
+from verbatim.testing_models import TINY_CONFIGS
+from verbatim.weights.tensor import Tensor
+
+ROOT = Path(__file__).parents[2]
+
+
+def read(family: str, context: int | None = None, **changes: Any) -> tuple[ModelSpec, tuple[str, ...]]:
+    return read_config({**TINY_CONFIGS[family], **changes}, context=context)
+
+
+def test_the_document_is_current() -> None:
+    written = (ROOT / "docs/config-keys.md").read_text("utf-8")
+    assert written == document(), "run `make config-keys`"
+
+
+def test_every_treatment_is_complete() -> None:
+    tables = [*CONFIG_KEYS.values(), *GGUF_KEYS.values(), GENERAL_KEYS]
+    for name, key in ((name, key) for table in tables for name, key in table.items()):
+        assert key.note, name
+        assert key.treatment == "must equal" or not key.values, name
+        assert key.treatment == "followed" or key.default is None, name
+
+
+@pytest.mark.parametrize("family", TINY_CONFIGS)
+def test_tiny_configs_warn_of_nothing(family: str) -> None:
+    assert read(family)[1] == ()
+
+
+# ------------------------------------------------------------------------------------------------------------ unknown
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
+def test_an_unknown_key_that_is_off_is_a_warning(value: Any) -> None:
+    (warning,) = read("llama", foo_bar=value)[1]
+    assert "foo_bar" in warning
+
+
+def test_an_unknown_private_key_is_a_warning() -> None:
+    (warning,) = read("llama", _foo=3)[1]
+    assert "_foo" in warning
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, "alibi", [1], {"a": 1}])
+def test_an_unknown_key_that_could_change_logits_is_an_error(value: Any) -> None:
+    with pytest.raises(ModelError, match=r"foo_bar is .* may change the answers; remove") as error:
+        read("llama", foo_bar=value)
+    assert error.value.file == "config.json"
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    with pytest.raises(ModelError, match=r"foo.*bar"):
+        read("llama", foo=1, bar=2)
+    with pytest.raises(ModelError, match=r"\(and 12 more\)"):
+        read("llama", **{f"k{i}": 1 for i in range(20)})
+
+
+def test_keys_of_published_configs_are_known() -> None:
+    """SmolLM2's, Llama 3's, Qwen2.5's and Phi-3's own odd keys."""
+    odd = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True}
+    odd |= {"_name_or_path": "x", "torch_dtype": "bfloat16", "pretraining_tp": 1, "auto_map": {"AutoModel": "x"}}
+    assert read("llama", **odd)[1] == ()
+    assert read("qwen2", use_mrope=False, use_sliding_window=False, max_window_layers=21, sliding_window=32768)[1] == ()
+
+
+# --------------------------------------------------------------------------------------------------------- must equal
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"is_causal": False}),
+        ("gemma3", {"is_causal": False}),
+        ("gemma2", {"use_bidirectional_attention": True}),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("llama", {"use_bidirectional_attention": True}),
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("qwen3", {"partial_rotary_factor": 0.5}),
+        ("llama", {"sliding_window": 12}),
+        ("gemma3", {"attn_logit_softcapping": 50.0}),
+        ("mistral", {"attention_bias": True}),
+        ("mixtral", {"mlp_bias": True}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("llama", {"per_layer_config": {"0": {"rms_norm_eps": 0.1}}}),
+        ("llama", {"quantization_config": {"quant_method": "gptq"}}),
+        ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}),
+        ("qwen2", {"layer_types": ["full_attention"]}),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}),  # and use_sliding_window is false
+        ("llama", {"layer_types": ["sliding_attention"] * 3}),
+        ("mistral", {"layer_types": ["full_attention"] * 3}),
+        ("gemma2", {"sliding_window": None}),
+        ("gemma2", {"final_logit_softcapping": 0.0}),
+        ("gemma3", {"_sliding_window_pattern": 2}),
+        ("gemma3", {"original_max_position_embeddings": 64}),
+        ("mixtral", {"num_experts": 7}),
+        ("gpt2", {"hidden_size": 48}),
+        ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+        ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}),
+        ("gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ],
+)
+def test_what_is_not_supported_is_named(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=next(iter(changes))):
+        read(family, **changes)
+
+
+def test_true_is_not_one() -> None:
+    with pytest.raises(ModelError, match="is_causal"):
+        read("llama", is_causal=1)
+
+
+# ----------------------------------------------------------------------------------------------------------- followed
+
+
+def test_aliases_are_followed() -> None:
+    config = {k: v for k, v in TINY_CONFIGS["gpt2"].items() if k != "n_embd"}
+    assert read_config({**config, "hidden_size": 64})[0].hidden == 64
+
+
+def test_an_absent_key_has_the_default_of_transformers_and_null_its_own_meaning() -> None:
+    config = {k: v for k, v in TINY_CONFIGS["mistral"].items() if k not in ("sliding_window", "max_position_embeddings")}
+    assert read_config(config)[0].layers[0].window == 4096
+    assert read("mistral", sliding_window=None)[0].layers[0].window is None
+    config = {k: v for k, v in TINY_CONFIGS["gemma2"].items() if k != "head_dim"}
+    spec = read_config(config)[0]
+    assert (spec.head_dim, spec.attention_softcap, spec.logit_softcap) == (256, 50.0, 30.0)
+    assert read("gemma2", attn_logit_softcapping=None)[0].attention_softcap == 0.0
+
+
+def test_gemma_ignores_hidden_act_as_transformers_does() -> None:
+    assert read("gemma3", hidden_act="silu")[0].activation == "gelu_tanh"
+    assert read("gemma3", hidden_act="silu", hidden_activation="gelu")[0].activation == "gelu"
+
+
+def test_rope_scaling_wins_over_rope_parameters() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    both, warnings = read("llama", rope_parameters=plain, rope_scaling=yarn)
+    assert both.layers == read("llama", rope_scaling=yarn)[0].layers
+    assert both.layers != read("llama", rope_parameters=plain)[0].layers
+    assert any("rope_scaling" in w and "rope_parameters" in w for w in warnings)
+
+
+def test_a_rope_key_without_effect_is_named() -> None:
+    record = {"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}
+    (warning,) = read("llama", rope_parameters=record)[1]
+    assert "rope_parameters.beta_fast" in warning
+
+
+def test_longrope_says_which_factors_it_uses() -> None:
+    record = {"rope_type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    changes = {"rope_scaling": record, "original_max_position_embeddings": 128}
+    spec, (warning,) = read("phi3", **changes)
+    assert spec.layers[0].rope is not None
+    assert spec.layers[0].rope.inv_freq[0] == 0.5
+    assert "long_factor" in warning
+    assert "context=128" in warning
+    spec, warnings = read("phi3", context=128, **changes)
+    assert spec.layers[0].rope is not None
+    assert spec.layers[0].rope.inv_freq[0] == 1.0
+    assert warnings == ()
+
+
+def test_dynamic_says_that_the_context_decides() -> None:
+    record = {"rope_type": "dynamic", "factor": 4.0}
+    assert read("llama", rope_scaling=record)[1] == ()
+    (warning,) = read("llama", context=1024, rope_scaling=record)[1]
+    assert "dynamic" in warning
+
+
+# --------------------------------------------------------------------------------------------------------------- gguf
+
+EMBED = {"token_embd.weight": Tensor("token_embd.weight", "f32", (260, 32), np.zeros(260 * 32 * 4, np.uint8))}
+
+
+def header(architecture: str, **changes: Any) -> Any:
+    keys: dict[str, Any] = {
+        "block_count": 2,
+        "context_length": 512,
+        "embedding_length": 32,
+        "feed_forward_length": 48,
+        "attention.head_count": 4,
+        "attention.layer_norm_epsilon": 1e-5,
+    }
+    if architecture != "gpt2":
+        keys["attention.layer_norm_rms_epsilon"] = 1e-5
+    if architecture == "qwen3moe":
+        keys |= {"expert_count": 4, "expert_used_count": 2}
+    plain = {name.replace("__", "."): value for name, value in changes.items()}
+    own = {f"{architecture}.{name}": value for name, value in (keys | plain).items() if not name.startswith("general.")}
+    general = {name: value for name, value in plain.items() if name.startswith("general.")}
+    return read_header({"general.architecture": architecture, **general, **own}, EMBED, file="a.gguf")
+
+
+@pytest.mark.parametrize("architecture", GGUF_KEYS)
+def test_every_architecture_refuses_bidirectional_attention(architecture: str) -> None:
+    assert header(architecture, attention__causal=True).warnings == ()
+    with pytest.raises(ModelError, match=rf"{architecture}\.attention\.causal is False"):
+        header(architecture, attention__causal=False)
+
+
+@pytest.mark.parametrize("architecture", GGUF_KEYS)
+def test_unknown_header_keys_follow_the_same_rule(architecture: str) -> None:
+    (warning,) = header(architecture, foo=0).warnings
+    assert f"{architecture}.foo" in warning
+    with pytest.raises(ModelError, match=rf"{architecture}\.foo.* is 2.5"):
+        header(architecture, foo=2.5)
+
+
+def test_keys_of_other_namespaces_are_named() -> None:
+    metadata = {"general.architecture": "llama", "qwen2.block_count": 3, "mystery": 1, "general.foo": 1, "general.name": "x"}
+    full = {f"llama.{k}": v for k, v in {"block_count": 2, "context_length": 512, "embedding_length": 32}.items()}
+    full |= {"llama.feed_forward_length": 48, "llama.attention.head_count": 4, "llama.attention.layer_norm_rms_epsilon": 1e-5}
+    warnings = read_header({**metadata, **full, "quantize.imatrix.file": "x"}, EMBED, file="a.gguf").warnings
+    assert [name for name in ("qwen2.block_count", "mystery", "general.foo") if any(name in w for w in warnings)] == [
+        *("qwen2.block_count", "mystery", "general.foo")
+    ]
+    assert len(warnings) == 3
+
+
+def test_a_file_that_is_no_model_is_named() -> None:
+    with pytest.raises(ModelError, match=r"general\.type is 'adapter'"):
+        header("llama", general__type="adapter")
+
+
+@pytest.mark.parametrize(("value", "pooling"), [(0, "none"), (1, "mean"), (2, "cls"), (3, "last"), (4, "rank")])
+def test_pooling_types_are_read(value: int, pooling: str) -> None:
+    assert header("qwen3", pooling_type=value).pooling == pooling
+    assert header("qwen3").pooling == "mean"
+
+
+def test_a_scaling_factor_without_a_type_is_linear() -> None:
+    """llama.cpp's default for an absent rope.scaling.type; none means none, whatever the factor."""
+    plain = header("llama").spec.layers[0].rope
+    scaled = header("llama", rope__scaling__factor=4.0).spec.layers[0].rope
+    assert scaled.inv_freq == tuple(f / 4 for f in plain.inv_freq)
+    assert header("llama", rope__scaling__factor=4.0, rope__scaling__type="none").spec.layers[0].rope == plain
+
+
+def test_attn_factor_multiplies_yarns_own_magnitude() -> None:
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 128}
+    own = header("llama", **yarn).spec.layers[0].rope.attention_factor
+    twice = header("llama", **yarn, rope__scaling__attn_factor=2.0).spec.layers[0].rope.attention_factor
+    assert own == pytest.approx(1 + 0.1 * np.log(4))
+    assert twice == pytest.approx(2 * own)
+
+
+def constants() -> set[str]:
+    """Every key that the gguf package names."""
+    found: set[str] = set()
+    todo: list[Any] = [gguf.constants.Keys]
+    while todo:
+        for name, value in vars(todo.pop()).items():
+            if isinstance(value, type):
+                todo.append(value)
+            elif isinstance(value, str) and not name.startswith("__"):
+                found.add(value)
+    return found
+
+
+@pytest.mark.parametrize("architecture", GGUF_KEYS)
+def test_header_tables_have_the_names_of_llama_cpp(architecture: str) -> None:
+    names = {key.replace("{arch}.", "") for key in constants() if key.startswith("{arch}.")}
+    assert sorted(n for n, k in GGUF_KEYS[architecture].items() if not k.private and n not in names) == []
+
+
+def test_every_namespace_of_llama_cpp_has_a_treatment() -> None:
+    """ARCH.* keys in no table are unknown, and refused unless off; the rest is metadata, or belongs to files that are no models."""
+    rest = {key for key in constants() if not key.startswith("{arch}.")} - set(GENERAL_KEYS)
+    other = {"adapter", "clip", "diffusion", "xielu"}
+    assert sorted(k for k in rest if k.split(".")[0] not in other and not is_metadata(k.replace("{id}", "0"))) == []

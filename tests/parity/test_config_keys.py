@@ -1,0 +1,140 @@
+"""The key tables against transformers' config classes: every key of a class is in its family's table with the same default, and
+no table has a key that transformers does not know, unless it is marked as private."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verbatim.model.config_keys import CONFIG_KEYS, ROPE_KEYS, all_rope_keys
+from verbatim.model.keys import Key
+
+pytestmark = pytest.mark.torch
+
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
+    "gemma2": "Gemma2",
+    "gemma3_text": "Gemma3Text",
+    "gemma3": "Gemma3",
+    "phi3": "Phi3",
+    "gpt2": "GPT2",
+}
+# Objects whose default the class makes: the table has none, and the parity tests compare what comes of it.
+MADE = {"rope_parameters", "text_config", "vision_config", "layer_types", "mlp_only_layers"}
+
+
+def config_class(family: str) -> Any:
+    import transformers
+
+    return getattr(transformers, f"{CLASSES[family]}Config")
+
+
+def test_every_family_has_a_table_and_a_class() -> None:
+    assert set(CONFIG_KEYS) == set(CLASSES)
+    for family in CLASSES:
+        assert config_class(family).model_type == family
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_every_key_of_the_class_is_in_the_table(family: str) -> None:
+    """Fields of the class and of its base, other names, what an instance keeps and writes, and generation settings."""
+    import transformers
+
+    kind = config_class(family)
+    keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    keys |= set(kind().to_dict()) | set(transformers.GenerationConfig._get_default_generation_params())
+    keys -= {"_post_init_done"}
+    assert sorted(keys - set(CONFIG_KEYS[family])) == []
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_defaults_are_those_of_the_class(family: str) -> None:
+    table = CONFIG_KEYS[family]
+    for field in dataclasses.fields(config_class(family)):
+        key = table[field.name]
+        if field.name in MADE or key.treatment == "no effect" or field.name == "eos_token_id":
+            continue
+        default = None if field.default is dataclasses.MISSING else field.default
+        if key.treatment == "must equal":
+            assert default is None or default in key.values, field.name
+        else:
+            assert key.default == default, field.name
+
+
+@pytest.mark.parametrize("family", [f for f in CLASSES if f not in ("gpt2", "gemma3")])
+def test_rope_defaults_are_those_of_the_class(family: str) -> None:
+    table, kind = CONFIG_KEYS[family], config_class(family)
+    made = kind().rope_parameters
+    full = made.get("full_attention", made)
+    assert table["rope_theta"].default == full["rope_theta"]
+    if family == "gemma3_text":
+        assert table["rope_local_base_freq"].default == made["sliding_attention"]["rope_theta"]
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_an_explicit_null_means_what_it_means_in_the_class(family: str) -> None:
+    """A key with a default that may also be null keeps the null."""
+    hints = {field.name: str(field.type) for field in dataclasses.fields(config_class(family))}
+    for name, key in CONFIG_KEYS[family].items():
+        if key.treatment == "followed" and key.default is not None and name in hints and name not in MADE:
+            optional = "None" in hints[name]
+            assert key.nullable == optional or name in ("num_key_value_heads", "tie_word_embeddings"), name
+
+
+def test_rope_records_have_the_keys_of_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
+
+    known = all_rope_keys()
+    assert sorted(set(RopeParameters.__annotations__) - set(known)) == []
+    foreign = {name for name, key in known.items() if not key.private} - set(RopeParameters.__annotations__)
+    assert foreign == {"type"}
+    assert set(ROPE_KEYS) - {"default"} <= set(ROPE_INIT_FUNCTIONS)
+
+
+@cache
+def words_of_transformers() -> frozenset[str]:
+    """Every identifier in the sources that read configs: the shared modules and our families' own."""
+    import transformers
+
+    root = Path(transformers.__file__).parent
+    names = ("configuration_utils", "modeling_utils", "modeling_layers", "modeling_rope_utils", "masking_utils")
+    files = [root / f"{name}.py" for name in (*names, "cache_utils", "generation/configuration_utils", "generation/utils")]
+    files += [
+        root / "tokenization_utils_base.py",
+        root / "modeling_gguf_pytorch_utils.py",
+        root / "models/auto/auto_factory.py",
+    ]
+    files += [root / "models/auto/tokenization_auto.py", root / "dynamic_module_utils.py"]
+    for family in {f.removesuffix("_text") for f in CLASSES}:
+        files += sorted((root / "models" / family).glob("*.py"))
+    text = "\n".join(file.read_text("utf-8") for file in files if file.exists())
+    return frozenset(re.findall(r"\w+", text))
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_no_table_has_a_key_that_transformers_does_not_know(family: str) -> None:
+    unknown = [n for n, k in CONFIG_KEYS[family].items() if not k.private and n not in words_of_transformers()]
+    assert unknown == []
+    known = [n for n, k in CONFIG_KEYS[family].items() if k.private and n in fields_of(family)]
+    assert known == [], "marked as private, and a key of the class"
+
+
+def fields_of(family: str) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class(family))}
+
+
+def test_a_key_of_the_class_that_is_missing_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    table: dict[str, Key] = {k: v for k, v in CONFIG_KEYS["llama"].items() if k != "mlp_bias"}
+    monkeypatch.setitem(CONFIG_KEYS, "llama", table)
+    with pytest.raises(AssertionError):
+        test_every_key_of_the_class_is_in_the_table("llama")
