@@ -7,7 +7,7 @@ PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 PROMPT ?= Name the capital of France.
 export PROMPT  # through the environment: a quote or a backtick in it is text
 CPU     = src/verbatim/backend/cpu
-NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*.cpp $(CPU)/*.h $(CPU)/*.inc $(CPU)/*/*.cpp $(CPU)/*/*.h)
+NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*/*.cpp $(CPU)/*/*.h $(CPU)/*/*.inc)
 CHECKED = src tests bench examples
 
 # What `make test` and `make test-slow-machine` run: a folder, a file, or pytest's name of a test.
@@ -43,7 +43,7 @@ test-models: $(VENV)/.dev
 
 # Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch, Triton, pytest and the build
 # tools (scikit-build-core, nanobind, CMake), and neither a network nor the other test tools. The package is built into build/gpu.
-GPU_TESTS = tests/backend tests/parity/test_score.py tests/cli/test_cli_gpu.py tests/cpu/test_native_sampler.py
+GPU_TESTS = tests/backend tests/parity/test_score.py tests/cli/test_cli_gpu.py tests/backend/cpu/test_native_sampler.py
 test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) tests/gpu_check.py
 	@echo "building verbatim into build/gpu"

@@ -21,7 +21,7 @@ import torch
 from verbatim import LLM, SamplingParams
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.base.config import EngineConfig
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.model.families import spec_from_config
 from verbatim.model.layout import layout
 from verbatim.model.load import Model

@@ -21,8 +21,8 @@ from typing import Any
 
 from verbatim import SamplingParams
 from verbatim.base.errors import VerbatimError
-from verbatim.engine.aio import AsyncEngine
-from verbatim.server.place import give_places, native_threads
+from verbatim.engine.async_engine import AsyncEngine
+from verbatim.server.process.cpu_affinity import give_places, native_threads
 
 Make = Callable[[int], dict[str, Any]]
 Figures = dict[str, list[float]]

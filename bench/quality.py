@@ -119,9 +119,9 @@ def simulated_engine(args: argparse.Namespace) -> Scorer:
 
 def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
     """The reference's operations, all rows of a window together, with activations rounded by `rules`."""
-    from verbatim.backend.batch import Batch
     from verbatim.backend.reference.blas import one_thread
     from verbatim.backend.reference.ops import Floats, ReferenceOps, soft_cap, softmax
+    from verbatim.backend.step_rows import Batch
     from verbatim.model.decoder import forward
 
     class BatchedOps(ReferenceOps):

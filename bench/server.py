@@ -39,8 +39,8 @@ CHUNK = 512  # tokens of a step: the engine's default
 BARE = """
 import asyncio, json, sys, time
 from verbatim.base.params import SamplingParams
-from verbatim.engine.aio import AsyncEngine
-from verbatim.server.place import give_places, native_threads
+from verbatim.engine.async_engine import AsyncEngine
+from verbatim.server.process.cpu_affinity import give_places, native_threads
 
 async def main(model, prompt, streams, tokens):
     before = native_threads()

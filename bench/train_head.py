@@ -102,14 +102,14 @@ class Turns:
 
 def turns_of(model: Model) -> Turns:
     """Rendered by the model's own template around a mark."""
-    from verbatim.text import chat, tokenizer
+    from verbatim.text import chat_template, tokenizer
     from verbatim.weights.gguf_file import GGUFFile
 
     source = model.source
     if isinstance(source, GGUFFile):
-        words, template = tokenizer.from_gguf(source.metadata), chat.template_from_gguf(source.metadata)
+        words, template = tokenizer.from_gguf(source.metadata), chat_template.template_from_gguf(source.metadata)
     else:
-        words, template = tokenizer.from_directory(source.path), chat.template_from_directory(source.path)
+        words, template = tokenizer.from_directory(source.path), chat_template.template_from_directory(source.path)
     if template is None:
         raise SystemExit("the model has no chat template, so it cannot talk with itself")
     mark = "QUESTION"

@@ -17,7 +17,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.backend import open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.records import StepPlan, StepResult
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 

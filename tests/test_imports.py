@@ -18,13 +18,14 @@ ROOT = Path(verbatim.__file__).parent
 # room -> rooms it may import, besides itself
 LOWEST = {"base"}
 NUMBERS = {"sampling", "model", "weights"} | LOWEST
-BELOW_ENGINE = {"speculate", "schedule", "text", "observe", "backend"} | NUMBERS
+BELOW_ENGINE = {"speculate", "schedule", "text", "grammar", "observe", "backend"} | NUMBERS
 MAY_IMPORT: dict[str, set[str]] = {
     "base": set(),
     "schedule": LOWEST,
     "text": LOWEST,
     "weights": LOWEST,
     "sampling": LOWEST,
+    "grammar": LOWEST,
     "model": {"weights"} | LOWEST,
     "observe": NUMBERS,
     "backend": NUMBERS,
@@ -32,10 +33,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": BELOW_ENGINE,
     "server": {"engine", "lens"} | BELOW_ENGINE,
     "lens": LOWEST,
-    "cli": {"server", "engine", "lens"} | BELOW_ENGINE,
+    "convert": {"text"} | NUMBERS,
+    "bench": {"engine"} | BELOW_ENGINE,
+    "cli": {"server", "engine", "lens", "convert", "bench"} | BELOW_ENGINE,
 }
 FREE = {"testing", "testing_models", "__main__", "__init__"}  # single files: public fakes and the doors
-USES_FAKES = {"server/engine_process.py"}  # the engine's own process, which a test can start with a fake engine
+USES_FAKES = {"server/process/engine_process.py"}  # the engine's own process, which a test can start with a fake engine
 
 # big libraries -> the rooms that may import them, and only inside a function or in a module loaded for that purpose
 HEAVY: dict[str, tuple[str, ...]] = {
@@ -46,7 +49,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "httptools": ("server",),
     "pydantic": ("server",),
     "msgpack": ("server", "backend"),
-    "llguidance": ("sampling/grammar.py", "sampling/translate.py"),
+    "llguidance": ("grammar/matcher.py", "grammar/translate.py"),
     "huggingface_hub": ("weights/hub.py",),
     "tokenizers": ("text",),
     "jinja2": ("text",),
@@ -67,7 +70,7 @@ NEVER = {
     "marshal",
     "shelve",
 }  # oracles; things that run a file's code
-EXEMPT = "cli/rivals/worker_"  # scripts that run a rival in the rival's own interpreter; they import nothing of ours
+EXEMPT = "bench/rivals/worker_"  # scripts that run a rival in the rival's own interpreter; they import nothing of ours
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
@@ -175,8 +178,8 @@ def test_no_import_cycle_inside_a_package() -> None:
 def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}, "f": {"a", "e"}}
     assert import_cycles(graph) == [["b", "c"], ["e"]]
-    assert "verbatim.schedule.scheduler" in module_graph(sources())["verbatim.schedule.check"]
-    assert "verbatim.server.info" in module_graph(sources())["verbatim.server.app"], "from package import module"
+    assert "verbatim.schedule.scheduler" in module_graph(sources())["verbatim.schedule.invariants"]
+    assert "verbatim.server.api.info" in module_graph(sources())["verbatim.server.app"], "from package import module"
 
 
 def test_heavy_libraries_stay_in_their_rooms() -> None:

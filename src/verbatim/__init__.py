@@ -37,12 +37,12 @@ from verbatim.base.records import (
 )
 
 if TYPE_CHECKING:
-    from verbatim.engine.aio import AsyncEngine
+    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.async_stream import AsyncStream
+    from verbatim.engine.engine_base import Message
     from verbatim.engine.llm import LLM, Prompt, Stream, Vote
-    from verbatim.engine.opened import Message
-    from verbatim.engine.parts import Progress
-    from verbatim.engine.readers import AsyncStream
-    from verbatim.engine.score import Score
+    from verbatim.engine.loaded_model import Progress
+    from verbatim.engine.scoring import Score
 
 __version__ = "0.1.0"
 __all__ = [
@@ -82,11 +82,11 @@ __all__ = [
 
 _LAZY = {
     **dict.fromkeys(("LLM", "Prompt", "Stream", "Vote"), "verbatim.engine.llm"),
-    "AsyncEngine": "verbatim.engine.aio",
-    "AsyncStream": "verbatim.engine.readers",
-    "Message": "verbatim.engine.opened",
-    "Progress": "verbatim.engine.parts",
-    "Score": "verbatim.engine.score",
+    "AsyncEngine": "verbatim.engine.async_engine",
+    "AsyncStream": "verbatim.engine.async_stream",
+    "Message": "verbatim.engine.engine_base",
+    "Progress": "verbatim.engine.loaded_model",
+    "Score": "verbatim.engine.scoring",
 }
 
 

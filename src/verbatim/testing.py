@@ -20,7 +20,7 @@ import numpy as np
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -253,7 +253,7 @@ class ChatByteTokenizer(ByteTokenizer):
     """A ByteTokenizer that a ChatTemplate can be used with."""
 
     def __init__(self) -> None:
-        from verbatim.text.control import ControlFinder
+        from verbatim.text.control_tokens import ControlFinder
 
         super().__init__()
         self.finder = ControlFinder(self.control_tokens)
@@ -268,7 +268,7 @@ class ChatByteTokenizer(ByteTokenizer):
 def server_parts(options: str) -> Parts:
     """What `verbatim serve --test-engine OPTIONS` serves: "pipeline" (the real sampler) or "hash", then pause=SECONDS,
     gate=FILE, context=TOKENS."""
-    from verbatim.text.chat import ChatTemplate
+    from verbatim.text.chat_template import ChatTemplate
 
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)

@@ -21,21 +21,21 @@ import triton.language as tl
 from plans import BLOCKS, Blocks, run, same, whole
 
 from verbatim.backend import gpu, open_backend
-from verbatim.backend.batch import make_batch
 from verbatim.backend.cuda import backend as cuda_backend
-from verbatim.backend.cuda import jit, kernels, screen
-from verbatim.backend.cuda.ahead import Ahead, Begun, goes_on
+from verbatim.backend.cuda import gpu_sampler, jit, kernels
 from verbatim.backend.cuda.backend import Sheet, _sampler
 from verbatim.backend.cuda.device import kernel_ran
+from verbatim.backend.cuda.gpu_sampler import Answer, Screen
 from verbatim.backend.cuda.kernels import Runs
-from verbatim.backend.cuda.screen import Answer, Screen
+from verbatim.backend.cuda.overlap import Ahead, Begun, goes_on
 from verbatim.backend.protocol import Backend
+from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.engine.llm import LLM
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.numerics import log
@@ -270,8 +270,8 @@ def test_a_step_begun_ahead_changes_nothing(
     windows: tuple[int | None, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device.type == "cpu":  # fewer programs for the interpreter; compiled, 16 rows would not fit the registers
-        monkeypatch.setattr(screen, "ROWS", 16)
-    monkeypatch.setattr(screen, "SLACK", 0.3)  # many draws are left open, and are made again
+        monkeypatch.setattr(gpu_sampler, "ROWS", 16)
+    monkeypatch.setattr(gpu_sampler, "SLACK", 0.3)  # many draws are left open, and are made again
     plain, ahead = hashed(windows, monkeypatch), hashed(windows, monkeypatch)
     monkeypatch.setattr(plain._ahead, "steady", lambda *_: False)
     taken, begun, answered = 0, 0, ahead._answered
@@ -365,8 +365,8 @@ VOCAB = 701  # three chunks of the interpreter's, the last one short
 @pytest.fixture
 def screened(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Screen:
     if device.type == "cpu":  # many rows a program: the interpreter pays for programs, not for numbers
-        monkeypatch.setattr(screen, "ROWS", 1024)
-        monkeypatch.setattr(screen, "CHUNK", 256)
+        monkeypatch.setattr(gpu_sampler, "ROWS", 1024)
+        monkeypatch.setattr(gpu_sampler, "CHUNK", 256)
     return Screen(VOCAB, device)
 
 
@@ -463,8 +463,8 @@ def test_screen_leaves_near_ties_open(screened: Screen, device: torch.device) ->
     found = np.array(screened(torch.from_numpy(logits).to(device), rows))
     drawn = np.array([one.token for one in _sampler(EngineConfig(threads=2))(logits, rows)])
     assert ((found == -1) | (found == drawn)).all()
-    assert (found[gaps < 0.8 * screen.SLACK] == -1).all()
-    assert (found[gaps > 1.2 * screen.SLACK] >= 0).all()
+    assert (found[gaps < 0.8 * gpu_sampler.SLACK] == -1).all()
+    assert (found[gaps > 1.2 * gpu_sampler.SLACK] >= 0).all()
     assert (gaps < 1e-6).sum() > 50
 
 
@@ -493,9 +493,9 @@ def test_screen_knows_every_parameter() -> None:
     """A new parameter of the sampler must be told apart here and in asked_of, or the device would pass over it."""
     assert ELSEWHERE | set(REFUSED) == set(FIELDS)
     for name, value in REFUSED.items():
-        assert screen.asked_of(SamplingParams().with_(**{name: value})) == screen.HOST, name
-    assert screen.asked_of(SamplingParams(temperature=0.5)) == (2.0, screen.SLACK)
-    assert screen.asked_of(SamplingParams(temperature=0.0, top_p=0.5)) == screen.ARGMAX
+        assert gpu_sampler.asked_of(SamplingParams().with_(**{name: value})) == gpu_sampler.HOST, name
+    assert gpu_sampler.asked_of(SamplingParams(temperature=0.5)) == (2.0, gpu_sampler.SLACK)
+    assert gpu_sampler.asked_of(SamplingParams(temperature=0.0, top_p=0.5)) == gpu_sampler.ARGMAX
 
 
 def test_rows_are_drawn_where_they_can_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,8 @@ def train_tokenizer(directory: Path, vocab: int = 320) -> None:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of tiny.gguf."""
-    from verbatim.cli.export_model import model_metadata, model_tensors
-    from verbatim.cli.export_words import tokenizer_metadata
+    from verbatim.convert.export_model import model_metadata, model_tensors
+    from verbatim.convert.export_tokenizer import tokenizer_metadata
     from verbatim.testing_models import tiny_model
     from verbatim.text.tokenizer import from_directory
     from verbatim.weights.gguf_write import write_gguf

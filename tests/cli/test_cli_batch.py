@@ -88,7 +88,7 @@ async def test_an_engine_that_does_not_come_back_ends_the_batch(monkeypatch: pyt
 
 def test_more_than_the_server_takes_at_once(verbatim: Call, tmp_path: Path) -> None:
     """The real handlers: few answers with rows may be open at once."""
-    from verbatim.server.state import MAX_ROWS
+    from verbatim.server.server_state import MAX_ROWS
 
     rows = {"explain": 1, "receipt": True, "explain_rows": True, "max_tokens": 12, "ignore_eos": True}
     lines = [request(f"c{i}", **rows) for i in range(2 * MAX_ROWS)]

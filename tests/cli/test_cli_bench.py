@@ -14,8 +14,8 @@ import pytest
 from cli_said import Call
 
 from verbatim.base.errors import BackendError
-from verbatim.cli import measure
-from verbatim.cli.rivals import client
+from verbatim.bench import measure
+from verbatim.bench.rivals import client
 from verbatim.observe.plot import Chart, Line, draw, figure
 from verbatim.observe.roofline import CostCard, Limits, cost_card, load_limits, measure_limits, native_probes, save_limits
 

@@ -13,9 +13,9 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.cli import convert
-from verbatim.cli.export_model import check_round_trip, model_metadata, model_tensors
-from verbatim.cli.export_words import tokenizer_metadata
 from verbatim.cli.main import main
+from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
+from verbatim.convert.export_tokenizer import tokenizer_metadata
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import FAMILIES, tiny_model
 from verbatim.text.tokenizer import from_directory, from_gguf

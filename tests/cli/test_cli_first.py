@@ -203,7 +203,7 @@ def test_nothing_is_advised_that_cannot_be(tiny: Path) -> None:
 def test_a_what_if_that_cannot_be_is_refused_before_the_model_runs(
     verbatim: Call, flags: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.cli.session.open_llm", lambda *_, **__: pytest.fail("the model was opened"))
+    monkeypatch.setattr("verbatim.cli.open_model.open_llm", lambda *_, **__: pytest.fail("the model was opened"))
     said = verbatim("explain", *flags, "the")
     assert said.code == 2
     assert wanted in said.err

@@ -11,9 +11,9 @@ from cli_said import Call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verbatim.cli.speculation import LENGTHS, _between, walk
+from verbatim.bench.speculation import LENGTHS, _between, walk
 from verbatim.speculate.ngram import NgramProposer
-from verbatim.speculate.protocol import Draft
+from verbatim.speculate.proposer import Draft
 from verbatim.speculate.suffix import SuffixProposer
 
 

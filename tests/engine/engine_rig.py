@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from verbatim.base.config import EngineConfig
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.testing import ByteTokenizer, fake_parts
 from verbatim.testing_models import tiny_model
 

@@ -8,7 +8,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.engine.core import EngineCore
-from verbatim.schedule.check import check_scheduler
+from verbatim.schedule.invariants import check_scheduler
 from verbatim.testing import fake_parts
 
 ABORTS = 10_000

@@ -15,8 +15,8 @@ from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.aio import CALM_SECONDS
-from verbatim.engine.workers import Workers
+from verbatim.engine.async_engine import CALM_SECONDS
+from verbatim.engine.fair_pool import Workers
 from verbatim.testing import PacedBackend, fake_parts
 
 OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
@@ -432,7 +432,7 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
 
     parts = fake_parts()
     if what == "prepare":
-        monkeypatch.setattr("verbatim.engine.aio.prepare", slow)
+        monkeypatch.setattr("verbatim.engine.async_engine.prepare", slow)
     else:
         monkeypatch.setattr(parts.tokenizer, "encode", slow)
     e = AsyncEngine.from_parts(parts, **OPTIONS)
@@ -510,8 +510,8 @@ async def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
 
 
 async def test_both_front_doors_open_a_model_alike() -> None:
-    """LLM and AsyncEngine take the same words and tell the same facts, out of one place (engine/opened.py)."""
-    from verbatim.engine.opened import OpenedModel
+    """LLM and AsyncEngine take the same words and tell the same facts, out of one place (engine/engine_base.py)."""
+    from verbatim.engine.engine_base import OpenedModel
 
     for name in ("__init__", "tokenizer", "context", "has_template", "fingerprint", "encode_chat", "stats"):
         assert getattr(LLM, name) is getattr(AsyncEngine, name) is getattr(OpenedModel, name), name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.engine.loop import EVERY, LEAST, LONGEST, TIMES, LoopDetector, loop_length
+from verbatim.engine.loop_detector import EVERY, LEAST, LONGEST, TIMES, LoopDetector, loop_length
 
 
 def by_definition(tokens: list[int]) -> int:

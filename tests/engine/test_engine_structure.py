@@ -16,9 +16,10 @@ from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.records import Completion
 from verbatim.engine.core import EngineCore
-from verbatim.sampling import grammar, own
-from verbatim.sampling.compile_pool import CompilePool
-from verbatim.sampling.grammar import Matcher, Structure
+from verbatim.grammar import matcher as matcher_module
+from verbatim.grammar import private_matcher
+from verbatim.grammar.compile_pool import CompilePool
+from verbatim.grammar.matcher import Matcher, Structure
 from verbatim.testing import fake_parts
 
 pytest.importorskip("llguidance")
@@ -42,15 +43,15 @@ ASKED: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def patient_pool() -> Iterator[CompilePool]:
     """The limits on memory and CPU time are the real ones; the wall clock decides nothing."""
-    pool = CompilePool(grammar.LIMITS, timeout=3600.0)
+    pool = CompilePool(matcher_module.LIMITS, timeout=3600.0)
     yield pool
     pool.close()
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None:
-    monkeypatch.setattr(grammar, "PATIENCE", 3600.0)
-    monkeypatch.setattr(grammar, "_pool", patient_pool)
+    monkeypatch.setattr(matcher_module, "PATIENCE", 3600.0)
+    monkeypatch.setattr(matcher_module, "_pool", patient_pool)
 
 
 def fake_llm(**options: Any) -> LLM:
@@ -146,7 +147,7 @@ def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> No
 @pytest.mark.parametrize("states", [150, 25_000])
 def test_guesses_use_up_nothing_of_what_answers_share(monkeypatch: pytest.MonkeyPatch, mode: str, states: int) -> None:
     """A structure whose texts need ever more states of a lexer: an answer that ends for it ends at the same token with drafts, and no earlier."""
-    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", states)
+    monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", states)
     asked = [SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=120, seed=i, logit_bias={99: -100}) for i in range(3)]
     found = []
     for way in ("off", mode):
@@ -168,12 +169,12 @@ Answers = list[list[tuple[tuple[int, ...], Any]]]
 
 
 def grown(seeds: Sequence[int], n: int = 1, **options: Any) -> Answers:
-    grammar._KEPT.clear()
+    matcher_module._KEPT.clear()
     llm = fake_llm(**options)
     llm.core.drafting.adaptive = False
     done = llm.generate(["ab"] * len(seeds), [replace(GROWING, seed=seed, n=n) for seed in seeds])
     llm.check()
-    grammar._KEPT.clear()
+    matcher_module._KEPT.clear()
     return [[(tuple(c.token_ids), c.finish) for c in one.choices] for one in done]
 
 
@@ -182,7 +183,7 @@ def test_where_an_answer_becomes_too_complex_is_told_by_its_own_text(
     monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     """Copies and neighbours use up one lexer together, drafts change the pace, making one anew takes a moment or a while: the same tokens and ends as alone."""
-    monkeypatch.setitem(grammar.LIMITS, limit, most)
+    monkeypatch.setitem(matcher_module.LIMITS, limit, most)
     alone = [grown([seed])[0] for seed in range(5)]
     assert {answer[0][1].reason for answer in alone} == {"error"}
     assert len({len(answer[0][0]) for answer in alone}) > 1
@@ -211,18 +212,18 @@ def test_where_an_answer_becomes_too_complex_is_told_by_its_own_text(
 
 def test_texts_together_may_need_more_than_one_lexer_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them alone does: all come to their ends, and a lexer that has lasted is replaced as often as it takes."""
-    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 250)
+    monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 250)
     together = grown([3], n=8)[0]
     assert {finish.reason for _, finish in together} == {"length"}
-    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 120)
+    monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 120)
     assert {finish.reason for _, finish in grown([3], n=2)[0]} == {"error"}
-    monkeypatch.setattr(own, "STRETCH", 8)
+    monkeypatch.setattr(private_matcher, "STRETCH", 8)
     assert grown([3], n=8)[0] == together
 
 
 def test_others_go_on_while_a_structure_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pauses until its neighbour has written all of its text. An abort does not wait, either."""
-    monkeypatch.setitem(grammar.LIMITS, "max_lexer_states", 250)
+    monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 250)
     plain, neighbour = grown([1, 2]), fake_llm().generate("neighbour", SamplingParams(max_tokens=150, seed=1))
     go, honest = threading.Event(), Structure.own
 
@@ -262,10 +263,10 @@ def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(monkeypatch: pyt
     assert len(plain.choices[0].token_ids) == 32
     llm, honest, paused = fake_llm(speculate=mode), Matcher.advance, []
     llm.core.drafting.adaptive = False
-    lib = grammar._llguidance("regex")
-    limits = lib.LLParserLimits(**grammar.LIMITS | {"step_lexer_fuel": 1})
+    lib = matcher_module._llguidance("regex")
+    limits = lib.LLParserLimits(**matcher_module.LIMITS | {"step_lexer_fuel": 1})
     grown = lib.LLMatcher.grammar_from_regex(str(GROWING.regex))
-    broken = lib.LLMatcher(grammar._tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits)
+    broken = lib.LLMatcher(matcher_module._tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits)
     while not broken.is_error():
         broken.compute_bitmask()
         broken.consume_token(97)

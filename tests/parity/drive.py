@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.backend.batch import make_batch
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.backend.reference.ops import ReferenceOps
+from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.model.decoder import forward

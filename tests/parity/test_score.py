@@ -11,7 +11,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.backend import gpu, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import FAMILIES, tiny_model
 

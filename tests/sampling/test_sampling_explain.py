@@ -12,7 +12,7 @@ from sampling_rows import bits, make_row, sample, softmax
 
 from verbatim.base.errors import ParameterError, RequestError
 from verbatim.base.params import SamplingParams
-from verbatim.observe import explain
+from verbatim.observe import explanation
 from verbatim.sampling.draw import gumbel, noise_key
 from verbatim.sampling.pipeline import sample_rows
 
@@ -152,7 +152,7 @@ CHANGES: list[dict[str, Any]] = [
 def test_a_what_if_is_what_the_sampler_would_have_drawn(changes: dict[str, Any]) -> None:
     params = SamplingParams(explain=4, receipt=True, top_p=0.95)
     records, logits = recorded(params)
-    found = explain.what_if(records, params, changes, prompt_ids=PROMPT, breakers=())
+    found = explanation.what_if(records, params, changes, prompt_ids=PROMPT, breakers=())
     text = PROMPT
     for result, row, record in zip(found, logits, records, strict=True):
         key = noise_key(changes.get("seed", 5))
@@ -167,13 +167,13 @@ def test_a_what_if_is_what_the_sampler_would_have_drawn(changes: dict[str, Any])
 def test_a_what_if_without_changes_is_the_answer_itself() -> None:
     params = SamplingParams(explain=4, receipt=True, top_p=0.9, repetition_penalty=1.1)
     records, _ = recorded(params)
-    assert not any(r.changed for r in explain.what_if(records, params, {}, prompt_ids=PROMPT))
+    assert not any(r.changed for r in explanation.what_if(records, params, {}, prompt_ids=PROMPT))
 
 
 def test_a_what_if_keeps_the_grammars_mask() -> None:
     params = SamplingParams(explain=2, receipt=True, regex="a")
     records, _ = recorded(params, mask=bits([5, 6, 7], 200))
-    again = explain.what_if(records, params, {"temperature": 50.0})
+    again = explanation.what_if(records, params, {"temperature": 50.0})
     assert {r.after for r in again} <= {5, 6, 7}
 
 
@@ -182,26 +182,26 @@ def test_a_what_if_refuses_rather_than_guess() -> None:
     records, _ = recorded(params)
     short, _ = recorded(SamplingParams(explain=4))
     with pytest.raises(RequestError, match="whole row"):
-        explain.what_if(short, params, {"top_k": 2})
+        explanation.what_if(short, params, {"top_k": 2})
     with pytest.raises(RequestError, match="prompt_ids"):
-        explain.what_if(records, params, {"repetition_penalty": 1.5})
+        explanation.what_if(records, params, {"repetition_penalty": 1.5})
     with pytest.raises(RequestError, match="missing before"):
-        explain.what_if(records[1:], params, {"repetition_penalty": 1.5}, prompt_ids=PROMPT)
+        explanation.what_if(records[1:], params, {"repetition_penalty": 1.5}, prompt_ids=PROMPT)
     with pytest.raises(ParameterError, match="dry_breakers"):
-        explain.what_if(records, params, {"dry_multiplier": 1.0}, prompt_ids=PROMPT)
+        explanation.what_if(records, params, {"dry_multiplier": 1.0}, prompt_ids=PROMPT)
     with pytest.raises(ParameterError, match="min_tokens"):
-        explain.what_if(records, params, {"min_tokens": 3})
+        explanation.what_if(records, params, {"min_tokens": 3})
     with pytest.raises(ParameterError, match="max_tokens"):
-        explain.what_if(records, params, {"max_tokens": 3})
+        explanation.what_if(records, params, {"max_tokens": 3})
     with pytest.raises(ParameterError, match="no such"):
-        explain.what_if(records, params, {"temprature": 3})
+        explanation.what_if(records, params, {"temprature": 3})
     with pytest.raises(RequestError, match="not the settings"):
-        explain.what_if(records, params.with_(temperature=30.0), {"top_k": 2})
+        explanation.what_if(records, params.with_(temperature=30.0), {"top_k": 2})
     damaged = [{**records[0], "row": records[0]["row"][:40]}]
     with pytest.raises(RequestError, match="damaged"):
-        explain.what_if(damaged, params, {"top_k": 2})
+        explanation.what_if(damaged, params, {"top_k": 2})
     with pytest.raises(RequestError, match="nothing to draw"):
-        explain.what_if(records, params, {"allowed_token_ids": [7], "no_repeat_ngram": 1}, prompt_ids=PROMPT)
+        explanation.what_if(records, params, {"allowed_token_ids": [7], "no_repeat_ngram": 1}, prompt_ids=PROMPT)
 
 
 # ---------------------------------------------------------------------------------------------------------------- tables
@@ -210,14 +210,14 @@ def test_a_what_if_refuses_rather_than_guess() -> None:
 def test_tables_are_readable() -> None:
     params = SamplingParams(explain=4, receipt=True, top_k=2, repetition_penalty=1.5, seed=1)
     records, _ = recorded(params, count=2)
-    page = explain.render(records[0], lambda i: f"w{i}")
+    page = explanation.render(records[0], lambda i: f"w{i}")
     lines = page.splitlines()
     assert lines[0].startswith(f"position 4  'w{records[0]['token']}' ({records[0]['token']})  p ")
     assert any(line.split()[:3] == ["top_k", "198", "2"] for line in lines)
     assert sum(line.lstrip().startswith("*") for line in lines) <= 1
     assert all(line == line.rstrip() for line in lines)
-    again = explain.what_if(records, params, {"temperature": 0}, prompt_ids=PROMPT)
-    assert explain.render_what_if(again, str).splitlines()[-1].endswith("of 2 tokens would differ")
+    again = explanation.what_if(records, params, {"temperature": 0}, prompt_ids=PROMPT)
+    assert explanation.render_what_if(again, str).splitlines()[-1].endswith("of 2 tokens would differ")
     beams = sample(RNG.normal(size=20), SamplingParams(num_beams=2, explain=2), beam=2).explain
     assert beams is not None
     assert beams["token"] is None

@@ -12,7 +12,7 @@ import pytest
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
 from verbatim.base.params import FIELDS, Field, SamplingParams
-from verbatim.sampling.advice import warnings_for
+from verbatim.sampling.warnings import warnings_for
 
 WRONG_KIND: dict[str, list[Any]] = {
     "int": [1.5, "3", True, [], {}, b"1", math.nan, 2**63, -(2**64), 10**30, 10**5000],

@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan, TokenEvent
-from verbatim.schedule.check import check_scheduler
-from verbatim.schedule.cost import TokenCost
+from verbatim.schedule.invariants import check_scheduler
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
+from verbatim.schedule.token_cost import TokenCost
 from verbatim.testing import FakeBackend, fake_spec, mix
 
 EOS = 7

@@ -13,7 +13,7 @@ import pytest
 from schedule_rig import Rig
 
 from verbatim.base.records import StepPlan
-from verbatim.schedule.check import check_scheduler
+from verbatim.schedule.invariants import check_scheduler
 from verbatim.schedule.sequence import Sequence
 
 Plant = Callable[[Rig, random.Random], bool]  # True: the fault has happened, or is armed and will

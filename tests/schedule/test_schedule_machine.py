@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from schedule_rig import Rig
 
-from verbatim.schedule.check import check_scheduler
-from verbatim.schedule.cost import TokenCost
+from verbatim.schedule.invariants import check_scheduler
+from verbatim.schedule.token_cost import TokenCost
 
 WINDOWS = [(None,), (None, 9), (6,), (None, 5, 17)]
 

@@ -7,9 +7,9 @@ from schedule_rig import EOS, Rig
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.params import SamplingParams
-from verbatim.schedule.cost import ATTENTION_WEIGHT, TokenCost
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import Sequence
+from verbatim.schedule.token_cost import ATTENTION_WEIGHT, TokenCost
 
 
 def computed(rig: Rig, seq: Sequence) -> int:

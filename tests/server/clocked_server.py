@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 from verbatim.cli.main import main
-from verbatim.server import serve as server
-from verbatim.server.http import HttpProtocol
+from verbatim.server import http_process as server
+from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import set_up_logs
 from verbatim.server.settings import Settings
 

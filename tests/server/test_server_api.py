@@ -15,7 +15,7 @@ from streams import stream
 
 from eventually import HANG_SECONDS
 from verbatim import LLM, SamplingParams
-from verbatim.server.store import Store
+from verbatim.server.answer_store import Store
 
 pytestmark = pytest.mark.server
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
@@ -727,10 +727,10 @@ def test_the_models_own_end_is_never_a_stop_sequence(real: Any, stream: bool) ->
 
 def test_text_after_a_call_stays_behind_it(fake: Any) -> None:
     """What this server writes comes back in the next turn: any order of blocks is taken, and none is moved."""
-    call = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+    request_context = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
     said: dict[str, Any] = {"type": "text", "text": "and so"}
     tokens = []
-    for blocks in ([said, call], [call, said]):
+    for blocks in ([said, request_context], [request_context, said]):
         talk = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": blocks},
@@ -781,7 +781,7 @@ def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: 
     from collections.abc import AsyncIterator
     from types import SimpleNamespace
 
-    from verbatim.server import anthropic, call, ollama
+    from verbatim.server.api import anthropic, ollama, request_context
 
     async def events() -> AsyncIterator[bytes]:
         yield b"one"
@@ -797,8 +797,8 @@ def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: 
 
     state = SimpleNamespace(limits=SimpleNamespace(request_seconds=600), clock=lambda: 0.0)
     of: Any = SimpleNamespace(id="req_1", arrived=0.0, runs=[], state=state, close=lambda: None, deadline=None)
-    failed = {"openai": call.error_event, "anthropic": anthropic.error_event, "ollama": ollama.error_line}[protocol]
-    asyncio.run(call.EventStream(of, events(), failed)({}, receive, send))
+    failed = {"openai": request_context.error_event, "anthropic": anthropic.error_event, "ollama": ollama.error_line}[protocol]
+    asyncio.run(request_context.EventStream(of, events(), failed)({}, receive, send))
     assert sent[1] == b"one"
     assert sent[-1] == b""  # the body ends as it should
     (told,) = sent[2:-1]

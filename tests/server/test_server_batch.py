@@ -193,7 +193,7 @@ ROUTES = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
 def test_every_token_is_explained_and_rows_come_when_asked_for(fake: Any, path: str, stream: bool) -> None:
-    from verbatim.observe.explain import what_if
+    from verbatim.observe.explanation import what_if
 
     params = {"explain": 3, "receipt": True, "seed": 4, "temperature": 0.9, "regex": "[a-z]{20}"}
     plain = explanations(fake, path, {**ROUTES[path], **params}, stream)
@@ -234,7 +234,7 @@ def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
 
 def test_few_answers_with_rows_run_at_once(fake: Any) -> None:
     """Each is large in both processes; and their room is given back, however they end."""
-    from verbatim.server.state import MAX_ROWS
+    from verbatim.server.server_state import MAX_ROWS
 
     body = {"model": "m", "prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "explain": 1, "receipt": True}
     with contextlib.ExitStack() as stack:
@@ -249,7 +249,7 @@ def test_few_answers_with_rows_run_at_once(fake: Any) -> None:
 
 
 def test_rows_that_nobody_asked_for_are_not_kept() -> None:
-    from verbatim.server.results import drop_rows
+    from verbatim.server.process.results import drop_rows
 
     with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
         stream = llm.stream("x", SamplingParams(max_tokens=4, explain=1, receipt=True, ignore_eos=True))

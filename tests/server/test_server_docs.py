@@ -20,18 +20,18 @@ from typing import Any, cast, get_type_hints
 
 import pytest
 
-from verbatim.server import ledger as ledger_of
-from verbatim.server.fields import PROTOCOLS, QUERIES
-from verbatim.server.problems import CODES
+from verbatim.server.api.api_errors import CODES
+from verbatim.server.api.field_table import PROTOCOLS, QUERIES
+from verbatim.server.process import ledger as ledger_of
+from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import limits_table
-from verbatim.server.supervisor import Supervisor
 
 ROOT = Path(__file__).parents[2]
 WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
 
 HEAD = """# Every field of every protocol
 
-Made from `src/verbatim/server/fields.py`, the table that also checks the requests; a test keeps this page true.
+Made from `src/verbatim/server/api/field_table.py`, the table that also checks the requests; a test keeps this page true.
 
 - **honoured**: it shapes the answer, as its protocol says.
 - **label**: kept with the request (log, stored object); it has no meaning for the tokens.
@@ -154,8 +154,8 @@ def test_the_index_of_failures_names_tests_that_exist() -> None:
 
 
 def metric_names() -> set[str]:
-    from verbatim.observe.metrics import EngineMetrics
-    from verbatim.server.metrics import Metrics
+    from verbatim.observe.engine_metrics import EngineMetrics
+    from verbatim.server.http_metrics import Metrics
 
     async def everything() -> str:
         metrics, ledger = Metrics(), ledger_of.Ledger()

@@ -17,8 +17,8 @@ from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, VerbatimError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.readers import Feed
-from verbatim.server.place import give_places, native_threads
+from verbatim.engine.async_stream import Feed
+from verbatim.server.process.cpu_affinity import give_places, native_threads
 from verbatim.testing import FakeBackend, fake_parts
 
 PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)

@@ -18,9 +18,9 @@ from live_server import Live
 
 from eventually import HANG_SECONDS
 from verbatim.base.params import FIELDS
-from verbatim.server.check import check, parse_json, request_model, too_many_values
-from verbatim.server.fields import PROTOCOLS
-from verbatim.server.problems import Problem
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.field_table import PROTOCOLS
+from verbatim.server.api.validate import check, parse_json, request_model, too_many_values
 
 pytestmark = pytest.mark.server
 

@@ -11,8 +11,9 @@ import pytest
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish, Timings, Usage
-from verbatim.server import messages, wire
-from verbatim.server.messages import (
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.process import messages, wire
+from verbatim.server.process.messages import (
     Abort,
     Accepted,
     Close,
@@ -42,8 +43,7 @@ from verbatim.server.messages import (
     decode_to_engine,
     encode,
 )
-from verbatim.server.problems import Problem
-from verbatim.server.results import wire_finish
+from verbatim.server.process.results import wire_finish
 
 FINISH = WireFinish("stop", "\n\n", stop_string=True)
 LOGPROBS = [WireLogprob(7, None, b"\xff", None), WireLogprob(8, -0.5, b"a", [TopLogprob(9, -1.5, b"b")])]

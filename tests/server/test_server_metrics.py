@@ -10,9 +10,9 @@ from live_server import Live
 from prometheus_client.parser import text_string_to_metric_families
 
 import verbatim
-from verbatim.server.ledger import Ledger
-from verbatim.server.metrics import Metrics
-from verbatim.server.supervisor import Supervisor
+from verbatim.server.http_metrics import Metrics
+from verbatim.server.process.ledger import Ledger
+from verbatim.server.process.supervisor import Supervisor
 
 
 def scrape(text: str) -> dict[tuple[str, ...], float]:

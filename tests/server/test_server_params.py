@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 import verbatim
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.server.parts import OLLAMA_PARAMS, OllamaOptions, type_of
+from verbatim.server.api.schemas import OLLAMA_PARAMS, OllamaOptions, type_of
 
 ROOT = Path(verbatim.__file__).parent
 NUMBERS = [name for name, rule in FIELDS.items() if rule.kind in ("int", "float")]

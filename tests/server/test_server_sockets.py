@@ -15,7 +15,7 @@ from live_server import Gate, Live, check_ledger, resident
 from streams import stream
 
 from eventually import HANG_SECONDS, eventually
-from verbatim.server.http import GOODBYE_SECONDS, HttpProtocol
+from verbatim.server.http.connection import GOODBYE_SECONDS, HttpProtocol
 
 pytestmark = pytest.mark.server
 

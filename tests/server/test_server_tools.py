@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verbatim.server.messages import Generate, ModelFacts, decode_to_engine, encode
-from verbatim.server.toolformat import detect_format
-from verbatim.server.tools import ToolParser, forced_schema, read_calls, template_messages
+from verbatim.server.api.tool_format import detect_format
+from verbatim.server.api.tools import ToolParser, forced_schema, read_calls, template_messages
+from verbatim.server.process.messages import Generate, ModelFacts, decode_to_engine, encode
 
 NAMES = {"get_weather", "add"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
@@ -151,7 +151,7 @@ def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
 
 
 def test_thoughts_and_names_reach_the_template() -> None:
-    from verbatim.server.ollama import messages_of
+    from verbatim.server.api.ollama import messages_of
 
     said = [{"role": "assistant", "content": "yes", "reasoning_content": "hm", "name": "Ada"}]
     assert template_messages(said, [], ALL_TOOLS) == said
@@ -160,7 +160,7 @@ def test_thoughts_and_names_reach_the_template() -> None:
 
 
 def test_nothing_of_a_message_is_dropped() -> None:
-    from verbatim.server.anthropic import chat_messages
+    from verbatim.server.api.anthropic import chat_messages
 
     def told(**message: Any) -> Any:
         return template_messages([{"role": "assistant", **message}], [], NO_TOOLS)[0]["content"]
@@ -234,8 +234,8 @@ def test_a_result_may_repeat_the_name_of_its_call_and_no_other(fake: Any) -> Non
 
 
 def test_a_message_keeps_the_clients_number_where_ours_stands_before_it() -> None:
-    from verbatim.server.asks import renamed
-    from verbatim.server.problems import Problem
+    from verbatim.server.api.api_errors import Problem
+    from verbatim.server.api.to_params import renamed
 
     problem = Problem("unsupported_parameter", "messages[2].name: why", "messages[2].name")
     assert (renamed(problem, {}, 1).param, renamed(problem, {}, 1).message) == ("messages[1].name", "messages[1].name: why")
@@ -384,7 +384,7 @@ def test_odd_arguments_lose_nothing_and_cost_no_5xx(fake: Any, arguments: str) -
 
 @pytest.mark.parametrize("arguments", ODD)
 def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
-    from verbatim.server import anthropic
+    from verbatim.server.api import anthropic
 
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     talk = [{"role": "assistant", "tool_calls": [call]}]

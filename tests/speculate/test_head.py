@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from mixed_requests import answer, random_params, random_prompt
 
-from verbatim.backend.batch import make_batch
+from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.engine.llm import LLM
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.model.draft_head import ARCHITECTURE, SCALES, DraftHead, find_head, guess, read_head, write_head
 from verbatim.model.load import Model, load_model
-from verbatim.speculate.adapt import MARGIN, Speculator
+from verbatim.speculate.draft_budget import DEBT, SHARE, START
+from verbatim.speculate.draft_policy import MARGIN, Speculator
 from verbatim.speculate.head import DEEPEST, HeadProposer
-from verbatim.speculate.protocol import Draft, SeqView
-from verbatim.speculate.purse import DEBT, SHARE, START
+from verbatim.speculate.proposer import Draft, SeqView
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 from verbatim.weights.gguf import read_gguf

@@ -17,10 +17,10 @@ from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish
 from verbatim.engine.llm import LLM
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.model.draft_head import DraftHead
 from verbatim.schedule.scheduler import NOTHING_LEFT
-from verbatim.speculate.purse import Purse
+from verbatim.speculate.draft_budget import Purse
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
@@ -219,7 +219,7 @@ def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> Non
 
 
 def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verbatim.engine.parts import _load_draft
+    from verbatim.engine.loaded_model import _load_draft
 
     def load(path: str, *, context: int | None = None, quant: str | None = None) -> Any:
         return tiny_model("gpt2", context=context, n_positions=32)

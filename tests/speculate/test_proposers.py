@@ -16,12 +16,12 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, StepPlan, StepResult
 from verbatim.sampling.pipeline import NOTHING
 from verbatim.speculate.acceptance import PRIOR, Acceptance
-from verbatim.speculate.adapt import Speculator, draft_length
-from verbatim.speculate.cost import LEAST, StepCost
-from verbatim.speculate.draft import DraftProposer
+from verbatim.speculate.draft_budget import DEBT, SHARE, START
+from verbatim.speculate.draft_model import DraftProposer
+from verbatim.speculate.draft_policy import Speculator, draft_length
 from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
-from verbatim.speculate.protocol import Draft, SeqView
-from verbatim.speculate.purse import DEBT, SHARE, START
+from verbatim.speculate.proposer import Draft, SeqView
+from verbatim.speculate.step_cost import LEAST, StepCost
 from verbatim.speculate.suffix import BITE, TENANTS, SuffixAutomaton, SuffixProposer
 from verbatim.testing import fake_spec
 

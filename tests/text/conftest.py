@@ -25,4 +25,4 @@ def default_tokenizer(default_metadata: dict[str, Any]) -> Tokenizer:
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes while a template runs, so only the limits on size can refuse it, on a CPU of any speed."""
-    monkeypatch.setattr("verbatim.text.budget.clock", lambda: 0.0)
+    monkeypatch.setattr("verbatim.text.template_budget.clock", lambda: 0.0)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError
-from verbatim.text.chat import ChatTemplate, encode_chat, template_from_directory, template_from_gguf
+from verbatim.text.chat_template import ChatTemplate, encode_chat, template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_gguf
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
@@ -38,7 +38,7 @@ ASKED = [
 def no_time_passes() -> Iterator[None]:
     """No template here is refused for its time, however slow the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verbatim.text.budget.clock", lambda: 0.0)
+        patch.setattr("verbatim.text.template_budget.clock", lambda: 0.0)
         yield
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from verbatim.text.control import ControlFinder
+from verbatim.text.control_tokens import ControlFinder
 
 PIECES = [*"<|x>!", "<|a|>", "<|a|", "<|ab|>", "word", "!!", " ", "é"]
 

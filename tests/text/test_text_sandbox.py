@@ -10,9 +10,9 @@ import threading
 import pytest
 
 from verbatim.base.errors import ModelError, RequestError
-from verbatim.text.budget import MAX_SECONDS
-from verbatim.text.chat import ChatTemplate
+from verbatim.text.chat_template import ChatTemplate
 from verbatim.text.sandbox import MAX_SOURCE
+from verbatim.text.template_budget import MAX_SECONDS
 
 HI = [{"role": "user", "content": "hello"}]
 
@@ -189,7 +189,7 @@ def test_a_long_conversation_fits_the_budget() -> None:
 def test_the_longest_source_looks_at_the_clock_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the clock it would compile for minutes. Here every look is 10 ms, so 40 looks are the whole budget."""
     looks = itertools.count()
-    monkeypatch.setattr("verbatim.text.budget.clock", lambda: next(looks) / 100)
+    monkeypatch.setattr("verbatim.text.template_budget.clock", lambda: next(looks) / 100)
     with pytest.raises(ModelError, match="more time"):
         ChatTemplate("{{ a }}" * (MAX_SOURCE // 7)).render(HI)
 
@@ -212,7 +212,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
         now[0] += step
         return now[0]
 
-    monkeypatch.setattr("verbatim.text.budget.clock", clock)
+    monkeypatch.setattr("verbatim.text.template_budget.clock", clock)
     step = 0.0
     assert ChatTemplate(source).render(HI).endswith("999")
     step = MAX_SECONDS

@@ -312,7 +312,7 @@ def directory_case(index: int, directory: Path) -> Callable[[], object]:
 def whole_case(index: int, directory: Path) -> Callable[[], object]:
     """Through the whole loader: spec, weights by name, tokenizer, template."""
     from verbatim.model.load import load_model
-    from verbatim.text.chat import template_from_gguf
+    from verbatim.text.chat_template import template_from_gguf
     from verbatim.text.tokenizer import from_gguf
 
     rng = random.Random(index)

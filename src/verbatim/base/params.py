@@ -147,7 +147,7 @@ class SamplingParams:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Rules between parameters. Contradictions are refused; risky mixes only warn (see sampling/advice.py)."""
+        """Rules between parameters. Contradictions are refused; risky mixes only warn (see sampling/warnings.py)."""
         named = [f for f in STRUCTURE if getattr(self, f) is not None]
         if len(named) > 1:
             raise ParameterError(named[1], f"only one structure at a time, and {named[0]} is set too")

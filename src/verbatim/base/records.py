@@ -99,7 +99,7 @@ class Drawn(NamedTuple):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    explain: dict[str, Any] | None = None  # observe/explain.py documents the keys; plain data
+    explain: dict[str, Any] | None = None  # observe/explanation.py documents the keys; plain data
     candidates: tuple[tuple[int, float], ...] = ()  # beam: the best ids with their log-probability
     reported: tuple[float, ...] = ()  # beam, where logprobs are asked for: of each candidate, by logprobs_mode
 
@@ -191,7 +191,7 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: tuple[dict[str, Any], ...] = ()
     score: float | None = None  # beam score, or mean log-probability where best_of ranked it
-    loop: int = 0  # length of the n-gram that filled the last tokens, 0 if none (see engine/loop.py)
+    loop: int = 0  # length of the n-gram that filled the last tokens, 0 if none (see engine/loop_detector.py)
 
     @property
     def finish_reason(self) -> FinishReason:

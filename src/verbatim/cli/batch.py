@@ -24,7 +24,7 @@ import click
 from verbatim.base.errors import BackendError, ModelError, ParameterError
 from verbatim.base.params import no_key_twice
 from verbatim.cli.options import Command, Option, check_output, engine_of, engine_options, model_options
-from verbatim.cli.screen import note
+from verbatim.cli.terminal import note
 
 if TYPE_CHECKING:
     from verbatim.server.settings import Settings
@@ -203,8 +203,8 @@ class progress:
 async def answer_all(settings: Settings, todo: list[Line], concurrency: int, write: Callable[[Line], None]) -> None:
     """Starts the engine, asks, ends it."""
     from verbatim.server.app import make_app
-    from verbatim.server.state import State
-    from verbatim.server.supervisor import Supervisor
+    from verbatim.server.process.supervisor import Supervisor
+    from verbatim.server.server_state import State
 
     supervisor = Supervisor(settings)
     state = State(settings, supervisor)

@@ -13,11 +13,11 @@ import click
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.options import Command, Option, check_output, engine_options_without, model_options
-from verbatim.cli.screen import note
+from verbatim.cli.terminal import note
 
 if TYPE_CHECKING:
-    from verbatim.cli.measure import Row, Runner
-    from verbatim.cli.rivals.client import Rival
+    from verbatim.bench.measure import Row, Runner
+    from verbatim.bench.rivals.client import Rival
     from verbatim.engine.llm import LLM
     from verbatim.observe.roofline import CostCard, Limits
 
@@ -73,8 +73,8 @@ def command(
 
     Speculation is off, and the prefix cache unless asked for: the numbers are of plain decoding.
     """
-    from verbatim.cli.measure import first_token
-    from verbatim.cli.session import open_llm
+    from verbatim.bench.measure import first_token
+    from verbatim.cli.open_model import open_llm
     from verbatim.observe.plot import require_matplotlib
 
     sizes = {
@@ -127,7 +127,7 @@ def _measure(
     llm: LLM, rival: Rival | None, sizes: dict[str, list[int]], rounds: int, quick: bool
 ) -> tuple[Limits, CostCard, list[Row]]:
     """The limits, then every size in turns with the rival, each row printed as it is known."""
-    from verbatim.cli.measure import Ours, jobs, measure
+    from verbatim.bench.measure import Ours, jobs, measure
 
     limits, card = _print_limits(llm, quick)
     runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
@@ -148,7 +148,7 @@ def above_limit(rows: list[Row], card: CostCard, limits: Limits) -> str:
 
 
 def _cold_start(flags: dict[str, Any], rounds: int) -> float:
-    from verbatim.cli.measure import cold_start
+    from verbatim.bench.measure import cold_start
     from verbatim.weights.catalog import resolve
 
     path = str(resolve(flags["model"], revision=flags.get("revision"), offline=True))
@@ -169,7 +169,7 @@ def _numbers(name: str, text: str) -> list[int]:
 
 
 def _open_rival(name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM) -> Rival:
-    from verbatim.cli.rivals.client import Rival, find_python
+    from verbatim.bench.rivals.client import Rival, find_python
     from verbatim.weights.catalog import resolve
     from verbatim.weights.split import with_siblings
 
@@ -293,7 +293,7 @@ def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Riv
 
 
 def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
-    from verbatim.cli.speculation import curve
+    from verbatim.bench.speculation import curve
     from verbatim.observe.plot import Chart, Line, draw
 
     found = curve(llm, mode, 4 * rounds)

@@ -14,7 +14,7 @@ from verbatim.base.errors import RequestError, UnsupportedError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
-from verbatim.cli.screen import BOLD, GREEN, RED, note, paint, warn, write
+from verbatim.cli.terminal import BOLD, GREEN, RED, note, paint, warn, write
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -42,7 +42,7 @@ def command(system: str | None, quiet: bool, **flags: Any) -> int:
 
     Temperature is 0 unless set: the same conversation gives the same answers. Piped, each line of stdin is one turn.
     """
-    from verbatim.cli.session import open_llm, typed
+    from verbatim.cli.open_model import open_llm, typed
 
     params = sampling_of(flags)
     _check_place(params)
@@ -122,9 +122,9 @@ class Conversation:
         return mark.replace("\x1b[1m", "\x01\x1b[1m\x02").replace("\x1b[0m", "\x01\x1b[0m\x02")
 
     def _turn(self, text: str) -> None:
+        from verbatim.cli.open_model import speed_limit
         from verbatim.cli.report import closing_line, loop_line
         from verbatim.cli.run import collect
-        from verbatim.cli.session import speed_limit
 
         asked = [*self.messages, {"role": "user", "content": text}]
         code, completion = collect(self.llm.chat_stream(asked, self.params), show=True)
@@ -174,7 +174,7 @@ class Conversation:
     def _explain(self) -> None:
         """The last answer once more, explained. The same request gives the same tokens, so nothing had to be kept."""
         from verbatim.cli.run import collect
-        from verbatim.observe.explain import headline
+        from verbatim.observe.explanation import headline
 
         if self.last is None:
             note("there is no answer yet")

@@ -11,7 +11,7 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import Command, Option, check_output
-from verbatim.cli.screen import Progress, note, warn, write
+from verbatim.cli.terminal import Progress, note, warn, write
 
 if TYPE_CHECKING:
     from verbatim.weights.gguf_write import LazyTensor
@@ -104,10 +104,10 @@ def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, T
 
         file = read_gguf(path)
         return dict(file.metadata), dict(file.types), dict(file.tensors)
-    from verbatim.cli.export_model import ARCHITECTURE, check_round_trip, model_metadata, model_tensors
-    from verbatim.cli.export_words import tokenizer_metadata
+    from verbatim.convert.export_model import ARCHITECTURE, check_round_trip, model_metadata, model_tensors
+    from verbatim.convert.export_tokenizer import tokenizer_metadata
     from verbatim.model.load import load_model
-    from verbatim.text.chat import template_from_directory
+    from verbatim.text.chat_template import template_from_directory
     from verbatim.text.tokenizer import from_directory
 
     model = load_model(path)

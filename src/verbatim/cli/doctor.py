@@ -15,7 +15,7 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.cli.options import Command, Option
-from verbatim.cli.screen import GREEN, RED, YELLOW, paint, write_json
+from verbatim.cli.terminal import GREEN, RED, YELLOW, paint, write_json
 from verbatim.cli.version import cpu_facts, cuda_facts
 
 EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib"}

@@ -20,11 +20,11 @@ from verbatim.cli.options import (
     sampling_of,
     sampling_options,
 )
-from verbatim.cli.screen import BOLD, note, paint, warn, write, write_json
+from verbatim.cli.terminal import BOLD, note, paint, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
-    from verbatim.observe.explain import WhatIf
+    from verbatim.observe.explanation import WhatIf
 
 DEFAULT_TOP = 5
 DEFAULT_TOKENS = 16
@@ -63,8 +63,8 @@ def command(
     The model's own distribution, what each stage of the sampler removed, the noise, the scores, and how near the next one came.
     --explain N sets how many candidates are shown [5]; without --max-tokens the answer ends after 16.
     """
+    from verbatim.cli.open_model import open_llm, read_prompt
     from verbatim.cli.run import check_shown, collect, start
-    from verbatim.cli.session import open_llm, read_prompt
 
     params = sampling_of(flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=bool(what_ifs))
     if not params.explain:
@@ -87,7 +87,7 @@ def command(
 
 def _changes(text: str) -> dict[str, Any]:
     """`top_p=0.5,temperature=1.2` as parameters."""
-    from verbatim.observe.explain import CHANGEABLE
+    from verbatim.observe.explanation import CHANGEABLE
 
     changes: dict[str, Any] = {}
     for part in text.split(","):
@@ -114,11 +114,11 @@ def _check_what_if(params: SamplingParams) -> None:
 
 
 def _what_if(llm: LLM, completion: Completion, params: SamplingParams, changes: dict[str, Any]) -> list[WhatIf]:
-    from verbatim.observe.explain import what_if
+    from verbatim.observe.explanation import what_if
 
     breakers = None
     if params.dry_multiplier or changes.get("dry_multiplier"):
-        from verbatim.sampling.breakers import breakers_of
+        from verbatim.sampling.dry_breakers import breakers_of
 
         breakers = breakers_of(params.with_(**changes).dry_breakers, llm.tokenizer)
     recorded = params.with_(seed=completion.seed)
@@ -127,7 +127,7 @@ def _what_if(llm: LLM, completion: Completion, params: SamplingParams, changes: 
 
 def _print(llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[str, list[WhatIf]]]) -> None:
     from verbatim.cli.report import choice_head, closing_line, loop_line
-    from verbatim.observe.explain import headline, render, render_what_if
+    from verbatim.observe.explanation import headline, render, render_what_if
 
     show = llm.tokenizer.token_bytes
     for choice in completion.choices:

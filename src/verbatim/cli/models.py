@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from verbatim.cli.options import Command, Option
-from verbatim.cli.screen import note, write_json
+from verbatim.cli.terminal import note, write_json
 
 
 @click.command(cls=Command)

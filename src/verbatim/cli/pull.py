@@ -7,7 +7,7 @@ import sys
 import click
 
 from verbatim.cli.options import DEFAULT_MODEL, Command, Option
-from verbatim.cli.screen import Progress
+from verbatim.cli.terminal import Progress
 
 
 @click.command(cls=Command)

@@ -27,7 +27,7 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     The model is the receipt's own unless --model names another. Exit code 0: identical; 1: a token differs.
     """
     from verbatim.base.params import SamplingParams
-    from verbatim.cli.session import open_llm
+    from verbatim.cli.open_model import open_llm
     from verbatim.observe.receipt import compare, read_receipt
 
     receipt = read_receipt(_read(file))

@@ -24,7 +24,7 @@ from verbatim.cli.options import (
     sampling_of,
     sampling_options,
 )
-from verbatim.cli.screen import note, warn, write, write_json
+from verbatim.cli.terminal import note, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Stream
@@ -59,7 +59,7 @@ def command(
     PROMPT is one argument, in quotes; `-`, or none and a pipe, reads it from stdin. The command line's temperature is 0: the same
     answer every time. An answer whose end repeats over and over is stopped; --on-loop report lets it go on.
     """
-    from verbatim.cli.session import open_llm, read_prompt
+    from verbatim.cli.open_model import open_llm, read_prompt
 
     params = sampling_of(flags, receipt=save_receipt is not None)
     if save_receipt is not None and not params.receipt:
@@ -100,7 +100,7 @@ def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str
         return llm.stream(llm.encode(text, parse_special=parse_special), params)
     if parse_special:
         raise ParameterError("parse_special", "belongs to --raw: in a chat turn the template writes the control tokens")
-    from verbatim.cli.session import typed
+    from verbatim.cli.open_model import typed
 
     messages = [{"role": "user", "content": text}]
     if system is not None:
@@ -148,8 +148,8 @@ def _finish(
     save_receipt: str | None,
     notices: Sequence[str] = (),
 ) -> None:
+    from verbatim.cli.open_model import speed_limit
     from verbatim.cli.report import closing_line, completion_json, loop_line
-    from verbatim.cli.session import speed_limit
 
     if as_json:
         write_json(completion_json(llm, completion, notices))

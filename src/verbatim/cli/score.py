@@ -10,11 +10,11 @@ import click
 from verbatim.base.errors import ContextError
 from verbatim.cli.options import Command, Option, engine_options, model_options
 from verbatim.cli.report import token_logprobs
-from verbatim.cli.screen import note, warn, write, write_json
+from verbatim.cli.terminal import note, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
-    from verbatim.engine.score import Score
+    from verbatim.engine.scoring import Score
 
 
 @click.command(cls=Command)
@@ -36,7 +36,7 @@ def command(
     Plain output is `perplexity`, a tab, and the number. Log-probabilities are natural logarithms. With --window each token is scored once, in
     the first window that has it, so it sees at least window - stride tokens before it; the first window's see what there is.
     """
-    from verbatim.cli.session import open_llm, read_prompt
+    from verbatim.cli.open_model import open_llm, read_prompt
 
     content = read_prompt(text, "text")
     with open_llm(flags, quiet=as_json) as llm:
@@ -72,7 +72,7 @@ def command(
 
 
 def _table(llm: LLM, score: Score) -> None:
-    from verbatim.observe.explain import quoted
+    from verbatim.observe.explanation import quoted
 
     for token, row in zip(score.token_ids, score.logprobs, strict=True):
         number = "       -" if row is None else f"{row.logprob:8.4f}"

@@ -77,7 +77,7 @@ def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> i
     HTTP and the engine are two processes: an engine that dies is started again, and HTTP stays up meanwhile.
     """
     try:
-        from verbatim.server.serve import run
+        from verbatim.server.http_process import run
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
         raise BackendError(

@@ -11,7 +11,7 @@ import click
 
 from verbatim import __version__
 from verbatim.cli.options import Command, Option
-from verbatim.cli.screen import write_json
+from verbatim.cli.terminal import write_json
 
 
 @click.command(cls=Command)

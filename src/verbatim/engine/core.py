@@ -18,17 +18,17 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import OverloadedError, ParameterError, VerbatimError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Finish, SeqStep, StepPlan, StepResult, TokenEvent
-from verbatim.engine.beams import kind_of
+from verbatim.engine.beam_request import kind_of
 from verbatim.engine.drafting import Drafting, cache_share
-from verbatim.engine.job import Job, Output
-from verbatim.engine.parts import Parts
+from verbatim.engine.loaded_model import Parts
 from verbatim.engine.request import Request, make_request
-from verbatim.observe.metrics import EngineMetrics
+from verbatim.engine.running_request import Job, Output
+from verbatim.observe.engine_metrics import EngineMetrics
 from verbatim.observe.roofline import cost_card
-from verbatim.schedule.check import check_scheduler
-from verbatim.schedule.cost import TokenCost
+from verbatim.schedule.invariants import check_scheduler
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
+from verbatim.schedule.token_cost import TokenCost
 
 PAUSE = 0.05  # seconds that a step waits for structures where there is nothing else to do; a new request may come meanwhile
 

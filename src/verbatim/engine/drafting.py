@@ -14,18 +14,18 @@ from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.schedule.sequence import Sequence
-from verbatim.speculate.adapt import Speculator
-from verbatim.speculate.cost import StepCost
-from verbatim.speculate.draft import DraftProposer
+from verbatim.speculate.draft_model import DraftProposer
+from verbatim.speculate.draft_policy import Speculator
 from verbatim.speculate.forced import ForcedProposer
 from verbatim.speculate.head import Guesser, HeadProposer
 from verbatim.speculate.ngram import NgramProposer
-from verbatim.speculate.protocol import Proposer, SeqView
+from verbatim.speculate.proposer import Proposer, SeqView
+from verbatim.speculate.step_cost import StepCost
 from verbatim.speculate.suffix import SuffixProposer
 
 if TYPE_CHECKING:
-    from verbatim.engine.job import Job
-    from verbatim.engine.parts import Parts
+    from verbatim.engine.loaded_model import Parts
+    from verbatim.engine.running_request import Job
     from verbatim.schedule.scheduler import Scheduler
 
 MODES = ("off", "ngram", "suffix", "head", "draft", "auto")

@@ -25,11 +25,11 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnavailableError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, TokenLogprob
-from verbatim.engine.job import Output
-from verbatim.engine.opened import Message, OpenedModel
-from verbatim.engine.parts import Parts
+from verbatim.engine.engine_base import Message, OpenedModel
+from verbatim.engine.loaded_model import Parts
 from verbatim.engine.request import Request, read_prompt
-from verbatim.engine.score import Score, score_of, windows
+from verbatim.engine.running_request import Output
+from verbatim.engine.scoring import Score, score_of, windows
 
 Prompt = str | Sequence[int]
 

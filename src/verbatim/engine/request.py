@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.engine.parts import Parts, Tokenizer
-from verbatim.sampling.compile_pool import Busy, never_busy
+from verbatim.engine.loaded_model import Parts, Tokenizer
+from verbatim.grammar.compile_pool import Busy, never_busy
 
 MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
 POOLINGS = ("mean", "cls", "last")
@@ -58,7 +58,7 @@ def make_request(
     deadline: float | None = None,
 ) -> Request:
     """Tokenise and check. May take a while (a long text, a grammar to compile): never called on the engine's thread.
-    `engine_busy` and `deadline` are for the grammar compile (sampling/grammar.py)."""
+    `engine_busy` and `deadline` are for the grammar compile (grammar/matcher.py)."""
     arrival = time.perf_counter()
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -165,7 +165,7 @@ def _structure(params: SamplingParams, tokenizer: Tokenizer, engine_busy: Busy, 
     if not params.structured:
         return None
     try:
-        from verbatim.sampling.grammar import compile_structure
+        from verbatim.grammar.matcher import compile_structure
     except ImportError:  # the extra is not installed
         named = next(f for f in STRUCTURE if getattr(params, f) is not None)
         raise UnsupportedError(
@@ -176,7 +176,7 @@ def _structure(params: SamplingParams, tokenizer: Tokenizer, engine_busy: Busy, 
 
 def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Walks the vocabulary, so it is kept: most requests use the same strings."""
-    from verbatim.sampling.breakers import breakers_of
+    from verbatim.sampling.dry_breakers import breakers_of
 
     kept = _BREAKERS.setdefault(tokenizer, {})
     if tuple(strings) not in kept:
@@ -223,7 +223,7 @@ def typed_control(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[st
 
 def _warnings(params: SamplingParams) -> tuple[str, ...]:
     try:
-        from verbatim.sampling.advice import warnings_for
+        from verbatim.sampling.warnings import warnings_for
     except ImportError:
         return ()
     return tuple(warnings_for(params))

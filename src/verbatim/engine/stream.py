@@ -18,8 +18,8 @@ from typing import Any
 
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob
-from verbatim.engine.loop import LoopDetector
-from verbatim.engine.parts import Tokenizer
+from verbatim.engine.loaded_model import Tokenizer
+from verbatim.engine.loop_detector import LoopDetector
 from verbatim.text.decode import TextDecoder
 from verbatim.text.stop import StopMatcher
 

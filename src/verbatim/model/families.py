@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.config_fields import Fields
 from verbatim.model.config_keys import CONFIG_KEYS
-from verbatim.model.fields import Fields
 from verbatim.model.keys import check_keys
 from verbatim.model.layout import HF_WORDS
 from verbatim.model.rope_record import Record, flat_record, gemma3_record, rope_of

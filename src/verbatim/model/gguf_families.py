@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verbatim.base.errors import ModelError
+from verbatim.model.config_fields import Fields
 from verbatim.model.families import MAX_LAYERS, check_spec, pick_context
-from verbatim.model.fields import Fields
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, POOLING, is_metadata
 from verbatim.model.keys import check_keys, spelled
 from verbatim.model.layout import GGUF_WORDS

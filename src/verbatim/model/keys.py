@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verbatim.base.errors import ModelError
-from verbatim.model.fields import Fields, short
+from verbatim.model.config_fields import Fields, short
 
 Treatment = Literal["followed", "must equal", "no effect"]
 _NAMED = 8  # unknown keys that one message lists

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.base.errors import ModelError
+from verbatim.model.config_fields import Fields, short
 from verbatim.model.config_keys import ROPE_KEYS, all_rope_keys
-from verbatim.model.fields import Fields, short
 from verbatim.model.keys import check_keys
 from verbatim.model.rope import length_warning, make_rope
 from verbatim.model.spec import RopeSpec

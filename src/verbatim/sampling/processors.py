@@ -93,7 +93,7 @@ class LogitBias:
 
 class Grammar:
     """Ids whose next bytes the structure (json_schema, regex, grammar, choice) does not allow are removed. The mask is
-    made by sampling/grammar.py: bit i of byte i // 8, lowest first. Ids past the mask's end are removed."""
+    made by grammar/matcher.py: bit i of byte i // 8, lowest first. Ids past the mask's end are removed."""
 
     name = "structure"
 

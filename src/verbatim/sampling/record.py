@@ -1,6 +1,6 @@
 """What explain keeps of a draw: written down while the stages run, by the same run that draws the token.
 
-In: the raw row and the RowState that the stages change. Out: one plain dict, JSON-ready; observe/explain.py documents its
+In: the raw row and the RowState that the stages change. Out: one plain dict, JSON-ready; observe/explanation.py documents its
 keys, prints it, and draws it again under other settings.
 """
 

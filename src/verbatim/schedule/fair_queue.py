@@ -2,7 +2,7 @@
 
 In: add(item, tenant=...), release(entry). Out: take() gives the next entry that may start, or None. A tenant with
 ten thousand entries waiting delays another tenant's single entry by one turn. Two users: the server admits
-requests to the engine through it, and the thread pool for grammar compiles (engine/workers.py) its work items.
+requests to the engine through it, and the thread pool for grammar compiles (engine/fair_pool.py) its work items.
 Not thread-safe: callers hold their own lock.
 
     width   slots an entry occupies while it runs; `slots` bounds their sum

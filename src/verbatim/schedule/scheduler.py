@@ -25,7 +25,7 @@ worth that many places in the queue. The rank never changes, so whoever waits is
  1. Running sequences come first, in order of rank. Each may use the step's budget but for one token for each one behind
     it: so everyone who writes gets a token in every step, and a long prompt takes what is left, a chunk at a time. While
     others have a prompt to read too, behind it or waiting, it takes only half of what is left: they begin within a step or two.
-    In company its tokens are paid for by their depth (schedule/cost.py), so that the step, and with it everybody's next token,
+    In company its tokens are paid for by their depth (schedule/token_cost.py), so that the step, and with it everybody's next token,
     does not take longer the further the prompt has come. Alone it takes whole chunks.
  2. When blocks run out, the last in rank among the running is preempted. The first in rank is never preempted for another,
     and alone it fits (or was refused when it arrived): it always advances, so there is no livelock.
@@ -41,10 +41,10 @@ from operator import attrgetter
 from verbatim.base.errors import CapacityError
 from verbatim.base.records import CacheGroup, Drawn, Finish, SeqStep, StepPlan, StepResult, TokenEvent
 from verbatim.schedule.blocks import prove
-from verbatim.schedule.cache import Copies, PagedCache
-from verbatim.schedule.cost import TokenCost
+from verbatim.schedule.paged_cache import Copies, PagedCache
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
+from verbatim.schedule.token_cost import TokenCost
 
 PRIORITY_PLACES = 64
 NOTHING_LEFT = "no token is left to draw: bans, the grammar and min_tokens together exclude every id"

@@ -21,15 +21,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from verbatim.server import anthropic, info, ollama, responses, simple, stored
-from verbatim.server.call import Call, ClientGone, EventStream, Handler, Json, answer_of, new_id
-from verbatim.server.chat import chat
-from verbatim.server.check import check_query
-from verbatim.server.completions import completions
-from verbatim.server.jsons import dumps
-from verbatim.server.openapi import document
-from verbatim.server.problems import Problem
-from verbatim.server.state import State
+from verbatim.server.api import anthropic, embed_score_tokenize, info, ollama, responses, stored
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.chat_completions import chat
+from verbatim.server.api.completions import completions
+from verbatim.server.api.openapi import document
+from verbatim.server.api.request_context import Call, ClientGone, EventStream, Handler, Json, answer_of, new_id
+from verbatim.server.api.validate import check_query
+from verbatim.server.json_io import dumps
+from verbatim.server.server_state import State
 from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
@@ -59,10 +59,10 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/v1/responses/{id}/input_items": {"GET": (stored.input_items, False)},
     "/v1/models": {"GET": (info.models, False)},
     "/v1/models/{id:path}": {"GET": (info.model, False)},
-    "/v1/embeddings": {"POST": (simple.embeddings, True)},
-    "/v1/score": {"POST": (simple.score, True)},
-    "/tokenize": {"POST": (simple.tokenize, True)},
-    "/detokenize": {"POST": (simple.detokenize, True)},
+    "/v1/embeddings": {"POST": (embed_score_tokenize.embeddings, True)},
+    "/v1/score": {"POST": (embed_score_tokenize.score, True)},
+    "/tokenize": {"POST": (embed_score_tokenize.tokenize, True)},
+    "/detokenize": {"POST": (embed_score_tokenize.detokenize, True)},
     "/v1/messages": {"POST": (anthropic.create, True)},
     "/v1/messages/count_tokens": {"POST": (anthropic.count, True)},
     "/api/chat": {"POST": (ollama.chat, True)},

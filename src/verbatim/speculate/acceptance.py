@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.speculate.protocol import Draft
+from verbatim.speculate.proposer import Draft
 
 PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more

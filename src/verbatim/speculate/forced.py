@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.speculate.proposer import Draft, SeqView
 
 
 class ForcedProposer:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from verbatim.base.records import SeqStep, StepPlan, StepResult
-from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.speculate.proposer import Draft, SeqView
 
 if TYPE_CHECKING:
     from verbatim.model.draft_head import DraftHead

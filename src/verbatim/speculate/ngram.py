@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.speculate.proposer import Draft, SeqView
 
 LONGEST, SHORTEST = 5, 2  # lengths of match that are tried, longest first
 

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 
 from verbatim.speculate.ngram import unroll
-from verbatim.speculate.protocol import Draft, SeqView
+from verbatim.speculate.proposer import Draft, SeqView
 
 SHORTEST = 2  # a match of one token is no evidence
 LONG = 16  # matches longer than this count as one kind of evidence

@@ -26,7 +26,16 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from verbatim.text.budget import MAX_BITS, MAX_ELEMENTS, MAX_OUTPUT, MAX_SECONDS, Budget, BudgetError, current, spending
+from verbatim.text.template_budget import (
+    MAX_BITS,
+    MAX_ELEMENTS,
+    MAX_OUTPUT,
+    MAX_SECONDS,
+    Budget,
+    BudgetError,
+    current,
+    spending,
+)
 
 MAX_SOURCE = 64 * 1024  # characters of template source; the longest in use have a quarter of that
 MAX_PAD = 1000  # width of a padding, indentation or format field

@@ -16,7 +16,7 @@ from typing import Any
 
 from verbatim.base.errors import ModelError, RequestError
 from verbatim.text import gguf_vocab, hf_vocab
-from verbatim.text.control import ControlFinder
+from verbatim.text.control_tokens import ControlFinder
 from verbatim.text.decode import decode_all
 from verbatim.text.vocabulary import BYTE_ALPHABET, Vocabulary
 

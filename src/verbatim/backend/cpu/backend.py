@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verbatim.backend.batch import collect, only_draws, share_out
 from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo
+from verbatim.backend.step_rows import collect, only_draws, share_out
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import StepPlan, StepResult

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.batch import Batch, collect, make_batch, only_draws, share_out
 from verbatim.backend.cuda import kernels
-from verbatim.backend.cuda.ahead import Ahead, Begun, goes_on
 from verbatim.backend.cuda.device import device, kernel_ran
+from verbatim.backend.cuda.gpu_sampler import Screen
 from verbatim.backend.cuda.kernels import Runs
 from verbatim.backend.cuda.ops import CudaOps, Step, angles_of, load
-from verbatim.backend.cuda.screen import Screen
+from verbatim.backend.cuda.overlap import Ahead, Begun, goes_on
 from verbatim.backend.protocol import BackendInfo
+from verbatim.backend.step_rows import Batch, collect, make_batch, only_draws, share_out
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult

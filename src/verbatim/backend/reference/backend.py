@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.backend.batch import collect, make_batch
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.reference.blas import one_thread
 from verbatim.backend.reference.canary import Canary
 from verbatim.backend.reference.ops import Cache, Floats, ReferenceOps
+from verbatim.backend.step_rows import collect, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.decoder import forward

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from verbatim.backend.batch import Batch
+from verbatim.backend.step_rows import Batch
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor

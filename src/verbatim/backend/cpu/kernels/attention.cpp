@@ -1,0 +1,191 @@
+// Attention over the paged cache: what each thread takes, how tiles are formed and put together.
+//
+// A chain is some rows of one sequence and one key/value head. Its tiles of 128 positions are computed one by one, each from nothing but the
+// row's query and the cache, and combined in order of position. With few chains, tiles become items of their own and the last
+// thread to finish a chain combines them: the same additions in the same order, so the same bits.
+#include <algorithm>
+#include <cstring>
+
+#include "engine.h"
+
+namespace verbatim {
+
+void Engine::plan_attention() {
+    int share = shape.heads / shape.kv_heads, per = std::max(1, WANTQ / share);
+    items_.resize(groups_.size());
+    chains_.resize(groups_.size());
+    int64_t partial_floats = 0;
+    size_t slots = 0;
+    for (size_t g = 0; g < groups_.size(); g++) {
+        auto& items = items_[g];
+        auto& chains = chains_[g];
+        items.clear();
+        chains.clear();
+        int window = groups_[g].window;
+        for (size_t s = 0; s < step.sequences.size(); s++) {
+            const Sequence& q = step.sequences[s];
+            for (int r = 0; r < q.rows; r += per) {
+                int n = std::min(per, q.rows - r);
+                int64_t first = q.start + r, last = first + n - 1;
+                int64_t lo = window ? std::max<int64_t>(0, first - window + 1) : 0;
+                for (int kv = 0; kv < shape.kv_heads; kv++)
+                    chains.push_back({(int)s, q.row0 + r, n, kv, (int)(lo / TILE), (int)(last / TILE) + 1, 0, 1});
+            }
+        }
+        bool split = chains.size() < (size_t)8 * pool_.size();
+        int64_t floats = 0;
+        for (size_t c = 0; c < chains.size(); c++) {
+            Chain& ch = chains[c];
+            int tiles = ch.tile1 - ch.tile0;
+            if (split && tiles > 1) {
+                ch.parts = tiles;
+                ch.partial = floats;
+                floats += (int64_t)tiles * ch.rows * share * (vdim_ + 2);
+                for (int t = ch.tile0; t < ch.tile1; t++) items.push_back({ch.seq, ch.row0, ch.rows, ch.kv, t, t + 1, (int)c});
+            } else items.push_back({ch.seq, ch.row0, ch.rows, ch.kv, ch.tile0, ch.tile1, (int)c});
+        }
+        // the longest first, so that the threads end together
+        std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
+            return (int64_t)(a.tile1 - a.tile0) * a.rows > (int64_t)(b.tile1 - b.tile0) * b.rows;
+        });
+        partial_floats = std::max(partial_floats, floats);
+        slots = std::max(slots, chains.size());
+    }
+    if (partials_.size() < (size_t)partial_floats * 4) partials_ = Pages((size_t)partial_floats * 4 + 256);
+    if (chain_slots_ < slots) {
+        chain_done_ = std::make_unique<std::atomic<int>[]>(slots);
+        chain_slots_ = slots;
+    }
+}
+
+void Engine::fill_tile(AttendTile& t, const Op& op, const Item& item, int tile, int lo_all, int hi_all) const {
+    const Sequence& seq = step.sequences[item.seq];
+    int group = layer_group_[op.layer];
+    int share = shape.heads / shape.kv_heads, window = groups_[group].window;
+    int64_t base = (int64_t)tile * TILE;
+    int64_t from = std::max<int64_t>(base, lo_all), to = std::min<int64_t>(base + TILE, hi_all);
+    t.first = (int)((from - base) / BLOCK);
+    t.last = (int)((to - base + BLOCK - 1) / BLOCK);
+    for (int b = t.first; b < t.last; b++) {
+        const uint8_t* c = cell(op.layer, seq.blocks[group][base / BLOCK + b], item.kv);
+        size_t unit = q8_ ? 1 : 2;
+        t.k[b] = c;
+        t.v[b] = c + (size_t)shape.head_dim * BLOCK * unit;
+        if (q8_) {
+            t.kscale[b] = (const float*)(c + (size_t)(shape.head_dim + vdim_) * BLOCK);
+            t.vscale[b] = t.kscale[b] + BLOCK;
+        }
+    }
+    const float* q = (const float*)buffers_[op.src]->f.data();
+    t.nq = item.rows * share;
+    for (int r = 0; r < item.rows; r++) {
+        int64_t pos = seq.start + (item.row0 - seq.row0) + r;
+        int64_t lo = window ? std::max<int64_t>(0, pos - window + 1) : 0;
+        int l = (int)std::clamp<int64_t>(lo - base, 0, TILE), h = (int)std::clamp<int64_t>(pos + 1 - base, 0, TILE);
+        for (int g = 0; g < share; g++) {
+            int i = r * share + g;
+            t.q[i] = q + (int64_t)(item.row0 + r) * shape.heads * shape.head_dim + (int64_t)(item.kv * share + g) * shape.head_dim;
+            t.lo[i] = l;
+            t.hi[i] = std::max(h, l);
+        }
+    }
+}
+
+// Divide by the sums and write [rows][share * head_dim] of this key/value head; quantised at once where blocks do not cross heads.
+void Engine::finish_rows(const Op& op, const Item& item, const float* o, const float* l) {
+    int share = shape.heads / shape.kv_heads, hd = shape.head_dim, width = shape.heads * hd;
+    Buffer& b = *buffers_[op.dst];
+    for (int r = 0; r < item.rows; r++) {
+        float* y = (float*)b.f.data() + (int64_t)(item.row0 + r) * width + (int64_t)item.kv * share * hd;
+        for (int g = 0; g < share; g++) kernels.scale_out(o + (int64_t)(r * share + g) * vdim_, l[r * share + g], hd, y + g * hd);
+        if (share * hd % 32 == 0) {
+            int64_t block = (int64_t)item.kv * share * hd / 32;
+            kernels.quantise(y, share * hd, b.qr.from(b.qr.first(item.row0 + r, width / 32) + block * b.qr.group));
+        }
+    }
+}
+
+void Engine::attend_item(const Op& op, Worker& w, const Item& item) {
+    int group = layer_group_[op.layer], share = shape.heads / shape.kv_heads, nq = item.rows * share;
+    const Sequence& seq = step.sequences[item.seq];
+    int window = groups_[group].window;
+    int64_t first = seq.start + item.row0 - seq.row0, last = first + item.rows - 1;
+    int lo = (int)(window ? std::max<int64_t>(0, first - window + 1) : 0), hi = (int)last + 1;
+    Chain& chain = chains_[group][item.chain];
+    float* run = (float*)w.run.data();           // [nq][vdim], then m, l
+    float *m = run + (int64_t)nq * vdim_, *l = m + nq;
+    AttendTile t;
+    t.head_dim = shape.head_dim;
+    t.vdim = vdim_;
+    t.q8 = q8_;
+    t.scale = op.scale;
+    t.softcap = op.softcap;
+    t.scores = (float*)w.scores.data();
+    t.wide = (float*)w.wide.data();
+    if (chain.parts > 1) {  // one tile of a split chain: leave it; who comes last combines
+        int64_t size = (int64_t)nq * (vdim_ + 2);
+        float* mine = (float*)partials_.data() + chain.partial + (int64_t)(item.tile0 - chain.tile0) * size;
+        fill_tile(t, op, item, item.tile0, lo, hi);
+        t.o = mine;
+        kernels.attend(t);
+        for (int i = 0; i < nq; i++) {
+            mine[(int64_t)nq * vdim_ + i] = t.m[i];
+            mine[(int64_t)nq * (vdim_ + 1) + i] = t.hi[i] > t.lo[i] ? t.l[i] : -1.0f;  // -1: saw nothing here
+        }
+        if (chain_done_[item.chain].fetch_add(1, std::memory_order_acq_rel) + 1 < chain.parts) return;
+        chain_done_[item.chain].store(0, std::memory_order_relaxed);
+        for (int i = 0; i < nq; i++) l[i] = -1.0f;
+        for (int p = 0; p < chain.parts; p++) {
+            const float* part = (float*)partials_.data() + chain.partial + (int64_t)p * size;
+            const float *pm = part + (int64_t)nq * vdim_, *pl = pm + nq;
+            for (int i = 0; i < nq; i++) {
+                if (pl[i] < 0) continue;
+                if (l[i] < 0) {
+                    std::memcpy(run + (int64_t)i * vdim_, part + (int64_t)i * vdim_, vdim_ * 4);
+                    m[i] = pm[i];
+                    l[i] = pl[i];
+                } else kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, pm[i], pl[i], part + (int64_t)i * vdim_, vdim_);
+            }
+        }
+        finish_rows(op, item, run, l);
+        return;
+    }
+    for (int i = 0; i < nq; i++) l[i] = -1.0f;
+    t.o = (float*)w.o.data();
+    for (int tile = item.tile0; tile < item.tile1; tile++) {
+        fill_tile(t, op, item, tile, lo, hi);
+        kernels.attend(t);
+        for (int i = 0; i < nq; i++) {
+            if (t.hi[i] <= t.lo[i]) continue;
+            if (l[i] < 0) {
+                std::memcpy(run + (int64_t)i * vdim_, t.o + (int64_t)i * vdim_, vdim_ * 4);
+                m[i] = t.m[i];
+                l[i] = t.l[i];
+            } else kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, t.m[i], t.l[i], t.o + (int64_t)i * vdim_, vdim_);
+        }
+    }
+    finish_rows(op, item, run, l);
+}
+
+// Ask for the first blocks of an item's keys and values: a short text's lie scattered, and nothing else would fetch them in time.
+void Engine::expect(const Op& op, const Item& item) const {
+    const Sequence& seq = step.sequences[item.seq];
+    const auto& blocks = seq.blocks[layer_group_[op.layer]];
+    int64_t last = seq.start + item.row0 - seq.row0 + item.rows - 1, first = (int64_t)item.tile0 * TILE / BLOCK;
+    for (int64_t b = first; b <= last / BLOCK && b < first + 4; b++) {
+        if (blocks[b] < 0) continue;
+        const uint8_t* c = cell(op.layer, blocks[b], item.kv);
+        for (size_t i = 0; i < cell_bytes_; i += 64) __builtin_prefetch(c + i, 0, 2);
+    }
+}
+
+void Engine::attend(const Op& op, Units& units) {
+    auto& items = items_[layer_group_[op.layer]];
+    for (int i = units.next(), j; i >= 0; i = j) {
+        j = units.next();
+        if (j >= 0) expect(op, items[j]);
+        attend_item(op, *workers_[units.thread], items[i]);
+    }
+}
+
+}  // namespace verbatim

@@ -1,0 +1,233 @@
+// Loading, memory and the plan of a step. The operations themselves are in ops.cpp and attention.cpp.
+#include "engine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <new>
+#include <stdexcept>
+
+namespace verbatim {
+
+Pages::Pages(size_t bytes) : bytes_(bytes) {
+    if (!bytes) return;
+    data_ = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data_ == MAP_FAILED) {
+        data_ = nullptr;
+        throw std::bad_alloc();
+    }
+#ifdef MADV_HUGEPAGE
+    if (bytes >= (size_t)4 << 20) madvise(data_, bytes, MADV_HUGEPAGE);
+#endif
+}
+Pages::~Pages() {
+    if (data_) munmap(data_, bytes_);
+}
+Pages& Pages::operator=(Pages&& o) noexcept {
+    std::swap(data_, o.data_);
+    std::swap(bytes_, o.bytes_);
+    return *this;
+}
+
+uint8_t* Arena::take(size_t bytes) {
+    constexpr size_t HUGE = (size_t)2 << 20, AREA = (size_t)64 << 20;
+    bytes = (bytes + 256 + 63) / 64 * 64;  // 256: a vector may be loaded beyond the last value
+    if (bytes > left_) {
+        size_t size = (std::max(bytes, AREA) + 2 * HUGE - 1) / HUGE * HUGE;
+        areas_.emplace_back(size);
+        size_t skip = (HUGE - (uintptr_t)areas_.back().data() % HUGE) % HUGE;
+        at_ = areas_.back().data() + skip;
+        left_ = size - skip;
+    }
+    uint8_t* p = at_;
+    at_ += bytes;
+    left_ -= bytes;
+    return p;
+}
+
+static size_t align64(size_t n) { return (n + 63) / 64 * 64; }
+
+// Room for `rows` quantised rows of `width` inputs; a width that is no multiple of 32 has no quantised form.
+static Pages quant_pages(int64_t rows, int width, QRows& q) {
+    int64_t nb = width / 32;
+    rows = (rows + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE * SIDE_BY_SIDE;
+    size_t a = align64(rows * width), b = align64(rows * nb * 4), c = align64(rows * nb * 8);
+    Pages p(a + 2 * b + c + 64);
+    q.q = (int8_t*)p.data();
+    q.dx = (float*)(p.data() + a);
+    q.ds = (float*)(p.data() + a + b);
+    q.s16 = (int32_t*)(p.data() + a + 2 * b);
+    return p;
+}
+
+Engine::Engine(const Kernels& k, int threads, const Shape& s, bool q8) : shape(s), kernels(k), q8_(q8), pool_(threads) {
+    vdim_ = (s.head_dim + 15) / 16 * 16;
+    size_t values = (size_t)BLOCK * (s.head_dim + vdim_);
+    cell_bytes_ = align64(q8 ? values + 2 * BLOCK * 4 : values * 2);
+    for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());
+}
+
+int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows, int64_t k, int group) {
+    Kind kind;
+    if (!kind_of(type.c_str(), &kind)) throw std::invalid_argument("no kernel for weights of type " + type);
+    static const std::pair<const char*, std::pair<int, int>> BLOCKS[] = {
+        {"f32", {1, 4}}, {"f16", {1, 2}}, {"bf16", {1, 2}}, {"q4_0", {32, 18}}, {"q4_1", {32, 20}}, {"q5_0", {32, 22}}, {"q5_1", {32, 24}},
+        {"q8_0", {32, 34}}, {"q8_k", {256, 292}}, {"q4_k", {256, 144}}, {"q5_k", {256, 176}}, {"q6_k", {256, 210}}, {"q3_k", {256, 110}}, {"q2_k", {256, 84}}};
+    std::pair<int, int> block{1, 4};
+    for (auto& b : BLOCKS)
+        if (type == b.first) block = b.second;
+    if (rows < 1 || k < 1 || k % block.first || k > (1 << 24) || rows > (1 << 28) || bytes != rows * (k / block.first) * block.second)
+        throw std::invalid_argument("a " + type + " matrix of " + std::to_string(rows) + " x " + std::to_string(k) + " cannot have " + std::to_string(bytes) + " bytes");
+    auto m = std::make_unique<Matrix>();
+    size_t row_bytes = (size_t)(k / block.first) * block.second;
+    // rows come in groups (heads) that each start a panel of their own
+    int64_t per = group > 0 ? group : rows, groups = rows / per, gp = (per + 15) / 16;
+    if (groups * per != rows) throw std::invalid_argument("rows of a matrix are no multiple of its heads");
+    Packed& p = m->p;
+    p.kind = kind;
+    p.n = (int)rows;
+    p.k = (int)k;
+    p.panels = (int)(groups * gp);
+    p.panel_bytes = verbatim::panel_bytes(kind, (int)k);
+    m->file_bytes = bytes;
+    uint8_t* to = arena_.take((size_t)p.panels * p.panel_bytes);
+    p.data = to;
+    std::atomic<int64_t> broken{-1};
+    pool_.share((p.panels + 7) / 8, [&](int unit, int) {
+        for (int j = 8 * unit; j < std::min(8 * unit + 8, p.panels); j++) {
+            int64_t first = j / gp * per + j % gp * 16, n = std::min<int64_t>(16, j / gp * per + per - first);
+            int bad = pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
+                                 to + (size_t)j * p.panel_bytes);
+            if (bad >= 0) broken = first + bad;
+        }
+    });
+    if (broken >= 0) throw std::domain_error("row " + std::to_string(broken.load()) + " holds a weight or a scale that is not a finite number; the file is damaged: get it again");
+    matrices_.push_back(std::move(m));
+    return (int)matrices_.size() - 1;
+}
+
+int Engine::add_vector(const float* data, int64_t n) {
+    vectors_.emplace_back(data, data + n);
+    return (int)vectors_.size() - 1;
+}
+int Engine::add_rope(const double* inv_freq, int half, double factor) {
+    ropes_.push_back({half, factor, std::vector<double>(inv_freq, inv_freq + half)});
+    angles_.emplace_back();
+    return (int)ropes_.size() - 1;
+}
+int Engine::add_buffer(int width) {
+    auto b = std::make_unique<Buffer>();
+    b->width = width;
+    buffers_.push_back(std::move(b));
+    max_width_ = std::max(max_width_, width);
+    return (int)buffers_.size() - 1;
+}
+void Engine::add_group(int window, const std::vector<int>& layers) {
+    int g = (int)groups_.size();
+    groups_.emplace_back();
+    groups_.back().window = window;
+    groups_.back().layers = layers;
+    for (size_t i = 0; i < layers.size(); i++) {
+        if ((int)layer_group_.size() <= layers[i]) {
+            layer_group_.resize(layers[i] + 1, 0);
+            layer_slot_.resize(layers[i] + 1, 0);
+        }
+        layer_group_[layers[i]] = g;
+        layer_slot_[layers[i]] = (int)i;
+    }
+}
+void Engine::add_op(Op op) {
+    if (op.type == O_HEAD) logits_buffer_ = op.dst;
+    if (op.type == O_NORM && op.outputs) hidden_buffer_ = op.dst;
+    if (op.type == O_POSITIONS) positions_ = std::min(positions_, (int64_t)matrices_[op.mat[0]]->p.n);
+    if (op.type == O_GATEUP || op.type == O_ATTEND) buffers_[op.dst]->inner = true;
+    ops_.push_back(std::move(op));
+}
+constexpr int64_t LARGEST_CACHE = 256 << 20;
+void Engine::finish() {
+    auto reads = [](const Op& op) { return op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP || op.type == O_HEAD; };
+    for (size_t i = 0; i < ops_.size(); i++)
+        for (size_t j = 1; j <= ops_.size() && ops_[i].then < 0; j++)
+            if (reads(ops_[(i + j) % ops_.size()])) ops_[i].then = (int)((i + j) % ops_.size());
+    for (auto& m : matrices_) m->p.far = weight_bytes() > LARGEST_CACHE;
+    for (auto& b : buffers_) b->floats = !b->inner;
+    for (const Op& op : ops_) {
+        if (op.src < 0 || !buffers_[op.src]->inner) continue;
+        bool quant = op.norm < 0 && op.mat[0] >= 0 && KIND[matrices_[op.mat[0]]->p.kind].quantised && whole_blocks(buffers_[op.src]->width);
+        buffers_[op.src]->floats |= op.type != O_LINEAR || !quant;
+    }
+    if (logits_buffer_ < 0 || hidden_buffer_ < 0) throw std::invalid_argument("the program has no head");
+}
+
+int64_t Engine::weight_bytes() const {
+    int64_t n = 0;
+    for (auto& m : matrices_) n += m->file_bytes;
+    return n;
+}
+
+int64_t Engine::block_bytes(int group) const { return (int64_t)cell_bytes_ * shape.kv_heads * (int64_t)groups_[group].layers.size(); }
+
+void Engine::allocate(const std::vector<int64_t>& blocks) {
+    for (size_t g = 0; g < groups_.size(); g++) {
+        groups_[g].blocks = blocks[g];
+        groups_[g].pages = Pages((size_t)blocks[g] * block_bytes((int)g) + 256);
+    }
+}
+
+// A block holds all layers of its group, so that a short text touches little memory. Of one key/value head: K [head_dim][16], V [16][vdim], then for q8 the scales of K and V.
+uint8_t* Engine::cell(int layer, int64_t block, int kv) const {
+    const Group& g = groups_[layer_group_[layer]];
+    return g.pages.data() + ((block * (int64_t)g.layers.size() + layer_slot_[layer]) * shape.kv_heads + kv) * cell_bytes_;
+}
+
+void Engine::copy_block(int group, int64_t from, int64_t to) {
+    int layer = groups_[group].layers[0];
+    std::memcpy(cell(layer, to, 0), cell(layer, from, 0), (size_t)block_bytes(group));
+}
+
+void Engine::reserve(int rows) {
+    if (rows <= rows_) return;
+    int want = std::max(rows, std::min(2 * rows_, 256));
+    for (auto& b : buffers_) {
+        b->f = Pages((size_t)want * b->width * 4 + 256);
+        if (b->inner) b->q = quant_pages(want, b->width, b->qr);
+    }
+    shared_.f = Pages((size_t)want * max_width_ * 4 + 256);
+    shared_.q = quant_pages(want, max_width_, shared_.qr);
+    tops_ = Pages((size_t)want * chunks() * 4 + 256);
+    for (size_t i = 0; i < ropes_.size(); i++) angles_[i] = Pages((size_t)want * 2 * ropes_[i].half * 4 + 256);
+    int group = std::max(shape.heads / shape.kv_heads, MAXQ);
+    for (auto& w : workers_) {
+        if (w->tile.size()) continue;
+        w->tile = Pages((size_t)2 * ROWS * (std::max(vdim_, 64) + 64) * 4 + 256);
+        w->act = Pages((size_t)ROWS * 64 * 4 + 256);
+        w->norm = Pages((size_t)FEW * max_width_ * 4 + 256);
+        w->q = quant_pages(FEW, max_width_, w->qr);
+        w->scores = Pages((size_t)group * TILE * 4 + 256);
+        w->wide = Pages((size_t)SPAN * BLOCK * vdim_ * 4 + 256);
+        w->o = Pages((size_t)group * vdim_ * 4 + 256);
+        w->run = Pages((size_t)group * (vdim_ + 2) * 4 + 256);
+    }
+    rows_ = want;
+}
+
+void Engine::run() {
+    int rows = (int)step.tokens.size();
+    reserve(rows);
+    for (auto& b : buffers_) b->qr.group = side_by_side(rows);
+    plan_attention();
+    plan_phases();
+    pool_.perform(*this, units_);
+}
+
+void Engine::argmax(int row, int32_t* id) const {
+    const float* x = logits() + (int64_t)row * shape.vocab;
+    int best = 0;
+    for (int i = 1; i < shape.vocab; i++)
+        if (x[i] > x[best]) best = i;
+    *id = best;
+}
+
+}  // namespace verbatim

@@ -1,0 +1,140 @@
+"""What drafts are worth here: seconds a pass against the number of drafts, and tokens a pass on real texts.
+
+Speculation never changes a text, so one plain run tells all: the text is written once, and each proposer and draft length is then walked along it,
+counting the passes it would have taken. The cost of a pass with k drafts is measured on the backend itself.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM
+    from verbatim.speculate.proposer import Proposer
+
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+GREEDY = SamplingParams(temperature=0)
+_LINE = "The lighthouse keeper climbed the stairs at dusk and wrote down the weather, the ships that passed, and the colour of the sea."
+_CODE = "def total(items, rate):\n    s = 0\n    for item in items:\n        s = s + item.price * item.count\n    return s + s * rate"
+PROMPTS = {
+    "copy": f"Repeat the following text exactly, word for word:\n\n{_LINE}",
+    "code": f"Rename the function total to price and write the whole code again:\n\n{_CODE}",
+    "list": "Count from 1 to 30, one number on each line, in the form 'number N'.",
+    "chat": "Explain in three sentences why the sky is blue.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One text, one proposer, one draft length."""
+
+    tokens: int
+    passes: int
+    drafted: int
+    accepted: int
+    rows: tuple[int, ...]  # drafts of each pass
+
+    @property
+    def tokens_a_pass(self) -> float:
+        return self.tokens / self.passes
+
+
+def walk(proposer: Proposer, prompt: Sequence[int], output: Sequence[int], limit: int) -> Walk:
+    """Along a known text: each pass drafts, keeps the longest right beginning, and gains one token of the target's own."""
+    from verbatim.speculate.proposer import SeqView
+
+    known, at, drafted, accepted, rows = list(prompt), 0, 0, 0, []
+    while at < len(output):
+        room = len(output) - at - 1
+        guess: tuple[int, ...] = ()
+        if limit and room:
+            view = SeqView(0, known, len(prompt), GREEDY, 0, room)
+            found = proposer.propose([view], min(limit, room)).get(0)
+            guess = found.tokens[: min(limit, room)] if found else ()
+        right = 0
+        while right < len(guess) and guess[right] == output[at + right]:
+            right += 1
+        rows.append(len(guess))
+        drafted += len(guess)
+        accepted += right
+        known += output[at : at + right + 1]
+        at += right + 1
+    return Walk(len(output), len(rows), drafted, accepted, tuple(rows))
+
+
+def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -> dict[int, float]:
+    """Seconds of a step that verifies k drafts behind `context` tokens, for each k. The engine must be idle: its first blocks are written over."""
+    backend = llm.parts.backend
+    size = backend.block_size
+    count = (context + max(lengths) + 1 + size - 1) // size
+    blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)
+    ids = [i for i in range(llm.tokenizer.vocab_size) if not llm.tokenizer.is_control(i)]
+    tokens = tuple(ids[(7919 * i) % len(ids)] for i in range(context + max(lengths) + 1))
+    draw = DrawSpec(GREEDY, 0, context)
+    step = llm.config.step_tokens
+    for start in range(0, context, step):
+        piece = tokens[start : min(start + step, context)]
+        backend.execute(StepPlan(0, (SeqStep(0, piece, start, blocks),)))
+    out: dict[int, list[float]] = {k: [] for k in lengths}
+    for turn in range(repeats + 1):  # the first round only warms up
+        for k in lengths:
+            plan = StepPlan(0, (SeqStep(0, tokens[context : context + 1 + k], context, blocks, draws=1 + k, draw=draw),))
+            began = time.perf_counter()
+            backend.execute(plan)
+            if turn:
+                out[k].append(time.perf_counter() - began)
+    return {k: statistics.median(times) for k, times in out.items()}
+
+
+def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Prompt and plain answer of each task, as token ids."""
+    out = {}
+    for name, text in PROMPTS.items():
+        params = GREEDY.with_(max_tokens=tokens, speculate="off")
+        done: Any = llm.chat([{"role": "user", "content": text}], params) if llm.has_template else llm.generate(text, params)
+        out[name] = (done.prompt_ids, done.token_ids)
+    return out
+
+
+def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any]:
+    """All the numbers of `bench --speculate`: by draft length the cost of a pass, and for each task tokens a pass and seconds a token."""
+    from verbatim.speculate.ngram import NgramProposer
+    from verbatim.speculate.suffix import SuffixProposer
+
+    makers: dict[str, Any] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+    written = texts(llm, tokens)
+    costs = pass_seconds(llm, 128 if llm.context > 256 else 8, LENGTHS, repeats)
+    full = [costs[k] for k in LENGTHS]
+    tasks: dict[str, Any] = {}
+    for name, (prompt, output) in written.items():
+        rows = []
+        for k in LENGTHS:
+            done = walk(makers[mode](), prompt, output, k)
+            spent = sum(_between(full, r) for r in done.rows)
+            rows.append(
+                {
+                    "drafts": k,
+                    "tokens_a_pass": done.tokens_a_pass,
+                    "seconds_a_token": spent / done.tokens,
+                    "accepted": done.accepted,
+                    "drafted": done.drafted,
+                }
+            )
+        tasks[name] = rows
+    return {"proposer": mode, "pass_seconds": [{"drafts": k, "seconds": costs[k]} for k in LENGTHS], "tasks": tasks}
+
+
+def _between(costs: Sequence[float], drafts: int) -> float:
+    """Cost of a pass with this many drafts, on the line between the lengths that were measured."""
+    for i in range(1, len(LENGTHS)):
+        low, high = LENGTHS[i - 1], LENGTHS[i]
+        if drafts <= high:
+            return costs[i - 1] + (costs[i] - costs[i - 1]) * (drafts - low) / (high - low)
+    return costs[-1]

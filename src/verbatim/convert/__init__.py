@@ -1,0 +1,1 @@
+"""Exporters: a loaded model or tokenizer written as GGUF."""

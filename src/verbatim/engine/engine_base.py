@@ -1,0 +1,131 @@
+"""What LLM and AsyncEngine have in common: a model's name and settings come in, an opened model with its engine core goes out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, Self
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.engine.core import EngineCore
+from verbatim.engine.loaded_model import Parts, Progress, load_parts
+from verbatim.engine.request import EncodedText, encoded, lost_in
+
+log = logging.getLogger("verbatim.engine")
+Message = Mapping[str, Any]
+OURS = {"tokenizer", "template", "messages"}  # names that an option of the template cannot have
+INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # a message may hold these and no text
+
+
+class OpenedModel:
+    """A model, opened. `options` are the fields of EngineConfig; an unknown one is a TypeError.
+
+    model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or `org/name` on the hub."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "smollm2",
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        config = _config(type(self).__name__, options)
+        parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
+        for line in parts.warnings:
+            log.warning("%s: %s", parts.name, line)  # stderr, unless the program that uses this library says otherwise
+        self._open(parts, config)
+
+    @classmethod
+    def from_parts(cls, parts: Parts, **options: Any) -> Self:
+        """An engine of given parts: fakes in tests, or a model that is already open."""
+        self = cls.__new__(cls)
+        self._open(parts, _config(cls.__name__, options))
+        return self
+
+    def _open(self, parts: Parts, config: EngineConfig) -> None:
+        """Subclasses go on from here with what is theirs: locks, streams, a thread."""
+        self.parts = parts
+        self.config = config
+        self.core = EngineCore(parts, config)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.parts.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.core.context
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Keys of the model's files that are ignored, or followed otherwise than in transformers; logged at load."""
+        return self.parts.warnings
+
+    @property
+    def has_template(self) -> bool:
+        return self.parts.template is not None
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of model, backend and numerics: equal fingerprints promise equal tokens."""
+        return self.core.fingerprint
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """The token ids that a plain prompt is sent as. `parse_special`: the text of a control token ("<|im_start|>") becomes that token,
+        for prompts that are already in the model's own format; without it, it stays text."""
+        return encoded(self.parts.tokenizer, text, special=parse_special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens left out."""
+        return self.parts.tokenizer.decode(ids)
+
+    def encode_chat(self, messages: Sequence[Message], /, **template: Any) -> list[int]:
+        """The token ids that a conversation is sent as, through the model's chat template; `template` holds its options
+        (tools, ...). A control token typed by a user stays text."""
+        if self.parts.template is None:
+            raise UnsupportedError("messages", f"{self.parts.name} has no chat template; use generate() with plain text")
+        from verbatim.text.chat_template import encode_chat
+        from verbatim.text.control_tokens import strings_in
+
+        check_messages(messages)
+        for name in OURS & template.keys():
+            raise ParameterError("chat_template_kwargs", f"{name!r} is set by the engine; leave it out")
+        tokenizer: Any = self.parts.tokenizer
+        ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
+        ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
+        return ids
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...), as plain numbers."""
+        return self.core.stats()
+
+
+def check_messages(messages: Any) -> None:
+    """A conversation is a list of messages with text in them. What else can be wrong with one, the template's room says."""
+    shape = "[{'role': 'user', 'content': 'Hello'}]"
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ParameterError("messages", f"{type(messages).__name__} is not a list of messages, such as {shape}")
+    if not messages:
+        raise ParameterError("messages", f"there is none; give at least one, such as {shape}")
+    for index, message in enumerate(messages):
+        silent = isinstance(message, Mapping) and "role" in message and message.get("content") is None
+        if silent and not any(message.get(name) for name in INSTEAD):
+            raise ParameterError("messages", f"messages[{index}] has no content; give it text")
+
+
+def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            raise TypeError(f"{caller} has no option {name!r}; {hint}")
+    return EngineConfig(**options)

@@ -1,0 +1,1 @@
+"""Structured output: JSON schema, regex and grammar constraints as token masks."""

@@ -1,0 +1,100 @@
+"""Compile worker: the subprocess of compile_pool.py that translates and compiles structures.
+
+Standard input is a socket. In: a line of JSON, [field, value]. Out: a line of JSON, the result of
+translate.judge(); the first line says that start-up is done. The invariant: this process ends with
+its parent, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import queue
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import Any
+
+from verbatim.grammar.translate import byte_tokenizer, judge, parser_limits
+
+NICE = 10  # a tenth of a CPU beside one busy thread; at 19 a compile starves on a busy machine
+PARENT_CHECK = 2.0  # seconds; end-of-input tells sooner, unless a fork of the parent holds the socket
+_PR_SET_PDEATHSIG = 1
+
+
+def main(parent: int, memory: int, cpu_seconds: float, limits: dict[str, Any]) -> None:
+    """Serve compiles until the parent ends. `parent`: its process id."""
+    channel = socket.socket(fileno=0)
+    jobs: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_watch, args=(channel, parent, jobs), daemon=True).start()
+    _end_with_parent(parent)
+    _limit("RLIMIT_AS", memory)
+    _limit("RLIMIT_CORE", 0)  # an abort for want of memory is expected, its core file is not wanted
+    tokenizer, bounds = byte_tokenizer(), parser_limits(limits)
+    judge("choice", ["a"], tokenizer, bounds)
+    with suppress(OSError):
+        os.nice(NICE)
+    _send(channel, {"ready": True})
+    while True:
+        field, value = json.loads(jobs.get())
+        _allow_cpu(cpu_seconds)
+        try:
+            answer = judge(field, value, tokenizer, bounds)
+        except MemoryError:
+            os.abort()  # as llguidance does
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(channel, answer)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Ask the kernel for SIGKILL at the parent's end. Linux only; elsewhere _watch() and the CPU
+    limit must do."""
+    if sys.platform == "linux":
+        with suppress(AttributeError, OSError):
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request took effect
+        os._exit(0)
+
+
+def _watch(channel: socket.socket, parent: int, jobs: queue.SimpleQueue[bytes]) -> None:
+    """Read requests, and end the process at end-of-input or when the parent has changed. Runs
+    during a compile too: llguidance releases the GIL."""
+    pending = b""
+    while True:
+        readable, _, _ = select.select([channel], [], [], PARENT_CHECK)
+        if os.getppid() != parent:
+            os._exit(0)
+        if readable:
+            chunk = b""
+            with suppress(ConnectionError):
+                chunk = channel.recv(1 << 16)
+            if not chunk:
+                os._exit(0)
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                jobs.put(line)
+
+
+def _allow_cpu(seconds: float) -> None:
+    """CPU time for one compile; beyond it the kernel kills this process. SIGPROF comes at the
+    limit; RLIMIT_CPU, in whole seconds since the process began, is the net behind it."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    used = os.times()
+    _limit("RLIMIT_CPU", math.ceil(used.user + used.system + seconds) + 1, soft=True)
+
+
+def _limit(name: str, most: int, soft: bool = False) -> None:
+    with suppress(ImportError, AttributeError, OSError, ValueError):  # not every system has each
+        import resource
+
+        which = getattr(resource, name)
+        resource.setrlimit(which, (most, resource.getrlimit(which)[1] if soft else most))
+
+
+def _send(channel: socket.socket, message: dict[str, Any]) -> None:
+    channel.sendall(json.dumps(message).encode() + b"\n")

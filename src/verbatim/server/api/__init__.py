@@ -1,0 +1,1 @@
+"""The HTTP protocols, one file each, and what they share."""

@@ -1,0 +1,390 @@
+"""POST /v1/chat/completions: a conversation in, a message out, with tools, structure and log-probabilities as OpenAI spells them.
+
+Asking (`Ask`: messages, tools, format -> one message to the engine) is shared with the Responses, Anthropic and Ollama routes, which translate
+their fields into OpenAI's chat fields first; spelling the answer is each protocol's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.base.params import STRUCTURE
+from verbatim.server.api import to_params
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.completions import closing, reports_of, stream_options
+from verbatim.server.api.field_table import CHAT, Rule
+from verbatim.server.api.generate import (
+    Piece,
+    chat_logprobs,
+    extras,
+    finish_reason,
+    obfuscation,
+    observe,
+    pieces,
+    usage_of,
+)
+from verbatim.server.api.request_context import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, new_id
+from verbatim.server.api.tools import Call as ToolCall
+from verbatim.server.api.tools import ToolParser, call_or_text, forced_schema, joined, template_messages
+from verbatim.server.process.messages import (
+    Generate,
+    Generated,
+    Tokenize,
+    Tokenized,
+    WireChoice,
+    WireFinish,
+    WireLogprob,
+)
+
+# what encode_chat takes by these names is not the client's to set through the back door
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final",
+    "template_name",
+    "bos_token",
+    "eos_token",
+    "tokenizer",
+    "template",
+)
+
+
+class Ask:
+    """A chat request, understood: what goes to the engine, and how its text is to be read.
+
+    names: the engine's word for a parameter -> the client's, for errors."""
+
+    def __init__(
+        self, call: Call, body: Mapping[str, Any], table: Mapping[str, Rule] = CHAT, names: Mapping[str, str] | None = None
+    ) -> None:
+        self.call = call
+        self.body = body
+        self.names = dict(names or {})
+        self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
+        self.choice = body.get("tool_choice", "auto")
+        self.forced = False
+        self.continues = bool(body.get("continue_final"))  # the last message; only protocols that know this set it
+        self.values = to_params.sampling_values(body, table)
+        self._length()
+        self._logprobs()
+        self._structure()
+        self._tools()
+        self._check_continued()
+        self.messages, self.template = conversation(call, body, self.tools, self.names)
+        state = call.state
+        self.params = to_params.finish_params(self.values, limits=state.limits, facts=state.facts, names=self.names)
+        self.rows = to_params.wants_rows(body, self.params)
+        if self.rows:
+            call.room.enter_context(state.admit_rows())
+
+    def _own(self, name: str) -> str:
+        return self.names.get(name, name)
+
+    def _length(self) -> None:
+        old, new = self.body.get("max_tokens"), self.body.get("max_completion_tokens")
+        if old is not None and new is not None and old != new:
+            raise Problem("invalid_parameter", "max_tokens: differs from max_completion_tokens; send one of them", "max_tokens")
+        if new is not None:
+            self.names = {"max_tokens": "max_completion_tokens", **self.names}
+        if old is not None or new is not None:
+            self.values["max_tokens"] = new if new is not None else old
+
+    def _logprobs(self) -> None:
+        top = self.body.get("top_logprobs")
+        if top and not self.body.get("logprobs"):
+            raise Problem("invalid_parameter", f"{self._own('top_logprobs')}: needs logprobs: true", self._own("top_logprobs"))
+        if self.body.get("logprobs"):
+            self.values["logprobs"] = top or 0
+            self.names = {"logprobs": "top_logprobs", **self.names}
+
+    def _structure(self) -> None:
+        form = self.body.get("response_format") or {"type": "text"}
+        if form["type"] == "text":
+            return
+        self._only_structure("response_format")
+        schema: Any = {"type": "object"}
+        if form["type"] == "json_schema":
+            schema = form["json_schema"].get("schema", True)
+        self.values["json_schema"] = schema
+        self.names = {"json_schema": "response_format", **self.names}
+
+    def _only_structure(self, name: str) -> None:
+        own = self._own(name)
+        for other in STRUCTURE:
+            if other in self.values:
+                raise Problem(
+                    "invalid_parameter", f"{own}: only one structure at a time, and {self._own(other)} is set too", own
+                )
+
+    def _tools(self) -> None:
+        check_tools(self.call, self.tools)
+        names = [tool["function"]["name"] for tool in self.tools]
+        wanted = self.choice["function"]["name"] if isinstance(self.choice, dict) else None
+        own = self._own("tool_choice")
+        if self.choice == "none":
+            self.tools = []
+        elif self.choice == "auto":
+            self._calls_or_answer()
+        else:
+            if not self.tools:
+                raise Problem("invalid_parameter", f"{own}: asks for a call, and there are no tools", own)
+            if wanted is not None and wanted not in names:
+                raise Problem("invalid_parameter", f"{own}: names a tool that is not in tools", own)
+            self._only_structure("tool_choice")
+            self.values["json_schema"] = forced_schema(self.tools, wanted)
+            self.names["json_schema"] = "tools"
+            self.forced = True
+
+    def _calls_or_answer(self) -> None:
+        """With strict tools, or an answer that must be JSON, a grammar lets the model choose between valid calls and such an answer."""
+        schema = self.values.get("json_schema")
+        strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
+        if not self.tools or not (strict or schema is not None):
+            return
+        if strict and any(name in self.values for name in STRUCTURE if name != "json_schema"):
+            where = f"tools[{strict[0]}].function.strict"
+            raise Problem("invalid_parameter", f"{where}: only one structure at a time", where)
+        single = self.body.get("parallel_tool_calls") is False
+        grammar = call_or_text(self.tools, self.call.state.facts.tool_format, single=single, text=schema)
+        if grammar is None:
+            where = f"tools[{strict[0]}].function.strict" if strict else self._own("response_format")
+            raise Problem(
+                "unsupported_parameter", f"{where}: not offered beside tool_choice auto for this model's tool format", where
+            )
+        self.values.pop("json_schema", None)
+        self.values["grammar"] = grammar
+        self.names["grammar"] = "tools"
+
+    def _check_continued(self) -> None:
+        if self.continues and any(name in self.values for name in STRUCTURE):
+            own = self._own("messages")
+            raise Problem(
+                "invalid_parameter", f"{own}: an answer whose beginning is given cannot be held to a structure or a tool", own
+            )
+
+    def submit(self, stream: bool, num_ctx: int | None = None, open_end: bool = False) -> None:
+        message = Generate(
+            self.call.next_id(),
+            self.call.tenant,
+            self.params,
+            stream,
+            messages=self.messages,
+            template=self.template,
+            num_ctx=num_ctx,
+            open_end=open_end,
+            explain_rows=self.rows,
+        )
+        self.call.submit(message)
+
+    def parser(self) -> ToolParser | None:
+        """For one choice. None: the text is the answer."""
+        if not self.tools:
+            return None
+        names = {tool["function"]["name"] for tool in self.tools}
+        single = self.body.get("parallel_tool_calls") is False
+        form = self.call.state.facts.tool_format
+        return ToolParser(form, names, forced=self.forced, single=single, midway=self.continues)
+
+    def read(self, text: str) -> tuple[str, list[ToolCall]]:
+        """A whole answer's text and calls."""
+        parser = self.parser()
+        if parser is None:
+            return text, []
+        return joined([*parser.push(text), *parser.finish()])
+
+
+def check_tools(call: Call, tools: Sequence[Mapping[str, Any]]) -> None:
+    limit = call.state.limits.max_tools
+    if len(tools) > limit:
+        raise Problem("invalid_parameter", f"tools: {len(tools)} tools are above this server's limit of {limit}", "tools")
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise Problem("invalid_parameter", "tools: two tools have the same name", "tools")
+
+
+def conversation(
+    call: Call, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and options for the chat template, within this server's limits. From here on the engine may refuse them: it learns what the
+    client calls them."""
+    messages, facts = body["messages"], call.state.facts
+    limit, own = call.state.limits.max_messages, names.get("messages", "messages")
+    if len(messages) > limit:
+        raise Problem("invalid_parameter", f"{own}: {len(messages)} messages are above this server's limit of {limit}", own)
+    if not facts.has_template:
+        raise Problem("unsupported_parameter", f"{own}: this model has no chat template; use /v1/completions", own)
+    made = template_messages(messages, tools, facts)
+    for message in made:
+        to_params.check_text_length(own, message["content"] or "", facts)
+    template = template_options(body)
+    if tools and facts.template_tools:
+        template["tools"] = tools
+    if body.get("continue_final"):
+        template["continue_final"] = True
+    call.names = {"prompt": own, **names}  # what the engine calls the prompt is made of the messages
+    call.shift = len(made) - len(messages)
+    return made, template
+
+
+async def count_tokens(call: Call, body: Mapping[str, Any], names: Mapping[str, str]) -> int:
+    """Of the prompt that a request in chat fields would have."""
+    tools = [] if body.get("tool_choice") == "none" else body.get("tools", [])
+    check_tools(call, tools)
+    messages, template = conversation(call, body, tools, names)
+    call.submit(Tokenize(call.next_id(), call.tenant, messages=messages, template=template))
+    (done,) = await call.results(Tokenized)
+    return len(done.token_ids)
+
+
+def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The client's own variables for the template; whether the template reads them, the engine's side says."""
+    template = dict(body.get("chat_template_kwargs") or {})
+    for name in RESERVED:
+        if name in template:
+            raise Problem("invalid_parameter", f"chat_template_kwargs.{name}: is the server's to set", "chat_template_kwargs")
+    return template
+
+
+def spelled_call(call: ToolCall, index: int | None = None) -> dict[str, Any]:
+    out = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return out if index is None else {"index": index, **out}
+
+
+class Chat:
+    def __init__(self, ask: Ask, model: str) -> None:
+        self.ask = ask
+        self.call = ask.call
+        self.top = ask.body.get("top_logprobs") or 0
+        self.with_logprobs = bool(ask.body.get("logprobs"))
+        self.head: dict[str, Any] = {
+            "id": new_id("chatcmpl-"),
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": self.call.state.facts.fingerprint,
+            "seed": ask.params.get("seed"),
+            "service_tier": "default",
+        }
+
+    # ---------------------------------------------------------------------------------------------------------- whole
+
+    async def whole(self) -> Response:
+        (done,) = await self.call.results(Generated)
+        answer = self._answer(done)
+        observe(self.call)
+        if self.ask.body.get("store"):
+            self._keep(answer)
+        return Json(answer)
+
+    def _answer(self, done: Generated) -> dict[str, Any]:
+        choices = [self._choice(choice) for choice in done.choices]
+        told = {"choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)}
+        return {**self.head, "seed": done.seed, **told}
+
+    def _keep(self, answer: dict[str, Any]) -> None:
+        kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
+        item = {"object": kept, "messages": self.ask.body["messages"]}
+        self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
+
+    def _choice(self, choice: WireChoice) -> dict[str, Any]:
+        text, calls = self.ask.read(choice.text)
+        message: dict[str, Any] = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
+        if calls:
+            message["tool_calls"] = [spelled_call(c) for c in calls]
+        out = {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice.logprobs) if self.with_logprobs else None,
+            "finish_reason": reason_with_calls(choice.finish, bool(calls)),
+        }
+        return out | reports_of(choice)
+
+    def _logprobs(self, items: Sequence[WireLogprob]) -> dict[str, Any]:
+        return {"content": chat_logprobs(items, self.top), "refusal": None}
+
+    # --------------------------------------------------------------------------------------------------------- stream
+
+    async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
+        head = {**self.head, "object": "chat.completion.chunk"}
+        chunks = Chunks(head, {"usage": None} if with_usage else {})
+        parsers: dict[int, ToolParser | None] = {}
+        async for piece in pieces(self.call):
+            if piece is None:
+                yield KEEP_ALIVE
+                continue
+            for choice in self._deltas(piece, parsers):
+                yield chunks.spell(choice, obfuscation(choice["delta"].get("content") or "") if pad else None)
+        done = self.call.runs[0].generated
+        if done is not None:
+            observe(self.call)
+            if self.ask.body.get("store"):
+                self._keep(self._answer(done))
+            for last in closing(self.call, head, with_usage):
+                yield last
+        yield DONE
+
+    def _deltas(self, piece: Piece, parsers: dict[int, ToolParser | None]) -> list[dict[str, Any]]:
+        """The chunks of one piece: text and calls as they become certain; the role first, the finish last and alone."""
+        deltas: list[dict[str, Any]] = []
+        if piece.index not in parsers:
+            parsers[piece.index] = self.ask.parser()
+            deltas.append({"role": "assistant", "content": "", "refusal": None})
+        parser = parsers[piece.index]
+        if parser is None:
+            deltas += [{"content": piece.text}] if piece.text or piece.logprobs or piece.explain else []
+        else:
+            before = parser.calls
+            found = parser.push(piece.text)
+            if piece.finish is not None:
+                found += parser.finish()
+            deltas += spelled_deltas(found, before)
+            if not found and (piece.logprobs or piece.explain):  # the text is held back, what is said of it is not
+                deltas.append({"content": ""})
+        out: list[dict[str, Any]] = [
+            {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
+        ]
+        if self.with_logprobs and piece.logprobs:
+            out[-1]["logprobs"] = self._logprobs(piece.logprobs)
+        if piece.explain:
+            out[-1]["explain"] = piece.explain
+        if piece.finish is not None:
+            reason = reason_with_calls(piece.finish, parser is not None and parser.calls > 0)
+            out.append({"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": reason})
+        return out
+
+
+def spelled_deltas(found: list[tuple[str, Any]], number: int) -> list[dict[str, Any]]:
+    out: list[dict[str, Any]] = []
+    for kind, value in found:
+        if kind == "text":
+            out.append({"content": value})
+        else:
+            out.append({"tool_calls": [spelled_call(value, number)]})
+            number += 1
+    return out
+
+
+def reason_with_calls(finish: WireFinish | None, called: bool) -> str | None:
+    reason = finish_reason(finish)
+    return "tool_calls" if called and reason == "stop" else reason
+
+
+async def chat(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    call.state.store.check_offered(bool(body.get("store")))
+    with_usage, pad = stream_options(body)
+    stream = bool(body.get("stream"))
+    if stream and (body.get("best_of") or 1) > body.get("n", 1):
+        raise Problem("invalid_parameter", "best_of: cannot be streamed, because the best is known only at the end", "best_of")
+    made = Chat(ask := Ask(call, body), model)
+    ask.submit(stream)
+    await call.accepted()
+    if stream:
+        return EventStream(call, made.events(with_usage, pad))
+    return await made.whole()

@@ -1,0 +1,138 @@
+"""The short routes: /v1/embeddings, /v1/score, /tokenize, /detokenize. Text or token ids in, numbers out."""
+
+from __future__ import annotations
+
+import base64
+import math
+import struct
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.api import to_params
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.chat_completions import conversation
+from verbatim.server.api.completions import parses_special, prompts_of
+from verbatim.server.api.generate import extras, floor, observe, spelled, usage_of
+from verbatim.server.api.request_context import Call, Json
+from verbatim.server.process.messages import (
+    Detokenize,
+    Detokenized,
+    Generate,
+    Generated,
+    Tokenize,
+    Tokenized,
+)
+
+
+async def embeddings(call: Call) -> Response:
+    """One vector of the final hidden states (LLM.embed), scaled to length 1 as OpenAI's are."""
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    prompts = prompts_of(body["input"], "input", call)
+    hidden = call.state.facts.hidden
+    if body.get("dimensions", 1) > hidden:
+        raise Problem("invalid_parameter", f"dimensions: {body['dimensions']} is above the model's {hidden}", "dimensions")
+    state = call.state
+    params = to_params.finish_params({"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts)
+    call.names = {"prompt": "input"}
+    for prompt in prompts:
+        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, embedding=True))
+    results = await call.results(Generated)
+    data = [
+        {"object": "embedding", "index": i, "embedding": _spell_vector(_unit(r.embedding or [], body.get("dimensions")), body)}
+        for i, r in enumerate(results)
+    ]
+    total = sum(r.usage.prompt_tokens for r in results)
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return Json({"object": "list", "data": data, "model": model, "usage": usage, **extras(call.runs)})
+
+
+def _unit(vector: list[float], dimensions: int | None) -> list[float]:
+    kept = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in kept))
+    return [x / length for x in kept] if length else kept
+
+
+def _spell_vector(vector: list[float], body: dict[str, Any]) -> Any:
+    if body.get("encoding_format") == "base64":
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    return vector
+
+
+async def score(call: Call) -> Response:
+    """Teacher-forced log-probability of every token of each prompt, and the perplexity, in one pass and without writing anything."""
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    top = body.get("top_logprobs", 0)
+    prompts = prompts_of(body["prompt"], "prompt", call)
+    parse = parses_special(body, prompts)
+    values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
+    names = call.names = {"prompt_logprobs": "top_logprobs"}
+    state = call.state
+    params = to_params.finish_params(values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names)
+    for prompt in prompts:
+        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse))
+    results = await call.results(Generated)
+    observe(call)
+    return Json(
+        {
+            "object": "list",
+            "model": model,
+            "system_fingerprint": call.state.facts.fingerprint,
+            "data": [_scored(i, r) for i, r in enumerate(results)],
+            "usage": usage_of(call.runs),
+            **extras(call.runs),
+        }
+    )
+
+
+def _scored(index: int, done: Generated) -> dict[str, Any]:
+    tokens: list[dict[str, Any]] = []
+    for item in done.prompt_logprobs:
+        logprob = None if item.logprob is None else floor(item.logprob)
+        tokens.append({"id": item.token, "token": spelled(item.raw), "logprob": logprob})
+        if item.top:
+            tokens[-1]["top_logprobs"] = [{"id": t, "token": spelled(r), "logprob": floor(lp)} for t, lp, r in item.top]
+    known = [t["logprob"] for t in tokens if t["logprob"] is not None]
+    total = math.fsum(known)
+    perplexity = math.exp(min(-total / len(known), 700)) if known else None
+    return {"object": "score", "index": index, "tokens": tokens, "total": total, "perplexity": perplexity}
+
+
+async def tokenize(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    if ("prompt" in body) == ("messages" in body):
+        raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
+    for name in ("add_special_tokens", "parse_special"):
+        if "messages" in body and name in body:
+            raise Problem("invalid_parameter", f"{name}: only with prompt; the chat template writes its own", name)
+    if "prompt" in body:
+        to_params.check_text_length("prompt", body["prompt"], call.state.facts)
+        parse = body.get("parse_special", False)
+        special = body.get("add_special_tokens", True)
+        message = Tokenize(call.next_id(), call.tenant, body["prompt"], add_special=special, parse_special=parse)
+    else:
+        messages, template = conversation(call, body, [], {})
+        message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)
+    call.submit(message)
+    (done,) = await call.results(Tokenized)
+    ids, context = done.token_ids, call.state.facts.context
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
+    if done.warnings:
+        answer["warnings"] = done.warnings
+    if body.get("return_token_strs"):
+        answer["token_strs"] = [spelled(raw) for raw in done.raw]
+    return Json(answer)
+
+
+async def detokenize(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    if len(body["tokens"]) > 8 * call.state.facts.context:
+        raise Problem("invalid_parameter", "tokens: far more than the context holds", "tokens")
+    to_params.check_vocabulary("tokens", body["tokens"], call.state.facts)
+    call.submit(Detokenize(call.next_id(), call.tenant, body["tokens"]))
+    (done,) = await call.results(Detokenized)
+    return Json({"prompt": done.text})

@@ -1,0 +1,275 @@
+"""Ollama's /api/chat, /api/generate, /api/tags, /api/ps, /api/show, /api/version: lines of JSON in Ollama's shapes.
+
+Sampling defaults are this server's (temperature 1, no penalty), not Ollama's; options for the machine (num_gpu, num_thread, ...) are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim import __version__
+from verbatim.server.api import to_params
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.chat_completions import Ask
+from verbatim.server.api.field_table import OLLAMA_CHAT
+from verbatim.server.api.generate import extras, finish_reason, observe, pieces, speculation
+from verbatim.server.api.request_context import Call, EventStream, Json, new_id
+from verbatim.server.api.schemas import OLLAMA_PARAMS
+from verbatim.server.json_io import dumps, written
+from verbatim.server.process.messages import Generate, Generated, WireFinish
+
+OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama's option -> our parameter
+NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
+NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
+    "max_tokens": "options.num_predict",
+    "seed": "options.seed",
+    "json_schema": "format",
+    "response_format": "format",
+    "messages.name": "tool_name",
+    "messages.reasoning_content": "thinking",
+}
+
+
+def sampling(options: dict[str, Any]) -> dict[str, Any]:
+    values = {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
+    if options.get("seed", -1) not in (None, -1):  # -1: Ollama's word for one of the server's choice
+        values["seed"] = to_params.positive_seed(options["seed"])
+    length = options.get("num_predict")
+    if length is not None and length > 0:  # -1 and -2: until the context's end, which is what missing means
+        values["max_tokens"] = length
+    elif length == 0:
+        raise Problem("invalid_parameter", "options.num_predict: 0 leaves nothing to write", "options.num_predict")
+    return values
+
+
+def window(call: Call, options: dict[str, Any]) -> tuple[int | None, bool]:
+    """options.num_ctx, and whether the client left the answer's length open (num_ctx then cuts it)."""
+    asked: int | None = options.get("num_ctx")
+    if asked is None:
+        return None, False
+    context = call.state.facts.context
+    if asked > context:
+        where = "options.num_ctx"
+        raise Problem("invalid_parameter", f"{where}: {asked} is above this server's context of {context}", where)
+    return asked, (options.get("num_predict") or -1) < 0
+
+
+def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    out = []
+    for row in rows:
+        made: dict[str, Any] = {"role": row["role"], "content": row.get("content", "")}
+        if row.get("tool_calls"):
+            made["tool_calls"] = [
+                {
+                    "id": c.get("id") or new_id("call_"),
+                    "type": "function",
+                    "function": {
+                        "name": c["function"]["name"],
+                        "arguments": json.dumps(c["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for c in row["tool_calls"]
+            ]
+        if "thinking" in row:
+            made["reasoning_content"] = row["thinking"]
+        if row["role"] == "tool":
+            made["tool_call_id"] = row.get("tool_call_id", "")
+            if "tool_name" in row:
+                made["name"] = row["tool_name"]
+        out.append(made)
+    return out
+
+
+class Answer:
+    """`key`: where the text goes: message.content (chat) or response (generate)."""
+
+    def __init__(self, call: Call, model: str, ask: Ask | None) -> None:
+        self.call = call
+        self.model = model
+        self.ask = ask
+
+    def line(self, text: str, calls: list[Any], done: bool) -> dict[str, Any]:
+        head = {"model": self.model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        if self.ask is None or "prompt" in self.ask.body:
+            return {**head, "response": text, "done": done}
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {"id": c.id, "function": {"name": c.name, "arguments": written(c.arguments)}} for c in calls
+            ]
+        return {**head, "message": message, "done": done}
+
+    def closing(self, finish: WireFinish | None) -> dict[str, Any]:
+        done = self.call.runs[0].generated
+        assert done is not None
+        usage, times = done.usage, done.timings
+        observe(self.call)
+        return {
+            "done_reason": finish_reason(finish) or "stop",
+            "total_duration": int(times.total * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": int(max(times.first_token - times.queued, 0) * 1e9),
+            "eval_count": usage.output_tokens,
+            "eval_duration": int(max(times.total - times.first_token, 0) * 1e9),
+            "seed": done.seed,
+            "system_fingerprint": done.fingerprint,
+            **speculation(self.call.runs),
+            **extras(self.call.runs),
+        }
+
+    async def whole(self) -> Response:
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        text, calls = self.ask.read(choice.text) if self.ask is not None else (choice.text, [])
+        return Json({**self.line(text, calls, True), **self.closing(choice.finish)})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        parser = self.ask.parser() if self.ask is not None else None
+        finish: WireFinish | None = None
+        async for piece in pieces(self.call):
+            if piece is None:
+                continue  # lines of JSON have no comment to keep a connection alive with
+            finish = piece.finish or finish
+            found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+            if parser is not None and piece.finish is not None:
+                found += parser.finish()
+            for kind, value in found:
+                if value:
+                    line = self.line(value if kind == "text" else "", [value] if kind == "call" else [], False)
+                    yield dumps(line) + b"\n"
+        if all(run.done is not None for run in self.call.runs):
+            yield dumps({**self.line("", [], True), **self.closing(finish)}) + b"\n"
+
+
+def error_line(problem: Problem) -> bytes:
+    return dumps({"error": problem.message}) + b"\n"
+
+
+def structure(body: dict[str, Any]) -> dict[str, Any]:
+    form = body.get("format")
+    if not form:
+        return {}
+    if form == "json":
+        return {"response_format": {"type": "json_object"}}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "format", "schema": form}}}
+
+
+async def chat(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    if not body["messages"]:
+        return Json({**_head(model), "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
+    fields = {**sampling(body.get("options") or {}), **structure(body), "messages": messages_of(body["messages"])}
+    if body.get("tools"):
+        fields["tools"] = body["tools"]
+    ask = Ask(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
+    return await _answer(call, body, Answer(call, model, ask), window(call, body.get("options") or {}))
+
+
+async def generate(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    prompt = body.get("prompt", "")
+    if not prompt:
+        return Json({**_head(model), "response": "", "done": True, "done_reason": "load"})
+    values = sampling(body.get("options") or {})
+    if body.get("raw"):
+        return await _raw(call, body, model, prompt, values)
+    if body.get("parse_special"):
+        raise Problem(
+            "invalid_parameter", "parse_special: only with raw; the chat template writes the control tokens", "parse_special"
+        )
+    system = [{"role": "system", "content": body["system"]}] if "system" in body else []
+    fields = {**values, **structure(body), "messages": [*system, {"role": "user", "content": prompt}], "prompt": prompt}
+    ask = Ask(call, fields, _params(), {**NAMES, "messages": "prompt"})
+    return await _answer(call, body, Answer(call, model, ask), window(call, body.get("options") or {}))
+
+
+async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]) -> Response:
+    if "system" in body:
+        raise Problem("invalid_parameter", "system: has no place in a raw prompt", "system")
+    form = structure(body).get("response_format")
+    if form:
+        values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
+    to_params.check_text_length("prompt", prompt, call.state.facts)
+    state = call.state
+    params = to_params.finish_params(values, limits=state.limits, facts=state.facts, names=NAMES)
+    call.names = NAMES
+    num_ctx, open_end = window(call, body.get("options") or {})
+    message = Generate(
+        call.next_id(),
+        call.tenant,
+        params,
+        body.get("stream", True),
+        prompt,
+        parse_special=bool(body.get("parse_special")),
+        num_ctx=num_ctx,
+        open_end=open_end,
+    )
+    call.submit(message)
+    await call.accepted()
+    return await _answer(call, body, Answer(call, model, None))
+
+
+async def _answer(
+    call: Call, body: dict[str, Any], answer: Answer, window: tuple[int | None, bool] = (None, False)
+) -> Response:
+    stream = body.get("stream", True)
+    if answer.ask is not None:
+        answer.ask.submit(stream, *window)
+        await call.accepted()
+    return EventStream(call, answer.events(), error_line, "application/x-ndjson") if stream else await answer.whole()
+
+
+def _params() -> dict[str, Any]:
+    from verbatim.server.api.field_table import CHAT
+
+    return {name: CHAT[name] for name in OPTIONS.values() if name in CHAT}
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+
+def _details(call: Call) -> dict[str, Any]:
+    return {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+
+
+async def tags(call: Call) -> Response:
+    when = datetime.fromtimestamp(call.state.started, UTC).isoformat().replace("+00:00", "Z")
+    facts = call.state.supervisor.facts
+    digest = "" if facts is None else facts.digest
+    rows = [
+        {"name": n, "model": n, "modified_at": when, "size": 0, "digest": digest, "details": _details(call)} for n in call.state.names()
+    ]  # fmt: skip
+    return Json({"models": rows})
+
+
+async def ps(call: Call) -> Response:
+    """The one model that is loaded, and stays so."""
+    facts, name = call.state.facts, next(iter(call.state.names()))
+    row = {"name": name, "model": name, "size": 0, "digest": facts.digest, "details": _details(call)}
+    return Json({"models": [{**row, "expires_at": NEVER, "size_vram": 0, "context_length": facts.context}]})
+
+
+async def show(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body["model"])
+    facts = call.state.facts
+    capabilities = [
+        "completion",
+        *(["tools"] if facts.has_template else []),
+        "embedding",
+    ]
+    info = {"general.fingerprint": facts.fingerprint, "general.context_length": facts.context}
+    return Json({"details": _details(call), "model_info": info, "capabilities": capabilities, "template": "", "parameters": ""})
+
+
+async def version(call: Call) -> Response:
+    return Json({"version": __version__})

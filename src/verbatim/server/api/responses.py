@@ -1,0 +1,395 @@
+"""POST /v1/responses and what belongs to it: items in, items out, and a stream of typed events.
+
+In: OpenAI's Responses fields, translated into chat fields for `Ask`. Out: a response object; kept in memory when store is true.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.chat_completions import Ask, count_tokens
+from verbatim.server.api.completions import reports_of
+from verbatim.server.api.field_table import RESPONSES
+from verbatim.server.api.generate import (
+    Piece,
+    Places,
+    chat_logprobs,
+    extras,
+    finish_reason,
+    obfuscation,
+    observe,
+    pieces,
+    usage_of,
+)
+from verbatim.server.api.request_context import KEEP_ALIVE, Call, EventStream, Json, new_id, sse
+from verbatim.server.api.tools import Call as ToolCall
+from verbatim.server.api.tools import joined, plain_text
+from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
+
+NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text", "response_format": "text"}
+
+
+def chat_messages(items: Any) -> list[dict[str, Any]]:
+    """Input items as chat messages. Calls that follow one another belong to one assistant message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    out: list[dict[str, Any]] = []
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "message":
+            out.append({"role": item["role"], "content": plain_text(item["content"])})
+        elif kind == "function_call":
+            call = {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            if out and out[-1]["role"] == "assistant" and "tool_calls" in out[-1]:
+                out[-1]["tool_calls"].append(call)
+            else:
+                out.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        else:
+            out.append({"role": "tool", "content": plain_text(item["output"]), "tool_call_id": item["call_id"]})
+    return out
+
+
+def earlier_messages(call: Call, name: str) -> list[dict[str, Any]]:
+    try:
+        return list(call.state.store.get(call.tenant, "response", name)["messages"])
+    except Problem as problem:  # the store does not know which field the id came from
+        own = "previous_response_id"
+        raise Problem(problem.code, f"{own}: {problem.message}", own) from None
+
+
+def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
+    """The same request in chat fields, the earlier answers and the instructions before its own input."""
+    items = body.get("input", "")
+    messages = chat_messages(items) or [{"role": "user", "content": ""}]
+    if "previous_response_id" in body:
+        messages = [*earlier_messages(call, body["previous_response_id"]), *messages]
+    if "instructions" in body:
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    chat: dict[str, Any] = {
+        name: body[name]
+        for name in body
+        if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
+    }
+    chat |= {"messages": messages, "logprobs": bool(body.get("include") or body.get("top_logprobs"))}
+    for ours, theirs in (
+        ("max_tokens", "max_output_tokens"),
+        ("top_logprobs", "top_logprobs"),
+        ("parallel_tool_calls", "parallel_tool_calls"),
+    ):
+        if theirs in body:
+            chat[ours] = body[theirs]
+    if "tools" in body:
+        chat["tools"] = [
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in body["tools"]
+        ]
+    choice = body.get("tool_choice", "auto")
+    chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if isinstance(choice, dict) else choice
+    form = (body.get("text") or {}).get("format") or {"type": "text"}
+    if form["type"] == "json_schema":
+        form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    chat["response_format"] = form
+    return chat
+
+
+class TextTokens:
+    """Which of an answer's tokens stand in its texts, and not in its calls: a message has the log-probabilities of those that begin in its text."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._places = Places(ask.call.state.facts, ask.params.get("skip_special", True))
+        self._waiting: list[tuple[int, WireLogprob]] = []  # with the place where they begin
+
+    def add(self, items: Sequence[WireLogprob]) -> None:
+        self._waiting += [(self._places.place(item.token, item.raw), item) for item in items]
+
+    def within(self, start: int, end: int) -> list[WireLogprob]:
+        """Those of the next text. What begins before it was a call's."""
+        taken = [item for at, item in self._waiting if start <= at < end]
+        self._waiting = [(at, item) for at, item in self._waiting if at >= end]
+        return taken
+
+    def rest(self) -> list[WireLogprob]:
+        """Behind the last text: what ended it and is not shown."""
+        taken, self._waiting = [item for _, item in self._waiting], []
+        return taken
+
+
+class Answer:
+    """The response object as it grows: output items in the order in which the text showed them."""
+
+    def __init__(self, ask: Ask, body: dict[str, Any], model: str) -> None:
+        self.ask = ask
+        self.call = ask.call
+        self.body = body
+        self.id = new_id("resp_")
+        self.output: list[dict[str, Any]] = []
+        self.base: dict[str, Any] = {
+            "id": self.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
+            "incomplete_details": None, "instructions": body.get("instructions"), "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata", {}), "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "previous_response_id": body.get("previous_response_id"), "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default", "store": bool(body.get("store")), "temperature": body.get("temperature", 1.0),
+            "text": body.get("text") or {"format": {"type": "text"}}, "tool_choice": body.get("tool_choice", "auto"),
+            "tools": body.get("tools", []), "top_logprobs": body.get("top_logprobs", 0), "top_p": body.get("top_p", 1.0),
+            "truncation": "disabled", "user": body.get("user"), "background": False,
+            "seed": ask.params.get("seed"), "system_fingerprint": self.call.state.facts.fingerprint,
+        }  # fmt: skip
+        self.base["text"].setdefault("format", {"type": "text"})
+
+    def object(self, status: str, **more: Any) -> dict[str, Any]:
+        return {**self.base, "status": status, "output": self.output, "usage": None, **more}
+
+    def message(self, text: str, logprobs: Sequence[WireLogprob], status: str = "completed") -> dict[str, Any]:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(logprobs)}
+        return {"id": new_id("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+    def logprobs(self, items: Sequence[WireLogprob]) -> list[dict[str, Any]]:
+        return chat_logprobs(items, self.body.get("top_logprobs", 0))
+
+    def finished(self, finish: WireFinish | None) -> dict[str, Any]:
+        """The last word on the response: completed, or incomplete because it was cut by a limit."""
+        usage = usage_of(self.call.runs)
+        spelled_usage = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
+            "total_tokens": usage["total_tokens"],
+        }
+        cut = finish_reason(finish) == "length"
+        made = self.object(
+            "incomplete" if cut else "completed", usage=spelled_usage, **extras(self.call.runs), **self._reports()
+        )
+        if cut:
+            made["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            made["completed_at"] = int(time.time())
+        self._keep(made)
+        return made
+
+    def _reports(self) -> dict[str, Any]:
+        """What was asked to be said of the answer; the events of a stream carry it in their last one."""
+        done = self.call.runs[0].generated
+        assert done is not None
+        return reports_of(done.choices[0])
+
+    def _keep(self, made: dict[str, Any]) -> None:
+        if self.body.get("store"):
+            asked = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]  # they hold for one answer
+            item = {
+                "object": made,
+                "messages": [*asked, *chat_messages(self.output)],
+                "input": input_rows(self.body),
+            }
+            self.call.state.store.put(self.call.tenant, "response", self.id, item)
+
+    # ---------------------------------------------------------------------------------------------------------- whole
+
+    async def whole(self) -> Response:
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        text, calls, logprobs = self._read(choice)
+        status = "incomplete" if choice.finish.reason == "length" else "completed"
+        if text.strip() or not calls:
+            self.output.append(self.message(text, logprobs, status))
+        self.output += [spelled_item(c, status) for c in calls]
+        observe(self.call)
+        return Json(self.finished(choice.finish))
+
+    def _read(self, choice: WireChoice) -> tuple[str, list[ToolCall], Sequence[WireLogprob]]:
+        parser = self.ask.parser()
+        if parser is None:
+            return choice.text, [], choice.logprobs
+        found = [*parser.push(choice.text), *parser.finish()]
+        tokens = TextTokens(self.ask)
+        tokens.add(choice.logprobs)
+        logprobs = [item for span in parser.spans for item in tokens.within(*span)]
+        if not found or found[-1][0] == "text":
+            logprobs += tokens.rest()
+        return *joined(found), logprobs
+
+
+def spelled_item(call: Any, status: str) -> dict[str, Any]:
+    return {
+        "id": new_id("fc_"),
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": status,
+    }
+
+
+def input_rows(body: dict[str, Any]) -> list[dict[str, Any]]:
+    items = body.get("input", "")
+    rows = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    out = []
+    for row in rows:
+        made = {"id": new_id("msg_"), "type": "message", **row}
+        if made["type"] == "message":
+            kind = "output_text" if made["role"] == "assistant" else "input_text"
+            made["content"] = [
+                {"type": kind, "text": plain_text(made["content"]), **({"annotations": []} if kind == "output_text" else {})}
+            ]
+            made.setdefault("status", "completed")
+        out.append(made)
+    return out
+
+
+class Events:
+    """The typed events of one stream, numbered."""
+
+    def __init__(self, answer: Answer, pad: bool) -> None:
+        self.answer = answer
+        self.pad = pad
+        self.number = 0
+        self.open: dict[str, Any] | None = None  # the message that is being written
+        self.text = ""
+        self.logprobs: list[WireLogprob] = []
+        self.parser = answer.ask.parser()
+        self.tokens = TextTokens(answer.ask)
+
+    def event(self, kind: str, **data: Any) -> bytes:
+        made = sse({"type": kind, "sequence_number": self.number, **data}, kind)
+        self.number += 1
+        return made
+
+    async def events(self) -> AsyncIterator[bytes]:
+        answer = self.answer
+        yield self.event("response.created", response=answer.object("in_progress"))
+        yield self.event("response.in_progress", response=answer.object("in_progress"))
+        finish: WireFinish | None = None
+        async for piece in pieces(answer.call):
+            if piece is None:
+                yield KEEP_ALIVE
+                continue
+            finish = piece.finish or finish
+            for made in self._spell(piece):
+                yield made
+        if all(run.done is not None for run in answer.call.runs):
+            for made in self._end(finish):
+                yield made
+
+    def failed(self, problem: Problem) -> bytes:
+        response = self.answer.object("failed", error={"code": "server_error", "message": problem.message})
+        told = {"code": problem.code, "message": problem.message, "param": problem.param, "error": problem.body()["error"]}
+        return self.event("error", **told) + self.event("response.failed", response=response)
+
+    def _spell(self, piece: Piece) -> list[bytes]:
+        parser = self.parser
+        if parser is None:
+            return self._text(piece.text, piece.logprobs)
+        self.tokens.add(piece.logprobs)
+        found, out = parser.push(piece.text), []
+        if piece.finish is not None:
+            found += parser.finish()
+        for kind, value in found:
+            if kind == "text":
+                out += self._text(value, self.tokens.within(*parser.spans.pop(0)))
+            else:
+                out += self._close("completed")
+                out += self._call(value)
+        if piece.finish is not None and (self.open is not None or not self.answer.output):
+            out += self._text("", self.tokens.rest())
+        return out
+
+    def _text(self, text: str, logprobs: Sequence[WireLogprob]) -> list[bytes]:
+        out: list[bytes] = []
+        if not text and not logprobs:
+            return out
+        if self.open is None:
+            out += self._begin()
+        self.text += text
+        self.logprobs += logprobs
+        padding = {"obfuscation": obfuscation(text)} if self.pad else {}
+        told = {"delta": text, "logprobs": self.answer.logprobs(logprobs), **padding}
+        out.append(self.event("response.output_text.delta", **self._where(), **told))
+        return out
+
+    def _begin(self) -> list[bytes]:
+        self.open = self.answer.message("", [], "in_progress")
+        blank = {**self.open, "content": []}
+        return [
+            self.event("response.output_item.added", output_index=len(self.answer.output), item=blank),
+            self.event("response.content_part.added", **self._where(), part=self.open["content"][0]),
+        ]
+
+    def _where(self) -> dict[str, Any]:
+        assert self.open is not None
+        return {"item_id": self.open["id"], "output_index": len(self.answer.output), "content_index": 0}
+
+    def _close(self, status: str) -> list[bytes]:
+        if self.open is None:
+            return []
+        item = {**self.answer.message(self.text, self.logprobs, status), "id": self.open["id"]}
+        part = item["content"][0]
+        out = [
+            self.event("response.output_text.done", **self._where(), text=self.text, logprobs=part["logprobs"]),
+            self.event("response.content_part.done", **self._where(), part=part),
+            self.event("response.output_item.done", output_index=len(self.answer.output), item=item),
+        ]
+        self.answer.output.append(item)
+        self.open, self.text, self.logprobs = None, "", []
+        return out
+
+    def _call(self, call: Any) -> list[bytes]:
+        item = spelled_item(call, "completed")
+        at = {"item_id": item["id"], "output_index": len(self.answer.output)}
+        out = [
+            self.event(
+                "response.output_item.added",
+                output_index=at["output_index"],
+                item={**item, "arguments": "", "status": "in_progress"},
+            ),
+            self.event("response.function_call_arguments.delta", **at, delta=call.arguments),
+            self.event("response.function_call_arguments.done", **at, name=call.name, arguments=call.arguments),
+            self.event("response.output_item.done", output_index=at["output_index"], item=item),
+        ]
+        self.answer.output.append(item)
+        return out
+
+    def _end(self, finish: WireFinish | None) -> list[bytes]:
+        status = "incomplete" if finish_reason(finish) == "length" else "completed"
+        out: list[bytes] = []
+        if self.open is None and not self.answer.output:  # an empty answer is a message too
+            out += self._begin()
+        out += self._close(status)
+        observe(self.answer.call)
+        out.append(self.event(f"response.{status}", response=self.answer.finished(finish)))
+        return out
+
+
+# ------------------------------------------------------------------------------------------------------------- routes
+
+
+async def create(call: Call) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body.get("model"))
+    call.state.store.check_offered(bool(body.get("store")))
+    if "stream_options" in body and not body.get("stream"):
+        raise Problem("invalid_parameter", "stream_options: only with stream: true", "stream_options")
+    ask = Ask(call, as_chat(call, body), RESPONSES, NAMES)
+    answer = Answer(ask, body, model)
+    stream = bool(body.get("stream"))
+    ask.submit(stream)
+    await call.accepted()
+    if stream:
+        pad = bool((body.get("stream_options") or {}).get("include_obfuscation"))
+        made = Events(answer, pad)
+        return EventStream(call, made.events(), made.failed)
+    return await answer.whole()
+
+
+async def count(call: Call) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    count = await count_tokens(call, as_chat(call, body), NAMES)
+    return Json({"object": "response.input_tokens", "input_tokens": count})

@@ -1,0 +1,136 @@
+"""What was kept with store: true: GET, POST and DELETE of chat completions and responses, their messages and input, and a response's events again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.generate import obfuscation
+from verbatim.server.api.request_context import Call, EventStream, Json, sse
+
+
+def page(items: list[dict[str, Any]], call: Call) -> Response:
+    """OpenAI's cursor pages: after, limit, order."""
+    limit = int(call.query.get("limit", 20))
+    rows = items[::-1] if call.query.get("order") == "desc" else items
+    after = call.query.get("after")
+    if after is not None:
+        at = next((i for i, row in enumerate(rows) if row.get("id") == after), None)
+        if at is None:
+            raise Problem("invalid_parameter", "after: no such id in this list", "after")
+        rows = rows[at + 1 :]
+    data = rows[:limit]
+    first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
+    return Json({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(rows) > len(data)})
+
+
+async def list_chats(call: Call) -> Response:
+    wanted = call.query.get("model")
+    kept = [i["object"] for i in call.state.store.of(call.tenant, "chat")]
+    pairs = {name[9:-1]: value for name, value in call.query.items() if name.startswith("metadata[")}
+    return page(
+        [o for o in kept if wanted in (None, o["model"]) and all(o["metadata"].get(k) == v for k, v in pairs.items())], call
+    )
+
+
+def _chat(call: Call) -> dict[str, Any]:
+    return call.state.store.get(call.tenant, "chat", call.request.path_params["id"])
+
+
+async def get_chat(call: Call) -> Response:
+    return Json(_chat(call)["object"])
+
+
+async def update_chat(call: Call) -> Response:
+    item = _chat(call)
+    item["object"]["metadata"] = (await call.body())["metadata"]
+    return Json(item["object"])
+
+
+async def delete_chat(call: Call) -> Response:
+    name = call.request.path_params["id"]
+    call.state.store.pop(call.tenant, "chat", name)
+    return Json({"object": "chat.completion.deleted", "id": name, "deleted": True})
+
+
+async def chat_messages(call: Call) -> Response:
+    name = call.request.path_params["id"]
+    messages = _chat(call)["messages"]
+    return page([{"id": f"{name}-{i}", "name": None, **m, "content": m.get("content")} for i, m in enumerate(messages)], call)
+
+
+# ---------------------------------------------------------------------------------------------------------- responses
+
+
+def _response(call: Call) -> dict[str, Any]:
+    return call.state.store.get(call.tenant, "response", call.request.path_params["id"])
+
+
+async def get_response(call: Call) -> Response:
+    made = _response(call)["object"]
+    if call.query.get("stream") != "true":
+        for name in ("starting_after", "include_obfuscation"):
+            if name in call.query:
+                raise Problem("invalid_parameter", f"{name}: only with stream=true", name)
+        return Json(made)
+    return EventStream(
+        call, _again(made, int(call.query.get("starting_after", -1)), call.query.get("include_obfuscation") == "true")
+    )
+
+
+async def delete_response(call: Call) -> Response:
+    name = call.request.path_params["id"]
+    call.state.store.pop(call.tenant, "response", name)
+    return Json({"id": name, "object": "response", "deleted": True})
+
+
+async def input_items(call: Call) -> Response:
+    return page(_response(call)["input"], call)
+
+
+async def _again(made: dict[str, Any], after: int, pad: bool) -> AsyncIterator[bytes]:
+    """The events of a response that is complete: as when it was written, but each text in one delta."""
+    for number, (kind, data) in enumerate(_events(made, pad)):
+        if number > after:
+            yield sse({"type": kind, "sequence_number": number, **data}, kind)
+
+
+def _events(made: dict[str, Any], pad: bool) -> list[tuple[str, dict[str, Any]]]:
+    unfinished: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    begun = {k: v for k, v in made.items() if k != "completed_at"} | unfinished
+    out: list[tuple[str, dict[str, Any]]] = [
+        ("response.created", {"response": begun}),
+        ("response.in_progress", {"response": begun}),
+    ]
+    for index, item in enumerate(made["output"]):
+        spell = _message_events if item["type"] == "message" else _call_events
+        out += [(f"response.{kind}", data) for kind, data in spell(item, index, pad)]
+    return [*out, (f"response.{made['status']}", {"response": made})]
+
+
+def _message_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[str, dict[str, Any]]]:
+    (part,) = item["content"]
+    where = {"item_id": item["id"], "output_index": index, "content_index": 0}
+    text = {**where, "logprobs": part["logprobs"]}
+    padding = {"obfuscation": obfuscation(part["text"])} if pad else {}
+    return [
+        ("output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", "content": []}}),
+        ("content_part.added", {**where, "part": {**part, "text": "", "logprobs": []}}),
+        ("output_text.delta", {**text, "delta": part["text"], **padding}),
+        ("output_text.done", {**text, "text": part["text"]}),
+        ("content_part.done", {**where, "part": part}),
+        ("output_item.done", {"output_index": index, "item": item}),
+    ]
+
+
+def _call_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[str, dict[str, Any]]]:
+    where = {"item_id": item["id"], "output_index": index}
+    return [
+        ("output_item.added", {"output_index": index, "item": {**item, "arguments": "", "status": "in_progress"}}),
+        ("function_call_arguments.delta", {**where, "delta": item["arguments"]}),
+        ("function_call_arguments.done", {**where, "name": item["name"], "arguments": item["arguments"]}),
+        ("output_item.done", {"output_index": index, "item": item}),
+    ]

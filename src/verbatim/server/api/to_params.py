@@ -1,0 +1,181 @@
+"""From a protocol's checked fields to the engine's parameters, with the server's limits applied and the client's own field names kept.
+
+In: a checked body (server/api/validate.py), the limits, the model's facts. Out: the mapping that SamplingParams takes, or a Problem naming the field.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.base.errors import RequestError
+from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
+from verbatim.server.api.api_errors import Problem, problem_of
+from verbatim.server.api.field_table import Rule
+from verbatim.server.process.messages import ModelFacts, WireFinish
+from verbatim.server.settings import Limits
+
+MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
+
+
+def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[str, Any]:
+    """The fields that are parameters of the engine under their own names, and seed and stop, which all OpenAI routes share."""
+    values = {rule.param: body[name] for name, rule in table.items() if rule.param and name in body}
+    if "seed" in body:
+        values["seed"] = positive_seed(body["seed"])
+    if "stop" in body:
+        values["stop"] = body["stop"]
+    return values
+
+
+def positive_seed(seed: int) -> int:
+    """OpenAI's seeds may be negative, ours are 63 bits: taken modulo 2**63, so that each keeps an answer of its own."""
+    return seed % 2**63
+
+
+def fresh_seed() -> int:
+    return secrets.randbelow(2**53)  # JavaScript and jq would round a larger one
+
+
+def for_each_prompt(params: dict[str, Any], body: Mapping[str, Any], prompts: int) -> list[dict[str, Any]]:
+    """The parameters of each prompt of a list. Noise is made of seed and position: under one seed equal prompts get equal answers. So each has
+    a seed of its own, unless the client gave one, which is then everybody's, as in the library."""
+    if prompts == 1 or "seed" in body or params.get("seed") is None:  # None: beam search draws nothing
+        return [params] * prompts
+    return [{**params, "seed": fresh_seed()} for _ in range(prompts)]
+
+
+def finish_params(
+    values: dict[str, Any],
+    *,
+    limits: Limits,
+    facts: ModelFacts,
+    prompts: int = 1,
+    names: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Apply the limits, check the ids against the vocabulary, and let SamplingParams judge the rest."""
+    try:
+        _check_limits(values, limits, facts, prompts)
+        longest = limits.max_output_tokens
+        if longest and (values.get("max_tokens") or 0) > longest:
+            raise Problem(
+                "invalid_parameter",
+                f"max_tokens: {values['max_tokens']} is above this server's limit of {longest}",
+                "max_tokens",
+            )
+        if longest and "max_tokens" not in values:
+            values["max_tokens"] = longest
+        if values.get("num_beams", 1) == 1:  # known from the first chunk of a stream on; beam search draws nothing
+            values.setdefault("seed", fresh_seed())
+        return SamplingParams.from_mapping(values).to_mapping()
+    except (RequestError, Problem) as error:
+        raise renamed(problem_of(error), names or {}) from None
+
+
+def renamed(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Problem:
+    """The client's word for a parameter: max_completion_tokens, not max_tokens, if that is what it sent. `shift`: messages of ours before its own."""
+    own = problem.param and names.get(problem.param)
+    if problem.param and (place := MESSAGE_KEY(problem.param)):
+        own = f"messages[{int(place[1]) - shift}].{names.get(f'messages.{place[2]}', place[2])}"
+    if not own or own == problem.param:
+        return problem
+    message = problem.message.replace(f"{problem.param}:", f"{own}:", 1)
+    return Problem(problem.code, message, own, problem.retry_after)
+
+
+def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int = 1) -> bool:
+    """Whether explanations are sent with their rows of logits. Where there are none to send, the request is told."""
+    if not body.get("explain_rows"):
+        return False
+    if not params.get("explain") or not params.get("receipt"):
+        raise Problem("invalid_parameter", "explain_rows: needs explain and receipt: true", "explain_rows")
+    if SamplingParams.from_mapping(params).width * prompts > 1:
+        raise Problem(
+            "invalid_parameter",
+            "explain_rows: rows are kept of a single answer only; ask with one prompt, and without n, best_of and num_beams",
+            "explain_rows",
+        )
+    return True
+
+
+def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
+    """Raise the Problem of a choice that ended in an error. It is the request's own mistake, found
+    late: bans and a grammar that mask every token, for instance. An error of the engine itself
+    would have ended the engine."""
+    if finish is None or finish.reason != "error":
+        return
+    why, fields = finish.detail or "the request could not be carried out", finish.fields
+    if not fields:
+        raise Problem("invalid_request", why)
+    if len(fields) > 1:
+        why += f" (here: {', '.join(names.get(field, field) for field in fields)}); loosen one of them"
+    message = why if why.startswith(f"{fields[0]}: ") else f"{fields[0]}: {why}"
+    raise renamed(Problem("invalid_parameter", message, fields[0]), names)
+
+
+def _check_limits(values: Mapping[str, Any], limits: Limits, facts: ModelFacts, prompts: int) -> None:
+    for name in ("logprobs", "prompt_logprobs", "explain"):
+        if (values.get(name) or 0) > limits.max_logprobs:
+            raise Problem(
+                "invalid_parameter", f"{name}: {values[name]} is above this server's limit of {limits.max_logprobs}", name
+            )
+    stop = values.get("stop", ())
+    if not isinstance(stop, str) and len(stop) > limits.max_stop:
+        raise Problem(
+            "invalid_parameter", f"stop: {len(stop)} strings are above this server's limit of {limits.max_stop}", "stop"
+        )
+    for name in ("n", "best_of", "num_beams"):
+        if (values.get(name) or 1) * prompts > limits.max_width:
+            times = f" times {prompts} prompts" if prompts > 1 else ""
+            raise Problem(
+                "invalid_parameter",
+                f"{name}: {values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
+                name,
+            )
+    for name in STRUCTURE:
+        value = values.get(name)
+        size = len(value.encode()) if isinstance(value, str) else len(json.dumps(value)) if value is not None else 0
+        if size > limits.max_schema_bytes:
+            raise Problem(
+                "invalid_parameter", f"{name}: {size} bytes are above this server's limit of {limits.max_schema_bytes}", name
+            )
+    _check_ids(values, limits, facts)
+
+
+def _check_ids(values: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> None:
+    for name, rule in FIELDS.items():
+        if rule.kind not in ("ids", "bias") or not values.get(name):
+            continue
+        ids = values[name]
+        if len(ids) > limits.max_bias:
+            raise Problem(
+                "invalid_parameter", f"{name}: {len(ids)} entries are above this server's limit of {limits.max_bias}", name
+            )
+        check_vocabulary(name, [int(i) for i in ids], facts)
+
+
+def check_vocabulary(name: str, ids: list[int], facts: ModelFacts) -> None:
+    size = facts.vocab
+    for token in ids:
+        if not 0 <= token < size:
+            raise Problem("invalid_parameter", f"{name}: {token} is not a token id of this model (0 to {size - 1})", name)
+
+
+def check_id_count(name: str, ids: list[int], facts: ModelFacts) -> None:
+    if len(ids) > facts.context:
+        message = f"{name}: {len(ids)} tokens are more than the context of {facts.context}"
+        raise Problem("context_length_exceeded", message, name)
+
+
+def check_text_length(name: str, text: str, facts: ModelFacts) -> None:
+    """A text of more bytes than the longest token times the context cannot fit: no need to tokenise it to know."""
+    most = facts.context * facts.longest_token
+    if len(text) > most or len(text.encode()) > most:
+        raise Problem(
+            "context_length_exceeded",
+            f"{name}: the text has more bytes than {facts.context} tokens of this model can hold",
+            name,
+        )

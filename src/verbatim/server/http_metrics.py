@@ -1,0 +1,51 @@
+"""Metrics of the HTTP process, followed by the engine's text from its last heartbeat.
+
+Histograms have fixed bounds and nothing is kept per request, so memory does not grow with traffic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+
+import verbatim
+from verbatim.observe.engine_metrics import Registry
+from verbatim.server.process.supervisor import Supervisor
+
+
+class Metrics:
+    def __init__(self) -> None:
+        r = self._registry = Registry()
+        version, python = verbatim.__version__, platform.python_version()
+        r.number("verbatim_build_info", "1; versions as labels", version=version, python=python).value = 1
+        self.first_token = r.histogram("verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side")
+        self.between_tokens = r.histogram(
+            "verbatim_http_between_tokens_seconds", "time between pieces of a stream, at the HTTP side"
+        )
+        self.duration = r.histogram("verbatim_http_request_seconds", "arrival to last byte")
+
+    def answered(self, route: str, status: int) -> None:
+        name, help = "verbatim_http_answers_total", "HTTP answers by route and status"
+        self._registry.number(name, help, route=route, status=str(status)).add()
+
+    def text(self, supervisor: Supervisor, open_requests: int) -> str:
+        """Prometheus text. `open_requests`: requests admitted and not yet answered."""
+        ledger = supervisor.ledger
+        waiting = max(0, ledger.running - int(supervisor.stats.get("requests_running", 0)))
+
+        def put(name: str, help: str, value: float, **labels: str) -> None:
+            self._registry.number(f"verbatim_{name}", help, **labels).value = value
+
+        put("http_open_requests", "requests admitted and not yet answered", open_requests)
+        put("http_tasks", "asyncio tasks of the HTTP process", len(asyncio.all_tasks()))
+        put("requests_opened_total", "requests sent to the engine", ledger.opened)
+        put("requests_open", "requests in the engine process", ledger.running)
+        put("requests_waiting", "requests open with no sequence running (vllm:num_requests_waiting)", waiting)
+        for state, count in sorted(ledger.states.items()):
+            put("requests_ended_total", "requests by how they ended", count, state=state)
+        for kind, count in sorted(ledger.usage.items()):
+            put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
+        put("engine_restarts_total", "times the engine was started again", supervisor.restarts)
+        put("engine_reports_total", "heartbeats that brought the engine's metrics", supervisor.reports)
+        put("engine_up", "1 when the engine is ready", float(supervisor.ready.is_set()))
+        return self._registry.render() + supervisor.metrics

@@ -1,0 +1,180 @@
+"""`verbatim serve`: the HTTP process. In: Settings. Out: an exit code, after a drain that gave every stream its end.
+
+SIGTERM, SIGINT   new requests get 503; running ones have drain_seconds to end, then an error event; then exit 0, no child left
+a second one      the drain is cut short
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.app import make_app
+from verbatim.server.http.connection import HttpProtocol
+from verbatim.server.logs import AccessLog, set_up_logs
+from verbatim.server.process.supervisor import Supervisor
+from verbatim.server.server_state import State
+from verbatim.server.settings import Settings
+
+log = logging.getLogger("verbatim.server")
+SPARE_FILES = 100  # for the engine's socket, the log, and answers of 503
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: ours drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def bind(settings: Settings) -> socket.socket:
+    """Before the model is loaded, so that a taken port is known at once."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((settings.host, settings.port))
+    except OSError as error:
+        sock.close()
+        where = f"{settings.host}:{settings.port}"
+        raise ParameterError("port", f"cannot listen on {where}: {error.strerror}; choose another --port or --host") from None
+    sock.set_inheritable(False)
+    return sock
+
+
+def check_certificate(settings: Settings) -> None:
+    """Before anything is started; and a key with a password is refused rather than asked about on a terminal nobody reads."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return
+    for name, path in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
+        try:
+            open(path, "rb").close()
+        except OSError as error:
+            raise ParameterError(name, f"cannot read {path!r}: {error.strerror}") from None
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (ssl.SSLError, ValueError) as error:
+        raise ParameterError("tls_cert", f"is not a certificate with its key in PEM form, without password: {error}") from None
+
+
+async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic) -> int:
+    """`clock` is read for every deadline; the tests pass one that they move themselves."""
+    check_certificate(settings)
+    sock = bind(settings)
+    supervisor = Supervisor(settings, clock)
+    state = State(settings, supervisor, clock)
+    state.access = AccessLog(settings.log_format)
+    app = make_app(state)
+    config = uvicorn.Config(
+        app, http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
+        backlog=4096, proxy_headers=False,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
+    )  # fmt: skip
+    HttpProtocol.limits = settings.limits
+    HttpProtocol.early = app.early
+    HttpProtocol.broken = app.broken
+    HttpProtocol.max_connections = room_for_connections(settings.limits.max_connections)
+    server = Server(config)
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())
+    supervisor.start()
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if settings.tls_cert else "http"
+    log.info(
+        "listening on %s://%s:%d (model names: %s)",
+        scheme,
+        f"[{host}]" if ":" in host else host,
+        port,
+        ", ".join(state.names()),
+    )
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    ticking = asyncio.create_task(tick(state))
+    try:
+        await asyncio.wait((asyncio.ensure_future(stop.wait()), supervisor.fatal, serving), return_when=asyncio.FIRST_COMPLETED)
+        if not supervisor.fatal.done():
+            await drain(state, hurry)
+    finally:
+        ticking.cancel()
+        server.should_exit = True
+        await serving
+        await supervisor.close()
+        state.access.flush()
+    if supervisor.fatal.done():
+        raise ModelError(supervisor.fatal.result())
+    assert supervisor.ledger.balanced()
+    log.info(
+        "ended: %s",
+        json.dumps({"opened": supervisor.ledger.opened, **supervisor.ledger.states, "usage": supervisor.ledger.usage}),
+    )
+    return 0
+
+
+async def drain(state: State, hurry: asyncio.Event) -> None:
+    """Until the last request has its answer, the time is over, or somebody insists; then what is left is told so."""
+    state.draining = True
+    log.info("draining %d requests", state.open)
+    deadline = asyncio.get_running_loop().time() + state.settings.drain_seconds
+    while state.open and not hurry.is_set() and asyncio.get_running_loop().time() < deadline:
+        await asyncio.sleep(0.05)
+    if state.open:
+        log.warning("cutting %d requests", state.open)
+        state.supervisor.cut_all(Problem("unavailable", "the server is shutting down", retry_after=30))
+        for _ in range(60):
+            if not state.open:
+                break
+            await asyncio.sleep(0.05)
+
+
+async def tick(state: State) -> None:
+    """Keep-alives: a silent stream wakes now and then and looks at the clock."""
+    while True:
+        await asyncio.sleep(max(state.settings.keepalive_seconds / 3, 0.05))
+        state.supervisor.nudge()
+
+
+def allow_many_files() -> None:
+    """As many open connections as the system lets us have: the usual soft limit of 1,024 files is a tenth of what a busy server needs."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def room_for_connections(asked: int) -> int:
+    """Where the system allows fewer files, connections beyond them would be cut without a word: better to say 503 to those."""
+    import resource
+
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
+    if asked and asked <= files:
+        return asked
+    if asked > 2 * files:
+        log.warning("the system allows %d open files: at most %d connections, not %d", files + SPARE_FILES, files, asked)
+    return max(files, 1)
+
+
+def run(settings: Settings) -> int:
+    set_up_logs(settings)
+    allow_many_files()
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(settings))
+    result: int = uvloop.run(serve(settings))
+    return result

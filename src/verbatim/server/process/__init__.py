@@ -1,0 +1,1 @@
+"""The HTTP process, the engine process, and the messages between them."""

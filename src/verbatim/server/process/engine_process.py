@@ -1,0 +1,193 @@
+"""The engine process: `python -m verbatim.server.process.engine_process FD [LOG_FORMAT]`. Messages of the HTTP
+process (messages.py) come in over one socket, heartbeats, deltas and results go out.
+
+This process has no HTTP, keys or addresses. It ends when the socket closes, so it never outlives a
+killed parent. Templates and tokenisation run here, because a hostile prompt that crashes them then
+crashes only the engine process, which is restarted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from verbatim.server.logs import JsonLines
+from verbatim.server.process import wire
+from verbatim.server.process.cpu_affinity import give_places, native_threads
+from verbatim.server.process.engine_session import EngineSession
+from verbatim.server.process.messages import (
+    Abort,
+    Close,
+    Detokenize,
+    Failed,
+    Generate,
+    Heartbeat,
+    Loading,
+    Ready,
+    Start,
+    Tokenize,
+    WireError,
+    decode_to_engine,
+)
+
+if TYPE_CHECKING:
+    from verbatim.engine.async_engine import AsyncEngine
+
+BEAT_SECONDS = 0.25
+log = logging.getLogger("verbatim.engine")
+
+
+def open_engine(start: Start) -> AsyncEngine:
+    """Load the model; blocks. `test_engine` is a hidden flag for tests: a fake engine of
+    verbatim.testing."""
+    from verbatim.engine.async_engine import AsyncEngine
+
+    if start.test_engine:
+        from verbatim import testing
+
+        return AsyncEngine.from_parts(testing.server_parts(start.test_engine), **start.engine)
+    before = native_threads()
+    engine = AsyncEngine(start.model, revision=start.revision, offline=start.offline, **start.engine)
+    info = engine.parts.backend.info
+    log.info("backend %s %s", info.name, info.detail)
+    if info.note:
+        log.warning("%s", info.note)
+    if give_places(engine, before):
+        log.info("each of the engine's threads has a processor of its own")
+    return engine
+
+
+async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:
+    """Send heartbeats until the engine fails. The parent kills this process when they stop."""
+    count = 0
+    bandwidth = Bandwidth(engine)
+    while engine.error is None:
+        stats, metrics = engine.stats(), None
+        if count % metrics_every == 0:
+            metrics = engine.metrics() + bandwidth.text(stats) + tasks_text()
+        outbox.put(Heartbeat(stats, metrics))
+        count += 1
+        await asyncio.sleep(BEAT_SECONDS)
+    log.error("the engine failed: %r", engine.error, exc_info=engine.error)
+
+
+def tasks_text() -> str:
+    name = "verbatim_engine_tasks"
+    return f"# HELP {name} asyncio tasks of the engine process\n# TYPE {name} gauge\n{name} {len(asyncio.all_tasks())}\n"
+
+
+class Bandwidth:
+    """Memory bandwidth that reading the weights takes: steps since the last call times their bytes,
+    and its share of the bandwidth that `verbatim bench` measured."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        from verbatim.observe.roofline import load_limits
+        from verbatim.weights.catalog import cache_dir
+
+        info = engine.parts.backend.info
+        self._bytes = info.weight_bytes
+        limits = load_limits(cache_dir()) if info.name != "cuda" else None  # measured for main memory
+        self._limit = limits.read_bytes if limits is not None else None
+        self._then, self._steps = time.monotonic(), 0
+
+    def text(self, stats: dict[str, Any]) -> str:
+        now, steps = time.monotonic(), int(stats.get("steps_total", 0))
+        rate = (steps - self._steps) * self._bytes / max(now - self._then, 1e-6)
+        self._then, self._steps = now, steps
+        out = (
+            "# HELP verbatim_weight_bytes_per_second weights read from memory\n# TYPE verbatim_weight_bytes_per_second gauge\n"
+        )
+        out += f"verbatim_weight_bytes_per_second {rate:.0f}\n"
+        if self._limit:
+            out += "# HELP verbatim_memory_bandwidth_share of the speed that verbatim bench measured here\n# TYPE verbatim_memory_bandwidth_share gauge\n"
+            out += f"verbatim_memory_bandwidth_share {rate / self._limit:.4f}\n"
+        return out
+
+
+async def serve(fd: int) -> int:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the parent decides
+    loop.add_signal_handler(signal.SIGTERM, lambda: None)
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
+    outbox = wire.Outbox(writer)
+    start = await wire.read(reader, decode_to_engine)
+    if start is None:
+        return 0
+    assert isinstance(start, Start), f"the first message is a {type(start).__name__}"
+    outbox.put(Loading())
+    opening = asyncio.ensure_future(asyncio.to_thread(open_engine, start))
+    try:
+        engine = await opening
+    except Exception as error:
+        log.error("the engine could not start: %s", error)
+        outbox.put(Failed(str(error)))
+        await outbox.drain()
+        return 3
+    session = EngineSession(engine, outbox, start)
+    outbox.put(Ready(session.facts()))
+    beats = asyncio.create_task(beat(engine, outbox))
+    orders = asyncio.create_task(dispatch(reader, session))
+    tasks = (beats, orders)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if orders.done() and (failure := orders.exception()) is not None:
+            log.error("the engine process ends: %s", failure, exc_info=failure)
+            return 5
+    finally:
+        for task in tasks:
+            task.cancel()
+        session.cancel()
+        await asyncio.to_thread(engine.close)
+        with contextlib.suppress(Exception):
+            await outbox.drain()
+            writer.close()
+    return 0 if engine.error is None else 4
+
+
+async def dispatch(reader: asyncio.StreamReader, session: EngineSession) -> None:
+    """Handle the parent's messages until it sends Close or closes the socket."""
+    while (message := await wire.read(reader, decode_to_engine)) is not None:
+        match message:
+            case Generate() | Tokenize() | Detokenize():
+                session.submit(message)
+            case Abort():
+                session.abort(message.request_id)
+            case Close():
+                return
+            case Start():
+                raise WireError("a second Start")
+
+
+def die_with_parent() -> None:
+    """Linux: the kernel kills this process when its parent dies, even while a step holds the interpreter."""
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+
+
+def main(argv: list[str]) -> int:
+    die_with_parent()
+    logging.basicConfig(
+        level=os.environ.get("VERBATIM_LOG", "INFO"), format="%(levelname)s engine: %(message)s", stream=sys.stderr
+    )
+    if argv[2:] == ["json"]:  # as the parent's log
+        logging.getLogger().handlers[0].setFormatter(JsonLines())
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(serve(int(argv[1])))
+    result: int = uvloop.run(serve(int(argv[1])))
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,309 @@
+"""The requests of the engine process: a Generate, Tokenize or Detokenize message comes in; Accepted,
+Deltas and exactly one result (Generated, Tokenized, Detokenized or Refused) go out.
+
+A Generate waits in the fair queue, then runs in the engine. All streamed requests share one Feed, so
+that what a step gives them leaves in one message. results.py serialises what the engine gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from verbatim.base.errors import (
+    BackendError,
+    ContextError,
+    ParameterError,
+    UnsupportedError,
+    VerbatimError,
+)
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion, Delta, Timings, Usage
+from verbatim.engine.async_stream import Feed
+from verbatim.engine.request import encoded, typed_control
+from verbatim.schedule.fair_queue import FairQueue, Waiting
+from verbatim.server.api.api_errors import Problem, problem_of
+from verbatim.server.process import wire
+from verbatim.server.process.messages import (
+    Accepted,
+    Deltas,
+    Detokenize,
+    Detokenized,
+    Generate,
+    ModelFacts,
+    Refused,
+    Start,
+    Tokenize,
+    Tokenized,
+    WireDelta,
+    Work,
+)
+from verbatim.server.process.results import ResultEncoder, drop_rows, facts_of
+
+if TYPE_CHECKING:
+    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.running_request import Output
+
+log = logging.getLogger("verbatim.engine")
+
+
+class AbortedInQueue(Exception):
+    """The request was aborted while it waited in the fair queue; the engine never saw it."""
+
+
+def fit_num_ctx(params: SamplingParams, prompt: int, num_ctx: int, open_end: bool) -> SamplingParams:
+    """Apply Ollama's num_ctx, which prompt and answer together must not exceed. An answer whose
+    length the client left open is shortened to what fits; a length that the client set and that
+    does not fit is refused, as with the model's context."""
+    room = num_ctx - prompt
+    if room < 1:
+        raise ContextError(
+            f"the prompt has {prompt} tokens and options.num_ctx is {num_ctx}, which leaves no room for an answer",
+            param="prompt",
+        )
+    if params.max_tokens is None or open_end:
+        shortest = room if params.max_tokens is None else min(params.max_tokens, room)
+        return replace(params, max_tokens=shortest)
+    if params.max_tokens > room:
+        raise ContextError(
+            f"the prompt has {prompt} tokens, and with {params.max_tokens} tokens of answer it needs "
+            f"{prompt + params.max_tokens} of an options.num_ctx of {num_ctx}; "
+            f"shorten the prompt or ask for at most {room}",
+            param="max_tokens",
+        )
+    return params
+
+
+class OpenRequest:
+    """One request of this process. It may be aborted before the engine knows it: a client can
+    disconnect while its prompt is being tokenised."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.turn: asyncio.Future[None] | None = None  # set while it waits in the fair queue
+        self.end: asyncio.Future[Completion] | None = None  # set once it is given to the engine
+        self.params = SamplingParams()
+        self.explain_rows = False
+        self.streamed = False
+        self.aborted = False
+
+
+class EngineSession:
+    def __init__(self, engine: AsyncEngine, outbox: wire.Outbox, start: Start) -> None:
+        self._engine = engine
+        self._outbox = outbox
+        self._results = ResultEncoder(engine, start.served_name)
+        self._open: dict[str, OpenRequest] = {}
+        running = engine.config.max_running
+        slots = running + max(running // 8, 1)  # the reserve fills a step as soon as one ends
+        self._fair = FairQueue(slots, self._cache_tokens(), start.cache_share)
+        self._feed = Feed(self._send_step)
+
+    def _cache_tokens(self) -> int:
+        pools = self._engine.core.scheduler.cache.pools
+        return int(min(pool.total for pool in pools) * self._engine.parts.backend.block_size)
+
+    def facts(self) -> ModelFacts:
+        return facts_of(self._engine)
+
+    def submit(self, message: Work) -> None:
+        request = self._open[message.request_id] = OpenRequest()
+        request.task = asyncio.create_task(self._run(request, message))
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request. Ignored if it is unknown, finished or aborted already."""
+        request = self._open.get(request_id)
+        if request is not None and not request.aborted:
+            request.aborted = True
+            if request.end is not None:
+                self._engine.abort(request_id)
+            elif request.turn is not None and not request.turn.done():
+                request.turn.cancel()
+
+    def cancel(self) -> None:
+        for request in self._open.values():
+            if request.task is not None:
+                request.task.cancel()
+
+    async def _run(self, request: OpenRequest, message: Work) -> None:
+        """Send exactly one result, whatever happens."""
+        request_id = message.request_id
+        try:
+            await self._work(request, message)
+        except asyncio.CancelledError:
+            raise
+        except AbortedInQueue:
+            nothing = Completion(request_id, (), (), Usage(), Timings(), 0, self._engine.fingerprint)
+            self._outbox.put(self._results.completion(nothing, request.params))
+        except Exception as error:
+            problem = problem_of(error)
+            if isinstance(error, BackendError):
+                told = "the engine failed while this request ran; it is being restarted"
+                problem = Problem("engine_died", told, retry_after=2)
+            if problem.code == "internal_error":
+                log.exception("request %s failed", request_id)
+            self._outbox.put(Refused.of(request_id, problem))
+        finally:
+            del self._open[request_id]
+
+    def _work(self, request: OpenRequest, message: Work) -> Awaitable[None]:
+        match message:
+            case Generate():
+                return self._generate(request, message)
+            case Tokenize():
+                return self._tokenize(message)
+            case Detokenize():
+                return self._detokenize(message)
+
+    # ------------------------------------------------------------------------------------- generate
+
+    async def _generate(self, request: OpenRequest, message: Generate) -> None:
+        request.params = params = SamplingParams.from_mapping(message.params)
+        place = await self._wait_turn(request, message, params)
+        try:
+            await self._run_in_engine(request, message)
+        finally:
+            self._fair.release(place)
+            self._next_turns()
+
+    async def _wait_turn(self, request: OpenRequest, message: Generate, params: SamplingParams) -> Waiting:
+        request.turn = asyncio.get_running_loop().create_future()
+        place = self._fair.add(
+            request.turn,
+            tenant=message.tenant,
+            priority=params.priority,
+            width=params.width,
+            claim=await self._claim(message, params) if self._fair.share < 1 else 0,
+        )
+        self._next_turns()
+        try:
+            await request.turn
+        except asyncio.CancelledError:
+            place.gone = True
+            if not request.aborted:
+                raise
+            raise AbortedInQueue from None
+        return place
+
+    def _next_turns(self) -> None:
+        while (place := self._fair.take()) is not None:
+            if place.item.done():  # aborted after the queue chose it
+                self._fair.release(place)
+            else:
+                place.item.set_result(None)
+
+    async def _claim(self, message: Generate, params: SamplingParams) -> int:
+        """Tokens of KV cache that the request may need at most."""
+        prompt, context = message.prompt, self._engine.context
+        if isinstance(prompt, list):
+            known = len(prompt)
+        else:
+            known = len(await asyncio.to_thread(self._encode_prompt, message))
+        longest = context - known if params.max_tokens is None else params.max_tokens
+        return params.width * min(known + max(longest, 0), context, message.num_ctx or context)
+
+    async def _run_in_engine(self, request: OpenRequest, message: Generate) -> None:
+        prompt = await self._prompt(request, message)
+        request.end = end = asyncio.get_running_loop().create_future()
+        request.streamed, request.explain_rows = message.stream, message.explain_rows
+        line = await self._engine.submit_to(
+            self._feed,
+            message.request_id,
+            prompt,
+            request.params,
+            messages=message.messages if prompt is None else None,
+            template=message.template,
+            tenant=message.tenant,
+            hidden=message.embedding,
+        )
+        if request.aborted:
+            self._engine.abort(message.request_id)
+        text = self._text_of(message.prompt) if message.echo else ""
+        self._outbox.put(Accepted(message.request_id, text))
+        completion = await end
+        complete = message.embedding and completion.choices[0].finish.reason != "cancel"
+        embedding = line.embedding().tolist() if complete else None
+        if not request.explain_rows:  # those that came with the end, in no delta
+            for choice in completion.choices:
+                drop_rows(choice.explain)
+        self._outbox.put(self._results.completion(completion, request.params, embedding))
+
+    async def _prompt(self, request: OpenRequest, message: Generate) -> str | Sequence[int] | None:
+        """The prompt for the engine; None: it encodes the conversation itself. A prompt is encoded
+        here if its control tokens are parsed, or if its length decides about num_ctx."""
+        prompt, num_ctx = message.prompt, message.num_ctx
+        if isinstance(prompt, list) or not (message.parse_special or num_ctx):
+            return prompt
+        ids = await asyncio.to_thread(self._encode_prompt, message)
+        if num_ctx:
+            request.params = fit_num_ctx(request.params, len(ids), num_ctx, message.open_end)
+        return ids
+
+    def _send_step(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
+        """What a step gave to all requests. Deltas leave in one message; the end of a request is
+        sent by its own task. Deltas with rows of logits are large and leave one by one."""
+        deltas: list[WireDelta] = []
+        for request_id, item in items:
+            request = self._open.get(request_id)
+            if request is None or request.end is None or request.end.done():
+                continue
+            if isinstance(item, Delta):
+                if item.explain and not request.explain_rows:
+                    drop_rows(item.explain)
+                if request.streamed and request.explain_rows:
+                    self._outbox.put(Deltas([self._results.delta(item, request.params)]))
+                elif request.streamed:
+                    deltas.append(self._results.delta(item, request.params))
+            elif isinstance(item, Completion):
+                request.end.set_result(item)
+            else:
+                request.end.set_exception(item)
+        if deltas:
+            self._outbox.put(Deltas(deltas))
+
+    def _text_of(self, prompt: str | Sequence[int] | None) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self._engine.tokenizer.decode(list(prompt or ()), skip_special=False)
+        return text
+
+    def _encode_prompt(self, message: Generate) -> list[int]:
+        if message.messages is not None:
+            return self._encode_chat(message)
+        assert isinstance(message.prompt, str), "a prompt of token ids is encoded already"
+        return encoded(self._engine.tokenizer, message.prompt, special=message.parse_special)
+
+    def _encode_chat(self, message: Generate | Tokenize) -> list[int]:
+        if not self._engine.has_template:
+            raise UnsupportedError("messages", "this model has no chat template")
+        assert message.messages is not None, "neither a text nor a conversation"
+        return self._engine.encode_chat(message.messages, **(message.template or {}))
+
+    # ---------------------------------------------------------------------- tokenize and detokenize
+
+    async def _tokenize(self, message: Tokenize) -> None:
+        tokenizer, text = self._engine.tokenizer, message.text
+        ids = await asyncio.to_thread(self._encode_text, message)
+        warnings: Sequence[str] = ()
+        if text is not None and not message.parse_special and len(ids) <= self._engine.context:
+            warnings = await asyncio.to_thread(typed_control, tokenizer, text)
+        raw = [tokenizer.token_bytes(token) for token in ids]
+        self._outbox.put(Tokenized(message.request_id, ids, raw, warnings))
+
+    def _encode_text(self, message: Tokenize) -> list[int]:
+        if message.text is None:
+            return self._encode_chat(message)
+        special, bare = message.parse_special, not message.add_special
+        return encoded(self._engine.tokenizer, message.text, special=special, bare=bare)
+
+    async def _detokenize(self, message: Detokenize) -> None:
+        tokenizer, ids = self._engine.tokenizer, message.token_ids
+        for token in ids:
+            if not 0 <= token < tokenizer.vocab_size:
+                last = tokenizer.vocab_size - 1
+                raise ParameterError("tokens", f"{token} is not a token id of this model (0 to {last})")
+        text = await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
+        self._outbox.put(Detokenized(message.request_id, text))

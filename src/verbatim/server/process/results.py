@@ -1,0 +1,147 @@
+"""Serialises what the engine gives into messages: Delta, Completion and the model's facts come in,
+WireDelta, Generated and ModelFacts go out. Runs in the engine process, which has the tokenizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
+from verbatim.base.records import Choice, Completion, Delta, Finish, TokenLogprob
+from verbatim.observe.receipt import digest_of
+from verbatim.server.api.tool_format import detect_format
+from verbatim.server.process.messages import (
+    Generated,
+    ModelFacts,
+    TopLogprob,
+    WireChoice,
+    WireDelta,
+    WireFinish,
+    WireLogprob,
+)
+
+if TYPE_CHECKING:
+    from verbatim.engine.async_engine import AsyncEngine
+
+# Parameters that can mask every token, the narrowest first: the one a client would loosen.
+MASKING = ("allowed_token_ids", "banned_token_ids", *STRUCTURE, "no_repeat_ngram", "min_tokens")
+
+
+def wire_finish(finish: Finish, params: SamplingParams, stopped_by_token: bool) -> WireFinish:
+    """A Finish for the wire. A stop says whether its detail is one of the request's stop strings:
+    the engine's own details (a token, the name of a structure) may read the same. An error names
+    the parameters at fault: the one its text begins with, or every one that masks tokens."""
+    reason, detail = finish.reason, finish.detail
+    if reason == "stop":
+        structure = detail in STRUCTURE and getattr(params, detail) is not None
+        by_string = detail in params.stop and not stopped_by_token and not structure
+        return WireFinish(reason, detail, stop_string=by_string)
+    if reason != "error":
+        return WireFinish(reason, detail)
+    named = detail.partition(":")[0]
+    if named in FIELDS:
+        return WireFinish(reason, detail, fields=[named])
+    masking = [name for name in MASKING if getattr(params, name) != FIELDS[name].default]
+    return WireFinish(reason, detail, fields=masking)
+
+
+def drop_rows(records: Sequence[dict[str, Any]]) -> None:
+    """Delete the rows of logits from explanations that will not be sent with them. A row is a
+    hundred times the rest of its record, and the engine holds the same records until the request
+    ends: without this, one request with 64 prompts and a receipt holds a gigabyte."""
+    for record in records:
+        record["row"] = record["mask"] = None
+
+
+def facts_of(engine: AsyncEngine) -> ModelFacts:
+    tokenizer, template = engine.tokenizer, engine.parts.template
+    ids = range(tokenizer.vocab_size)
+    return ModelFacts(
+        name=engine.parts.name,
+        digest=engine.parts.digest,
+        fingerprint=engine.fingerprint,
+        context=engine.context,
+        vocab=tokenizer.vocab_size,
+        hidden=engine.parts.backend.spec.hidden,
+        has_template=engine.has_template,
+        template_tools=template is not None and template.takes_tools,
+        template_calls=template is not None and template.takes_calls,
+        tool_format=detect_format("\n".join(template.sources.values()) if template is not None else ""),
+        control=frozenset(t for t in ids if tokenizer.is_control(t)),
+        space_prefix=tokenizer.space_prefix,
+        longest_token=max((len(tokenizer.token_bytes(t)) for t in ids), default=1) or 1,
+    )
+
+
+class ResultEncoder:
+    """`served_name` replaces the model's name in receipts: what the operator typed may be a path."""
+
+    def __init__(self, engine: AsyncEngine, served_name: str) -> None:
+        self._token_bytes = engine.tokenizer.token_bytes
+        self._eos_ids = frozenset(engine.parts.eos_ids)
+        self._served_name = served_name
+
+    def delta(self, delta: Delta, params: SamplingParams) -> WireDelta:
+        return WireDelta(
+            delta.request_id,
+            delta.index,
+            delta.text,
+            delta.token_ids,
+            None if delta.finish is None else self._finish(delta.finish, delta.token_ids, params),
+            self._logprobs(delta.logprobs) if delta.logprobs else (),
+            delta.explain,
+        )
+
+    def completion(self, completion: Completion, params: SamplingParams, embedding: list[float] | None = None) -> Generated:
+        return Generated(
+            completion.request_id,
+            choices=[self._choice(choice, params) for choice in completion.choices],
+            usage=completion.usage,
+            timings=completion.timings,
+            seed=completion.seed,
+            fingerprint=completion.fingerprint,
+            warnings=completion.warnings,
+            prompt_logprobs=self._prompt_logprobs(completion),
+            receipt=self._receipt(completion.receipt),
+            embedding=embedding,
+        )
+
+    def _choice(self, choice: Choice, params: SamplingParams) -> WireChoice:
+        return WireChoice(
+            choice.index,
+            choice.text,
+            choice.token_ids,
+            self._finish(choice.finish, choice.token_ids, params),
+            self._logprobs(choice.logprobs),
+            choice.explain,
+            choice.score,
+            choice.loop,
+        )
+
+    def _finish(self, finish: Finish, ids: Sequence[int], params: SamplingParams) -> WireFinish:
+        by_token = bool(ids) and (ids[-1] in self._eos_ids or ids[-1] in params.stop_token_ids)
+        return wire_finish(finish, params, stopped_by_token=by_token)
+
+    def _logprobs(self, items: Sequence[TokenLogprob]) -> list[WireLogprob]:
+        raw = self._token_bytes
+        return [
+            WireLogprob(item.token, item.logprob, raw(item.token), [TopLogprob(t, lp, raw(t)) for t, lp in item.top])
+            for item in items
+        ]
+
+    def _prompt_logprobs(self, completion: Completion) -> list[WireLogprob]:
+        """The first token of a prompt has no log-probability: it is sent with None in its place."""
+        items: list[WireLogprob] = []
+        for token, item in zip(completion.prompt_ids, completion.prompt_logprobs, strict=False):
+            if item is None:
+                items.append(WireLogprob(token, None, self._token_bytes(token), None))
+            else:
+                items += self._logprobs([item])
+        return items
+
+    def _receipt(self, receipt: dict[str, Any] | None) -> dict[str, Any] | None:
+        if receipt is None:
+            return None
+        named = {**receipt, "model": self._served_name}
+        return {**named, "sha256": digest_of(named)}

@@ -1,0 +1,267 @@
+"""Supervises the engine process from the HTTP process: starts it, sends requests, watches its
+heartbeat, and restarts it when it dies.
+
+submit(message) of the handlers comes in; Running requests go out, whose deltas and results come from
+the engine's messages. When the engine dies or stops sending heartbeats, its running requests get an
+error; HTTP stays up and answers 503 until the next engine process is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.process import wire
+from verbatim.server.process.ledger import Ledger
+from verbatim.server.process.messages import (
+    Abort,
+    Accepted,
+    Close,
+    Deltas,
+    Failed,
+    FromEngine,
+    Generated,
+    Heartbeat,
+    Loading,
+    ModelFacts,
+    Ready,
+    Refused,
+    Result,
+    Start,
+    Work,
+    decode_from_engine,
+)
+from verbatim.server.process.running import Running, Signal
+from verbatim.server.settings import Settings
+
+log = logging.getLogger("verbatim.server")
+CLOSE_SECONDS = 5.0  # an engine that was told to end gets this long
+STABLE_SECONDS = 60.0  # an engine that lived this long starts its next life without waiting
+
+
+class Supervisor:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self._clock = clock
+        self.ledger = Ledger()
+        self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
+        self.stats: dict[str, Any] = {}
+        self.metrics = ""
+        self.reports = 0  # heartbeats that brought the engine's metrics, over all engine lives
+        self.pid: int | None = None
+        self.restarts = 0
+        self.ready = asyncio.Event()
+        self.fatal: asyncio.Future[str] = (
+            asyncio.get_running_loop().create_future()
+        )  # the first start failed: there is nothing to serve
+        self._running: dict[str, Running] = {}
+        self._outbox: wire.Outbox | None = None
+        self._closing = asyncio.Event()
+        self._last_beat = 0.0
+        self._last_progress = (0.0, -1)
+        self._task: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._running)
+
+    def submit(self, message: Work, signal: Signal | None = None) -> Running:
+        if not self.ready.is_set() or self._outbox is None:
+            raise Problem("unavailable", "the engine is starting; try again shortly", retry_after=2)
+        frame = wire.pack(message)  # may raise, so it comes before any bookkeeping
+        request_id, most = message.request_id, self.settings.limits.max_stream_bytes
+        running = Running(request_id, message.tenant, self.abort, most, signal or Signal())
+        self._running[request_id] = running
+        self.ledger.open(request_id)
+        self._outbox.put_frame(frame)
+        return running
+
+    def abort(self, running: Running) -> None:
+        if running.id in self._running and self._outbox is not None:
+            self._outbox.put(Abort(running.id))
+
+    def cut_all(self, problem: Problem) -> None:
+        """The drain's time is over: each open request gets this end, and the engine is told to stop it."""
+        for running in list(self._running.values()):
+            running.fail(problem)
+            self.abort(running)
+
+    def nudge(self) -> None:
+        """Lets every silent stream send a keep-alive."""
+        for running in self._running.values():
+            running.wake()
+
+    # ---------------------------------------------------------------------------------------------------------- lives
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise())
+
+    async def close(self) -> None:
+        self._closing.set()
+        self.ready.clear()
+        if self._outbox is not None:
+            self._outbox.put(Close())
+            await self._outbox.drain()
+        if self._task is not None:
+            _, late = await asyncio.wait((self._task,), timeout=CLOSE_SECONDS)
+            if late and self._process is not None:
+                log.error("the engine does not end; killing it")
+                self._kill(self._process)
+            await self._task
+
+    @staticmethod
+    def _kill(process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
+    async def _supervise(self) -> None:
+        wait = self.settings.backoff_seconds
+        while not self._closing.is_set():
+            born = self._clock()
+            try:
+                await self._one_life()
+            except Exception:
+                log.exception("the supervisor failed; the engine is started again")
+            self._bury()
+            if self._closing.is_set() or self.fatal.done():
+                return
+            wait = self.settings.backoff_seconds if self._clock() - born > STABLE_SECONDS else wait
+            log.warning("the engine ended; starting it again in %.1f s", wait)
+            self.restarts += 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), wait)
+            wait = min(wait * 2, self.settings.backoff_limit)
+
+    async def _one_life(self) -> None:
+        ours, theirs = socket.socketpair()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "verbatim.server.process.engine_process", str(theirs.fileno()), self.settings.log_format,
+            pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        theirs.close()
+        self.pid, self._process = process.pid, process
+        reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
+        self._outbox = wire.Outbox(writer)
+        self._outbox.put(self._start_message())
+        self._last_beat = self._clock()
+        watchdog = asyncio.create_task(self._watch(process))
+        try:
+            while (message := await wire.read(reader, decode_from_engine)) is not None:
+                self._hear(message)
+                await asyncio.sleep(0)  # let the handlers write before the next of many buffered messages
+        finally:
+            watchdog.cancel()
+            self.ready.clear()
+            self._outbox = None
+            writer.close()
+            await self._reap(process)
+
+    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        """The socket is closed. A sound engine ends by itself; the others are not waited for."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), 5.0 if self._closing.is_set() else 1.0)
+        if process.returncode is None:
+            self._kill(process)
+            await process.wait()
+        self.pid = self._process = None
+        level = logging.INFO if self._closing.is_set() else logging.ERROR
+        log.log(level, "the engine process ended with code %s", process.returncode)
+
+    def _bury(self) -> None:
+        """Every request that was running gets its error now, and its line in the ledger."""
+        for running in self._running.values():
+            running.fail(
+                Problem("engine_died", "the engine ended while this request ran; it is being restarted", retry_after=2)
+            )
+            self.ledger.close(running.id, "engine_died")
+        self._running.clear()
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
+        """Kills an engine that neither beats nor, having work, steps. Loading a model may take as long as it takes."""
+        limit = self.settings.engine_silence_seconds
+        while True:
+            await asyncio.sleep(min(1.0, limit / 4))
+            if not self.ready.is_set():
+                continue
+            now = self._clock()
+            steps = int(self.stats.get("steps_total", 0))
+            busy = bool(self.stats.get("running") or self.stats.get("waiting"))
+            if steps != self._last_progress[1] or not busy:
+                self._last_progress = (now, steps)
+            if now - self._last_beat > limit or now - self._last_progress[0] > limit:
+                log.error("the engine is silent for %.0f s; killing it", limit)
+                self._kill(process)
+                return
+
+    # ------------------------------------------------------------------------------------------------------- messages
+
+    def _start_message(self) -> Start:
+        """Settings of the engine process; nothing about the network, no keys."""
+        settings = self.settings
+        return Start(
+            model=settings.model,
+            revision=settings.revision,
+            offline=settings.offline,
+            engine=dict(settings.engine),
+            test_engine=settings.test_engine,
+            served_name=settings.served_name,
+            cache_share=settings.limits.max_cache_share,
+        )
+
+    def _hear(self, message: FromEngine) -> None:
+        match message:
+            case Deltas(items=items):
+                for delta in items:
+                    if (running := self._running.get(delta.request_id)) is not None:
+                        running.push(delta)
+            case Heartbeat():
+                self._last_beat = self._clock()
+                self.stats = message.stats
+                if message.metrics is not None:
+                    self.metrics = message.metrics
+                    self.reports += 1
+            case Accepted():
+                if message.request_id in self._running:
+                    self._running[message.request_id].accept(message.text)
+            case Refused():
+                self._refused(message)
+            case Ready(facts=facts):
+                self.facts = facts
+                self._last_progress = (self._clock(), -1)
+                self.ready.set()
+                log.info("ready: %s, context %d, fingerprint %s", facts.name, facts.context, facts.fingerprint)
+            case Failed():
+                if self.facts is None and not self.fatal.done():
+                    self.fatal.set_result(message.message)
+            case Loading():
+                pass
+            case _:
+                self._finished(message)
+
+    def _refused(self, message: Refused) -> None:
+        running = self._running.pop(message.request_id)
+        running.fail(message.problem())
+        client = running.problem is not None and running.problem.status < 500
+        self.ledger.close(running.id, "refused" if client else "error")
+
+    def _finished(self, result: Result) -> None:
+        running = self._running.pop(result.request_id)
+        if not isinstance(result, Generated):
+            self.ledger.close(running.id, "done")
+        else:
+            cut = running.problem.code if running.problem is not None else ""
+            reason = result.choices[0].finish.reason if result.choices else "cancel"
+            state = cut if cut in ("timeout", "slow_reader") else reason
+            self.ledger.close(running.id, state, result.usage)
+        running.finish(result)

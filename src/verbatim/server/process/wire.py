@@ -1,0 +1,63 @@
+"""Framing of messages on the socket between the HTTP process and the engine process.
+
+frame = 4 bytes big-endian length | the encoded message (messages.py)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import Callable
+from typing import TypeVar
+
+from verbatim.server.process.messages import Message, WireError, encode
+
+MAX_FRAME = 256 * 1024 * 1024  # bytes; catches a bug, clients are limited long before
+M = TypeVar("M")
+
+
+def pack(message: Message) -> bytes:
+    body = encode(message)
+    return struct.pack(">I", len(body)) + body
+
+
+async def read(reader: asyncio.StreamReader, decode: Callable[[bytes], M]) -> M | None:
+    """The next message; None if the other process closed the socket or died, even inside a frame.
+    Raises WireError for a message that `decode` does not know."""
+    try:
+        size = int.from_bytes(await reader.readexactly(4), "big")
+        if size > MAX_FRAME:
+            raise WireError(f"a frame of {size} bytes is above the limit of {MAX_FRAME}")
+        body = await reader.readexactly(size)
+    except (asyncio.IncompleteReadError, ConnectionError, OSError):
+        return None
+    return decode(body)
+
+
+class Outbox:
+    """Writes messages; those put in one iteration of the event loop leave in one system call."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self._pending: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, message: Message) -> None:
+        self.put_frame(pack(message))
+
+    def put_frame(self, frame: bytes) -> None:
+        if not self._pending:
+            self._loop.call_soon(self._flush)
+        self._pending.append(frame)
+
+    def _flush(self) -> None:
+        data, self._pending = b"".join(self._pending), []
+        if not self._writer.is_closing():
+            self._writer.write(data)
+
+    async def drain(self) -> None:
+        if self._pending:
+            self._flush()
+        with contextlib.suppress(ConnectionError, OSError):
+            await self._writer.drain()

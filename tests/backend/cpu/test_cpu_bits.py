@@ -1,0 +1,411 @@
+"""The same bits on every instruction set and with any number of threads, and the digests that are committed in digests.json.
+
+Every instruction set of ARM and x86 must reproduce digests.json. versions.json holds one hash of all those digests for each
+NUMERICS_VERSION, so a digest cannot change without a new version, nor a version without new digests. To record both:
+    python tests/backend/cpu/test_cpu_bits.py
+It refuses to change a recorded digest while NUMERICS_VERSION stays the same; new digests may be added at any time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_blocks import random_blocks
+from cpu_isas import HAVE as ISAS
+from cpu_isas import every_isa
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_file import write_model
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.model.load import Model, load_model
+from verbatim.testing_models import tiny_model
+from verbatim.weights.tensor import BLOCKS, Tensor
+
+cpu = pytest.importorskip("verbatim.backend.cpu.backend")
+pytestmark = pytest.mark.native
+
+FILE = Path(__file__).parent / "digests.json"
+VERSIONS = Path(__file__).parent / "versions.json"
+SOURCES = Path(cpu.__file__).parent
+INCLUDES = [f"-I{SOURCES / part}" for part in ("kernels", "sampler")]
+PROMPT = (1, 2683, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198)
+
+
+def committed() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(FILE.read_text())
+    return found
+
+
+def hash_of(digests: dict[str, Any]) -> str:
+    """One hash of all committed digests. The version is left out: a version with no new digest then repeats a hash."""
+    values = {key: value for key, value in digests.items() if key != "numerics"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def mismatch(code: str, digests: dict[str, Any], versions: dict[str, str]) -> str | None:
+    """Why NUMERICS_VERSION (`code`), digests.json and versions.json do not belong together; None where they do."""
+    if digests["numerics"] != code:
+        return f"the code is {code}, digests.json is {digests['numerics']}"
+    if code not in versions:
+        return f"versions.json has no entry for {code}"
+    if hash_of(digests) != versions[code]:
+        return f"a digest was changed, and the version is still {code}"
+    if repeats := [version for version, value in versions.items() if value == versions[code] and version != code]:
+        return f"{code} has the same digests as {repeats[0]}"
+    return None
+
+
+def test_digests_and_version_belong_together() -> None:
+    assert mismatch(cpu.NUMERICS_VERSION, committed(), json.loads(VERSIONS.read_text())) is None
+
+
+def test_neither_digests_nor_version_can_change_alone() -> None:
+    code, digests, versions = cpu.NUMERICS_VERSION, committed(), json.loads(VERSIONS.read_text())
+    for kernel in digests["kernels"]:
+        edited = digests | {"kernels": digests["kernels"] | {kernel: "0" * 16}}
+        assert mismatch(code, edited, versions) == f"a digest was changed, and the version is still {code}"
+    assert mismatch(code, digests | {"logits_200": "0" * 64}, versions) is not None
+    bumped = digests | {"numerics": "cpu-999"}
+    assert mismatch("cpu-999", digests, versions) == f"the code is cpu-999, digests.json is {code}"
+    assert mismatch("cpu-999", bumped, versions) == "versions.json has no entry for cpu-999"
+    repeated = versions | {"cpu-999": hash_of(bumped)}
+    assert mismatch("cpu-999", bumped, repeated) == f"cpu-999 has the same digests as {code}"
+
+
+@pytest.mark.parametrize("isa", every_isa())
+def test_digests_of_every_kernel(isa: str) -> None:
+    assert dict(cpu.native.digests(isa, 2)) == committed()["kernels"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_threads_change_nothing(threads: int) -> None:
+    assert dict(cpu.native.digests(ISAS[-1], threads)) == committed()["kernels"]
+
+
+def test_pieces_change_nothing() -> None:
+    kernels = committed()["kernels"]
+    assert kernels["model q4_1"] == kernels["model q4_1 other pieces"]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_products_of_random_shapes(data: st.DataObject) -> None:
+    """Every set gives the bits of the scalar one, and a row's bits do not depend on its neighbours."""
+    kind = data.draw(st.sampled_from(sorted(BLOCKS)))
+    unit = BLOCKS[kind][0]
+    k = unit * data.draw(st.integers(1, 400 // unit if unit < 256 else 3))
+    n, rows = data.draw(st.integers(1, 70)), data.draw(st.integers(1, 40))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    weights = random_blocks(kind, random, n, k)
+    x = (random.standard_normal((rows, k)) * 10.0 ** random.integers(-3, 4)).astype(np.float32)
+    results = {isa: cpu.native.product(isa, kind, weights, n, x) for isa in ISAS}
+    for isa in ISAS[1:]:
+        assert results[isa].tobytes() == results["scalar"].tobytes(), isa
+    row = data.draw(st.integers(0, rows - 1))
+    alone = cpu.native.product(ISAS[-1], kind, weights, n, np.ascontiguousarray(x[row : row + 1]))
+    assert alone.tobytes() == results[ISAS[-1]][row].tobytes()
+
+
+# ----------------------------------------------------------------------------------------------- mixtures of experts
+
+
+def random_mixture(data: st.DataObject) -> Model:
+    """A model of one or two layers whose experts have any shape and any types: those of gate, up and down may differ, as in real files."""
+    kinds = {part: data.draw(st.sampled_from(sorted(BLOCKS)), part) for part in ("gate", "up", "down")}
+    unit = max(32, BLOCKS[kinds["gate"]][0], BLOCKS[kinds["up"]][0])
+    hidden = unit * data.draw(st.integers(1, 5 if unit == 32 else 2), "hidden / unit")
+    inner_unit = BLOCKS[kinds["down"]][0]
+    inner = inner_unit * data.draw(st.integers(1, max(1, 150 // inner_unit)), "inner / unit")
+    experts = data.draw(st.integers(1, 9), "experts")
+    used = data.draw(st.integers(1, min(experts, 4)), "used")
+    config: dict[str, Any] = {"num_hidden_layers": data.draw(st.integers(1, 2), "layers"), "num_experts_per_tok": used}
+    config |= {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 40}
+    if data.draw(st.booleans(), "mixtral"):
+        model = tiny_model("mixtral", num_local_experts=experts, intermediate_size=inner, **config)
+    else:
+        renormalised = data.draw(st.booleans(), "renormalised")
+        config |= {"num_experts": experts, "moe_intermediate_size": inner, "norm_topk_prob": renormalised}
+        model = tiny_model("qwen3moe", **config)
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    for name, tensor in list(model.weights.tensors.items()):
+        kind = kinds.get(name.rpartition(".")[2]) if ".moe." in name else None
+        if kind is not None:
+            blocks = random_blocks(kind, random, tensor.rows, tensor.shape[-1])
+            model.weights.tensors[name] = Tensor(name, kind, tensor.shape, blocks)
+    return model
+
+
+def states(model: Model, tokens: tuple[int, ...], cuts: list[int], threads: int = 2) -> bytes:
+    """The final state of every token, and the logits of the last, computed in pieces that begin at 0 and at each of `cuts`."""
+    backend = cpu.CpuBackend(model, EngineConfig(threads=threads))
+    backend.allocate((len(tokens) // 16 + 1,))
+    table = (tuple(range(len(tokens) // 16 + 1)),)
+    draw = DrawSpec(SamplingParams(temperature=0.0), 0, len(tokens))
+    made = b""
+    for i, (start, end) in enumerate(pairwise([0, *cuts, len(tokens)])):
+        last = end == len(tokens)
+        step = SeqStep(0, tokens[start:end], start, table, draws=int(last), draw=draw if last else None, hidden=True)
+        hidden = backend.execute(StepPlan(i, (step,))).sequences[0].hidden
+        assert np.isfinite(hidden).all()
+        made += hidden.tobytes()
+    made += backend._engine.logits().tobytes()
+    backend.close()
+    return made
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_mixtures_of_random_shapes(data: st.DataObject) -> None:
+    """An expert gathers the rows that chose it, from none to all of them. Every set gives the bits of the scalar one, with any number of
+    threads, and in any pieces: then other rows meet at an expert, and a row's bits must not depend on its company."""
+    model = random_mixture(data)
+    rows = data.draw(st.sampled_from([1, 2, 7, 33, 64, 65, 130]) | st.integers(1, 140), "rows")
+    tokens = tuple(data.draw(st.lists(st.integers(0, 39), min_size=rows, max_size=rows), "tokens"))
+    cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=6), "cuts")) if rows > 1 else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERBATIM_ISA", "scalar")
+        scalar = states(model, tokens, [])
+        for isa in ISAS[1:]:
+            patch.setenv("VERBATIM_ISA", isa)
+            assert states(model, tokens, []) == scalar, isa
+            assert states(model, tokens, cuts, threads=data.draw(st.integers(1, 4), "threads")) == scalar, (isa, cuts)
+        patch.setenv("VERBATIM_ISA", "scalar")
+        assert states(model, tokens, cuts, threads=1) == scalar, cuts
+
+
+# ------------------------------------------------------------------------------------------------- the default model
+
+
+def generate(path: Path, count: int, threads: int | None = None) -> tuple[list[int], str]:
+    """Greedy tokens, and a digest over the logits that they were drawn from."""
+    backend = cpu.CpuBackend(load_model(path), EngineConfig(threads=threads))
+    backend.allocate((32,))
+    digest = hashlib.sha256()
+    tokens: list[int] = []
+    now: tuple[int, ...] = PROMPT
+    spec = DrawSpec(SamplingParams(temperature=0.0), 0, len(PROMPT))
+    start = 0
+    for i in range(count):
+        step = SeqStep(0, now, start, (tuple(range(32)),), draws=1, draw=spec)
+        tokens.append(backend.execute(StepPlan(i, (step,))).sequences[0].drawn[0].token)
+        digest.update(backend._engine.logits().tobytes())
+        start += len(now)
+        now = (tokens[-1],)
+    backend.close()
+    return tokens, digest.hexdigest()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("isa", every_isa(without=("scalar",)))
+def test_default_model(isa: str, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ISA", isa)
+    tokens, digest = generate(default_model, 200)
+    assert (tokens, digest) == (committed()["tokens"], committed()["logits_200"])
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(("isa", "threads"), [("scalar", 2), (ISAS[-1], 1), (ISAS[-1], 7)])
+def test_default_model_scalar_and_threads(isa: str, threads: int, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ISA", isa)
+    tokens, digest = generate(default_model, 8, threads)
+    assert (tokens, digest) == (committed()["tokens"][:8], committed()["logits_8"])
+
+
+@pytest.mark.soak
+@pytest.mark.model
+def test_default_model_scalar_to_the_end(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERBATIM_ISA", "scalar")
+    assert generate(default_model, 200) == (committed()["tokens"], committed()["logits_200"])
+
+
+def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="nonesuch is not available on this machine; it has: scalar"):
+        cpu.native.digests("nonesuch")
+
+
+# ------------------------------------------------------------------------------------------- other machines, sanitizers
+
+EXACT = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest")
+MAINS = {"digest": SOURCES / "kernels" / "digest_main.cpp", "model": Path(__file__).with_name("model_main.cpp")}
+ARM_SETS = {
+    "scalar": ["-DVB_ISA_SCALAR"],
+    "neon": ["-DVB_ISA_NEON", "-march=armv8.2-a+dotprod+fp16"],
+    "i8mm": ["-DVB_ISA_I8MM", "-march=armv8.2-a+dotprod+fp16+i8mm"],
+}
+AVX512 = [f"-m{f}" for f in ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")]
+X86_SETS = {
+    "scalar": ["-DVB_ISA_SCALAR"],
+    "avx2": ["-DVB_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"],
+    "avx512": ["-DVB_ISA_AVX512", *AVX512],
+    "amx": ["-DVB_ISA_AMX", *AVX512, "-mamx-tile", "-mamx-int8"],
+}
+
+
+def build(compiler: str, sets: dict[str, list[str]], flags: list[str], folder: Path) -> None:
+    """The programs of MAINS (no Python in them) from the kernels' sources."""
+    have = [f"-DVB_HAVE_{isa.upper()}" for isa in sets]
+    jobs = [(SOURCES / "kernels" / f"{name}.cpp", have, name) for name in PORTABLE]
+    for isa, own in sets.items():
+        macros = [f"-DVB_NS=verbatim_{isa}", f'-DVB_NAME="{isa}"', f"-DVB_GETTER=kernels_{isa}"]
+        jobs += [(SOURCES / name / f"{name}.cpp", [*macros, *own], f"{name}.{isa}") for name in ("kernels", "sampler")]
+    command = [compiler, *EXACT, *INCLUDES, *flags]
+    for source, own, target in jobs:
+        subprocess.run([*command, *own, "-c", source, "-o", folder / f"{target}.o"], check=True)
+    for name, main in MAINS.items():
+        subprocess.run([*command, main, *sorted(folder.glob("*.o")), "-o", folder / name, "-lpthread"], check=True)
+
+
+def check_output(out: str, isas: set[str]) -> None:
+    rows = [line.split("\t") for line in out.splitlines()]
+    assert {isa for isa, _, _ in rows} == isas
+    for isa in isas:
+        assert {name: value for i, name, value in rows if i == isa} == committed()["kernels"], isa
+
+
+class Emulator:
+    """Programs for 64-bit ARM, cross-compiled here and run by qemu. `max` has every instruction set, neoverse-n1 no i8mm, cortex-a72 no dot products."""
+
+    def __init__(self, folder: Path, flags: list[str]) -> None:
+        compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
+        if compiler is None or qemu is None:
+            pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
+        self.qemu, self.folder = qemu, folder
+        build(compiler, ARM_SETS, flags, folder)
+
+    def run(self, chip: str, program: str, *arguments: object, code: int = 0) -> tuple[bytes, str]:
+        command = [self.qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", chip, self.folder / program, *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True)
+        assert done.returncode == code, done.stderr.decode()[-4000:]
+        return done.stdout, done.stderr.decode()
+
+
+@pytest.fixture(scope="module")
+def arm(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    return Emulator(tmp_path_factory.mktemp("arm"), ["-O2", "-static"])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_arm_gives_the_same_bits(arm: Emulator) -> None:
+    """Every kernel and the small models: scalar, NEON, and NEON with i8mm."""
+    out, _ = arm.run("max", "digest")
+    check_output(out.decode(), set(ARM_SETS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_arm_takes_the_best_set_that_the_processor_has(arm: Emulator) -> None:
+    """And refuses one that it does not have, before an instruction of it could kill the process."""
+    for chip, isa in (("max", "i8mm"), ("neoverse-n1", "neon")):
+        check_output(arm.run(chip, "digest", "auto")[0].decode(), {isa})
+    refused = (("neoverse-n1", "i8mm", "scalar, neon"), ("cortex-a72", "neon", "scalar"), ("max", "i9mm", "scalar, neon, i8mm"))
+    for chip, isa, has in refused:
+        _, error = arm.run(chip, "digest", isa, code=2)
+        assert error == f"instruction set {isa} is not available on this machine; it has: {has}\n"
+
+
+@pytest.mark.soak
+@pytest.mark.model
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("chip", "isa"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a72", "scalar")])
+def test_default_model_on_arm(chip: str, isa: str, arm: Emulator, default_model: Path, tmp_path: Path) -> None:
+    """The committed tokens and logits of the default model, by the set that each processor chooses by itself."""
+    model = load_model(default_model)
+    tokens = committed()["tokens"]
+    write_model(model, PROMPT, len(tokens), tmp_path / "model")
+    logits, chosen = arm.run(chip, "model", tmp_path / "model")
+    assert chosen == f"{isa}\n"
+    assert np.frombuffer(logits, np.float32).reshape(-1, model.spec.vocab).argmax(axis=1).tolist() == tokens
+    assert hashlib.sha256(logits).hexdigest() == committed()["logits_200"]
+
+
+@pytest.mark.parametrize("threads", [2, 9])
+def test_late_threads_touch_nothing_and_every_unit_is_done_once(threads: int, tmp_path: Path) -> None:
+    """The thread sanitizer judges by the language's own rules, so it also speaks for processors that reorder memory more than this one."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    program = tmp_path / "team"
+    source = Path(__file__).with_name("thread_pool_main.cpp")
+    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread"]
+    built = subprocess.run([compiler, *flags, *INCLUDES, source, "-o", program], capture_output=True, text=True)
+    if "cannot find" in built.stderr:
+        pytest.skip("this compiler comes without the thread sanitizer's library")
+    assert built.returncode == 0, built.stderr[-4000:]
+    done = subprocess.run([program, str(threads), "1500"], capture_output=True, text=True)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("the thread sanitizer does not run on this kernel")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
+    """Address and undefined-behaviour sanitizers over every kernel and the small models, all sets that this machine has."""
+    compiler = shutil.which("g++")
+    sets = X86_SETS if platform.machine() in ("x86_64", "AMD64") else ARM_SETS
+    if compiler is None:
+        pytest.skip("needs g++")
+    build(compiler, sets, SANITIZERS, tmp_path)
+    done = subprocess.run([tmp_path / "digest"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_output(done.stdout, set(ISAS))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_no_kernel_leaves_its_memory_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")  # which needs ptrace, and the emulator has none
+    emulator = Emulator(tmp_path, SANITIZERS)
+    for isa in ("neon", "i8mm"):
+        check_output(emulator.run("max", "digest", isa)[0].decode(), {isa})
+
+
+def record(found: dict[str, Any]) -> None:
+    """Write digests.json and versions.json; refuse where a recorded digest of the same version would change."""
+    before, versions = committed(), json.loads(VERSIONS.read_text())
+    if before["numerics"] == found["numerics"]:
+        flat = {**before, **before["kernels"]}
+        now = {**found, **found["kernels"]}
+        changed = [key for key in flat if key != "kernels" and now.get(key) != flat[key]]
+        if changed:
+            raise SystemExit(f"{', '.join(changed)}: not the recorded digests. Bump NUMERICS_VERSION first.")
+    versions[found["numerics"]] = hash_of(found)
+    if why := mismatch(found["numerics"], found, versions):
+        raise SystemExit(why)
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    VERSIONS.write_text(json.dumps(versions, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    from verbatim.weights import catalog
+
+    path = catalog.resolve(catalog.DEFAULT)
+    tokens, digest = generate(path, 200)
+    kernels = dict(cpu.native.digests(os.environ.get("VERBATIM_ISA", ISAS[-1]), 2))
+    record(
+        {
+            "numerics": cpu.NUMERICS_VERSION,
+            "kernels": kernels,
+            "tokens": tokens,
+            "logits_200": digest,
+            "logits_8": generate(path, 8)[1],
+        }
+    )

@@ -1,0 +1,755 @@
+"""The compile pool: limits hold, a crash costs one request, streams continue, no worker outlives its
+parent. Fake workers and fake clocks; real processes only where the operating system is the subject."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verbatim import SamplingParams
+from verbatim.base.errors import OverloadedError, UnsupportedError
+from verbatim.engine import async_engine
+from verbatim.engine.async_engine import AsyncEngine
+from verbatim.engine.fair_pool import Workers
+from verbatim.grammar import compile_pool, compile_worker, grammar_cache, matcher
+from verbatim.grammar.compile_pool import (
+    CompilePool,
+    PoolBusy,
+    TooExpensive,
+    Worker,
+    WorkerDied,
+    worker_command,
+)
+from verbatim.grammar.grammar_cache import Kept
+from verbatim.testing import fake_parts
+
+llguidance = pytest.importorskip("llguidance")
+
+HOSTILE = {"type": "integer", "multipleOf": 7919 * 7907}  # minutes and gigabytes without limits
+HANG = 120.0  # seconds that only a hang reaches
+
+
+class FakeWorker:
+    """A worker whose calls do what the test says."""
+
+    def __init__(self, *script: Callable[[], Any], start: Callable[[], None] = lambda: None) -> None:
+        self.script = iter(script)
+        self.start = start
+        self.alive = True
+        self.killed = False
+        self.deadlines: list[float] = []
+
+    def wait_ready(self, deadline: float) -> None:
+        self.deadlines.append(deadline)
+        self.start()
+
+    def call(self, message: Any, deadline: float) -> dict[str, Any]:
+        self.deadlines.append(deadline)
+        step = next(self.script, None)
+        return step() if step else {"grammar": f"grammar of {message[1]}"}
+
+    def kill(self) -> None:
+        self.killed, self.alive = True, False
+
+
+def dies(code: int) -> Callable[[], Any]:
+    def step() -> Any:
+        raise WorkerDied(code)
+
+    return step
+
+
+def times_out() -> Any:
+    raise TimeoutError
+
+
+@pytest.fixture
+def make_pool() -> Iterator[Callable[..., CompilePool]]:
+    """A pool of these workers, in this order; the clock stands at 0."""
+    made: list[CompilePool] = []
+
+    def make(*workers: Any, **options: Any) -> CompilePool:
+        supply = iter(workers)
+
+        def spawn() -> Any:
+            return next(supply, None) or FakeWorker()
+
+        made.append(CompilePool(matcher.LIMITS, **{"spawn": spawn, "clock": lambda: 0.0, **options}))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture
+def processes() -> Iterator[Callable[..., CompilePool]]:
+    """A pool of real workers; only the limit under test can be reached."""
+    made: list[CompilePool] = []
+
+    def make(**options: Any) -> CompilePool:
+        limits = {"memory": 4 << 30, "cpu_seconds": 3600.0, "timeout": 3600.0, **options}
+        made.append(CompilePool(matcher.LIMITS, **limits))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def translate(pool: CompilePool, field: str = "regex", value: Any = "a") -> str:
+    return pool.translate(field, value, pool._clock() + 3600.0)
+
+
+# ------------------------------------------------------------------------------------------- slots
+
+
+def test_one_compile_at_a_time_while_the_engine_is_busy_and_two_otherwise(
+    make_pool: Callable[..., CompilePool],
+) -> None:
+    pool, busy = make_pool(size=2), True
+    with pool.slot(0.0, lambda: busy):
+        with pytest.raises(PoolBusy), pool.slot(0.0, lambda: busy):
+            pytest.fail("a second slot beside a busy engine")
+        busy = False
+        with pool.slot(0.0, lambda: busy), pytest.raises(PoolBusy), pool.slot(0.0, lambda: busy):
+            pytest.fail("a third slot")
+    busy = True
+    with pool.slot(0.0, lambda: busy):
+        pass
+
+
+@pytest.mark.parametrize("event", ["release", "idle"])
+def test_a_waiting_compile_starts_when_a_slot_or_the_engine_becomes_free(
+    make_pool: Callable[..., CompilePool], event: str
+) -> None:
+    pool, busy, waiting, started = make_pool(size=2), True, threading.Event(), threading.Event()
+
+    def engine_busy() -> bool:
+        if threading.current_thread() is thread:
+            waiting.set()
+        return busy
+
+    def wait() -> None:
+        with pool.slot(3600.0, engine_busy):
+            started.set()
+
+    thread = threading.Thread(target=wait)
+    first = pool.slot(0.0, engine_busy)
+    with first:
+        thread.start()
+        assert waiting.wait(HANG)
+        assert not started.is_set()
+        if event == "idle":
+            busy = False
+            assert started.wait(HANG)
+    thread.join(HANG)
+    assert started.is_set()
+
+
+def test_a_failed_compile_returns_its_slot(make_pool: Callable[..., CompilePool]) -> None:
+    pool = make_pool(FakeWorker(dies(-signal.SIGABRT)))
+    with pytest.raises(TooExpensive), pool.slot(0.0):
+        translate(pool)
+    with pool.slot(0.0, lambda: True):
+        assert translate(pool) == "grammar of a"
+
+
+# ---------------------------------------------------------------------------- what a worker may do
+
+
+def test_a_worker_is_reused(make_pool: Callable[..., CompilePool]) -> None:
+    first = FakeWorker()
+    pool = make_pool(first)
+    assert [translate(pool, value=value) for value in "abc"] == [f"grammar of {v}" for v in "abc"]
+    assert pool._idle == [first]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-signal.SIGPROF, r"more than 0\.75 seconds of CPU time"),
+        (-signal.SIGXCPU, r"more than 0\.75 seconds of CPU time"),
+        (-signal.SIGABRT, "too much memory"),
+        (-signal.SIGSEGV, "crash"),
+        (1, "crash"),
+    ],
+)
+def test_the_death_of_a_worker_costs_one_request(make_pool: Callable[..., CompilePool], code: int, words: str) -> None:
+    first, second = FakeWorker(dies(code)), FakeWorker()
+    pool = make_pool(first, second)
+    with pytest.raises(TooExpensive, match=words):
+        translate(pool)
+    assert first.killed
+    assert pool._idle == [second]  # started at once, before the next request needs it
+    assert translate(pool) == "grammar of a"
+
+
+def test_a_worker_killed_from_outside_is_retried_once(make_pool: Callable[..., CompilePool]) -> None:
+    killed = dies(-signal.SIGKILL)
+    assert translate(make_pool(FakeWorker(killed))) == "grammar of a"
+    with pytest.raises(TooExpensive, match="memory"):  # the system's out-of-memory killer
+        translate(make_pool(FakeWorker(killed), FakeWorker(killed)))
+
+
+def test_a_compile_over_the_timeout_is_killed_and_may_be_retried(
+    make_pool: Callable[..., CompilePool],
+) -> None:
+    first = FakeWorker(times_out)
+    pool = make_pool(first, timeout=5.0)
+    with pytest.raises(PoolBusy):
+        translate(pool)
+    assert first.killed
+    assert first.deadlines == [3600.0, 5.0]
+    assert translate(pool) == "grammar of a"
+    (worker,) = pool._idle
+    pool.translate("regex", "b", 1.5)  # the deadline comes before the timeout
+    assert worker.deadlines[-2:] == [1.5, 1.5]
+
+
+def test_a_worker_that_died_while_idle_is_replaced(make_pool: Callable[..., CompilePool]) -> None:
+    first = FakeWorker()
+    pool = make_pool(first)
+    translate(pool)
+    first.alive = False
+    assert translate(pool) == "grammar of a"
+    assert first.killed  # reaped
+
+
+def test_a_worker_that_does_not_start_is_a_retryable_error(make_pool: Callable[..., CompilePool]) -> None:
+    pool = make_pool(FakeWorker(start=times_out))
+    with pytest.raises(PoolBusy):
+        translate(pool)
+    assert translate(pool) == "grammar of a"
+
+
+def test_close_kills_idle_and_active_workers(make_pool: Callable[..., CompilePool]) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def compiles() -> Any:
+        entered.set()
+        assert leave.wait(HANG)
+        return {"grammar": "late"}
+
+    active, idle = FakeWorker(compiles), FakeWorker()
+    pool, found = make_pool(active, idle), []
+    thread = threading.Thread(target=lambda: found.append(translate(pool)))
+    thread.start()
+    assert entered.wait(HANG)
+    translate(pool)
+    pool.close()
+    assert idle.killed
+    leave.set()
+    thread.join(HANG)
+    assert found == ["late"]
+    assert active.killed
+    with pytest.raises(PoolBusy):
+        translate(pool)
+
+
+# ------------------------------------------------------------------------------------ real workers
+
+
+def test_a_compile_over_the_cpu_limit_is_killed(processes: Callable[..., CompilePool]) -> None:
+    pool = processes(cpu_seconds=0.2)
+    with pytest.raises(TooExpensive, match=r"more than 0\.2 seconds of CPU time"):
+        translate(pool, "json_schema", json.dumps(HOSTILE))
+    assert translate(pool)
+
+
+def test_the_cpu_limit_is_per_compile(processes: Callable[..., CompilePool]) -> None:
+    """Many cheap compiles in one worker take more CPU time together than one may have."""
+    pool = processes(cpu_seconds=0.5)
+    translate(pool)
+    (first,) = pool._idle
+    spent, number = 0.0, 2003
+    clock = (~first.process.pid << 3) | 2 if sys.platform == "linux" else None
+    while spent < 0.8:  # some 12 ms each
+        translate(pool, "json_schema", json.dumps({"type": "integer", "multipleOf": number}))
+        number += 2
+        spent = spent + 0.01 if clock is None else time.clock_gettime(clock)
+    assert pool._idle == [first]
+
+
+def test_a_compile_over_the_memory_limit_is_refused(processes: Callable[..., CompilePool]) -> None:
+    pool = processes(memory=200 << 20)
+    schema = {"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*b"} for i in range(200)]}
+    with pytest.raises(TooExpensive, match="too much memory"):
+        translate(pool, "json_schema", json.dumps(schema))
+    assert translate(pool)
+
+
+def test_a_compile_over_the_wall_clock_timeout_is_killed(
+    processes: Callable[..., CompilePool],
+) -> None:
+    pool = processes(timeout=0.05)
+    worker = pool._take()
+    pool._put_back(worker)
+    with pytest.raises(PoolBusy):
+        translate(pool, "json_schema", json.dumps(HOSTILE))
+    assert worker.process.returncode == -signal.SIGKILL
+
+
+def test_a_worker_outlives_the_thread_that_caused_its_start(processes: Callable[..., CompilePool]) -> None:
+    """The kernel's parent-death signal comes when the thread that forked ends."""
+    pool = processes()
+    caller = threading.Thread(target=translate, args=(pool,))
+    caller.start()
+    caller.join()
+    (worker,) = pool._idle
+    assert translate(pool)
+    assert pool._idle == [worker]
+
+
+def test_without_a_process_a_compile_is_a_retryable_error() -> None:
+    pool = CompilePool(matcher.LIMITS, spawn=lambda: Worker(["/nonexistent/python"]))
+    with pytest.raises(PoolBusy):
+        translate(pool)
+    pool.close()
+
+
+def test_a_worker_killed_before_it_has_started_ends() -> None:
+    worker = Worker(worker_command(matcher.LIMITS, 4 << 30, 3600.0))
+    worker.kill()
+    worker._thread.join(HANG)
+    assert not worker.alive
+
+
+def test_workers_that_die_are_replaced(processes: Callable[..., CompilePool]) -> None:
+    pool = processes()
+    translate(pool)
+    for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM):
+        (worker,) = pool._idle
+        worker.process.send_signal(number)
+        worker._thread.join(HANG)
+        assert translate(pool)
+
+
+def test_large_structures_pass_the_socket(processes: Callable[..., CompilePool]) -> None:
+    choices = [f"{number:07d}" for number in range(30_000)]
+    assert choices[-1] in translate(processes(), "choice", choices)
+
+
+def test_workers_run_at_a_low_priority(processes: Callable[..., CompilePool]) -> None:
+    pool = processes()
+    translate(pool)
+    (worker,) = pool._idle
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, worker.process.pid) == min(19, own + compile_worker.NICE)
+
+
+# ------------------------------------------------------------------- a worker ends with its parent
+
+
+def start_worker(**options: Any) -> Worker:
+    command = worker_command(matcher.LIMITS, 4 << 30, 3600.0)
+    command[-1] = json.dumps(json.loads(command[-1]) | options)
+    return Worker(command)
+
+
+@pytest.mark.parametrize("job", [None, ["json_schema", json.dumps(HOSTILE)]], ids=["idle", "compiling"])
+def test_a_worker_ends_at_end_of_input(job: Any) -> None:
+    """Without a signal: all that there is on a system without a parent-death signal."""
+    worker = start_worker()
+    worker.wait_ready(time.monotonic() + HANG)
+    worker._socket.sendall(json.dumps(job).encode() + b"\n" if job else b"")
+    worker._socket.close()
+    worker._thread.join(HANG)
+    assert worker.process is not None
+    assert worker.process.returncode == 0
+
+
+def test_a_worker_whose_parent_is_gone_ends() -> None:
+    """As after a parent that died before the worker could ask for the parent-death signal."""
+    worker = start_worker(parent=os.getppid())
+    worker._thread.join(HANG)
+    assert worker.process is not None
+    assert worker.process.returncode == 0
+    worker.kill()
+
+
+VICTIM = """
+import contextlib, json, os, sys, threading
+from verbatim.sampling import grammar
+from verbatim.grammar.compile_pool import CompilePool
+
+timeout, fork = float(sys.argv[1]), sys.argv[2] == "fork"
+pool = CompilePool(grammar.LIMITS, cpu_seconds=3600.0, timeout=timeout)
+
+def compile_forever(field, value):
+    while True:
+        with contextlib.suppress(Exception), pool.slot(1e9):
+            pool.translate(field, value, 1e9)
+
+if fork:  # it holds the workers' sockets until the test closes standard input
+    pool.translate("regex", "a", 1e9)
+    if not os.fork():
+        print("started", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+hostile = json.dumps({"type": "integer", "multipleOf": 7919 * 7907})
+for job in (("json_schema", hostile), ("regex", "[a-z]{5}")):
+    threading.Thread(target=compile_forever, args=job, daemon=True).start()
+if not fork:
+    print("started", flush=True)
+threading.Event().wait()
+"""
+MARK = "VERBATIM_TEST_MARK"
+_marks = itertools.count()
+
+
+def start_victim(timeout: float, *, fork: bool = False) -> tuple[subprocess.Popen[str], str]:
+    """A process with a pool under load. Its descendants inherit the mark."""
+    mark = f"{os.getpid()}-{next(_marks)}"
+    command = [sys.executable, "-c", VICTIM, str(timeout), "fork" if fork else "plain"]
+    pipe = subprocess.PIPE
+    environment = {**os.environ, MARK: mark}
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment), mark
+
+
+def marked(mark: str) -> list[int]:
+    """The processes, zombies excepted, whose environment has the mark."""
+    wanted = f"{MARK}={mark}"
+    if sys.platform != "linux":
+        listing = subprocess.run(["ps", "-axEww", "-o", "pid=,command="], capture_output=True, check=True)
+        lines = listing.stdout.decode(errors="replace").splitlines()
+        return [int(line.split()[0]) for line in lines if wanted in line.split()]
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):  # it ended meanwhile, or belongs to another user
+            if entry.name.isdigit() and wanted.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+def survivors(mark: str) -> list[int]:
+    """Poll until all processes of the mark have ended; those that are left after a long time."""
+    for _ in range(1200):
+        if not (found := marked(mark)):
+            return []
+        time.sleep(0.1)
+    return found
+
+
+def kill_at_random_moments(rng: random.Random, kills: int) -> int:
+    """Kill so many parents and return how many of their processes survive. Some die before they are
+    ready, the others up to half a second later; half of them kill and restart workers all the time."""
+    left = 0
+    for _ in range(kills):
+        victim, mark = start_victim(rng.choice([0.02, 3600.0]))
+        with victim:
+            assert victim.stdout is not None
+            if rng.random() < 0.9:
+                assert victim.stdout.readline() == "started\n"
+            with suppress(subprocess.TimeoutExpired):
+                victim.wait(rng.random() * 0.5)
+            assert victim.poll() is None  # the test kills it, nothing else
+            victim.kill()
+        left += len(survivors(mark))
+    return left
+
+
+def test_no_worker_survives_a_killed_parent() -> None:
+    assert kill_at_random_moments(random.Random(17), 8) == 0
+
+
+def test_a_worker_ends_though_another_process_holds_its_socket() -> None:
+    """A fork of the parent keeps end-of-input away: the parent-death signal, or where there is none
+    the check of the parent's id, ends the worker."""
+    victim, mark = start_victim(3600.0, fork=True)
+    with victim:
+        assert victim.stdout is not None
+        assert victim.stdout.readline() == "started\n"
+        before = marked(mark)
+        victim.kill()
+        for _ in range(1200):
+            left = marked(mark)
+            if len(left) == 1:  # the fork, which waits for its standard input
+                break
+            time.sleep(0.1)
+    assert len(before) >= 3
+    assert len(left) == 1
+    assert survivors(mark) == []
+
+
+@pytest.mark.soak
+def test_no_worker_survives_500_killed_parents() -> None:
+    """Five at a time, so that the machine is under load."""
+    left: list[int] = []
+    threads = [
+        threading.Thread(target=lambda s=seed: left.append(kill_at_random_moments(random.Random(s), 100))) for seed in range(5)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert left == [0] * 5
+
+
+# ------------------------------------------------------------------------------- beside the engine
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
+    monkeypatch.setattr(async_engine, "PATIENCE", 3600.0)
+    made = AsyncEngine.from_parts(fake_parts(), kv_blocks=400)
+    yield made
+    made.close()
+
+
+async def written(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
+    params = SamplingParams(max_tokens=300, seed=seed, ignore_eos=True)
+    return (await (await engine.submit("Once upon a time", params)).result()).token_ids
+
+
+async def test_other_streams_finish_while_a_structure_compiles(
+    engine: AsyncEngine, make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four streams, submitted after a compile has started, end before it, each with the tokens that
+    it has alone. Then the worker dies, and the request that waited is refused by name."""
+    alone = [await written(engine, seed) for seed in range(4)]
+    entered, leave = threading.Event(), threading.Event()
+
+    def compiles() -> Any:
+        entered.set()
+        assert leave.wait(HANG)
+        raise WorkerDied(-signal.SIGABRT)
+
+    monkeypatch.setattr(matcher, "_pool", make_pool(FakeWorker(compiles)))
+    task = asyncio.create_task(engine.submit("x", SamplingParams(json_schema=HOSTILE, max_tokens=4)))
+    assert await asyncio.to_thread(entered.wait, HANG)
+    assert await asyncio.gather(*(written(engine, seed) for seed in range(4))) == alone
+    assert not task.done()
+    leave.set()
+    with pytest.raises(UnsupportedError, match="json_schema: takes too much memory") as caught:
+        await task
+    assert caught.value.status == 400
+    assert (await written(engine, 0)) == alone[0]
+
+
+async def test_compiles_beside_running_requests_are_one_at_a_time(
+    engine: AsyncEngine, make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tenants, two compile threads. While a stream is open the second compile waits; when it has
+    ended, both run together."""
+    both, asked = threading.Barrier(2), []
+
+    def meets() -> Any:
+        both.wait(HANG)  # ends only if two compiles run at once
+        return {"grammar": llguidance.LLMatcher.grammar_from_regex("a")}
+
+    pool = make_pool(FakeWorker(meets), FakeWorker(meets))
+    real, waits = pool.slot, threading.Event()
+
+    def watched(deadline: float, busy: Callable[[], bool]) -> Any:
+        asked.append(busy())
+        if len(asked) == 2:
+            waits.set()
+        return real(deadline, busy)
+
+    monkeypatch.setattr(pool, "slot", watched)
+    monkeypatch.setattr(matcher, "_pool", pool)
+    hold = threading.Event()
+    execute = engine.core.backend.execute
+    monkeypatch.setattr(engine.core.backend, "execute", lambda plan: (hold.wait(HANG), execute(plan))[1])
+    stream = await engine.submit("x", SamplingParams(max_tokens=5, ignore_eos=True))
+    while not engine.core.busy:
+        await asyncio.sleep(0)
+    tasks = [asyncio.create_task(engine.submit("x", SamplingParams(regex=f"a{name}"), tenant=name)) for name in "bc"]
+    assert await asyncio.to_thread(waits.wait, HANG)
+    assert asked == [True, True]
+    assert pool._active == 1
+    assert both.n_waiting <= 1
+    hold.set()
+    await stream.result()
+    for task in tasks:
+        await (await task).aclose()
+
+
+async def test_compiles_run_off_the_engine_thread_and_the_event_loop(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def matcher(*args: Any, **kwargs: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return llguidance.LLMatcher(*args, **kwargs)
+
+    names = {name: getattr(llguidance, name) for name in ("LLTokenizer", "LLParserLimits")}
+    library = SimpleNamespace(**names, LLMatcher=matcher)
+    monkeypatch.setattr(matcher, "_llguidance", lambda field: library)
+    await (await engine.submit("x", SamplingParams(regex="off[0-9]", max_tokens=1))).result()
+    assert threads[0].startswith("verbatim-compile")
+
+
+def test_llguidance_releases_the_gil_while_it_compiles(request: pytest.FixtureRequest) -> None:
+    """So the second compile, in the engine's process, holds up no step. Threads do not have to give
+    up the GIL here: the other one runs only if llguidance releases it."""
+    ticks, stop = 0, False
+
+    def tick() -> None:
+        nonlocal ticks
+        while not stop:
+            ticks += 1
+            time.sleep(0)
+
+    interval = sys.getswitchinterval()
+    request.addfinalizer(lambda: sys.setswitchinterval(interval))
+    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "integer", "multipleOf": 40_009}))
+    vocabulary = matcher._tokenizer(llguidance, fake_parts().tokenizer)
+    other = threading.Thread(target=tick)
+    other.start()
+    sys.setswitchinterval(3600.0)
+    before = ticks
+    llguidance.LLMatcher(vocabulary, text, log_level=0)
+    after = ticks
+    stop = True
+    sys.setswitchinterval(interval)
+    other.join(HANG)
+    assert after > before
+
+
+async def test_the_vocabulary_is_built_before_any_request(engine: AsyncEngine) -> None:
+    """Over a large vocabulary that takes tenths of a second with the GIL held."""
+    await asyncio.wrap_future(engine._compilers.submit("", lambda: None))  # behind prepare()
+    assert engine.tokenizer in matcher._BUILT
+
+
+async def test_waiting_for_a_compile_thread_counts(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All compile threads are taken: the request is refused at its deadline, with its field named."""
+    monkeypatch.setattr(async_engine, "PATIENCE", 0.0)
+    free = threading.Event()
+    for caller in "ab":
+        engine._compilers.submit(caller, lambda: free.wait(HANG))
+    with pytest.raises(OverloadedError, match="try again") as caught:
+        await engine.submit("x", SamplingParams(regex="a"))
+    assert (caught.value.param, caught.value.status, caught.value.retry_after) == ("regex", 429, 2.0)
+    free.set()
+    assert engine.stats()["requests_total"] == 0
+
+
+def test_a_busy_pool_is_a_retryable_error(make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "_pool", make_pool(FakeWorker(times_out)))
+    with pytest.raises(OverloadedError, match=r"regex: could not be compiled.*try again") as caught:
+        matcher.compile_structure(SamplingParams(regex="timeout"), fake_parts().tokenizer)
+    assert (caught.value.param, caught.value.status, caught.value.retry_after) == ("regex", 429, 2.0)
+
+
+def test_the_pool_has_as_many_slots_as_there_are_compile_threads(engine: AsyncEngine) -> None:
+    assert len(engine._compilers._threads) == compile_pool.SIZE
+
+
+def test_a_tenant_with_many_structures_delays_only_itself() -> None:
+    workers = Workers(3, "test")
+    free, begun = threading.Event(), []
+    mine = [workers.submit("many", lambda i=i: (begun.append(i), free.wait(HANG))) for i in range(6)]
+    try:
+        assert workers.submit("one", lambda: "at once").result(HANG) == "at once"
+        assert len(begun) <= 2
+        free.set()
+        for future in mine:
+            future.result(HANG)
+        assert sorted(begun) == list(range(6))
+    finally:
+        free.set()
+        workers.close()
+    assert workers.submit("late", lambda: 1).cancelled()
+
+
+# --------------------------------------------------------------------------------- the grammar cache
+
+
+def thing(size: int) -> Any:
+    return SimpleNamespace(size=size, spent=False)
+
+
+def test_structures_are_cached_by_bytes() -> None:
+    cache = Kept(limit=100)
+    made: list[bytes] = []
+
+    def get(name: bytes, size: int) -> None:
+        cache.get(name, 0.0, lambda: made.append(name) or thing(size))
+
+    for name in (b"a", b"b", b"a", b"c", b"a"):  # 40 each: b, the least recently used, is evicted
+        get(name, 40)
+    assert made == [b"a", b"b", b"c"]
+    get(b"b", 40)
+    assert made[3:] == [b"b"]
+    get(b"huge", 101)
+    get(b"huge", 101)
+    assert made[4:] == [b"huge", b"huge"]  # larger than the cache: not cached, evicts nothing
+    assert cache.bytes == 80
+    get(b"a", 40)
+    assert made[6:] == []
+    cache._done[b"a"].spent = True  # its lexer is used up: compiled again
+    get(b"a", 50)
+    get(b"a", 50)
+    assert made[6:] == [b"a"]
+    assert cache.bytes == 90
+
+
+def test_concurrent_callers_share_one_compile() -> None:
+    cache, begun, free, made = Kept(clock=lambda: 0.0), threading.Event(), threading.Event(), []
+
+    def slow() -> Any:
+        made.append(1)
+        begun.set()
+        assert free.wait(HANG)
+        return thing(1)
+
+    found: list[Any] = []
+    waiting = [threading.Thread(target=lambda: found.append(cache.get(b"x", HANG, slow))) for _ in range(8)]
+    for thread in waiting:
+        thread.start()
+    assert begun.wait(HANG)
+    with pytest.raises(PoolBusy):
+        cache.get(b"x", 0.0, slow)  # at its deadline it waits no longer
+    free.set()
+    for thread in waiting:
+        thread.join()
+    assert len(made) == 1
+    assert len({id(one) for one in found}) == 1
+
+
+def test_a_refusal_for_cost_is_cached_for_a_while_and_a_timeout_is_not() -> None:
+    now = 0.0
+    cache, made = Kept(clock=lambda: now), []
+
+    def refuse(error: type[Exception]) -> None:
+        made.append(error)
+        raise error("too costly")
+
+    for _ in range(2):
+        with pytest.raises(PoolBusy):
+            cache.get(b"x", 0.0, lambda: refuse(PoolBusy))
+    for _ in range(3):
+        with pytest.raises(TooExpensive, match="too costly"):
+            cache.get(b"x", 0.0, lambda: refuse(TooExpensive))
+    assert made == [PoolBusy, PoolBusy, TooExpensive]
+    now = grammar_cache.MEMORY_OF_REFUSALS + 1
+    with pytest.raises(TooExpensive):
+        cache.get(b"x", 0.0, lambda: refuse(TooExpensive))
+    assert len(made) == 4
+
+
+async def test_the_same_structure_again_is_not_compiled_again(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(regex="again[0-9]{3}", seed=1)
+    first = await (await engine.submit("x", params)).result()
+    monkeypatch.setattr(matcher, "_compile", lambda *args: pytest.fail("compiled again"))
+    again = await (await engine.submit("x", params)).result()
+    assert again.text == first.text
