@@ -69,11 +69,19 @@ def weights_of(spec: Any, device: torch.device) -> dict[str, torch.Tensor]:
         if len(shape) == 1:
             found[name] = torch.ones(shape, device=device)
         else:
-            values = torch.randn(shape, generator=make, device=device, dtype=torch.float32) / shape[-1] ** 0.5
+            values = (
+                torch.randn(shape, generator=make, device=device, dtype=torch.float32)
+                / shape[-1] ** 0.5
+            )
             found[name] = (values * (0.5 if name == "embed" else 1.0)).to(torch.bfloat16)
     for i in range(len(spec.layers)):
-        for prefix, parts in ((f"layers.{i}.attn", ("q", "k", "v")), (f"layers.{i}.mlp", ("gate", "up"))):
-            found[f"{prefix}.{'+'.join(parts)}"] = torch.cat([found.pop(f"{prefix}.{part}") for part in parts])
+        for prefix, parts in (
+            (f"layers.{i}.attn", ("q", "k", "v")),
+            (f"layers.{i}.mlp", ("gate", "up")),
+        ):
+            found[f"{prefix}.{'+'.join(parts)}"] = torch.cat(
+                [found.pop(f"{prefix}.{part}") for part in parts]
+            )
     return found
 
 
@@ -90,7 +98,10 @@ def open_shape(name: str, **options: Any) -> LLM:
 def crowd(vocab: int, count: int = 256, seed: int = 0) -> tuple[list[list[int]], list[int]]:
     """nano-vllm's benchmark: first all prompts, then all lengths."""
     r = random.Random(seed)
-    prompts = [[r.randint(0, min(10000, vocab - 1)) for _ in range(r.randint(100, 1024))] for _ in range(count)]
+    prompts = [
+        [r.randint(0, min(10000, vocab - 1)) for _ in range(r.randint(100, 1024))]
+        for _ in range(count)
+    ]
     return prompts, [r.randint(100, 1024) for _ in range(count)]
 
 
@@ -98,10 +109,19 @@ def same_in_company(llm: LLM, vocab: int) -> int:
     """How many of 24 texts differ between being written alone and beside the 23 others; drafts and chunks included."""
     r = random.Random(1)
     prompts = [[r.randrange(vocab) for _ in range(r.choice((3, 17, 130, 700)))] for _ in range(24)]
-    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40, ignore_eos=True, logprobs=2) for i in range(24)]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, max_tokens=40, ignore_eos=True, logprobs=2
+        )
+        for i in range(24)
+    ]
     together = llm.generate(prompts, params)
-    alone = [llm.generate(p, q.with_(speculate="off")) for p, q in zip(prompts, params, strict=True)]
-    return sum(a.choices[0].logprobs != b.choices[0].logprobs for a, b in zip(together, alone, strict=True))
+    alone = [
+        llm.generate(p, q.with_(speculate="off")) for p, q in zip(prompts, params, strict=True)
+    ]
+    return sum(
+        a.choices[0].logprobs != b.choices[0].logprobs for a, b in zip(together, alone, strict=True)
+    )
 
 
 def same_drawn(llm: LLM, vocab: int) -> int:
@@ -109,7 +129,13 @@ def same_drawn(llm: LLM, vocab: int) -> int:
     r = random.Random(2)
     prompts = [[r.randrange(vocab) for _ in range(8)] for _ in range(256)]
     params = [
-        SamplingParams(temperature=r.choice((0.0, 0.3, 0.6, 1.0, 3.0)), seed=i, max_tokens=64, ignore_eos=True, speculate="off")
+        SamplingParams(
+            temperature=r.choice((0.0, 0.3, 0.6, 1.0, 3.0)),
+            seed=i,
+            max_tokens=64,
+            ignore_eos=True,
+            speculate="off",
+        )
         for i in range(256)
     ]
     device = llm.generate(prompts, params)
@@ -136,7 +162,11 @@ def main() -> None:
     asked = parser.parse_args()
     began = time.perf_counter()
     llm = open_shape(asked.shape, max_running=256, step_tokens=4096)
-    out: dict[str, Any] = {"shape": asked.shape, "info": llm.core.backend.info.detail, "opened_s": time.perf_counter() - began}
+    out: dict[str, Any] = {
+        "shape": asked.shape,
+        "info": llm.core.backend.info.detail,
+        "opened_s": time.perf_counter() - began,
+    }
     vocab = llm.core.backend.spec.vocab
     out["differ"] = same_in_company(llm, vocab)
     out["differ_drawn"] = same_drawn(llm, vocab)
@@ -144,19 +174,31 @@ def main() -> None:
     if not asked.skip_crowd:
         prompts, lengths = crowd(vocab)
         asks = [
-            SamplingParams(temperature=asked.temperature, seed=i, max_tokens=n, ignore_eos=True, speculate="off")
+            SamplingParams(
+                temperature=asked.temperature,
+                seed=i,
+                max_tokens=n,
+                ignore_eos=True,
+                speculate="off",
+            )
             for i, n in enumerate(lengths)
         ]
         others, _ = crowd(vocab, seed=1)  # not the same: their keys and values would still be there
-        llm.generate(others, [ask.with_(max_tokens=4) for ask in asks])  # kernels of these sizes are compiled
+        llm.generate(
+            others, [ask.with_(max_tokens=4) for ask in asks]
+        )  # kernels of these sizes are compiled
         screen = llm.core.backend.screen
         screen.rows = screen.unsure = 0
         began = time.perf_counter()
         answers = llm.generate(prompts, asks)
         out["crowd_s"] = time.perf_counter() - began
-        out["crowd_cached"] = sum(answer.usage.cached_tokens for answer in answers)  # 0, or it was not the benchmark
+        out["crowd_cached"] = sum(
+            answer.usage.cached_tokens for answer in answers
+        )  # 0, or it was not the benchmark
         out["crowd_tokens_s"] = sum(lengths) / out["crowd_s"]
-        out["crowd_unsure"] = screen.unsure / screen.rows  # share of the device's draws that the host had to make
+        out["crowd_unsure"] = (
+            screen.unsure / screen.rows
+        )  # share of the device's draws that the host had to make
     print(json.dumps(out))
 
 

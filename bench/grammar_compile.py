@@ -32,15 +32,21 @@ def structures() -> dict[str, Make]:
     """By name: a structure that is not in the cache, from a number."""
     schema = {"type": "object", "required": ["id"], "additionalProperties": False}
     return {
-        "hostile-schema": lambda i: {"json_schema": {"type": "integer", "multipleOf": 62_615_533 + 2 * i}},
-        "large-schema": lambda i: {"json_schema": {"type": "integer", "multipleOf": 20_011 + 2 * (i % 5000)}},
+        "hostile-schema": lambda i: {
+            "json_schema": {"type": "integer", "multipleOf": 62_615_533 + 2 * i}
+        },
+        "large-schema": lambda i: {
+            "json_schema": {"type": "integer", "multipleOf": 20_011 + 2 * (i % 5000)}
+        },
         "choices": lambda i: {"choice": [f"{i}-{k * 7919 % 100003:05d}" for k in range(4000)]},
         "small-regex": lambda i: {"regex": f"[a-f]{{4,8}}-{i}-\\d{{3}}"},
         "small-schema": lambda i: {"json_schema": {**schema, "properties": {"id": {"const": i}}}},
     }
 
 
-async def send(engine: AsyncEngine, make: Make, numbers: Any, found: Figures, tenant: str = "") -> None:
+async def send(
+    engine: AsyncEngine, make: Make, numbers: Any, found: Figures, tenant: str = ""
+) -> None:
     params = SamplingParams(**make(next(numbers)), max_tokens=1, temperature=0)
     began = time.perf_counter()
     kind = "compiled"
@@ -51,7 +57,9 @@ async def send(engine: AsyncEngine, make: Make, numbers: Any, found: Figures, te
     found.setdefault(kind, []).append((time.perf_counter() - began) * 1e3)
 
 
-async def window(engine: AsyncEngine, make: Make | None, numbers: Any, seconds: float, found: Figures) -> list[float]:
+async def window(
+    engine: AsyncEngine, make: Make | None, numbers: Any, seconds: float, found: Figures
+) -> list[float]:
     """Milliseconds between the tokens of a stream, beside two clients where `make` is given."""
 
     async def client(name: str) -> None:
@@ -76,20 +84,30 @@ async def window(engine: AsyncEngine, make: Make | None, numbers: Any, seconds: 
 
 
 def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+    return (
+        sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+    )
 
 
-def summary(alone: list[float], beside: list[float], found: Figures, seconds: float) -> dict[str, Any]:
+def summary(
+    alone: list[float], beside: list[float], found: Figures, seconds: float
+) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, gaps in (("alone", alone), ("beside", beside)):
         out[f"p50_{name}_ms"], out[f"p99_{name}_ms"] = percentile(gaps, 0.5), percentile(gaps, 0.99)
         out[f"tokens_per_s_{name}"] = len(gaps) / max(sum(gaps) / 1e3, 1e-9)
     for kind, times in sorted(found.items()):
-        out[kind] = {"per_s": len(times) / seconds, "p50_ms": percentile(times, 0.5), "max_ms": max(times)}
+        out[kind] = {
+            "per_s": len(times) / seconds,
+            "p50_ms": percentile(times, 0.5),
+            "max_ms": max(times),
+        }
     return out
 
 
-async def idle_latency(engine: AsyncEngine, kinds: dict[str, Make], numbers: Any) -> dict[str, float]:
+async def idle_latency(
+    engine: AsyncEngine, kinds: dict[str, Make], numbers: Any
+) -> dict[str, float]:
     """Median milliseconds of a compile in an idle engine: the request's, less that of a plain one."""
     every: dict[str, Make] = {"plain": lambda i: {}, **kinds}
     times: dict[str, list[float]] = {}
@@ -98,7 +116,9 @@ async def idle_latency(engine: AsyncEngine, kinds: dict[str, Make], numbers: Any
         await send(engine, make, numbers, found)
         times.setdefault(name, []).extend(*found.values())
     middle = {name: statistics.median(values) for name, values in times.items()}
-    return {name: round(value - middle["plain"], 1) for name, value in middle.items() if name != "plain"}
+    return {
+        name: round(value - middle["plain"], 1) for name, value in middle.items() if name != "plain"
+    }
 
 
 async def measure(asked: argparse.Namespace) -> dict[str, Any]:

@@ -39,16 +39,24 @@ KEYS = ("logprob", "top1", "entropy")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     score = verbs.add_parser("score", help="score a text with one engine")
     score.add_argument("engine", choices=sorted(ENGINES))
     score.add_argument("model", type=Path)
     score.add_argument("--text", type=Path, help="a UTF-8 file; its first tokens are scored")
-    score.add_argument("--like", type=Path, help="take the token ids of this earlier result instead of a text")
+    score.add_argument(
+        "--like", type=Path, help="take the token ids of this earlier result instead of a text"
+    )
     score.add_argument("--out", type=Path, required=True)
-    score.add_argument("--tokens", type=int, default=20_000, help="tokens to score (default: %(default)s)")
-    score.add_argument("--window", type=int, default=512, help="tokens of one window (default: %(default)s)")
+    score.add_argument(
+        "--tokens", type=int, default=20_000, help="tokens to score (default: %(default)s)"
+    )
+    score.add_argument(
+        "--window", type=int, default=512, help="tokens of one window (default: %(default)s)"
+    )
     score.add_argument("--threads", type=int, default=0, help="0: the engine's default")
     score.add_argument("--rule", action="append", default=[], help="simulate: REGEX=FORMAT")
     compare = verbs.add_parser("compare", help="a table of several results against the first")
@@ -75,7 +83,10 @@ def run_score(args: argparse.Namespace) -> None:
             np.savez(file, windows=windows, engine=args.engine, **done)  # type: ignore[arg-type]
         seconds = time.perf_counter() - began
         perplexity = math.exp(-done["logprob"].mean())
-        print(f"{args.engine}: window {i + 1} of {len(windows)}, perplexity {perplexity:.4f}, {seconds:.0f} s", flush=True)
+        print(
+            f"{args.engine}: window {i + 1} of {len(windows)}, perplexity {perplexity:.4f}, {seconds:.0f} s",
+            flush=True,
+        )
 
 
 def cut(args: argparse.Namespace) -> np.ndarray:
@@ -134,13 +145,20 @@ def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
             return y + self.weights[f"{name}.bias"] if bias else y
 
         def head(self, h: Any) -> Any:
-            return soft_cap(self._product(h, "embed" if self.spec.tied else "head"), self.spec.logit_softcap)
+            return soft_cap(
+                self._product(h, "embed" if self.spec.tied else "head"), self.spec.logit_softcap
+            )
 
         def attend(self, q: Any, k: Any, v: Any, layer: int) -> Any:
             """One sequence from position 0, with nothing in a KV cache: causal attention over its own rows."""
             n, spec = len(q), self.spec
-            heads = [x.reshape(n, spec.kv_heads, -1, spec.head_dim).transpose(1, 2, 0, 3) for x in (q, k, v)]
-            scores = soft_cap(heads[0] @ heads[1].swapaxes(2, 3) * np.float32(spec.scale), spec.attention_softcap)
+            heads = [
+                x.reshape(n, spec.kv_heads, -1, spec.head_dim).transpose(1, 2, 0, 3)
+                for x in (q, k, v)
+            ]
+            scores = soft_cap(
+                heads[0] @ heads[1].swapaxes(2, 3) * np.float32(spec.scale), spec.attention_softcap
+            )
             behind = np.arange(n)[:, None] - np.arange(n)
             window = spec.layers[layer].window
             hidden = (behind < 0) | (behind >= (n if window is None else window))
@@ -152,7 +170,9 @@ def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
 
     def logits(window: list[int]) -> np.ndarray:
         rows = np.arange(len(window), dtype=np.int32)
-        batch = Batch(np.array(window, np.int32), rows, np.array([0, len(window)], np.int32), (), rows, rows)
+        batch = Batch(
+            np.array(window, np.int32), rows, np.array([0, len(window)], np.int32), (), rows, rows
+        )
         with one_thread(), np.errstate(over="ignore", under="ignore"):
             found: np.ndarray = forward(model.spec, BatchedOps(model.spec, weights, (), batch))[1]
         return found
@@ -197,7 +217,13 @@ def llama_engine(args: argparse.Namespace) -> Scorer:
     from llama_cpp import Llama  # type: ignore[import-not-found,unused-ignore]
 
     size = {"n_ctx": args.window, "n_batch": args.window, "n_ubatch": args.window}
-    llama = Llama(str(args.model), **size, logits_all=True, n_threads_batch=args.threads or None, verbose=False)
+    llama = Llama(
+        str(args.model),
+        **size,
+        logits_all=True,
+        n_threads_batch=args.threads or None,
+        verbose=False,
+    )
 
     def logits(window: list[int]) -> np.ndarray:
         llama.reset()
@@ -234,11 +260,15 @@ def run_compare(files: list[Path]) -> None:
     for row in rows:
         delta = f"{row['delta']:+.3%} ± {row['error']:.3%}"
         rms = f"{row['rms']:.4f} ± {row['rms_error']:.4f}"
-        print(f"{row['name']:24s} {row['perplexity']:11.4f} {delta:>18s} {row['top1']:12.3%} {rms:>16s}")
+        print(
+            f"{row['name']:24s} {row['perplexity']:11.4f} {delta:>18s} {row['top1']:12.3%} {rms:>16s}"
+        )
     print(json.dumps({"tokens": tokens, "perplexity": exact, "results": rows}))
 
 
-def compared(files: list[Path], results: list[dict[str, np.ndarray]], count: int) -> Iterator[dict[str, Any]]:
+def compared(
+    files: list[Path], results: list[dict[str, np.ndarray]], count: int
+) -> Iterator[dict[str, Any]]:
     """`rms` is of the log-probabilities' differences, in nats; `error` and `rms_error` are one standard error."""
     first = results[0]
     for file, r in zip(files[1:], results[1:], strict=True):
@@ -251,7 +281,9 @@ def compared(files: list[Path], results: list[dict[str, np.ndarray]], count: int
             "error": difference.std() / math.sqrt(difference.size),
             "top1": float((r["top1"][:count] == first["top1"][:count]).mean()),
             "rms": rms,
-            "rms_error": (difference**2).std() / (2 * rms * math.sqrt(difference.size)) if rms else 0.0,
+            "rms_error": (difference**2).std() / (2 * rms * math.sqrt(difference.size))
+            if rms
+            else 0.0,
         }
 
 

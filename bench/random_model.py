@@ -32,7 +32,9 @@ SCALES = {
 def matrix(kind: str, rows: int, width: int, seed: int) -> Callable[[], np.ndarray]:
     def make() -> np.ndarray:
         values, size = BLOCKS[kind]
-        data = np.random.default_rng(seed).integers(0, 256, (rows * width // values, size), np.uint8)
+        data = np.random.default_rng(seed).integers(
+            0, 256, (rows * width // values, size), np.uint8
+        )
         for at, scale in SCALES[kind].items():
             data[:, at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
         return data.reshape(-1)
@@ -49,7 +51,9 @@ def tensors(kind: str, shape: tuple[int, ...], vocab: int) -> list[LazyTensor]:
         out.append(LazyTensor(name, kind, (rows, width), matrix(kind, rows, width, len(out))))
 
     def norm(name: str) -> None:
-        out.append(LazyTensor(name, "f32", (hidden,), lambda: np.ones(hidden, np.float32).view(np.uint8)))
+        out.append(
+            LazyTensor(name, "f32", (hidden,), lambda: np.ones(hidden, np.float32).view(np.uint8))
+        )
 
     add("token_embd.weight", vocab, hidden)
     norm("output_norm.weight")
@@ -63,13 +67,19 @@ def tensors(kind: str, shape: tuple[int, ...], vocab: int) -> list[LazyTensor]:
             ("attn_output", hidden, hidden),
         ):
             add(f"blk.{i}.{name}.weight", rows, width)
-        for name, rows, width in (("ffn_gate", inner, hidden), ("ffn_up", inner, hidden), ("ffn_down", hidden, inner)):
+        for name, rows, width in (
+            ("ffn_gate", inner, hidden),
+            ("ffn_up", inner, hidden),
+            ("ffn_down", hidden, inner),
+        ):
             add(f"blk.{i}.{name}.weight", rows, width)
     return out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out")
     parser.add_argument("--words", required=True, help="a GGUF file whose tokenizer is taken")
     parser.add_argument("--type", default="q4_0", choices=sorted(SCALES))

@@ -25,13 +25,17 @@ DRAWN = (Drawn(1, -1.0),)
 
 def answer(plan: StepPlan) -> StepResult:
     """A backend that costs nothing: every draw is token 1. Made outside the clock."""
-    return StepResult(plan.step, tuple([SeqResult(s.seq_id, DRAWN if s.draws else ()) for s in plan.sequences]))
+    return StepResult(
+        plan.step, tuple([SeqResult(s.seq_id, DRAWN if s.draws else ()) for s in plan.sequences])
+    )
 
 
 def make(running: int, waiting: int, context: int, steps: int) -> Scheduler:
     length = context + steps + 64
     blocks = running * (length // 16 + 2)
-    scheduler = Scheduler((CacheGroup(None, (0,)),), (blocks,), step_tokens=running * context, max_running=running)
+    scheduler = Scheduler(
+        (CacheGroup(None, (0,)),), (blocks,), step_tokens=running * context, max_running=running
+    )
     params = SamplingParams()
     for i in range(running + waiting):
         prompt = [i % 997, *range(1, context)]
@@ -65,7 +69,11 @@ def measure(running: int, waiting: int = 0, context: int = 512, steps: int = 300
 
 
 def table(title: str, points: list[tuple[int, float]]) -> None:
-    print(f"\n{title:>10}  ms a step   µs a sequence" if title == "running" else f"\n{title:>10}  ms a step")
+    print(
+        f"\n{title:>10}  ms a step   µs a sequence"
+        if title == "running"
+        else f"\n{title:>10}  ms a step"
+    )
     for x, ms in points:
         print(f"{x:>10}  {ms:9.4f}" + (f"   {ms * 1e3 / x:13.2f}" if title == "running" else ""))
 
@@ -73,8 +81,19 @@ def table(title: str, points: list[tuple[int, float]]) -> None:
 def charts(curves: dict[str, list[tuple[int, float]]]) -> list[Chart]:
     out = []
     for title, points in curves.items():
-        limit = Line("limit at 64 running", ((points[0][0], LIMIT_MS), (points[-1][0], LIMIT_MS)), dashed=True)
-        out.append(Chart(f"cost against {title}", title, "ms a step", (Line("plan + commit", tuple(points)), limit)))
+        limit = Line(
+            "limit at 64 running",
+            ((points[0][0], LIMIT_MS), (points[-1][0], LIMIT_MS)),
+            dashed=True,
+        )
+        out.append(
+            Chart(
+                f"cost against {title}",
+                title,
+                "ms a step",
+                (Line("plan + commit", tuple(points)), limit),
+            )
+        )
     return out
 
 
@@ -88,7 +107,9 @@ def main() -> None:
     print(f"limit: {LIMIT_MS} ms a step with 64 running")
     curves = {
         "running": [(n, measure(n, steps=args.steps)) for n in (1, 4, 16, 64, 128, 256)],
-        "waiting": [(n, measure(64, waiting=n, context=32, steps=args.steps)) for n in (0, 256, 1024, 4096)],
+        "waiting": [
+            (n, measure(64, waiting=n, context=32, steps=args.steps)) for n in (0, 256, 1024, 4096)
+        ],
         "context": [(n, measure(16, context=n, steps=args.steps)) for n in (64, 1024, 4096, 16384)],
     }
     for title, points in curves.items():

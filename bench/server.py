@@ -123,7 +123,14 @@ class Client:
 def request(tokens: int, seed: int = 0, prompt: str = PROMPT, **more: Any) -> bytes:
     from streams import request_bytes
 
-    body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": seed, "stream": True, **more}
+    body = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": seed,
+        "stream": True,
+        **more,
+    }
     return request_bytes("/v1/completions", body).replace(b"Connection: close\r\n", b"")
 
 
@@ -179,7 +186,9 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
     bare.stdin.close()
     bare.wait()
     made = {f"{name}_tokens_s": median(values) for name, values in rates.items()}
-    made["http_cost"] = 1 - median(http / bare for bare, http in zip(rates["bare"], rates["http"], strict=True))
+    made["http_cost"] = 1 - median(
+        http / bare for bare, http in zip(rates["bare"], rates["http"], strict=True)
+    )
     print(
         f"16 streams: bare engine {made['bare_tokens_s']:.0f} tokens/s (the limit), over HTTP {made['http_tokens_s']:.0f}: "
         f"HTTP costs {made['http_cost']:.1%} (at most 10 %)"
@@ -191,7 +200,16 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
 
 
 SALT = "chunk"
-TAILS = ("sky", "sun", "boat", "wind", "night", "storm", "rain", "sand")  # each one token, as "sea" is
+TAILS = (
+    "sky",
+    "sun",
+    "boat",
+    "wind",
+    "night",
+    "storm",
+    "rain",
+    "sand",
+)  # each one token, as "sea" is
 
 
 async def chunk_seconds(client: Client, long: int, turn: int) -> float:
@@ -283,14 +301,20 @@ class Crowd:
         await asyncio.gather(*self._tasks)
 
 
-async def in_turns(client: Client, tokens: int, rounds: int, seconds: float, pids: dict[str, int]) -> dict[str, Any]:
+async def in_turns(
+    client: Client, tokens: int, rounds: int, seconds: float, pids: dict[str, int]
+) -> dict[str, Any]:
     """Calm, flood, calm, flood: what the machine itself does from moment to moment hits both alike."""
     crowd = Crowd(client, tokens)
     await asyncio.sleep(3)  # until every place is taken
     windows: list[tuple[float, float]] = []
     cores: dict[str, list[float]] = {name: [] for name in pids}
     for turn in range(2 * rounds):
-        served = sum(len(a.times) for a in crowd.found) / (time.perf_counter() - crowd.found[0].begun) if crowd.found else 300.0
+        served = (
+            sum(len(a.times) for a in crowd.found) / (time.perf_counter() - crowd.found[0].begun)
+            if crowd.found
+            else 300.0
+        )
         crowd.flood = 10 * served / tokens if turn % 2 else 0.0
         before, begun = {n: cpu_seconds(pid) for n, pid in pids.items()}, time.perf_counter()
         await asyncio.sleep(seconds)
@@ -299,7 +323,9 @@ async def in_turns(client: Client, tokens: int, rounds: int, seconds: float, pid
             cores[name].append((cpu_seconds(pid) - before[name]) / seconds)
     crowd.flood = 0.0
     await crowd.close()
-    rates = [sum(a <= t < b for asked in crowd.found for t in asked.times) / (b - a) for a, b in windows]
+    rates = [
+        sum(a <= t < b for asked in crowd.found for t in asked.times) / (b - a) for a, b in windows
+    ]
     refused = [asked.answered for asked in crowd.found if asked.status == 429]
     return {
         "calm_tokens_s": median(rates[::2]),
@@ -318,9 +344,14 @@ def batched(values: list[float]) -> list[tuple[float, float]]:
     return list(zip(values[::2], values[1::2], strict=True))
 
 
-def overload(port: int, tokens: int, pids: dict[str, int], seconds: float, rounds: int) -> dict[str, Any]:
+def overload(
+    port: int, tokens: int, pids: dict[str, int], seconds: float, rounds: int
+) -> dict[str, Any]:
     made = run(port, lambda client: in_turns(client, tokens, rounds, seconds, pids))
-    cores = [", ".join(f"{n} {c:.2f}" for n, c in made[f"{when}_cores"].items()) for when in ("calm", "flooded")]
+    cores = [
+        ", ".join(f"{n} {c:.2f}" for n, c in made[f"{when}_cores"].items())
+        for when in ("calm", "flooded")
+    ]
     print(
         f"10 x capacity ({10 * made['calm_tokens_s'] / tokens:.0f} requests/s): {made['flooded_tokens_s']:.0f} tokens/s after a calm of "
         f"{made['calm_tokens_s']:.0f}: {made['share']:.1%} (at least 95 %); {made['refused_s']:.0f} refused a second, p50 "
@@ -333,7 +364,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=8, help="turns that each figure is the median of")
+    parser.add_argument(
+        "--rounds", type=int, default=8, help="turns that each figure is the median of"
+    )
     parser.add_argument("--long", type=int, default=6000)
     parser.add_argument("--long-rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3)
@@ -345,7 +378,9 @@ def main() -> None:
             if args.only != "prompt":
                 made["overhead"] = overhead(args.model, live.port, args.tokens, args.rounds)
             if args.only != "overhead":
-                made["long_prompt"] = long_prompt(live.port, args.tokens, args.long, args.long_rounds)
+                made["long_prompt"] = long_prompt(
+                    live.port, args.tokens, args.long, args.long_rounds
+                )
     if args.only in (None, "overload"):
         with serving(args.model, STREAMS) as live:
             pids = {"http": live.process.pid, "engine": live.engine_pid(), "client": os.getpid()}
@@ -357,7 +392,9 @@ def main() -> None:
 def serving(model: str, places: int) -> Iterator[Any]:
     from live_server import Live
 
-    live = Live("--model", model, "--speculate", "off", "--max-queue", str(places), engine=None).wait_ready()
+    live = Live(
+        "--model", model, "--speculate", "off", "--max-queue", str(places), engine=None
+    ).wait_ready()
     try:
         yield live
     finally:

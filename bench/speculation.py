@@ -76,7 +76,10 @@ def ratios(plain: Side, guessed: Side, prompts: Sequence[str], rounds: int) -> l
     for prompt in prompts:
         usage = guessed.done[prompt][1].usage
         ratio = statistics.median(found[prompt])
-        print(f"{ratio:7.3f}x  {usage.accepted_tokens:4d} of {usage.drafted_tokens:4d} drafts  {prompt[:60]!r}", flush=True)
+        print(
+            f"{ratio:7.3f}x  {usage.accepted_tokens:4d} of {usage.drafted_tokens:4d} drafts  {prompt[:60]!r}",
+            flush=True,
+        )
     return [statistics.median(found[prompt]) for prompt in prompts]
 
 
@@ -92,7 +95,9 @@ def main() -> None:
     sets = {"copy": COPY, "chat": CHAT}
     result: dict[str, dict[str, float]] = {}
     with LLM(asked.model, context=2048) as one, LLM(asked.model, context=2048) as other:
-        print(f"backend {one.core.backend.info.name} {one.core.backend.info.detail}, mode {asked.mode}")
+        print(
+            f"backend {one.core.backend.info.name} {one.core.backend.info.detail}, mode {asked.mode}"
+        )
         plain, guessed = Side(one, "off", asked.tokens), Side(other, asked.mode, asked.tokens)
         for batch in map(int, asked.batches.split(",")):
             for name in asked.sets.split(","):
@@ -100,8 +105,15 @@ def main() -> None:
                 for at in range(0, len(prompts), batch):
                     found += ratios(plain, guessed, prompts[at : at + batch], asked.rounds)
                 mean = statistics.geometric_mean(found)
-                result[f"{name}, {batch} at once"] = {"geometric_mean": mean, "least": min(found), "most": max(found)}
-                print(f"{name}, {batch} at once: {mean:.3f}x (least {min(found):.3f}, most {max(found):.3f})", flush=True)
+                result[f"{name}, {batch} at once"] = {
+                    "geometric_mean": mean,
+                    "least": min(found),
+                    "most": max(found),
+                }
+                print(
+                    f"{name}, {batch} at once: {mean:.3f}x (least {min(found):.3f}, most {max(found):.3f})",
+                    flush=True,
+                )
     print(json.dumps(result))
 
 

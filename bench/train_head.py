@@ -46,8 +46,15 @@ def in_torch(model: Model, device: str) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     spec = model.spec
-    if spec.family != "llama" or any(layer.window or layer.experts for layer in spec.layers) or spec.qkv_bias or spec.mlp_bias:
-        raise SystemExit(f"only plain llama models can be trained for here; this one is {spec.family}")
+    if (
+        spec.family != "llama"
+        or any(layer.window or layer.experts for layer in spec.layers)
+        or spec.qkv_bias
+        or spec.mlp_bias
+    ):
+        raise SystemExit(
+            f"only plain llama models can be trained for here; this one is {spec.family}"
+        )
     config = LlamaConfig(
         vocab_size=spec.vocab,
         hidden_size=spec.hidden,
@@ -107,9 +114,15 @@ def turns_of(model: Model) -> Turns:
 
     source = model.source
     if isinstance(source, GGUFFile):
-        words, template = tokenizer.from_gguf(source.metadata), chat_template.template_from_gguf(source.metadata)
+        words, template = (
+            tokenizer.from_gguf(source.metadata),
+            chat_template.template_from_gguf(source.metadata),
+        )
     else:
-        words, template = tokenizer.from_directory(source.path), chat_template.template_from_directory(source.path)
+        words, template = (
+            tokenizer.from_directory(source.path),
+            chat_template.template_from_directory(source.path),
+        )
     if template is None:
         raise SystemExit("the model has no chat template, so it cannot talk with itself")
     mark = "QUESTION"
@@ -118,24 +131,40 @@ def turns_of(model: Model) -> Turns:
     return Turns(words.encode(before, special=True), words.encode(after, special=True), ends)
 
 
-def write_on(net: Any, prompts: list[list[int]], turns: Turns, length: int, temperature: float) -> list[list[int]]:
+def write_on(
+    net: Any, prompts: list[list[int]], turns: Turns, length: int, temperature: float
+) -> list[list[int]]:
     """What the model writes after each prompt, without the token that ended it unless that was the answer's end; at most `length`."""
     import torch
 
     widest = max(map(len, prompts))
     pad = turns.ends[0]
     ids = torch.tensor([[pad] * (widest - len(p)) + p for p in prompts], device=net.device)
-    mask = torch.tensor([[0] * (widest - len(p)) + [1] * len(p) for p in prompts], device=net.device)
+    mask = torch.tensor(
+        [[0] * (widest - len(p)) + [1] * len(p) for p in prompts], device=net.device
+    )
     how: dict[str, Any] = {"do_sample": False}
     if temperature:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     with torch.inference_mode():
-        out = net.generate(ids, attention_mask=mask, max_new_tokens=length, eos_token_id=turns.ends, pad_token_id=pad, **how)
+        out = net.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=length,
+            eos_token_id=turns.ends,
+            pad_token_id=pad,
+            **how,
+        )
     written = out[:, widest:].tolist()
-    return [row[: next((i + 1 for i, t in enumerate(row) if t in turns.ends), len(row))] for row in written]
+    return [
+        row[: next((i + 1 for i, t in enumerate(row) if t in turns.ends), len(row))]
+        for row in written
+    ]
 
 
-def conversations(net: Any, turns: Turns, count: int, length: int, batch: int) -> list[tuple[list[int], list[int]]]:
+def conversations(
+    net: Any, turns: Turns, count: int, length: int, batch: int
+) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) of each; the end of an answer belongs to it, because the engine draws it too."""
     found: list[tuple[list[int], list[int]]] = []
     began = time.monotonic()
@@ -169,14 +198,22 @@ def states_of(net: Any, texts: list[tuple[list[int], list[int]]], batch: int) ->
     for at in range(0, len(texts), batch):
         group = texts[at : at + batch]
         widest = max(len(p) + len(a) for p, a in group)
-        ids = torch.tensor([[*p, *a, *[0] * (widest - len(p) - len(a))] for p, a in group], device=net.device)
+        ids = torch.tensor(
+            [[*p, *a, *[0] * (widest - len(p) - len(a))] for p, a in group], device=net.device
+        )
         with torch.inference_mode():
-            last = net.model(ids, use_cache=False).last_hidden_state  # after the last norm; the padding is behind, and unseen
+            last = net.model(
+                ids, use_cache=False
+            ).last_hidden_state  # after the last norm; the padding is behind, and unseen
         for row, (prompt, answer) in zip(last, group, strict=True):
             states.append(row[len(prompt) - 1 : len(prompt) - 1 + len(answer)].clone())
             tokens += answer
             left += range(len(answer) - 1, -1, -1)
-    return Data(torch.cat(states), torch.tensor(tokens, device=net.device), torch.tensor(left, device=net.device))
+    return Data(
+        torch.cat(states),
+        torch.tensor(tokens, device=net.device),
+        torch.tensor(left, device=net.device),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- the net
@@ -244,7 +281,9 @@ def loss_of(net: dict[str, Any], task: Task, rows: Any, round_it: bool) -> Any:
         h = forward(net, h, task.embed[data.tokens[at - 1]], round_it)
         wanted = torch.where(data.left[rows] >= depth, task.known[data.tokens[at]], -1)
         logits = h.to(task.scores.dtype) @ task.scores.T
-        total = total + torch.nn.functional.cross_entropy(logits.float(), wanted, ignore_index=-1, reduction="sum")
+        total = total + torch.nn.functional.cross_entropy(
+            logits.float(), wanted, ignore_index=-1, reduction="sum"
+        )
     return total / (DEPTH * len(rows))
 
 
@@ -269,7 +308,9 @@ def train(
         optimiser.step()
         step += 1
         if step % 500 == 0:
-            print(f"step {step}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"step {step}: loss {loss.item():.3f}, {time.monotonic() - began:.0f} s", flush=True
+            )
         part = max(step / steps, (time.monotonic() - began) / seconds)
     return net, step
 
@@ -281,7 +322,11 @@ def hits(net: dict[str, Any], task: Task, rows: Any, words: Any, self_fed: bool)
     data, out = task.data, []
     with torch.no_grad():
         rows = rows[data.left[rows] >= DEPTH]
-        h, token, right = data.states[rows].float(), data.tokens[rows], torch.ones_like(rows, dtype=torch.bool)
+        h, token, right = (
+            data.states[rows].float(),
+            data.tokens[rows],
+            torch.ones_like(rows, dtype=torch.bool),
+        )
         for depth in range(1, DEPTH + 1):
             h = forward(net, h, task.embed[token], True)
             token = words[(h.to(task.scores.dtype) @ task.scores.T).argmax(-1)]
@@ -314,7 +359,9 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     model = load_model(resolve(asked.model))
     net = in_torch(model, asked.device)
-    texts = conversations(net, turns_of(model), max(asked.conversations, 2), asked.length, asked.batch)
+    texts = conversations(
+        net, turns_of(model), max(asked.conversations, 2), asked.length, asked.batch
+    )
     data = states_of(net, texts, max(asked.batch // 8, 1))
     embed = net.get_input_embeddings().weight.detach().float()
     head = net.get_output_embeddings().weight.detach()
@@ -325,29 +372,56 @@ def main() -> None:
     known[words] = torch.arange(len(words), device=words.device)
     task = Task(data, embed, head[words].clone(), known)
     rows, kept = split(data, HELD_OUT)
-    print(f"{len(data.tokens)} answer tokens, {len(rows)} to train on, {len(words)} words", flush=True)
-    trained, steps = train(task, rows, asked.inner, asked.steps, asked.positions, asked.seconds, asked.rate)
-    arrays = {name: trained[name].detach().cpu().numpy() for name in ("up", "down", *SCALES)} | {"words": words.cpu().numpy()}
+    print(
+        f"{len(data.tokens)} answer tokens, {len(rows)} to train on, {len(words)} words", flush=True
+    )
+    trained, steps = train(
+        task, rows, asked.inner, asked.steps, asked.positions, asked.seconds, asked.rate
+    )
+    arrays = {name: trained[name].detach().cpu().numpy() for name in ("up", "down", *SCALES)} | {
+        "words": words.cpu().numpy()
+    }
     out = asked.out or Path(f"{model.source.digest[:16]}.gguf")
     write_head(out, arrays, **{"draft.model": asked.model, "draft.inner": asked.inner})
     read_head(out, model)
-    result = {"given": hits(trained, task, kept, words, False), "self_fed": hits(trained, task, kept, words, True)}
-    print(json.dumps({"out": str(out), "conversations": len(texts), "tokens": len(data.tokens), "steps": steps, **result}))
+    result = {
+        "given": hits(trained, task, kept, words, False),
+        "self_fed": hits(trained, task, kept, words, True),
+    }
+    print(
+        json.dumps(
+            {
+                "out": str(out),
+                "conversations": len(texts),
+                "tokens": len(data.tokens),
+                "steps": steps,
+                **result,
+            }
+        )
+    )
 
 
 def arguments() -> Any:
-    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ask.add_argument("--model", default="smollm2")
-    ask.add_argument("--out", type=Path, help="default: the name under which src/verbatim/model/heads keeps it")
+    ask.add_argument(
+        "--out", type=Path, help="default: the name under which src/verbatim/model/heads keeps it"
+    )
     ask.add_argument("--device", default="cuda")
     ask.add_argument("--conversations", type=int, default=28_700)
     ask.add_argument("--length", type=int, default=320, help="most tokens of an answer")
     ask.add_argument("--batch", type=int, default=512, help="conversations written at once")
     ask.add_argument("--inner", type=int, default=512)
-    ask.add_argument("--words", type=int, default=4096, help="how many words it may guess: the most frequent")
+    ask.add_argument(
+        "--words", type=int, default=4096, help="how many words it may guess: the most frequent"
+    )
     ask.add_argument("--steps", type=int, default=25_000)
     ask.add_argument("--positions", type=int, default=16_384, help="of one step")
-    ask.add_argument("--seconds", type=float, default=1e9, help="training ends after this long at the latest")
+    ask.add_argument(
+        "--seconds", type=float, default=1e9, help="training ends after this long at the latest"
+    )
     ask.add_argument("--rate", type=float, default=2e-3)
     ask.add_argument("--seed", type=int, default=1)
     return ask.parse_args()

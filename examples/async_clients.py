@@ -16,12 +16,16 @@ async def client(engine: AsyncEngine, number: int, max_tokens: int) -> Completio
     """One reader. Every third one has heard enough after a few pieces and aborts."""
     await asyncio.sleep(0.05 * number)
     stream = await engine.submit(
-        f"Fact number {number}:", SamplingParams(max_tokens=max_tokens, seed=number), tenant=f"client-{number % 2}"
+        f"Fact number {number}:",
+        SamplingParams(max_tokens=max_tokens, seed=number),
+        tenant=f"client-{number % 2}",
     )
     pieces = 0
     async for item in stream:
         if isinstance(item, Completion):
-            print(f"client {number}: {item.finish_reason:6} after {item.usage.output_tokens:2} tokens: {item.text[:50]!r}")
+            print(
+                f"client {number}: {item.finish_reason:6} after {item.usage.output_tokens:2} tokens: {item.text[:50]!r}"
+            )
             return item
         pieces += 1
         if number % 3 == 2 and pieces == 3:
@@ -41,7 +45,9 @@ async def serve(model: str, clients: int, max_tokens: int) -> list[Completion]:
 
 
 def main(arguments: list[str] | None = None) -> list[Completion]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32)

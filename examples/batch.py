@@ -21,14 +21,18 @@ PROMPTS = [
 
 
 def main(arguments: list[str] | None = None) -> list[str]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--max-tokens", type=int, default=24)
     options = parser.parse_args(arguments)
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.7, seed=1)
 
     with LLM(options.model) as llm:
-        llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))  # the first step of a process reads the weights from the disk
+        llm.generate(
+            PROMPTS[0], SamplingParams(max_tokens=1)
+        )  # the first step of a process reads the weights from the disk
         began = time.perf_counter()
         together = llm.generate(PROMPTS, params)
         middle = time.perf_counter()
@@ -37,7 +41,9 @@ def main(arguments: list[str] | None = None) -> list[str]:
 
     for prompt, done in zip(PROMPTS, together, strict=True):
         print(f"{prompt!r} -> {done.text!r} ({done.finish_reason})")
-    assert [done.choices for done in together] == [done.choices for done in alone], "company never changes an answer"
+    assert [done.choices for done in together] == [done.choices for done in alone], (
+        "company never changes an answer"
+    )
     tokens = sum(done.usage.output_tokens for done in together)
     print(
         f"together {tokens / (middle - began):.0f} tokens/s, one after another {tokens / (end - middle):.0f} tokens/s, the same tokens"

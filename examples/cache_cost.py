@@ -45,7 +45,12 @@ def open_llm(model: str | None, use_cache: bool) -> LLM:
         llm = LLM(model, **options)
     else:
         loaded = tiny_model("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4)
-        parts = Parts(open_backend(loaded, EngineConfig(**options)), ByteTokenizer(), (), digest=loaded.weights.digest)
+        parts = Parts(
+            open_backend(loaded, EngineConfig(**options)),
+            ByteTokenizer(),
+            (),
+            digest=loaded.weights.digest,
+        )
         llm = LLM.from_parts(parts, **options)
     llm.core.backend = Counted(llm.core.backend)
     return llm
@@ -61,7 +66,9 @@ def measure(llm: LLM, count: int) -> tuple[tuple[int, ...], int, float]:
 
 def main(arguments: list[str] | None = None) -> list[tuple[int, int, int]]:
     """Print the table; return (answer length, tokens computed with the cache, without)."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a path or a catalog name; missing: a tiny random model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[16, 32, 64, 128])
     options = parser.parse_args(arguments)

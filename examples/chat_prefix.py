@@ -12,12 +12,18 @@ import argparse
 
 from verbatim import LLM, SamplingParams
 
-QUESTIONS = ["Name a large animal that lives in the sea.", "What does it eat?", "And how big does it get?"]
+QUESTIONS = [
+    "Name a large animal that lives in the sea.",
+    "What does it eat?",
+    "And how big does it get?",
+]
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[int, int]]:
     """Returns (prompt tokens, of which reused) for each turn."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--max-tokens", type=int, default=48)
     options = parser.parse_args(arguments)

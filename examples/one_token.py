@@ -24,7 +24,9 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "one-token.md"
 QUESTION = "Name the capital of France."
 MESSAGES = [{"role": "user", "content": QUESTION}]
 FOLLOWED = " Paris"
-PARAMS = SamplingParams(temperature=1.0, top_k=40, top_p=0.98, seed=4, max_tokens=16, stop="Parisian", explain=5)
+PARAMS = SamplingParams(
+    temperature=1.0, top_k=40, top_p=0.98, seed=4, max_tokens=16, stop="Parisian", explain=5
+)
 
 
 class Watch:
@@ -102,8 +104,14 @@ def _steps(words: Any, watch: Watch, drawn: list[Any]) -> str:
     lines = ["step  computes                 known  draws"]
     for plan, d in zip(watch.plans, drawn, strict=True):
         seq = plan.sequences[0]
-        what = f"positions {seq.start}..{seq.end - 1}" if len(seq.tokens) > 1 else f"position {seq.start}"
-        lines.append(f"{plan.step:4}  {what:23}  {seq.end:5}  {words.token_bytes(d.token).decode()!r} ({d.token})")
+        what = (
+            f"positions {seq.start}..{seq.end - 1}"
+            if len(seq.tokens) > 1
+            else f"position {seq.start}"
+        )
+        lines.append(
+            f"{plan.step:4}  {what:23}  {seq.end:5}  {words.token_bytes(d.token).decode()!r} ({d.token})"
+        )
     return "\n".join(lines)
 
 
@@ -129,8 +137,9 @@ def _forward(sums: list[Any]) -> str:
     """The residual stream of the one row of this step: after the embedding, after each attention and each MLP."""
 
     def line(name: str, x: Any) -> str:
-        return f"{name:18} length {float((x.astype(float) ** 2).sum()) ** 0.5:8.2f}   first numbers " + " ".join(
-            f"{v:8.3f}" for v in x[:4]
+        return (
+            f"{name:18} length {float((x.astype(float) ** 2).sum()) ** 0.5:8.2f}   first numbers "
+            + " ".join(f"{v:8.3f}" for v in x[:4])
         )
 
     last = (len(sums) - 1) // 2 - 1
@@ -146,7 +155,9 @@ def _forward(sums: list[Any]) -> str:
 
 
 def _sample(words: Any, record: dict[str, Any]) -> str:
-    lines = [f"position {record['position']}, entropy of the model's own distribution {record['entropy']:.3f} nats"]
+    lines = [
+        f"position {record['position']}, entropy of the model's own distribution {record['entropy']:.3f} nats"
+    ]
     lines += [
         f"  {stage['name']:12} removes {stage['removed']:6}, leaves {stage['left']:6}"
         for stage in record["stages"]
@@ -155,9 +166,15 @@ def _sample(words: Any, record: dict[str, Any]) -> str:
     lines.append("token            logit   probability   kept with    noise    score")
     for row in record["top"]:
         shown = repr(words.token_bytes(row["id"]).decode(errors="replace"))
-        kept = f"{row['final_prob']:9.4f}" if row["final_prob"] is not None else f"({row['removed_by']})"
+        kept = (
+            f"{row['final_prob']:9.4f}"
+            if row["final_prob"] is not None
+            else f"({row['removed_by']})"
+        )
         noise = f"{row['noise']:8.3f} {row['score']:8.3f}" if row["score"] is not None else ""
-        lines.append(f"{shown:14} {row['logit']:8.3f}   {math.exp(row['logprob']):11.4f}   {kept:>9} {noise}".rstrip())
+        lines.append(
+            f"{shown:14} {row['logit']:8.3f}   {math.exp(row['logprob']):11.4f}   {kept:>9} {noise}".rstrip()
+        )
     lines.append(
         f"drawn: {words.token_bytes(record['token']).decode()!r}, {record['lead']:.3f} ahead of the next"
         if record["lead"]
@@ -174,18 +191,25 @@ def _commit(words: Any, plan: StepPlan, token: int) -> str:
 def _decode(words: Any, token: int) -> str:
     lines = [f"token_bytes({token}) = {words.token_bytes(token)!r}"]
     decoder = TextDecoder(words)
-    lines += [f"push({i}): bytes {words.token_bytes(i)!r:14} -> text {decoder.push(i)!r}" for i in words.encode("é→🙂")]
+    lines += [
+        f"push({i}): bytes {words.token_bytes(i)!r:14} -> text {decoder.push(i)!r}"
+        for i in words.encode("é→🙂")
+    ]
     return "\n".join(lines)
 
 
 def _stop() -> str:
     matcher = StopMatcher(PARAMS.stop)
-    return "\n".join(f"push({piece!r:8}) -> {matcher.push(piece)[0]!r}" for piece in (" is", " Paris", "."))
+    return "\n".join(
+        f"push({piece!r:8}) -> {matcher.push(piece)[0]!r}" for piece in (" is", " Paris", ".")
+    )
 
 
 def _stream(deltas: list[Any], token: int, completion: Any) -> str:
     lines = [
-        f"Delta(text={d.text!r}, token_ids={d.token_ids})" for d in deltas if token in d.token_ids or d.text.startswith("Paris")
+        f"Delta(text={d.text!r}, token_ids={d.token_ids})"
+        for d in deltas
+        if token in d.token_ids or d.text.startswith("Paris")
     ]
     usage = completion.usage
     return "\n".join(

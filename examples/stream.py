@@ -11,7 +11,9 @@ from verbatim import LLM, SamplingParams
 
 
 def main(arguments: list[str] | None = None) -> str:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--prompt", default="The three primary colours are")
     parser.add_argument("--max-tokens", type=int, default=32)
@@ -32,7 +34,9 @@ def main(arguments: list[str] | None = None) -> str:
         print(
             f"\n\n{done.usage.output_tokens} tokens, first after {done.timings.first_token * 1e3:.0f} ms, ended by {done.finish_reason}"
         )
-        print(f"the model was least sure of {llm.tokenizer.decode([least.token])!r}: log-probability {least.logprob:.2f}")
+        print(
+            f"the model was least sure of {llm.tokenizer.decode([least.token])!r}: log-probability {least.logprob:.2f}"
+        )
 
         # Leaving the `with` block, close(), or dropping the stream aborts it: its cache blocks are free at once.
         with llm.stream(options.prompt, params) as stream:

@@ -16,7 +16,11 @@ except ModuleNotFoundError:  # `make test-gpu` runs without it
 else:
     # One profile: the same examples in every run and on every machine, no deadline (two shared cores make any deadline a lottery).
     settings.register_profile(
-        "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+        "ci",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
@@ -37,5 +41,7 @@ def default_model() -> Path:
     from verbatim.weights import catalog
 
     if ON_GPU and not catalog.list_models()[0].ready:  # machines with a GPU may have no network
-        pytest.skip("the default model is not in the cache; VERBATIM_CACHE names a directory that holds it")
+        pytest.skip(
+            "the default model is not in the cache; VERBATIM_CACHE names a directory that holds it"
+        )
     return catalog.resolve(catalog.DEFAULT)

@@ -8,21 +8,29 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-HANG_SECONDS = float(os.environ.get("VERBATIM_TEST_HANG_SECONDS", "120"))  # a wait of this length is a failure
+HANG_SECONDS = float(
+    os.environ.get("VERBATIM_TEST_HANG_SECONDS", "120")
+)  # a wait of this length is a failure
 POLL_SECONDS = 0.02
 
 
-def eventually(condition: Callable[[], Any], what: str | Callable[[], str] = "", seconds: float = HANG_SECONDS) -> Any:
+def eventually(
+    condition: Callable[[], Any], what: str | Callable[[], str] = "", seconds: float = HANG_SECONDS
+) -> Any:
     """The first true value of `condition`; fails with `what` after a hang."""
     end = time.monotonic() + seconds
     while not (found := condition()):
         if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds:g} s: {what() if callable(what) else what or condition}")
+            raise AssertionError(
+                f"waited {seconds:g} s: {what() if callable(what) else what or condition}"
+            )
         time.sleep(POLL_SECONDS)
     return found
 
 
-async def eventually_async(condition: Callable[[], Awaitable[Any]], what: str = "", seconds: float = HANG_SECONDS) -> Any:
+async def eventually_async(
+    condition: Callable[[], Awaitable[Any]], what: str = "", seconds: float = HANG_SECONDS
+) -> Any:
     """The same on an event loop; `condition` is awaited."""
     end = time.monotonic() + seconds
     while not (found := await condition()):

@@ -24,14 +24,18 @@ while not select.select([sys.stdin], [], [], 0)[0]:  # readable at its end: the 
 
 
 def main(command: list[str]) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     print(
         f"slow machine: {LOOPS * cores} busy loops on {cores} cores, and nice {NICE} for: {' '.join(command)}",
         flush=True,
     )
     # All loops read the one pipe. This process holds its only writing end, and Popen passes it to no child.
     reading, writing = os.pipe()
-    loops = [subprocess.Popen([sys.executable, "-c", BUSY], stdin=reading) for _ in range(LOOPS * cores)]
+    loops = [
+        subprocess.Popen([sys.executable, "-c", BUSY], stdin=reading) for _ in range(LOOPS * cores)
+    ]
     try:
         return subprocess.run(["nice", "-n", str(NICE), *command]).returncode
     finally:

@@ -39,7 +39,9 @@ def names_in(annotation: str) -> set[str]:
     """Bare names of an annotation; what an attribute belongs to (np.ndarray) is a library's."""
     tree = ast.parse(annotation, mode="eval")
     modules = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    found = (node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in modules)
+    found = (
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and id(node) not in modules
+    )
     return {name for name in found if not any(hasattr(library, name) for library in LIBRARIES)}
 
 
@@ -54,15 +56,25 @@ def test_every_name_of_a_public_signature_is_exported(owner: str) -> None:
 
 
 def test_every_field_of_an_exported_record_is_exported() -> None:
-    records = [value for name in verbatim.__all__ if dataclasses.is_dataclass(value := getattr(verbatim, name))]
-    assert {"Completion", "SamplingParams", "Score", "Vote"} <= {r.__name__ for r in records if isinstance(r, type)}
+    records = [
+        value
+        for name in verbatim.__all__
+        if dataclasses.is_dataclass(value := getattr(verbatim, name))
+    ]
+    assert {"Completion", "SamplingParams", "Score", "Vote"} <= {
+        r.__name__ for r in records if isinstance(r, type)
+    }
     for record in records:
         for field in dataclasses.fields(record):
             assert names_in(str(field.type)) <= set(verbatim.__all__), (record, field.name)
 
 
 def test_every_error_is_exported() -> None:
-    tree = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
+    tree = {
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    }
     assert tree <= set(verbatim.__all__)
 
 

@@ -37,8 +37,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"engine"} | BELOW_ENGINE,
     "cli": {"server", "engine", "lens", "convert", "bench"} | BELOW_ENGINE,
 }
-FREE = {"testing", "testing_models", "__main__", "__init__"}  # single files: public fakes and the doors
-USES_FAKES = {"server/process/engine_process.py"}  # the engine's own process, which a test can start with a fake engine
+FREE = {
+    "testing",
+    "testing_models",
+    "__main__",
+    "__init__",
+}  # single files: public fakes and the doors
+USES_FAKES = {
+    "server/process/engine_process.py"
+}  # the engine's own process, which a test can start with a fake engine
 
 # big libraries -> the rooms that may import them, and only inside a function or in a module loaded for that purpose
 HEAVY: dict[str, tuple[str, ...]] = {
@@ -114,8 +121,13 @@ def test_imports_run_downward_only() -> None:
             if parts[0] != "verbatim" or len(parts) < 2 or parts[1] == room:
                 continue
             if parts[1] in MAY_IMPORT and parts[1] not in MAY_IMPORT[room]:
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {module}; {room} may import {sorted(MAY_IMPORT[room])}")
-            if parts[1].startswith("testing") and path.relative_to(ROOT).as_posix() not in USES_FAKES:
+                wrong.append(
+                    f"{path.relative_to(ROOT)}:{line} imports {module}; {room} may import {sorted(MAY_IMPORT[room])}"
+                )
+            if (
+                parts[1].startswith("testing")
+                and path.relative_to(ROOT).as_posix() not in USES_FAKES
+            ):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports the fakes")
     assert not wrong, "\n".join(wrong)
 
@@ -163,7 +175,9 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
         return seen
 
     reached = {module: reach(module) for module in graph}
-    groups = {tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]}
+    groups = {
+        tuple(sorted(b for b in reached[a] if a in reached[b])) for a in graph if a in reached[a]
+    }
     return sorted(map(list, groups))
 
 
@@ -179,7 +193,9 @@ def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}, "f": {"a", "e"}}
     assert import_cycles(graph) == [["b", "c"], ["e"]]
     assert "verbatim.schedule.scheduler" in module_graph(sources())["verbatim.schedule.invariants"]
-    assert "verbatim.server.api.info" in module_graph(sources())["verbatim.server.app"], "from package import module"
+    assert "verbatim.server.api.info" in module_graph(sources())["verbatim.server.app"], (
+        "from package import module"
+    )
 
 
 def test_heavy_libraries_stay_in_their_rooms() -> None:
@@ -192,8 +208,12 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
             top = module.split(".")[0]
             if top in NEVER:
                 wrong.append(f"{where}:{line} imports {module}, which nothing here may")
-            if top in HEAVY and not any(where == room or where.startswith(room + "/") for room in HEAVY[top]):
-                wrong.append(f"{where}:{line} imports {module}, which belongs to {', '.join(HEAVY[top])}")
+            if top in HEAVY and not any(
+                where == room or where.startswith(room + "/") for room in HEAVY[top]
+            ):
+                wrong.append(
+                    f"{where}:{line} imports {module}, which belongs to {', '.join(HEAVY[top])}"
+                )
     assert not wrong, "\n".join(wrong)
 
 

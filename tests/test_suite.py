@@ -34,16 +34,31 @@ LIBRARY = "import pytest\npytest.importorskip('no_such_library')\ndef test_never
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_what_did_not_run_is_listed_with_and_without_workers(workers: tuple[str, ...], tmp_path: Path) -> None:
+def test_what_did_not_run_is_listed_with_and_without_workers(
+    workers: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = soak\n")
     (tmp_path / "test_one.py").write_text(SUITE)
     (tmp_path / "test_two.py").write_text(LIBRARY)
-    command = [sys.executable, "-m", "pytest", "-p", "not_run", "-m", "not soak", *workers, str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "not_run",
+        "-m",
+        "not soak",
+        *workers,
+        str(tmp_path),
+    ]
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     env["PYTHONPATH"] = str(HERE)
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    table = [line.split(None, 1) for line in done.stdout.partition("tests that did not run")[2].splitlines()]
+    table = [
+        line.split(None, 1)
+        for line in done.stdout.partition("tests that did not run")[2].splitlines()
+    ]
     rows = {line[1].strip(): int(line[0]) for line in table if len(line) == 2 and line[0].isdigit()}
     assert {text: count for text, count in rows.items() if "could not import" not in text} == {
         "needs a printer": 3,
@@ -63,12 +78,20 @@ def test_every_test_of_make_smoke_exists() -> None:
     assert len(chosen) == 4
     for file, name in chosen:
         text = (HERE.parent / file).read_text()
-        assert f"def {name or 'test'}" in text, f"make smoke names {file}::{name}, which does not exist"
+        assert f"def {name or 'test'}" in text, (
+            f"make smoke names {file}::{name}, which does not exist"
+        )
 
 
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_slow_machine_hands_on_the_exit_code_and_ends_its_loops(code: int) -> None:
-    command = [sys.executable, str(HERE / "slow_machine.py"), sys.executable, "-c", f"raise SystemExit({code})"]
+    command = [
+        sys.executable,
+        str(HERE / "slow_machine.py"),
+        sys.executable,
+        "-c",
+        f"raise SystemExit({code})",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert "busy loops have ended" in done.stdout

@@ -34,10 +34,22 @@ def mix(a: int, b: int) -> int:
     return x ^ (x >> 31)
 
 
-def fake_spec(vocab: int = 260, context: int = 4096, windows: Sequence[int | None] = (None,)) -> ModelSpec:
+def fake_spec(
+    vocab: int = 260, context: int = 4096, windows: Sequence[int | None] = (None,)
+) -> ModelSpec:
     """An architecture with one layer for each window, and nothing else of interest."""
     layers = tuple(LayerSpec(window=w) for w in windows)
-    return ModelSpec("fake", vocab, hidden=8, heads=1, kv_heads=1, head_dim=8, mlp=8, context=context, layers=layers)
+    return ModelSpec(
+        "fake",
+        vocab,
+        hidden=8,
+        heads=1,
+        kv_heads=1,
+        head_dim=8,
+        mlp=8,
+        context=context,
+        layers=layers,
+    )
 
 
 class CanaryError(AssertionError):
@@ -65,7 +77,9 @@ class FakeBackend:
         self.pipeline = pipeline
         self.canary = canary
         self.known = known
-        self.slots: list[list[list[tuple[int, int, int] | None]]] = []  # group, block, slot: (position, token, number)
+        self.slots: list[
+            list[list[tuple[int, int, int] | None]]
+        ] = []  # group, block, slot: (position, token, number)
         self.steps = 0
         self.rows = 0
         self.closed = False
@@ -103,8 +117,14 @@ class FakeBackend:
             number = mix(number, token)
             numbers.append(number)
             for table, slots in zip(step.blocks, self.slots, strict=True):
-                slots[table[position // self.block_size]][position % self.block_size] = (position, token, number)
-        scored = tuple(self._score(n, t, step.target_top) for n, t in zip(numbers, step.targets, strict=False))
+                slots[table[position // self.block_size]][position % self.block_size] = (
+                    position,
+                    token,
+                    number,
+                )
+        scored = tuple(
+            self._score(n, t, step.target_top) for n, t in zip(numbers, step.targets, strict=False)
+        )
         hidden = np.array([self._hidden(n) for n in numbers], np.float32) if step.hidden else None
         drawn = self._draw(step, numbers[len(numbers) - step.draws :]) if step.draws else ()
         behind = step.end // self.block_size
@@ -119,7 +139,9 @@ class FakeBackend:
         block = step.blocks[group][position // self.block_size]
         slot = None if block < 0 else self.slots[group][block][position % self.block_size]
         if slot is None or slot[0] != position:
-            raise CanaryError(f"sequence {step.seq_id}: position {position} of group {group} reads {slot} from block {block}")
+            raise CanaryError(
+                f"sequence {step.seq_id}: position {position} of group {group} reads {slot} from block {block}"
+            )
         return slot
 
     def _verify(self, step: SeqStep) -> None:
@@ -129,8 +151,12 @@ class FakeBackend:
             before: int | None = 1 if first == 0 else None
             for position in range(first, step.start):
                 _, token, number = self._read(step, group, position)
-                if (known is not None and token != known[position]) or (before is not None and number != mix(before, token)):
-                    raise CanaryError(f"sequence {step.seq_id}: position {position} of group {group} holds another text")
+                if (known is not None and token != known[position]) or (
+                    before is not None and number != mix(before, token)
+                ):
+                    raise CanaryError(
+                        f"sequence {step.seq_id}: position {position} of group {group} holds another text"
+                    )
                 before = number
 
     # ------------------------------------------------------------------------------------------------------ the model
@@ -161,16 +187,26 @@ class FakeBackend:
         spec = step.draw
         assert spec is not None
         first = step.end - step.draws + 1
-        return tuple([self._hash_draw(n, spec.key, first + i, spec.withheld, spec.beam) for i, n in enumerate(numbers)])
+        return tuple(
+            [
+                self._hash_draw(n, spec.key, first + i, spec.withheld, spec.beam)
+                for i, n in enumerate(numbers)
+            ]
+        )
 
-    def _hash_draw(self, number: int, key: int, position: int, withheld: Iterable[int], beam: int) -> Drawn:
+    def _hash_draw(
+        self, number: int, key: int, position: int, withheld: Iterable[int], beam: int
+    ) -> Drawn:
         seed = mix(mix(number, key), position)
         token = seed % self.spec.vocab
         while token in withheld:
             token = (token + 1) % self.spec.vocab
         logprob = -(mix(number, token) >> 40) * 2.0**-20
         found = (
-            sorted(((-(mix(number, t) >> 40) * 2.0**-20, -t) for t in range(self.spec.vocab)), reverse=True)[:beam]
+            sorted(
+                ((-(mix(number, t) >> 40) * 2.0**-20, -t) for t in range(self.spec.vocab)),
+                reverse=True,
+            )[:beam]
             if beam
             else []
         )
@@ -212,7 +248,9 @@ class ByteTokenizer:
         return token >= 256
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        return b"".join(self.token_bytes(t) for t in ids if not (skip_special and self.is_control(t))).decode(errors="replace")
+        return b"".join(
+            self.token_bytes(t) for t in ids if not (skip_special and self.is_control(t))
+        ).decode(errors="replace")
 
 
 def fake_parts(backend: Any = None, **options: Any) -> Parts:
@@ -233,7 +271,9 @@ class PacedBackend(FakeBackend):
     """A FakeBackend whose steps take `pause` seconds. With `gate`, the name of a file that holds a number, at most that
     many steps run: a test lets the engine go one step further by writing a larger number."""
 
-    def __init__(self, *args: Any, pause: float = 0.0, gate: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, pause: float = 0.0, gate: str | None = None, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
         self.pause = pause
         self._gate_file = gate
@@ -262,7 +302,11 @@ class ChatByteTokenizer(ByteTokenizer):
         return self.finder.split(text)
 
     def encode_parts(self, parts: Iterable[tuple[str, int | None]]) -> list[int]:
-        return [t for text, control in parts for t in ([control] if control is not None else self.encode(text))]
+        return [
+            t
+            for text, control in parts
+            for t in ([control] if control is not None else self.encode(text))
+        ]
 
 
 def server_parts(options: str) -> Parts:
@@ -273,7 +317,19 @@ def server_parts(options: str) -> Parts:
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
     spec = fake_spec(context=int(values.get("context", 4096)))
-    backend = PacedBackend(spec, pipeline=kind == "pipeline", pause=float(values.get("pause", 0)), gate=values.get("gate"))
+    backend = PacedBackend(
+        spec,
+        pipeline=kind == "pipeline",
+        pause=float(values.get("pause", 0)),
+        gate=values.get("gate"),
+    )
     template = ChatTemplate(CHAT_SOURCE, "<s>", "</s>")
     tokenizer = ChatByteTokenizer()
-    return Parts(backend, tokenizer, eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake", template=template)
+    return Parts(
+        backend,
+        tokenizer,
+        eos_ids=(ByteTokenizer.EOS,),
+        name="fake",
+        digest="fake",
+        template=template,
+    )

@@ -44,16 +44,36 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **_BASE, "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", **_BASE, "head_dim": 16},
     "gemma2": {"model_type": "gemma2", **_BASE, **_GEMMA},
-    "gemma3": {"model_type": "gemma3_text", **_BASE, **_GEMMA, "num_hidden_layers": 6, "rope_theta": 1e6},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_BASE,
+        **_GEMMA,
+        "num_hidden_layers": 6,
+        "rope_theta": 1e6,
+    },
     "phi3": {"model_type": "phi3", **_BASE},
     "gpt2": {"model_type": "gpt2", **_GPT2},
     "mixtral": {"model_type": "mixtral", **_BASE, **_MOE, "num_local_experts": 4},
-    "qwen3moe": {"model_type": "qwen3_moe", **_BASE, **_MOE, "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24},
+    "qwen3moe": {
+        "model_type": "qwen3_moe",
+        **_BASE,
+        **_MOE,
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+    },
 }
 FAMILIES = tuple(TINY_CONFIGS)
 
 
-def tiny_model(family: str = "llama", *, seed: int = 0, type: str = "f32", context: int | None = None, **changes: Any) -> Model:
+def tiny_model(
+    family: str = "llama",
+    *,
+    seed: int = 0,
+    type: str = "f32",
+    context: int | None = None,
+    **changes: Any,
+) -> Model:
     """A small random model of one of FAMILIES. `type`: how its matrices are stored, where their rows divide into its blocks;
     `changes`: keys of a Hugging Face config that replace the tiny defaults."""
     config = TINY_CONFIGS[family] | changes
@@ -64,18 +84,26 @@ def tiny_model(family: str = "llama", *, seed: int = 0, type: str = "f32", conte
         stored = type if is_quantisable(name) and shape[-1] % BLOCKS[type][0] == 0 else "f32"
         values = _values(random, name, shape, spec.norm_offset, spec.tied)
         tensors[name] = Tensor(name, stored, shape, quantise(stored, values))
-    digest = hashlib.sha256(repr((sorted(config.items(), key=repr), seed, type)).encode()).hexdigest()
+    digest = hashlib.sha256(
+        repr((sorted(config.items(), key=repr), seed, type)).encode()
+    ).hexdigest()
     source = SafetensorsDir(Path(f"tiny-{family}"), config, {}, {}, digest)
     return Model(spec, Weights(tensors, f"tiny-{family}", digest), source, (1,), {})
 
 
-def _values(random: np.random.Generator, name: str, shape: tuple[int, ...], offset: float, tied: bool) -> np.ndarray:
+def _values(
+    random: np.random.Generator, name: str, shape: tuple[int, ...], offset: float, tied: bool
+) -> np.ndarray:
     values = random.standard_normal(shape, dtype=np.float32)
     if name.endswith(".bias"):
         return values * np.float32(0.1)
     if "norm" in name:
         return np.float32(1.0 - offset) + values * np.float32(0.1)
     if name in ("embed", "positions"):
-        return values * np.float32(0.25 if tied else 0.7)  # a tied head with large embeddings only repeats its input
-    sharp = 2.0 if name.endswith((".q", ".k", "router")) else 1.0  # attention and routing with a clear opinion
+        return values * np.float32(
+            0.25 if tied else 0.7
+        )  # a tied head with large embeddings only repeats its input
+    sharp = (
+        2.0 if name.endswith((".q", ".k", "router")) else 1.0
+    )  # attention and routing with a clear opinion
     return values * np.float32(sharp / math.sqrt(shape[-1]))

@@ -43,7 +43,9 @@ from verbatim.sampling.pipeline import Row
 from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
 from verbatim.testing_models import FAMILIES, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the interpreter divides and subtracts infinities aloud
+pytestmark = pytest.mark.filterwarnings(
+    "ignore"
+)  # the interpreter divides and subtracts infinities aloud
 
 
 @triton.jit
@@ -94,7 +96,10 @@ def opened(model: Model, kind: str = "cuda") -> Backend:
 
 
 def difference(model: Model, tokens: list[int]) -> float:
-    ours, theirs = (np.array(whole(opened(model, kind), tokens, seed=3).logprobs) for kind in ("cuda", "reference"))
+    ours, theirs = (
+        np.array(whole(opened(model, kind), tokens, seed=3).logprobs)
+        for kind in ("cuda", "reference")
+    )
     return float(np.abs(ours - theirs).mean())
 
 
@@ -128,7 +133,10 @@ def test_long_texts_are_added_up_span_by_span(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(kernels, "TILE", 16)
     monkeypatch.setattr(kernels, "SPAN", 16)
-    tokens, model = np.random.default_rng(2).integers(0, 260, 36).tolist(), small("llama", num_hidden_layers=1)
+    tokens, model = (
+        np.random.default_rng(2).integers(0, 260, 36).tolist(),
+        small("llama", num_hidden_layers=1),
+    )
     assert difference(model, tokens) < 0.02
     backend = opened(model)
     expected = whole(backend, tokens)
@@ -158,7 +166,9 @@ def test_draws_are_the_samplers() -> None:
     backend = opened(small("llama"))
     kinds: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 0.7}]
     params = [SamplingParams(**kind, **more) for kind in kinds for more in ({}, {"logprobs": 2})]  # type: ignore[arg-type]
-    steps = [SeqStep(i, (9,), 0, ((i,),), draws=1, draw=DrawSpec(p, 5, 1)) for i, p in enumerate(params)]
+    steps = [
+        SeqStep(i, (9,), 0, ((i,),), draws=1, draw=DrawSpec(p, 5, 1)) for i, p in enumerate(params)
+    ]
     drawn = [one.drawn[0] for one in backend.execute(StepPlan(0, tuple(steps))).sequences]
     for plain, told in (drawn[:2], drawn[2:]):
         assert plain == Drawn(told.token, 0.0)
@@ -171,14 +181,23 @@ def test_a_replayed_steps_integers_are_the_plans(device: torch.device) -> None:
     """Sequences come, grow, take turns and go, with drafts: what is sent names each row's token, place and blocks, whatever was there before."""
     random = np.random.default_rng(6)
     sheet = Sheet(16, 2, (77, 88), device)
-    tables = {i: tuple(tuple(random.integers(0, 60, 64).tolist()) for _ in range(2)) for i in range(12)}
+    tables = {
+        i: tuple(tuple(random.integers(0, 60, 64).tolist()) for _ in range(2)) for i in range(12)
+    }
     for step in range(40):
         sequences = []
         for i in random.permutation(12)[: random.integers(0, 9)].tolist():
             if random.random() < 0.3:
-                tables[i] = tuple(tuple(random.integers(0, 60, random.integers(40, 70)).tolist()) for _ in range(2))
+                tables[i] = tuple(
+                    tuple(random.integers(0, 60, random.integers(40, 70)).tolist())
+                    for _ in range(2)
+                )
             count, start = int(random.integers(1, 3)), int(random.integers(0, 638))
-            sequences.append(SeqStep(i, tuple(random.integers(0, 260, count).tolist()), start, tables[i], draws=count))
+            sequences.append(
+                SeqStep(
+                    i, tuple(random.integers(0, 260, count).tolist()), start, tables[i], draws=count
+                )
+            )
         sheet.fill(sequences)
         batch = make_batch(StepPlan(step, tuple(sequences)), 2)
         n, sent = batch.rows, sheet.step
@@ -189,8 +208,13 @@ def test_a_replayed_steps_integers_are_the_plans(device: torch.device) -> None:
             slots, table = sent.slots[group].tolist(), sent.runs[group].table
             assert slots[n:] == [idle * 16] * (16 - n)
             assert table[n:, 0].tolist() == [idle] * (16 - n)
-            for row, (owner, position) in enumerate(zip(owners, batch.positions.tolist(), strict=True)):
-                assert tuple(table[row].tolist())[: position // 16 + 1] == owner.blocks[group][: position // 16 + 1]
+            for row, (owner, position) in enumerate(
+                zip(owners, batch.positions.tolist(), strict=True)
+            ):
+                assert (
+                    tuple(table[row].tolist())[: position // 16 + 1]
+                    == owner.blocks[group][: position // 16 + 1]
+                )
                 assert slots[row] == owner.blocks[group][position // 16] * 16 + position % 16
 
 
@@ -217,7 +241,13 @@ def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
             "speculate": "off",
             **more,
         }
-        out.append((r.choice((0, 0, 9, 30)), r.choices(range(200), k=r.choice((2, 15, 17))), SamplingParams(**asked)))
+        out.append(
+            (
+                r.choice((0, 0, 9, 30)),
+                r.choices(range(200), k=r.choice((2, 15, 17))),
+                SamplingParams(**asked),
+            )
+        )
     return sorted(out, key=lambda one: one[0])
 
 
@@ -227,12 +257,17 @@ def hashed(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> 
     fake = FakeBackend(fake_spec(windows=windows), canary=True)
     execute = backend.execute
 
-    def forward(plan: StepPlan, tokens: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        plan: StepPlan, tokens: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = []
         for i, step in enumerate(plan.sequences):
             known = step if tokens is None else step._replace(tokens=(int(tokens[i]),))
             fake._sequence(known._replace(draws=0))
-            rows += [fake.logits(fake._read(step, 0, at)[2]) for at in range(step.end - step.draws, step.end)]
+            rows += [
+                fake.logits(fake._read(step, 0, at)[2])
+                for at in range(step.end - step.draws, step.end)
+            ]
         logits = torch.from_numpy(np.array(rows, np.float32).reshape(-1, fake.spec.vocab))
         return torch.zeros((len(rows), 1), device=backend.device), logits.to(backend.device)
 
@@ -241,7 +276,12 @@ def hashed(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> 
             fake.slots[group][target] = list(fake.slots[group][source])
         return execute(plan._replace(copies=()))  # type: ignore[no-any-return]
 
-    for name, value in (("_forward", forward), ("execute", copied), ("allocate", fake.allocate), ("spec", fake.spec)):
+    for name, value in (
+        ("_forward", forward),
+        ("execute", copied),
+        ("allocate", fake.allocate),
+        ("spec", fake.spec),
+    ):
         monkeypatch.setattr(backend, name, value)
     return backend
 
@@ -251,7 +291,9 @@ def written(backend: Any, r: random.Random) -> list[Any]:
     words = ByteTokenizer()
     parts = Parts(backend, words, (words.EOS,), name="tiny", digest="tiny")
     asked, done = crowd(r), {}
-    with LLM.from_parts(parts, backend="cuda", context=128, kv_blocks=9, step_tokens=24, check=True) as llm:
+    with LLM.from_parts(
+        parts, backend="cuda", context=128, kv_blocks=9, step_tokens=24, check=True
+    ) as llm:
         core, step = llm.core, 0
         while asked or core.busy:
             while asked and asked[0][0] <= step:
@@ -259,7 +301,9 @@ def written(backend: Any, r: random.Random) -> list[Any]:
                 core.add(core.request(prompt, params, request_id=str(len(asked))))
             if step == 12:
                 core.abort(next(iter(core.jobs)))
-            done |= {one.request_id: one.choices for one in core.step() if isinstance(one, Completion)}
+            done |= {
+                one.request_id: one.choices for one in core.step() if isinstance(one, Completion)
+            }
             step += 1
         assert core.scheduler.preemptions, "the cache was not too small"
     return sorted(done.items())
@@ -269,7 +313,9 @@ def written(backend: Any, r: random.Random) -> list[Any]:
 def test_a_step_begun_ahead_changes_nothing(
     windows: tuple[int | None, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device.type == "cpu":  # fewer programs for the interpreter; compiled, 16 rows would not fit the registers
+    if (
+        device.type == "cpu"
+    ):  # fewer programs for the interpreter; compiled, 16 rows would not fit the registers
         monkeypatch.setattr(gpu_sampler, "ROWS", 16)
     monkeypatch.setattr(gpu_sampler, "SLACK", 0.3)  # many draws are left open, and are made again
     plain, ahead = hashed(windows, monkeypatch), hashed(windows, monkeypatch)
@@ -290,7 +336,11 @@ def test_only_what_was_asked_for_is_taken_of_a_step_ahead() -> None:
     spec, other = (DrawSpec(SamplingParams(), 5, 1) for _ in range(2))
     tables = ((4, 7), (1, 2))
     step = SeqStep(1, (9,), 18, tables, draws=1, draw=spec)
-    right = [step, step._replace(blocks=((4, 7, 3), (1, 2, 6))), step._replace(blocks=((4, 7), (-1, 2)))]
+    right = [
+        step,
+        step._replace(blocks=((4, 7, 3), (1, 2, 6))),
+        step._replace(blocks=((4, 7), (-1, 2))),
+    ]
     wrong = [
         step._replace(seq_id=2),
         step._replace(tokens=(8,)),
@@ -364,7 +414,9 @@ VOCAB = 701  # three chunks of the interpreter's, the last one short
 
 @pytest.fixture
 def screened(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Screen:
-    if device.type == "cpu":  # many rows a program: the interpreter pays for programs, not for numbers
+    if (
+        device.type == "cpu"
+    ):  # many rows a program: the interpreter pays for programs, not for numbers
         monkeypatch.setattr(gpu_sampler, "ROWS", 1024)
         monkeypatch.setattr(gpu_sampler, "CHUNK", 256)
     return Screen(VOCAB, device)
@@ -372,26 +424,63 @@ def screened(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Screen:
 
 def asked(random: np.random.Generator, temperatures: np.ndarray) -> list[Row]:
     made = {t: SamplingParams(temperature=float(t)) for t in set(temperatures.tolist())}
-    keys, positions = random.integers(0, 2**64, len(temperatures), np.uint64), random.integers(0, 2**31, len(temperatures))
-    return [Row(DrawSpec(made[t], int(k), 1), int(p)) for t, k, p in zip(temperatures.tolist(), keys, positions, strict=True)]
+    keys, positions = (
+        random.integers(0, 2**64, len(temperatures), np.uint64),
+        random.integers(0, 2**31, len(temperatures)),
+    )
+    return [
+        Row(DrawSpec(made[t], int(k), 1), int(p))
+        for t, k, p in zip(temperatures.tolist(), keys, positions, strict=True)
+    ]
 
 
 @triton.jit
 def noises(high, low, out, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
-    tl.store(out + i, jit.gumbel(tl.load(high + i).to(tl.uint32, bitcast=True), tl.load(low + i).to(tl.uint32, bitcast=True)))
+    tl.store(
+        out + i,
+        jit.gumbel(
+            tl.load(high + i).to(tl.uint32, bitcast=True),
+            tl.load(low + i).to(tl.uint32, bitcast=True),
+        ),
+    )
 
 
 def test_screen_noise_is_within_its_bound(device: torch.device) -> None:
     """What docs/numerics.md derives, at random bits and at the edges: u next to 0, to 1, and to where the logarithms change their form."""
     random, size = np.random.default_rng(0), 1 << 15
-    edges = np.array([0, 1, 2, 3, 0x7FFFFFFF, 0xB504F333, 0xFFFFFFFE, 0xFFFFFFFF, 0x5E2D58D8, *(1 << np.arange(32))], np.uint64)
+    edges = np.array(
+        [
+            0,
+            1,
+            2,
+            3,
+            0x7FFFFFFF,
+            0xB504F333,
+            0xFFFFFFFE,
+            0xFFFFFFFF,
+            0x5E2D58D8,
+            *(1 << np.arange(32)),
+        ],
+        np.uint64,
+    )
     near = (edges[:, None] + np.arange(-64, 64).astype(np.uint64)).ravel()
-    high = np.concatenate([near, near, near, random.integers(0, 2**32, size - 3 * len(near), np.uint64)]) & 0xFFFFFFFF
-    low = np.where(np.arange(len(high)) < len(near), 0, random.integers(0, 2**32, len(high), np.uint64))
+    high = (
+        np.concatenate(
+            [near, near, near, random.integers(0, 2**32, size - 3 * len(near), np.uint64)]
+        )
+        & 0xFFFFFFFF
+    )
+    low = np.where(
+        np.arange(len(high)) < len(near), 0, random.integers(0, 2**32, len(high), np.uint64)
+    )
     low[len(near) : 2 * len(near)] = 0xFFFFFFFF
-    exact = -log(-log((((high << np.uint64(32) | low) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52))
-    given = [torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device) for words in (high, low)]
+    exact = -log(
+        -log((((high << np.uint64(32) | low) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
+    )
+    given = [
+        torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device) for words in (high, low)
+    ]
     out = torch.empty(size, device=device)
     each = size if device.type == "cpu" else 1024
     noises[(size // each,)](*given, out, each)
@@ -411,9 +500,15 @@ def noises_of(words, out, FIRST, N: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("key", "position", "first"),
-    [(0xC949274536500FEE, 8937, 0), (0x1FFFFFFFE, 2147419381, 151_000), (0x1FFFFFFFE, 2147423567, 151_000)],
+    [
+        (0xC949274536500FEE, 8937, 0),
+        (0x1FFFFFFFE, 2147419381, 151_000),
+        (0x1FFFFFFFE, 2147423567, 151_000),
+    ],
 )
-def test_screen_noise_is_the_ids_own(key: int, position: int, first: int, device: torch.device) -> None:
+def test_screen_noise_is_the_ids_own(
+    key: int, position: int, first: int, device: torch.device
+) -> None:
     """Both halves of the noise key, the position, and all bits of every id: at these positions an even or an odd one's u is within 4e-7 of 1, where
     the lowest bits count."""
     words = np.array([key & 0xFFFFFFFF, key >> 32, position], np.uint32).view(np.int32)
@@ -427,7 +522,9 @@ def test_screen_draws_what_the_sampler_draws(screened: Screen, device: torch.dev
     """All sizes of logits and temperatures, ties, ids that cannot be drawn: the sampler's draw or none, and seldom none."""
     random = np.random.default_rng(1)
     count = 3072
-    logits = random.standard_normal((count, VOCAB)) * random.choice([0.01, 1.0, 5.0, 30.0, 1e4], (count, 1))
+    logits = random.standard_normal((count, VOCAB)) * random.choice(
+        [0.01, 1.0, 5.0, 30.0, 1e4], (count, 1)
+    )
     logits += random.choice([0.0, 0.0, -70.0, 1e4], (count, 1))
     logits[::3] = np.rint(logits[::3])  # ties
     logits[random.random((count, VOCAB)) < random.choice([0.0, 0.1, 0.9], (count, 1))] = -np.inf
@@ -458,7 +555,9 @@ def test_screen_leaves_near_ties_open(screened: Screen, device: torch.device) ->
         hair = 2.0 ** random.uniform(-30.0, -8.0) * random.choice([-1.0, 1.0])
         logits[i, a] = random.choice([0.0, 5.0, -12.0])
         logits[i, b] = logits[i, a] + (noise[a] - noise[b] + hair) * temperature[i]
-        scores = (logits[i, [a, b]].astype(np.float64) - logits[i].max()) / temperature[i] + noise[[a, b]]
+        scores = (logits[i, [a, b]].astype(np.float64) - logits[i].max()) / temperature[i] + noise[
+            [a, b]
+        ]
         gaps[i] = abs(scores[0] - scores[1])
     found = np.array(screened(torch.from_numpy(logits).to(device), rows))
     drawn = np.array([one.token for one in _sampler(EngineConfig(threads=2))(logits, rows)])
@@ -493,20 +592,37 @@ def test_screen_knows_every_parameter() -> None:
     """A new parameter of the sampler must be told apart here and in asked_of, or the device would pass over it."""
     assert ELSEWHERE | set(REFUSED) == set(FIELDS)
     for name, value in REFUSED.items():
-        assert gpu_sampler.asked_of(SamplingParams().with_(**{name: value})) == gpu_sampler.HOST, name
+        assert gpu_sampler.asked_of(SamplingParams().with_(**{name: value})) == gpu_sampler.HOST, (
+            name
+        )
     assert gpu_sampler.asked_of(SamplingParams(temperature=0.5)) == (2.0, gpu_sampler.SLACK)
     assert gpu_sampler.asked_of(SamplingParams(temperature=0.0, top_p=0.5)) == gpu_sampler.ARGMAX
 
 
-def test_rows_are_drawn_where_they_can_be(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_drawn_where_they_can_be(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Argmaxes and plain draws between rows for the host, of which only the latter come whole: as if the sampler drew all."""
     backend: Any = opened(small("llama"))
-    kinds = [{"temperature": 0.0}, {"top_p": 0.8}, {"temperature": 0.7}, {"logprobs": 2}, {"temperature": 2.0}]
+    kinds = [
+        {"temperature": 0.0},
+        {"top_p": 0.8},
+        {"temperature": 0.7},
+        {"logprobs": 2},
+        {"temperature": 2.0},
+    ]
     specs = [DrawSpec(SamplingParams(**kind), 50 + i, 4) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
     plain = SamplingParams()
-    specs += [DrawSpec(plain, 9, 4, withheld=(4,)), DrawSpec(plain, 9, 4), DrawSpec(plain, 9, 4, beam=2), DrawSpec(plain, 9, 4)]
+    specs += [
+        DrawSpec(plain, 9, 4, withheld=(4,)),
+        DrawSpec(plain, 9, 4),
+        DrawSpec(plain, 9, 4, beam=2),
+        DrawSpec(plain, 9, 4),
+    ]
     rows = [Row(spec, 6 + i, mask=b"\x0f" if i == 8 else None) for i, spec in enumerate(specs)]
-    logits = torch.from_numpy(np.random.default_rng(4).standard_normal((len(rows), backend.spec.vocab)).astype(np.float32))
+    logits = torch.from_numpy(
+        np.random.default_rng(4).standard_normal((len(rows), backend.spec.vocab)).astype(np.float32)
+    )
     asked, here = [], backend._draw_here
 
     def noted(logits: torch.Tensor, rows: list[Row]) -> list[Drawn]:
@@ -527,16 +643,22 @@ def test_what_it_does_not_offer_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "present", lambda: False)
-    with pytest.raises(BackendError, match="finds no NVIDIA GPU that PyTorch can use; use the backend cpu"):
+    with pytest.raises(
+        BackendError, match="finds no NVIDIA GPU that PyTorch can use; use the backend cpu"
+    ):
         open_backend(tiny_model("llama"), EngineConfig(backend="cuda"))
     monkeypatch.setattr(gpu, "present", lambda: True)
     monkeypatch.setattr(gpu, "missing", lambda: None)
 
     def too_old() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+        raise RuntimeError(
+            "The NVIDIA driver on your system is too old (found version 11040).\nPlease update"
+        )
 
     monkeypatch.setattr(torch.cuda, "init", too_old)
-    with pytest.raises(BackendError, match=r"driver on your system is too old \(found version 11040\)\.$"):
+    with pytest.raises(
+        BackendError, match=r"driver on your system is too old \(found version 11040\)\.$"
+    ):
         open_backend(tiny_model("llama"), EngineConfig(backend="cuda"))
 
 
@@ -556,7 +678,9 @@ def test_the_test_kernel_runs(unproven: None, device: torch.device) -> None:
     assert kernel_ran().startswith(wanted)
 
 
-def test_a_test_kernel_with_a_wrong_result_is_noticed(unproven: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_kernel_with_a_wrong_result_is_noticed(
+    unproven: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One number in one row of the largest tile is off by one."""
     whole_ = kernels.whole
 
@@ -589,7 +713,9 @@ def test_a_test_kernel_that_does_not_run_says_why(
         kernel_ran()
 
 
-def test_a_model_that_does_not_fit_is_refused_before_and_while_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_refused_before_and_while_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, config = small("llama"), EngineConfig(backend="cuda")
     assert cuda_backend.open_checked(model, config).info.name == "cuda"
     needs = r"the model needs 0\.5 GB of GPU memory and \d+\.\d GB are free"

@@ -51,10 +51,14 @@ class Blocks:
 
 
 def params(text: Text) -> DrawSpec:
-    return DrawSpec(SamplingParams(temperature=1.0, seed=7, logprobs=0), key=text.id + 1000, prompt_len=1)
+    return DrawSpec(
+        SamplingParams(temperature=1.0, seed=7, logprobs=0), key=text.id + 1000, prompt_len=1
+    )
 
 
-def advance(spec: ModelSpec, size: int, texts: list[Text], counts: list[int], *, forget: bool = False) -> StepPlan:
+def advance(
+    spec: ModelSpec, size: int, texts: list[Text], counts: list[int], *, forget: bool = False
+) -> StepPlan:
     """A plan that computes counts[i] more tokens of texts[i]: each is scored, its hidden state is returned, and the last is drawn from."""
     steps = []
     for text, count in zip(texts, counts, strict=True):
@@ -82,7 +86,9 @@ def advance(spec: ModelSpec, size: int, texts: list[Text], counts: list[int], *,
 
 def run(backend: Backend, texts: list[Text], counts: list[int], *, forget: bool = False) -> None:
     plan = advance(backend.spec, backend.block_size, texts, counts, forget=forget)
-    for text, step, result in zip(texts, plan.sequences, backend.execute(plan).sequences, strict=True):
+    for text, step, result in zip(
+        texts, plan.sequences, backend.execute(plan).sequences, strict=True
+    ):
         text.done += len(step.tokens)
         text.logprobs.extend(s.logprob for s in result.scored)
         assert result.hidden is not None

@@ -41,14 +41,23 @@ def test_every_family_and_type(family: str, type: str, open_tiny: Open) -> None:
 @pytest.mark.parametrize("type", ["q4_k", "q6_k"])
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
 def test_blocks_of_256(family: str, type: str, open_tiny: Open) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 2}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 2,
+    }
     assert difference(open_tiny, family, type, **sizes) < 1
 
 
 def test_a_wrong_model_would_be_noticed() -> None:
     """The measure itself: one rotary base against another, and one seed of weights against another."""
     texts = []
-    for model in (tiny_model("llama"), tiny_model("llama", rope_theta=500.0), tiny_model("llama", seed=1)):
+    for model in (
+        tiny_model("llama"),
+        tiny_model("llama", rope_theta=500.0),
+        tiny_model("llama", seed=1),
+    ):
         backend = ReferenceBackend(model)
         backend.allocate((BLOCKS,))
         texts.append(np.array(whole(backend, TOKENS).logprobs))

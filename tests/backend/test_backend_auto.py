@@ -18,7 +18,10 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.testing_models import tiny_model
 
-CPU = ("cpu", "reference")  # what auto uses without a GPU: reference where the C++ kernels are not built
+CPU = (
+    "cpu",
+    "reference",
+)  # what auto uses without a GPU: reference where the C++ kernels are not built
 
 
 class Card:
@@ -30,10 +33,14 @@ class Card:
         monkeypatch.setattr(gpu, "DEVICES", folder)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         self.installed({"torch", "triton"}, cuda="12.8")
-        self.opens(lambda model, config: SimpleNamespace(info=SimpleNamespace(name="cuda", note="")))
+        self.opens(
+            lambda model, config: SimpleNamespace(info=SimpleNamespace(name="cuda", note=""))
+        )
 
     def installed(self, names: set[str], *, cuda: str | None) -> None:
-        (self.folder / "version.py").write_text(f"from typing import Optional\ncuda: Optional[str] = {cuda!r}\n")
+        (self.folder / "version.py").write_text(
+            f"from typing import Optional\ncuda: Optional[str] = {cuda!r}\n"
+        )
         found = SimpleNamespace(submodule_search_locations=[str(self.folder)])
         self._patch.setattr(gpu, "find_spec", lambda name: found if name in names else None)
 
@@ -92,7 +99,9 @@ def test_without_a_gpu_nothing_is_said_and_nothing_is_imported(card: Card) -> No
     assert info.name in CPU
     assert not info.note
     assert "cuda" not in info.detail
-    assert gpu.hidden_or_absent() == "this machine has no NVIDIA GPU, or its driver is not installed"
+    assert (
+        gpu.hidden_or_absent() == "this machine has no NVIDIA GPU, or its driver is not installed"
+    )
 
 
 def without_torch(card: Card) -> None:
@@ -112,11 +121,17 @@ def broken_import(card: Card) -> None:
 
 
 def old_driver(card: Card) -> None:
-    card.opens(refuses("PyTorch cannot use the GPU: RuntimeError: The NVIDIA driver on your system is too old."))
+    card.opens(
+        refuses(
+            "PyTorch cannot use the GPU: RuntimeError: The NVIDIA driver on your system is too old."
+        )
+    )
 
 
 def no_launch(card: Card) -> None:
-    card.opens(refuses("a test kernel did not run on the GPU: RuntimeError: Failed to find C compiler."))
+    card.opens(
+        refuses("a test kernel did not run on the GPU: RuntimeError: Failed to find C compiler.")
+    )
 
 
 def too_large(card: Card) -> None:
@@ -126,9 +141,18 @@ def too_large(card: Card) -> None:
 CASES = [
     (without_torch, "PyTorch and Triton are not installed; install verbatim-engine[cuda]"),
     (without_triton, "Triton is not installed; install verbatim-engine[cuda]"),
-    (cpu_build, "the installed PyTorch is a build without CUDA; install verbatim-engine[cuda] with a CUDA build of PyTorch"),
-    (broken_import, "PyTorch or Triton cannot be imported: libcudart.so.12: cannot open shared object file"),
-    (old_driver, "PyTorch cannot use the GPU: RuntimeError: The NVIDIA driver on your system is too old."),
+    (
+        cpu_build,
+        "the installed PyTorch is a build without CUDA; install verbatim-engine[cuda] with a CUDA build of PyTorch",
+    ),
+    (
+        broken_import,
+        "PyTorch or Triton cannot be imported: libcudart.so.12: cannot open shared object file",
+    ),
+    (
+        old_driver,
+        "PyTorch cannot use the GPU: RuntimeError: The NVIDIA driver on your system is too old.",
+    ),
     (no_launch, "a test kernel did not run on the GPU: RuntimeError: Failed to find C compiler."),
     (too_large, "the model needs 141.0 GB of GPU memory and 79.1 GB are free"),
 ]
@@ -151,7 +175,9 @@ def test_a_gpu_that_cannot_be_used_leaves_a_note(case: Any, reason: str, card: C
         ({"speculate": "head:x"}, "it runs no draft heads, and speculate is 'head:x'"),
     ],
 )
-def test_what_only_the_cpu_offers_is_done_by_the_cpu(options: dict[str, str], reason: str, card: Card) -> None:
+def test_what_only_the_cpu_offers_is_done_by_the_cpu(
+    options: dict[str, str], reason: str, card: Card
+) -> None:
     info = opened(**options).info
     assert info.name in CPU
     assert info.note == f"cuda is not used: {reason}"
@@ -166,7 +192,9 @@ def test_a_wrong_parameter_is_not_a_reason_for_another_backend(card: Card) -> No
         opened()
 
 
-def test_without_cpu_kernels_the_reference_says_both(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cpu_kernels_the_reference_says_both(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_triton(card)
     monkeypatch.setattr(backends, "_cpu_refuses", lambda _: "heads of 3")
     info = opened().info

@@ -16,7 +16,11 @@ from verbatim.testing_models import tiny_model
 
 ROOT = Path(verbatim.__file__).parent
 METHODS = {name for name, member in vars(Backend).items() if inspect.isfunction(member)}
-MEMBERS = {*Backend.__annotations__, *(name for name in METHODS if not name.startswith("_")), "info"}
+MEMBERS = {
+    *Backend.__annotations__,
+    *(name for name in METHODS if not name.startswith("_")),
+    "info",
+}
 
 
 def missing(backend: Backend) -> set[str]:

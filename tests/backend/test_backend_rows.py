@@ -85,7 +85,9 @@ def test_drafts_draw_at_every_position_what_single_steps_draw(open_tiny: Open) -
     tokens = tokens_of(6, 12)
     text = Blocks(backend.spec, backend.block_size, 1).text(0, tokens)
     tables = tuple(tuple(t) for t in text.tables)
-    at_once = backend.execute(StepPlan(0, (SeqStep(0, tuple(tokens), 0, tables, draws=4, draw=params(text)),)))
+    at_once = backend.execute(
+        StepPlan(0, (SeqStep(0, tuple(tokens), 0, tables, draws=4, draw=params(text)),))
+    )
     singly = []
     for end in range(9, 13):
         start = 0 if end == 9 else end - 1
@@ -97,10 +99,15 @@ def test_drafts_draw_at_every_position_what_single_steps_draw(open_tiny: Open) -
 def test_rows_that_nobody_asked_for_are_not_returned(open_tiny: Open) -> None:
     backend = open_tiny(tiny_model("llama"))
     tables = ((3, 1),)
-    plan = StepPlan(7, (SeqStep(5, (9, 8, 7), 0, tables), SeqStep(6, (4, 4), 0, ((2, 0),), targets=(1,))))
+    plan = StepPlan(
+        7, (SeqStep(5, (9, 8, 7), 0, tables), SeqStep(6, (4, 4), 0, ((2, 0),), targets=(1,)))
+    )
     result = backend.execute(plan)
     assert result.step == 7
-    assert [(s.seq_id, len(s.drawn), len(s.scored), s.hidden) for s in result.sequences] == [(5, 0, 0, None), (6, 0, 1, None)]
+    assert [(s.seq_id, len(s.drawn), len(s.scored), s.hidden) for s in result.sequences] == [
+        (5, 0, 0, None),
+        (6, 0, 1, None),
+    ]
 
 
 def test_sizes_add_up(open_tiny: Open) -> None:
@@ -119,7 +126,15 @@ def test_a_model_that_computes_nonsense_says_so(value: float, open_tiny: Open) -
     broken[3] = value
     tensors = {
         **model.weights.tensors,
-        "layers.1.mlp.down": Tensor("layers.1.mlp.down", "f32", broken.shape, quantise("f32", broken)),
+        "layers.1.mlp.down": Tensor(
+            "layers.1.mlp.down", "f32", broken.shape, quantise("f32", broken)
+        ),
     }
-    with pytest.raises((BackendError, ModelError), match=r"not finite|layers.1.mlp.down: row 3 .* not a finite number"):
-        whole(open_tiny(replace(model, weights=replace(model.weights, tensors=tensors))), tokens_of(1, 8))
+    with pytest.raises(
+        (BackendError, ModelError),
+        match=r"not finite|layers.1.mlp.down: row 3 .* not a finite number",
+    ):
+        whole(
+            open_tiny(replace(model, weights=replace(model.weights, tensors=tensors))),
+            tokens_of(1, 8),
+        )

@@ -17,18 +17,24 @@ HERE = Path(__file__).parent
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.timeout(0)  # each test of the nested run has a timeout of its own
-def test_the_kernels_interpreted(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
+def test_the_kernels_interpreted(
+    request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
+) -> None:
     pytest.importorskip("triton")
     ini = ["-c", str(request.config.inipath), "--rootdir", str(request.config.rootpath)]
     command = [sys.executable, "-m", "pytest", *ini, "-x", "-rs", str(HERE / "cuda_kernels.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True)
     if done.returncode == 5 and "the interpreter of Triton" in done.stdout:
-        reason = next(line for line in done.stdout.splitlines() if "the interpreter of Triton" in line)
+        reason = next(
+            line for line in done.stdout.splitlines() if "the interpreter of Triton" in line
+        )
         pytest.skip(reason[reason.index("the interpreter of") :])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
-    for line in done.stdout.splitlines():  # "SKIPPED [1] tests/…py:12: why": shown in the table of not_run.py
+    for line in (
+        done.stdout.splitlines()
+    ):  # "SKIPPED [1] tests/…py:12: why": shown in the table of not_run.py
         if skip := re.match(r"SKIPPED \[(\d+)\] (\S+?:\d+): (.*)", line):
             for number in range(int(skip[1])):
                 record_property("not run", f"{skip[2]}:{number}: {skip[3]}")

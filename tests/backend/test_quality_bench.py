@@ -17,7 +17,9 @@ from verbatim.testing_models import tiny_model
 
 @pytest.fixture(scope="module")
 def quality() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("quality", Path(__file__).parents[2] / "bench" / "quality.py")
+    spec = importlib.util.spec_from_file_location(
+        "quality", Path(__file__).parents[2] / "bench" / "quality.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,7 +42,9 @@ def test_batched_engine_equals_the_reference_backend(family: str, quality: Modul
     assert np.abs(logprob - [s.logprob for s in scored]).max() < 1e-4
     assert top1.tolist() == [s.top[0][0] for s in scored]
     assert (entropy > 0).all()
-    rounded = quality.figures(quality.batched(model, [(re.compile("."), "4x16")])(list(ids)), window)[0]
+    rounded = quality.figures(
+        quality.batched(model, [(re.compile("."), "4x16")])(list(ids)), window
+    )[0]
     assert np.abs(rounded - logprob).max() > 1e-4, "a rule changes something"
 
 

@@ -57,7 +57,14 @@ def released_too_early(texts: list[Text], group: int, random: np.random.Generato
     texts[0].tables[group][texts[0].done // 4 - 1] = -1
 
 
-FAULTS = [wrong_block, swapped_order, whole_table_of_another, never_written, written_by_another, released_too_early]
+FAULTS = [
+    wrong_block,
+    swapped_order,
+    whole_table_of_another,
+    never_written,
+    written_by_another,
+    released_too_early,
+]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)

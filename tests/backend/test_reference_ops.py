@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verbatim.backend.reference.blas import _controls, one_thread
-from verbatim.backend.reference.ops import activate, aligned, attend_row, rows_times, soft_cap, softmax
+from verbatim.backend.reference.ops import (
+    activate,
+    aligned,
+    attend_row,
+    rows_times,
+    soft_cap,
+    softmax,
+)
 
 
 def misplaced(array: np.ndarray, shift: int) -> np.ndarray:
@@ -23,8 +30,16 @@ def misplaced(array: np.ndarray, shift: int) -> np.ndarray:
     return view
 
 
-@given(st.integers(1, 70), st.integers(1, 90), st.integers(1, 9), st.integers(0, 15), st.integers(0, 2**31))
-def test_a_row_has_the_same_bits_in_any_company(out: int, width: int, rows: int, shift: int, seed: int) -> None:
+@given(
+    st.integers(1, 70),
+    st.integers(1, 90),
+    st.integers(1, 9),
+    st.integers(0, 15),
+    st.integers(0, 2**31),
+)
+def test_a_row_has_the_same_bits_in_any_company(
+    out: int, width: int, rows: int, shift: int, seed: int
+) -> None:
     random = np.random.default_rng(seed)
     weight = aligned(random.standard_normal((out, width), dtype=np.float32))
     x = random.standard_normal((rows, width), dtype=np.float32)
@@ -35,15 +50,22 @@ def test_a_row_has_the_same_bits_in_any_company(out: int, width: int, rows: int,
 
 
 @given(st.integers(1, 300), st.integers(0, 15), st.integers(1, 4), st.integers(0, 2**31))
-def test_attention_has_the_same_bits_wherever_it_lies(visible: int, shift: int, sharing: int, seed: int) -> None:
+def test_attention_has_the_same_bits_wherever_it_lies(
+    visible: int, shift: int, sharing: int, seed: int
+) -> None:
     """Keys and values out of a longer buffer, at any offset: a row that came late in a chunk, or alone."""
     random = np.random.default_rng(seed)
     q = random.standard_normal((2, sharing, 12), dtype=np.float32)
     keys, values = (random.standard_normal((2, visible, 12), dtype=np.float32) for _ in range(2))
-    long_keys, long_values = (np.concatenate([t[:, :1].repeat(shift, 1), t, t[:, :3]], axis=1) for t in (keys, values))
+    long_keys, long_values = (
+        np.concatenate([t[:, :1].repeat(shift, 1), t, t[:, :3]], axis=1) for t in (keys, values)
+    )
     seen = slice(shift, shift + visible)
     alone = attend_row(q, keys, values, 0.3, 0.0)
-    assert alone.tobytes() == attend_row(misplaced(q, 5), long_keys[:, seen], long_values[:, seen], 0.3, 0.0).tobytes()
+    assert (
+        alone.tobytes()
+        == attend_row(misplaced(q, 5), long_keys[:, seen], long_values[:, seen], 0.3, 0.0).tobytes()
+    )
     scores = np.einsum("hgd,hnd->hgn", q, keys, dtype=np.float64) * 0.3
     shares = np.exp(scores - scores.max(-1, keepdims=True))
     expected = np.einsum("hgn,hnd->hgd", shares / shares.sum(-1, keepdims=True), values)
@@ -56,7 +78,10 @@ def test_activations(kind: str) -> None:
     exact = {
         "silu": [v / (1 + math.exp(-v)) for v in x.tolist()],
         "gelu": [0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x.tolist()],
-        "gelu_tanh": [0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))) for v in x.tolist()],
+        "gelu_tanh": [
+            0.5 * v * (1 + math.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
+            for v in x.tolist()
+        ],
     }
     assert np.allclose(activate(x, kind), exact[kind], atol=3e-6)
 

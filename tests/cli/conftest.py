@@ -29,7 +29,9 @@ def train_tokenizer(directory: Path, vocab: int = 320) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words.train_from_iterator(["the cat sat on the mat, and the dog didn't mind at all"] * 4, trainer)
+    words.train_from_iterator(
+        ["the cat sat on the mat, and the dog didn't mind at all"] * 4, trainer
+    )
     words.save(str(directory / "tokenizer.json"))
     config = {"eos_token": "<|end|>", "bos_token": None, "chat_template": TEMPLATE}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -47,7 +49,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     train_tokenizer(directory)
     words = from_directory(directory)
-    model = tiny_model("llama", vocab_size=words.vocab_size, hidden_size=64, intermediate_size=96, max_position_embeddings=8192)
+    model = tiny_model(
+        "llama",
+        vocab_size=words.vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        max_position_embeddings=8192,
+    )
     metadata, extra = model_metadata(model, "tiny")
     metadata |= tokenizer_metadata(directory, words, model.spec.vocab, "llama")
     metadata["tokenizer.chat_template"] = TEMPLATE
@@ -56,7 +64,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def verbatim(tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Call:
+def verbatim(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Call:
     """Calls the command line in this process, with the tiny model and an empty cache."""
     from verbatim.cli.main import main
 
@@ -83,7 +93,11 @@ def spawn(tiny: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
     """Starts the command line (or other code) as a process of its own."""
 
     def start(*words: str, code: str = "", **options: Any) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "VERBATIM_MODEL": str(tiny), "VERBATIM_CACHE": str(tmp_path / "cache")}
+        environment = {
+            **os.environ,
+            "VERBATIM_MODEL": str(tiny),
+            "VERBATIM_CACHE": str(tmp_path / "cache"),
+        }
         environment.pop("NO_COLOR", None)
         what = ["-c", code] if code else ["-m", "verbatim"]
         before = signal.signal(

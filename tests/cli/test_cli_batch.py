@@ -17,7 +17,11 @@ ENGINE = ("-q", "--test-engine", "pipeline,pause=0.005", "--served-model-name", 
 
 
 def request(name: str, **body: Any) -> dict[str, Any]:
-    return {"custom_id": name, "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 4, "seed": 7, **body}}
+    return {
+        "custom_id": name,
+        "url": "/v1/completions",
+        "body": {"prompt": "x", "max_tokens": 4, "seed": 7, **body},
+    }
 
 
 def answer(name: str, status: int) -> dict[str, Any]:
@@ -74,13 +78,17 @@ async def test_what_is_refused_for_now_is_asked_again(room: int, status: int) ->
 @pytest.mark.parametrize("concurrency", [1, 2, 7, 64])
 async def test_what_is_never_served_is_given_up_in_the_end(concurrency: int) -> None:
     desk, written = Desk(100, never=("bad",)), []
-    await batch.answer_in_rounds(desk, [request("bad"), request("good")], concurrency, written.append)
+    await batch.answer_in_rounds(
+        desk, [request("bad"), request("good")], concurrency, written.append
+    )
     assert [(w["custom_id"], batch.status_of(w)) for w in written] == [("good", 200), ("bad", 429)]
     assert desk.asked.count("good") == 1
     assert desk.asked.count("bad") == concurrency.bit_length() - 1 + batch.ALONE
 
 
-async def test_an_engine_that_does_not_come_back_ends_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_does_not_come_back_ends_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(batch, "RESTART_SECONDS", 0.0)
     with pytest.raises(batch.BackendError, match="not back"):
         await batch.restarted(asyncio.Event())
@@ -90,7 +98,13 @@ def test_more_than_the_server_takes_at_once(verbatim: Call, tmp_path: Path) -> N
     """The real handlers: few answers with rows may be open at once."""
     from verbatim.server.server_state import MAX_ROWS
 
-    rows = {"explain": 1, "receipt": True, "explain_rows": True, "max_tokens": 12, "ignore_eos": True}
+    rows = {
+        "explain": 1,
+        "receipt": True,
+        "explain_rows": True,
+        "max_tokens": 12,
+        "ignore_eos": True,
+    }
     lines = [request(f"c{i}", **rows) for i in range(2 * MAX_ROWS)]
     source, target = write_lines(tmp_path / "in", lines), tmp_path / "out"
     assert verbatim("batch", str(source), str(target), *ENGINE, "--concurrency", "8").code == 0
@@ -99,9 +113,20 @@ def test_more_than_the_server_takes_at_once(verbatim: Call, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_unsettled_lines_are_asked_anew_and_refusals_stay(verbatim: Call, tmp_path: Path, link: bool) -> None:
-    source = write_lines(tmp_path / "in", [request(name) for name in ("a", "b", "c", "d")] + [request("bad", temperature=-1)])
-    held = [answer("a", 200), answer("b", 429), answer("other", 503), answer("c", 500), answer("d", 503)]
+def test_unsettled_lines_are_asked_anew_and_refusals_stay(
+    verbatim: Call, tmp_path: Path, link: bool
+) -> None:
+    source = write_lines(
+        tmp_path / "in",
+        [request(name) for name in ("a", "b", "c", "d")] + [request("bad", temperature=-1)],
+    )
+    held = [
+        answer("a", 200),
+        answer("b", 429),
+        answer("other", 503),
+        answer("c", 500),
+        answer("d", 503),
+    ]
     real = target = write_lines(tmp_path / "out", held)
     if link:
         target = tmp_path / "link"
@@ -113,7 +138,9 @@ def test_unsettled_lines_are_asked_anew_and_refusals_stay(verbatim: Call, tmp_pa
         assert statuses(real) == {"a": 200, "other": 503, "b": 200, "c": 200, "d": 200, "bad": 400}
         assert real.read_bytes().startswith(first[0] + first[2])
         assert target.is_symlink() == link
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file() and not path.is_symlink()) == ["in", "out"]
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if path.is_file() and not path.is_symlink()
+    ) == ["in", "out"]
     write_lines(source, [request("a"), request("b")])
     assert verbatim("batch", str(source), str(target), *ENGINE).code == 0, (
         "a refusal of another file's request is not this one's"
@@ -132,7 +159,9 @@ def test_unsettled_lines_are_asked_anew_and_refusals_stay(verbatim: Call, tmp_pa
         "[" * 100_000,
     ],
 )
-def test_a_file_that_holds_something_else_is_left_alone(verbatim: Call, tmp_path: Path, text: str) -> None:
+def test_a_file_that_holds_something_else_is_left_alone(
+    verbatim: Call, tmp_path: Path, text: str
+) -> None:
     source, target = write_lines(tmp_path / "in", [request("a")]), tmp_path / "out"
     target.write_text(json.dumps(answer("a", 429)) + "\n" + text + "\n")
     before = target.read_bytes()
@@ -145,8 +174,14 @@ def test_a_file_that_holds_something_else_is_left_alone(verbatim: Call, tmp_path
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (json.dumps(request("b", prompt="caf")).encode().replace(b"caf", b"caf\xe9"), "line 2 is not UTF-8"),
-        (json.dumps(request("\ud800")).encode(), "line 2: custom_id '\\ud800' holds half a character"),
+        (
+            json.dumps(request("b", prompt="caf")).encode().replace(b"caf", b"caf\xe9"),
+            "line 2 is not UTF-8",
+        ),
+        (
+            json.dumps(request("\ud800")).encode(),
+            "line 2: custom_id '\\ud800' holds half a character",
+        ),
     ],
 )
 def test_what_cannot_be_read_or_written_is_named_before_anything_runs(

@@ -17,17 +17,31 @@ from verbatim.base.errors import BackendError
 from verbatim.bench import measure
 from verbatim.bench.rivals import client
 from verbatim.observe.plot import Chart, Line, draw, figure
-from verbatim.observe.roofline import CostCard, Limits, cost_card, load_limits, measure_limits, native_probes, save_limits
+from verbatim.observe.roofline import (
+    CostCard,
+    Limits,
+    cost_card,
+    load_limits,
+    measure_limits,
+    native_probes,
+    save_limits,
+)
 
 # The figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB a token.
 LIMITS = Limits(37.9e9, threads=2, method="native", int8_ops=638e9)
 CARD = CostCard(
-    weight_bytes=98_000_000, kv_token_bytes=23_040, ops_token=270_000_000, ops_position=69_120, prompt_ops_token=212_000_000
+    weight_bytes=98_000_000,
+    kv_token_bytes=23_040,
+    ops_token=270_000_000,
+    ops_position=69_120,
+    prompt_ops_token=212_000_000,
 )
 
 
 def test_ceilings_worked_by_hand() -> None:
-    assert CARD.decode_ceiling(LIMITS, 0) == pytest.approx(37.9e9 / 98e6)  # 387 tokens/s: memory is the limit
+    assert CARD.decode_ceiling(LIMITS, 0) == pytest.approx(
+        37.9e9 / 98e6
+    )  # 387 tokens/s: memory is the limit
     assert CARD.decode_ceiling(LIMITS, 2000) == pytest.approx(37.9e9 / (98e6 + 2000 * 23_040))
     # 64 sequences: 64 * 0.27 GOP take 27 ms, reading takes 2.6 ms: the integer units are the limit
     assert CARD.decode_ceiling(LIMITS, 0, 64) == pytest.approx(638e9 / 270e6)
@@ -48,7 +62,11 @@ def test_the_cost_card_counts_every_matrix() -> None:
     for family in ("llama", "gpt2", "qwen2"):
         spec = tiny_model(family).spec
         card = cost_card(spec, SimpleNamespace(weight_bytes=1, kv_token_bytes=2))
-        sizes = {name: shape[0] * shape[1] for name, shape in layout(spec).items() if is_quantisable(name)}
+        sizes = {
+            name: shape[0] * shape[1]
+            for name, shape in layout(spec).items()
+            if is_quantisable(name)
+        }
         head = spec.vocab * spec.hidden
         body = sum(size for name, size in sizes.items() if name not in ("embed", "head"))
         assert card.ops_token == 2 * (body + head), family
@@ -65,7 +83,9 @@ def test_a_mixture_costs_only_the_experts_it_uses() -> None:
     two = cost_card(tiny_model("mixtral", num_experts_per_tok=2).spec, info)
     three = cost_card(tiny_model("mixtral", num_experts_per_tok=3).spec, info)
     spec = tiny_model("mixtral").spec
-    assert three.ops_token - two.ops_token == 2 * len(spec.layers) * 3 * spec.hidden * spec.expert_mlp
+    assert (
+        three.ops_token - two.ops_token == 2 * len(spec.layers) * 3 * spec.hidden * spec.expert_mlp
+    )
 
 
 def test_limits_are_measured_kept_and_read_again(tmp_path: Path) -> None:
@@ -78,7 +98,9 @@ def test_limits_are_measured_kept_and_read_again(tmp_path: Path) -> None:
     assert load_limits(tmp_path / "new") == limits
     slower = replace(limits, read_bytes=limits.read_bytes / 2)
     save_limits(tmp_path / "new", slower)
-    assert load_limits(tmp_path / "new") == limits, "a busy minute does not lower the machine's limit"
+    assert load_limits(tmp_path / "new") == limits, (
+        "a busy minute does not lower the machine's limit"
+    )
     for junk in ("", "[1]", '{"read_bytes": 1}', '{"other": 2}'):
         (tmp_path / "limits.json").write_text(junk)
         assert load_limits(tmp_path) is None
@@ -87,7 +109,12 @@ def test_limits_are_measured_kept_and_read_again(tmp_path: Path) -> None:
 def test_the_best_of_several_passes_is_the_limit() -> None:
     speeds = iter([1e9, 5e9, 2e9, 1e9, 1e9, 1e9])
     ops = iter([7.0, 9.0, 8.0])
-    limits = measure_limits(2, native_read=lambda threads, size: next(speeds), native_ops=lambda threads: next(ops), repeats=3)
+    limits = measure_limits(
+        2,
+        native_read=lambda threads, size: next(speeds),
+        native_ops=lambda threads: next(ops),
+        repeats=3,
+    )
     assert limits.read_bytes == 5e9
     assert limits.int8_ops == 9.0
     assert limits.method == "native"
@@ -140,7 +167,13 @@ def test_a_slow_measurement_is_not_repeated() -> None:
 
 def test_jobs_fit_the_context_and_start_together() -> None:
     table = measure.jobs([32, 5000], [32, 4090], [1, 32, 1000], 16, 512, 4096)
-    assert [(j.kind, j.size) for j in table] == [("prefill", 32), ("decode", 32), ("batch", 1), ("batch", 32), ("batch", 1000)]
+    assert [(j.kind, j.size) for j in table] == [
+        ("prefill", 32),
+        ("decode", 32),
+        ("batch", 1),
+        ("batch", 32),
+        ("batch", 1000),
+    ]
     assert table[3].tokens == 32 * 16
 
 
@@ -153,14 +186,22 @@ def test_a_share_above_the_limit_is_explained(
 
     from verbatim.cli import bench
 
-    rows = [measure.Job("decode", 1, 10, lambda _: 10 / rate), measure.Job("decode", 2000, 10, lambda _: 1.0)]
+    rows = [
+        measure.Job("decode", 1, 10, lambda _: 10 / rate),
+        measure.Job("decode", 2000, 10, lambda _: 1.0),
+    ]
     monkeypatch.setattr(bench, "_print_limits", lambda llm, quick: (LIMITS, CARD))
     monkeypatch.setattr(measure, "Ours", lambda llm: SimpleNamespace(name="verbatim"))
     monkeypatch.setattr(measure, "jobs", lambda **_: rows)
     llm: Any = SimpleNamespace(config=SimpleNamespace(step_tokens=1), context=4096)
     bench._measure(llm, None, {}, 1, True)
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("share above 100 % (decode at 1): the limit was measured in a slower minute") == said
+    assert (
+        last.startswith(
+            "share above 100 % (decode at 1): the limit was measured in a slower minute"
+        )
+        == said
+    )
 
 
 CHARTS = [
@@ -234,7 +275,9 @@ def test_a_rival_speaks_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_missing_rival_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(client.WORKERS, "pretend", ("worker.py", "no_such_module_x", "no-such-dist"))
+    monkeypatch.setitem(
+        client.WORKERS, "pretend", ("worker.py", "no_such_module_x", "no-such-dist")
+    )
     with pytest.raises(BackendError, match="--rival-python"):
         client.find_python("pretend", None)
     with pytest.raises(BackendError, match="cannot be run"):
@@ -279,7 +322,9 @@ def test_the_whole_bench_on_a_tiny_model(verbatim: Call, tmp_path: Path, tiny: P
     assert data["first_token_s"] > 0
     assert data["limits"]["read_bytes"] > 0
     ElementTree.fromstring(plot.read_text())
-    assert load_limits(Path(os.environ["VERBATIM_CACHE"])) is not None, "run prints the limit from now on"
+    assert load_limits(Path(os.environ["VERBATIM_CACHE"])) is not None, (
+        "run prints the limit from now on"
+    )
 
 
 @pytest.mark.torch
@@ -288,7 +333,13 @@ def test_transformers_as_a_rival(tmp_path: Path) -> None:
     """The real worker, on a tiny checkpoint."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     rival = client.Rival("transformers", client.find_python("transformers", sys.executable))
     rival.open(str(tmp_path), 1, 64)

@@ -35,7 +35,10 @@ def test_a_loop_is_stopped_and_beams_go_without(verbatim: Call) -> None:
     flags = ["--allowed-token-ids", "40", "--max-tokens", "150"]
     said = verbatim("chat", "-q", *flags, stdin="the\n/params num_beams=2 temperature=1\n")
     lines = said.err.splitlines()
-    assert lines[0] == "warning: stopped, because the end repeats a run of 1 token; /params on_loop=report lets it go on"
+    assert (
+        lines[0]
+        == "warning: stopped, because the end repeats a run of 1 token; /params on_loop=report lets it go on"
+    )
     assert "num_beams=2" in lines[1]
     assert "on_loop" not in lines[1]
     let = verbatim("chat", *flags, stdin="/params on_loop=report\nthe\n")
@@ -49,7 +52,9 @@ def test_piped_lines_are_turns_with_history(verbatim: Call, tiny: Path) -> None:
     assert said.out == "".join(answer + "\n" for answer in answers(tiny, first, "and the dog"))
     closing = said.err.strip().splitlines()
     assert len(closing) == 2
-    assert "from the prefix cache" in closing[1], "the second turn reuses the first one's keys and values"
+    assert "from the prefix cache" in closing[1], (
+        "the second turn reuses the first one's keys and values"
+    )
 
 
 def test_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
@@ -69,7 +74,9 @@ def test_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
     said = verbatim("chat", "-q", *SHORT, stdin="\n".join(lines) + "\n")
     assert said.code == 0
     [answer] = answers(tiny, "the cat")
-    assert said.out == answer + "\n" + answer + "\n", "after /reset the same question has the same answer"
+    assert said.out == answer + "\n" + answer + "\n", (
+        "after /reset the same question has the same answer"
+    )
     record = json.loads(file.read_text())
     assert [m["role"] for m in record["messages"]] == ["user", "assistant"]
     assert record["messages"][1]["content"] == answer
@@ -79,7 +86,9 @@ def test_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["~no-such-user-here/x", "a\0b", "/no/such/place/x"])
-def test_a_file_that_cannot_be_written_does_not_end_the_conversation(verbatim: Call, tiny: Path, name: str) -> None:
+def test_a_file_that_cannot_be_written_does_not_end_the_conversation(
+    verbatim: Call, tiny: Path, name: str
+) -> None:
     said = verbatim("chat", "-q", *SHORT, stdin=f"/save {name}\nthe cat\n")
     assert said.code == 0
     assert said.err.startswith(f"verbatim: cannot write {name!r}: ")
@@ -106,7 +115,9 @@ def test_a_command_mistyped_is_named(verbatim: Call) -> None:
 
 
 def test_system_message(verbatim: Call, tiny: Path) -> None:
-    said = verbatim("chat", "-q", *SHORT, "--system", "purr", stdin="/system\nthe cat\n/system bark\nthe cat\n")
+    said = verbatim(
+        "chat", "-q", *SHORT, "--system", "purr", stdin="/system\nthe cat\n/system bark\nthe cat\n"
+    )
     with LLM(tiny) as llm:
         wanted = [
             llm.chat(
@@ -120,7 +131,14 @@ def test_system_message(verbatim: Call, tiny: Path) -> None:
 
 
 def test_a_refused_turn_does_not_end_the_conversation(verbatim: Call, tiny: Path) -> None:
-    said = verbatim("chat", "-q", *SHORT, "--context", "64", stdin="x" * 400 + "\n/params top_p=7\n/params top_q=1\nthe cat\n")
+    said = verbatim(
+        "chat",
+        "-q",
+        *SHORT,
+        "--context",
+        "64",
+        stdin="x" * 400 + "\n/params top_p=7\n/params top_q=1\nthe cat\n",
+    )
     assert said.code == 0
     assert said.out == answers(tiny, "the cat")[0] + "\n"
     errors = [line for line in said.err.splitlines() if line.startswith("verbatim: ")]
@@ -139,7 +157,9 @@ class Terminal:
 
     def __init__(self, spawn: Spawn, *words: str) -> None:
         self.master, slave = pty.openpty()
-        self.process = spawn(*words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        self.process = spawn(
+            *words, stdin=slave, stdout=slave, stderr=slave, start_new_session=True
+        )
         os.close(slave)
         self.seen = b""
 
@@ -228,7 +248,16 @@ def test_ctrl_d_leaves(spawn: Spawn) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["--n=2", "--best-of=1", "--logprobs=0", "--logprobs=1", "--prompt-logprobs=1", "--explain=1", "--receipt"]
+    "flag",
+    [
+        "--n=2",
+        "--best-of=1",
+        "--logprobs=0",
+        "--logprobs=1",
+        "--prompt-logprobs=1",
+        "--explain=1",
+        "--receipt",
+    ],
 )
 def test_what_a_conversation_does_not_show_is_refused(verbatim: Call, flag: str) -> None:
     said = verbatim("chat", flag, stdin="hello\n")

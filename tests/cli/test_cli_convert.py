@@ -22,14 +22,25 @@ from verbatim.text.tokenizer import from_directory, from_gguf
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
 
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA3["original_max_position_embeddings"] = 64
 SCALINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     "llama3": {"rope_parameters": LLAMA3},
     "yarn": {
-        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 128,
+        }
     },
 }
 
@@ -68,7 +79,9 @@ def test_rope_scalings_survive(name: str, tmp_path: Path) -> None:
 
 
 def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:
-    dynamic = tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    dynamic = tiny_model(
+        "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    )
     with pytest.raises(ModelError, match="dynamic"):
         export(dynamic, tmp_path / "x.gguf")
     scale = tiny_model("gemma2", query_pre_attn_scalar=100)
@@ -91,14 +104,23 @@ def byte_level(directory: Path, pattern: str | None = None, vocab: int = 300) ->
     if pattern is None:
         words.pre_tokenizer = level
     else:
-        words.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), level])
+        words.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(pattern), "isolated"), level]
+        )
     words.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    words.train_from_iterator(["the cat sat on the mat, the dog didn't. 12345 it's the 1999s"] * 4, trainer)
+    words.train_from_iterator(
+        ["the cat sat on the mat, the dog didn't. 12345 it's the 1999s"] * 4, trainer
+    )
     words.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "bos_token": None}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|end|>", "bos_token": None})
+    )
 
 
 def test_a_byte_level_tokenizer_finds_its_name(tmp_path: Path) -> None:
@@ -120,9 +142,15 @@ def sentencepiece(directory: Path) -> None:
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     words = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
-    words.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    trainer = trainers.BpeTrainer(vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    words.train_from_iterator(["the cat sat on the mat", "a dog sat there with the cat"] * 3, trainer)
+    words.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+    )
+    words.train_from_iterator(
+        ["the cat sat on the mat", "a dog sat there with the cat"] * 3, trainer
+    )
     data = json.loads(words.to_str())
     vocab = data["model"]["vocab"]
     for b in range(256):
@@ -148,7 +176,9 @@ def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path) -> None:
 def test_a_unigram_tokenizer_is_refused(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)).save(str(tmp_path / "tokenizer.json"))
+    Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)).save(
+        str(tmp_path / "tokenizer.json")
+    )
     other = tmp_path / "other"
     other.mkdir()
     byte_level(other)
@@ -182,12 +212,17 @@ def save_directory(model: Model, directory: Path) -> None:
 
     directory.mkdir(exist_ok=True)
     byte_level(directory, vocab=260)
-    arrays = {hf_source("llama", "model.", name, 0).names[0]: np.array(t.to_f32()) for name, t in model.weights.items()}
+    arrays = {
+        hf_source("llama", "model.", name, 0).names[0]: np.array(t.to_f32())
+        for name, t in model.weights.items()
+    }
     save_file(arrays, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(getattr(model.source, "config", {})))
 
 
-def test_a_directory_becomes_a_quantised_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_becomes_a_quantised_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = tiny_model("llama", vocab_size=264, hidden_size=64, intermediate_size=256)
     save_directory(model, tmp_path / "dir")
     target = tmp_path / "out.gguf"
@@ -198,7 +233,9 @@ def test_a_directory_becomes_a_quantised_file(tmp_path: Path, capsys: pytest.Cap
     assert types["blk.0.attn_q.weight"] == types["blk.2.ffn_down.weight"] == "q4_0"
     assert types["blk.0.attn_norm.weight"] == "f32"
     assert file.metadata["general.file_type"] == 2
-    assert from_gguf(file.metadata).encode("the cat") == from_directory(tmp_path / "dir").encode("the cat")
+    assert from_gguf(file.metadata).encode("the cat") == from_directory(tmp_path / "dir").encode(
+        "the cat"
+    )
     loaded = load_model(target)
     for name in ("layers.0.attn.q", "layers.1.mlp.up", "embed"):
         x, y = model.weights[name].to_f32(), loaded.weights[name].to_f32()
@@ -235,7 +272,9 @@ def test_a_directory_becomes_a_quantised_file(tmp_path: Path, capsys: pytest.Cap
         ("blk.0.attn_norm.weight", (64,), "q4_0", None, "f32"),
     ],
 )
-def test_types(name: str, shape: tuple[int, ...], quant: str | None, head: str | None, wanted: str) -> None:
+def test_types(
+    name: str, shape: tuple[int, ...], quant: str | None, head: str | None, wanted: str
+) -> None:
     assert convert._type_for(name, "f16", shape, quant, head) == wanted
 
 

@@ -14,7 +14,19 @@ from verbatim import LLM
 
 
 def test_explain_prints_every_token(verbatim: Call) -> None:
-    said = verbatim("explain", "--raw", "the cat", "--max-tokens", "3", "--temperature", "0.8", "--seed", "5", "--top-k", "10")
+    said = verbatim(
+        "explain",
+        "--raw",
+        "the cat",
+        "--max-tokens",
+        "3",
+        "--temperature",
+        "0.8",
+        "--seed",
+        "5",
+        "--top-k",
+        "10",
+    )
     assert said.code == 0, said.err
     heads = [line for line in said.out.splitlines() if line.startswith("position ")]
     assert len(heads) == 3
@@ -26,7 +38,20 @@ def test_explain_prints_every_token(verbatim: Call) -> None:
 
 
 def test_several_explained_answers_are_numbered_and_beams_say_their_scores(verbatim: Call) -> None:
-    drawn = ["explain", "--raw", "--brief", "the cat", "--max-tokens", "3", "--temperature", "1", "--seed", "5", "--n", "2"]
+    drawn = [
+        "explain",
+        "--raw",
+        "--brief",
+        "the cat",
+        "--max-tokens",
+        "3",
+        "--temperature",
+        "1",
+        "--seed",
+        "5",
+        "--n",
+        "2",
+    ]
     out = verbatim(*drawn).out
     texts = [choice["text"] for choice in verbatim(*drawn, "--json").json["choices"]]
     assert [f"[{i}] {text}\n" in out for i, text in enumerate(texts, 1)] == [True, True]
@@ -43,7 +68,18 @@ def test_several_explained_answers_are_numbered_and_beams_say_their_scores(verba
 def test_explain_is_what_the_model_says(verbatim: Call, tiny: Path) -> None:
     """Entropy, probabilities, ranks and margins from raw logits that another path of the engine gives (prompt log-probabilities)."""
     data = verbatim(
-        "explain", "--raw", "--json", "--explain", "4", "the cat", "--max-tokens", "4", "--temperature", "0.9", "--seed", "2"
+        "explain",
+        "--raw",
+        "--json",
+        "--explain",
+        "4",
+        "the cat",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0.9",
+        "--seed",
+        "2",
     ).json
     tokens, prompt = data["tokens"], data["prompt_token_ids"]
     with LLM(tiny) as llm:
@@ -65,8 +101,21 @@ def test_explain_is_what_the_model_says(verbatim: Call, tiny: Path) -> None:
 
 
 def test_what_if_draws_again_without_the_model(verbatim: Call) -> None:
-    base = ["explain", "--raw", "--json", "the cat", "--max-tokens", "6", "--temperature", "1.2", "--seed", "3"]
-    data = verbatim(*base, "--what-if", "temperature=0", "--what-if", "top_k=1", "--what-if", "seed=3").json
+    base = [
+        "explain",
+        "--raw",
+        "--json",
+        "the cat",
+        "--max-tokens",
+        "6",
+        "--temperature",
+        "1.2",
+        "--seed",
+        "3",
+    ]
+    data = verbatim(
+        *base, "--what-if", "temperature=0", "--what-if", "top_k=1", "--what-if", "seed=3"
+    ).json
     greedy, single, same = data["what_if"]
     assert [t["after"] for t in greedy["tokens"]] == [record["best"] for record in data["explain"]]
     assert greedy["tokens"] == single["tokens"], "one token left is the best token"
@@ -93,7 +142,9 @@ def test_explain_refuses_by_name(verbatim: Call, words: list[str], named: str) -
 
 def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
     file = tmp_path / "r.json"
-    verbatim("run", "the cat", "--temperature", "1", "--max-tokens", "10", "--save-receipt", str(file))
+    verbatim(
+        "run", "the cat", "--temperature", "1", "--max-tokens", "10", "--save-receipt", str(file)
+    )
     again = verbatim("replay", str(file))
     assert again.code == 0
     assert again.out == "identical\n"

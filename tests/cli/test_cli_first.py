@@ -60,7 +60,10 @@ def test_a_narrow_terminal_breaks_no_word(spawn: Spawn) -> None:
 def test_the_shell_can_complete_commands_and_flags(spawn: Spawn) -> None:
     code = "import os\nos.environ.update(_VERBATIM_COMPLETE='bash_complete', COMP_WORDS={words!r}, COMP_CWORD='{n}')\n"
     code += "from verbatim.cli.main import main\nmain([])"
-    for words, n, wanted in [("verbatim ex", 1, b"plain,explain"), ("verbatim run --max-t", 2, b"plain,--max-tokens")]:
+    for words, n, wanted in [
+        ("verbatim ex", 1, b"plain,explain"),
+        ("verbatim run --max-t", 2, b"plain,--max-tokens"),
+    ]:
         process = spawn(code=code.format(words=words, n=n), stdout=subprocess.PIPE)
         out, _ = process.communicate()
         assert out.strip() == wanted
@@ -86,7 +89,9 @@ def test_a_question_without_a_command(verbatim: Call) -> None:
 def test_an_empty_prompt_is_refused_by_name(verbatim: Call, command: str) -> None:
     said = verbatim(command, "")
     assert said.code == 2
-    assert said.err.startswith("verbatim: text: is empty" if command == "score" else "verbatim: prompt: is empty")
+    assert said.err.startswith(
+        "verbatim: text: is empty" if command == "score" else "verbatim: prompt: is empty"
+    )
     assert '"-" to read stdin' in said.err
     assert said.out == ""
 
@@ -95,9 +100,14 @@ def test_an_empty_prompt_is_refused_by_name(verbatim: Call, command: str) -> Non
 def test_two_prompts_are_refused_never_joined(verbatim: Call, command: str) -> None:
     said = verbatim(command, "why is", "the sky blue")
     assert said.code == 2
-    assert f"2 arguments were given, and it is one; put it in quotes: verbatim {command} 'why is the sky blue'" in said.err
+    assert (
+        f"2 arguments were given, and it is one; put it in quotes: verbatim {command} 'why is the sky blue'"
+        in said.err
+    )
     assert said.out == ""
-    assert "-m smollm2" in verbatim(command, "smollm2", "why").err, "as in `ollama run MODEL PROMPT`"
+    assert "-m smollm2" in verbatim(command, "smollm2", "why").err, (
+        "as in `ollama run MODEL PROMPT`"
+    )
     assert "-m x.gguf" in verbatim(command, "x.gguf", "why").err
     assert verbatim(command, *["word"] * 100).err.endswith("put it in quotes\n")
 
@@ -115,7 +125,13 @@ def test_no_stdin_at_all(spawn: Spawn) -> None:
 
 @pytest.mark.skipif(not FULL.exists(), reason="/dev/full is a thing of Linux")
 @pytest.mark.parametrize(
-    "words", [("run", "--max-tokens", "3", "the"), ("run", "--json", "--max-tokens", "3", "the"), ("version",), ()]
+    "words",
+    [
+        ("run", "--max-tokens", "3", "the"),
+        ("run", "--json", "--max-tokens", "3", "the"),
+        ("version",),
+        (),
+    ],
 )
 def test_a_full_disk_is_not_our_fault(spawn: Spawn, words: tuple[str, ...]) -> None:
     with FULL.open("wb") as full:
@@ -140,7 +156,9 @@ def test_closed_streams(spawn: Spawn) -> None:
     """`>&-` and `2>&-` in a shell."""
     for closed in (1, 2):
         kept = {1: {"stderr": subprocess.PIPE}, 2: {"stdout": subprocess.PIPE}}[closed]
-        process = spawn("run", "--max-tokens", "3", "the", preexec_fn=lambda fd=closed: os.close(fd), **kept)
+        process = spawn(
+            "run", "--max-tokens", "3", "the", preexec_fn=lambda fd=closed: os.close(fd), **kept
+        )
         out, err = process.communicate()
         assert process.returncode == 0
         assert b"Traceback" not in (err or b"")
@@ -153,9 +171,13 @@ def test_closed_streams(spawn: Spawn) -> None:
 def test_a_backend_that_is_not_there(verbatim: Call) -> None:
     said = verbatim("run", "--backend", "cuda", "the")
     assert said.code == 1
-    assert said.err == "verbatim: the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu\n"
     assert (
-        verbatim("run", "--backend", "tpu", "the").err == "verbatim: backend: 'tpu' is not one of auto, cpu, cuda, reference\n"
+        said.err
+        == "verbatim: the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu\n"
+    )
+    assert (
+        verbatim("run", "--backend", "tpu", "the").err
+        == "verbatim: backend: 'tpu' is not one of auto, cpu, cuda, reference\n"
     )
 
 
@@ -164,20 +186,33 @@ def test_a_directory_that_is_not_a_model(verbatim: Call, tiny: Path, tmp_path: P
     assert said.code == 3
     assert "is not a model: a directory needs config.json and *.safetensors" in said.err
     (tmp_path / "a.gguf").symlink_to(tiny)
-    assert f"give the GGUF file itself: {tmp_path / 'a.gguf'}\n" in verbatim("run", "-m", str(tmp_path), "the").err
+    assert (
+        f"give the GGUF file itself: {tmp_path / 'a.gguf'}\n"
+        in verbatim("run", "-m", str(tmp_path), "the").err
+    )
 
 
 @pytest.mark.parametrize(
     ("tokens", "params", "wanted"),
     [
-        (32, {}, "32 tokens and the context holds 32, which leaves no room for an answer; shorten it by at least 1"),
+        (
+            32,
+            {},
+            "32 tokens and the context holds 32, which leaves no room for an answer; shorten it by at least 1",
+        ),
         (40, {}, "40 tokens and the context holds 32; shorten it by at least 9"),
         (40, {"max_tokens": 5}, "40 tokens and the context holds 32; shorten it by at least 9"),
         (40, {"max_tokens": 0}, "40 tokens and the context holds 32; shorten it by at least 8"),
-        (30, {"max_tokens": 5}, "needs 35 of a context of 32; shorten the prompt or ask for at most 2"),
+        (
+            30,
+            {"max_tokens": 5},
+            "needs 35 of a context of 32; shorten the prompt or ask for at most 2",
+        ),
     ],
 )
-def test_a_prompt_too_long_says_by_how_much(tiny: Path, tokens: int, params: dict[str, int], wanted: str) -> None:
+def test_a_prompt_too_long_says_by_how_much(
+    tiny: Path, tokens: int, params: dict[str, int], wanted: str
+) -> None:
     with LLM(tiny, context=32) as llm, pytest.raises(ContextError) as caught:
         llm.generate([5] * tokens, SamplingParams(**params))  # type: ignore[arg-type]
     assert wanted in str(caught.value)
@@ -194,16 +229,27 @@ def test_nothing_is_advised_that_cannot_be(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (("--what-if", "top_k=2", "--n", "2", "--temperature", "1"), "draws a single answer again; leave out --n"),
-        (("--what-if", "top_k=2", "--max-tokens", "65"), "remembers 64 tokens; set --max-tokens to 64 or less"),
+        (
+            ("--what-if", "top_k=2", "--n", "2", "--temperature", "1"),
+            "draws a single answer again; leave out --n",
+        ),
+        (
+            ("--what-if", "top_k=2", "--max-tokens", "65"),
+            "remembers 64 tokens; set --max-tokens to 64 or less",
+        ),
         (("--what-if", "top_k=2", "--num-beams", "2"), "leave out --num-beams"),
-        (("--what-if", "stop=x"), "stop: cannot be changed by a what-if: it does not decide how a token is drawn"),
+        (
+            ("--what-if", "stop=x"),
+            "stop: cannot be changed by a what-if: it does not decide how a token is drawn",
+        ),
     ],
 )
 def test_a_what_if_that_cannot_be_is_refused_before_the_model_runs(
     verbatim: Call, flags: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verbatim.cli.open_model.open_llm", lambda *_, **__: pytest.fail("the model was opened"))
+    monkeypatch.setattr(
+        "verbatim.cli.open_model.open_llm", lambda *_, **__: pytest.fail("the model was opened")
+    )
     said = verbatim("explain", *flags, "the")
     assert said.code == 2
     assert wanted in said.err
@@ -211,7 +257,10 @@ def test_a_what_if_that_cannot_be_is_refused_before_the_model_runs(
 
 def test_a_regex_that_cannot_be_read_says_why(verbatim: Call) -> None:
     pytest.importorskip("llguidance")
-    assert "is not a regular expression: unclosed group, at character 1" in verbatim("run", "--regex", "(", "the").err
+    assert (
+        "is not a regular expression: unclosed group, at character 1"
+        in verbatim("run", "--regex", "(", "the").err
+    )
 
 
 def test_doctor_names_everything_once(verbatim: Call) -> None:
@@ -220,7 +269,9 @@ def test_doctor_names_everything_once(verbatim: Call) -> None:
 
 
 @pytest.mark.native
-def test_doctor_refuses_an_instruction_set_that_is_not_there(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_refuses_an_instruction_set_that_is_not_there(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It used to say `ready (nonesuch by VERBATIM_ISA)`, and every run was refused."""
     monkeypatch.setenv("VERBATIM_ISA", "nonesuch")
     said = verbatim("doctor")
@@ -239,8 +290,12 @@ def test_doctor_refuses_an_instruction_set_that_is_not_there(verbatim: Call, mon
 
 def test_half_characters_are_shown_as_bytes(verbatim: Call, tiny: Path) -> None:
     with LLM(tiny) as llm:
-        [half] = [t for t in range(llm.tokenizer.vocab_size) if llm.tokenizer.token_bytes(t) == b"\xf0"]
-    said = verbatim("explain", "--raw", "--brief", "--max-tokens", "1", "--allowed-token-ids", str(half), "the")
+        [half] = [
+            t for t in range(llm.tokenizer.vocab_size) if llm.tokenizer.token_bytes(t) == b"\xf0"
+        ]
+    said = verbatim(
+        "explain", "--raw", "--brief", "--max-tokens", "1", "--allowed-token-ids", str(half), "the"
+    )
     assert rf"'\xf0' ({half})" in said.out
     assert "\n'\\xf0'" not in said.out
     assert said.out.startswith("\n"), "and the text itself, cut inside a character, is empty"
@@ -257,7 +312,9 @@ def test_one_token_has_no_perplexity(verbatim: Call) -> None:
 
 def c_locale(spawn: Spawn, *words: str | bytes) -> tuple[int, bytes, bytes]:
     """The command in a locale that knows ASCII only, where Python hands over other bytes as lone surrogates."""
-    code = "import os, sys\nos.environ.update(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')\n"
+    code = (
+        "import os, sys\nos.environ.update(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')\n"
+    )
     code += "os.execv(sys.executable, [sys.executable, '-m', 'verbatim', *sys.argv[1:]])"
     process = spawn(*words, code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()
@@ -267,7 +324,17 @@ def c_locale(spawn: Spawn, *words: str | bytes) -> tuple[int, bytes, bytes]:
 def test_a_locale_without_unicode_loses_nothing(spawn: Spawn, verbatim: Call) -> None:
     import json
 
-    flags = ("run", "--json", "--temperature", "2", "--seed", "1", "--max-tokens", "40", "--ignore-eos")
+    flags = (
+        "run",
+        "--json",
+        "--temperature",
+        "2",
+        "--seed",
+        "1",
+        "--max-tokens",
+        "40",
+        "--ignore-eos",
+    )
     wanted = verbatim(*flags, "--system", "Grüße", "é → 🙂").json
     code, out, err = c_locale(spawn, *flags, "--system", "Grüße", "é → 🙂")
     assert code == 0, err
@@ -306,7 +373,9 @@ def test_a_user_without_a_home(verbatim: Call, monkeypatch: pytest.MonkeyPatch) 
     assert "VERBATIM_CACHE" in said.err
 
 
-def test_doctor_tries_to_write(verbatim: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_tries_to_write(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "file" / "cache"))
     said = verbatim("doctor")

@@ -58,23 +58,39 @@ def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.Monk
     code, line = cuda_line(verbatim)
     assert code == 0
     assert line.startswith("note")
-    assert "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-engine[cuda]" in line
+    assert (
+        "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-engine[cuda]" in line
+    )
 
 
 @pytest.mark.parametrize(
     ("result", "state", "text"),
     [
-        ("NVIDIA H200 (sm90)", "ok", "NVIDIA H200 (sm90): a test kernel ran and its result is right"),
+        (
+            "NVIDIA H200 (sm90)",
+            "ok",
+            "NVIDIA H200 (sm90): a test kernel ran and its result is right",
+        ),
         (
             BackendError("a test kernel did not run on the GPU: X"),
             "note",
             "an NVIDIA GPU is here, but a test kernel did not run",
         ),
-        (gpu.WrongResult("its result is wrong"), "BAD", "an NVIDIA GPU is here, but its result is wrong"),
-        (OSError("libcudart.so.12"), "BAD", "cannot be imported: libcudart.so.12; install verbatim-engine[cuda] again"),
+        (
+            gpu.WrongResult("its result is wrong"),
+            "BAD",
+            "an NVIDIA GPU is here, but its result is wrong",
+        ),
+        (
+            OSError("libcudart.so.12"),
+            "BAD",
+            "cannot be imported: libcudart.so.12; install verbatim-engine[cuda] again",
+        ),
     ],
 )
-def test_doctor_tells_installed_from_ran(result: Any, state: str, text: str, verbatim: Call, card: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_installed_from_ran(
+    result: Any, state: str, text: str, verbatim: Call, card: pytest.MonkeyPatch
+) -> None:
     ran(card, result)
     code, line = cuda_line(verbatim)
     assert line.split()[0] == state
@@ -84,11 +100,16 @@ def test_doctor_tells_installed_from_ran(result: Any, state: str, text: str, ver
 
 def test_version_with_a_gpu_runs_nothing(verbatim: Call, card: pytest.MonkeyPatch) -> None:
     said = verbatim("version").out
-    assert "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test kernel" in said
+    assert (
+        "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test kernel"
+        in said
+    )
     assert "default backend: cuda" in said
 
 
-def test_a_fallback_is_noted_once_and_not_with_quiet_or_json(verbatim: Call, card: pytest.MonkeyPatch) -> None:
+def test_a_fallback_is_noted_once_and_not_with_quiet_or_json(
+    verbatim: Call, card: pytest.MonkeyPatch
+) -> None:
     real = backends.import_module
 
     def imported(name: str) -> Any:
@@ -111,12 +132,19 @@ def test_a_fallback_is_noted_once_and_not_with_quiet_or_json(verbatim: Call, car
     assert wanted not in verbatim(*asked, "--backend", "reference").err
 
 
-def test_a_receipt_of_the_cpu_is_replayed_by_the_cpu(verbatim: Call, card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_receipt_of_the_cpu_is_replayed_by_the_cpu(
+    verbatim: Call, card: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """auto would use the GPU, whose numerics are others."""
     pytest.importorskip("verbatim.backend.cpu._native")
     card.setenv("CUDA_VISIBLE_DEVICES", "0")
     receipt = tmp_path / "receipt.json"
-    assert verbatim("run", "--backend", "cpu", "--max-tokens", "4", "--save-receipt", str(receipt), "the").code == 0
+    assert (
+        verbatim(
+            "run", "--backend", "cpu", "--max-tokens", "4", "--save-receipt", str(receipt), "the"
+        ).code
+        == 0
+    )
     assert json.loads(receipt.read_text())["backend"] == "cpu"
     card.setattr(gpu, "present", lambda: bool(gpu.os.environ.get("CUDA_VISIBLE_DEVICES")))
     card.setattr(backends, "_auto_cuda", lambda *_: pytest.fail("the GPU was used"))
@@ -159,4 +187,6 @@ def test_the_default_model_on_the_card(verbatim: Call, default_model: Path) -> N
         for prompt, done in zip(prompts, together, strict=True):
             assert llm.generate(prompt, params).token_ids == done.token_ids
             score = llm.score([*done.prompt_ids, *done.token_ids]).logprobs[len(done.prompt_ids) :]
-            assert [entry.logprob for entry in score if entry is not None] == [e.logprob for e in done.logprobs]
+            assert [entry.logprob for entry in score if entry is not None] == [
+                e.logprob for e in done.logprobs
+            ]

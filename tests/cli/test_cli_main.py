@@ -9,7 +9,14 @@ from importlib import import_module
 import click
 import pytest
 
-from verbatim.base.errors import BackendError, ContextError, ModelError, OverloadedError, ParameterError, VerbatimError
+from verbatim.base.errors import (
+    BackendError,
+    ContextError,
+    ModelError,
+    OverloadedError,
+    ParameterError,
+    VerbatimError,
+)
 from verbatim.cli import main as module
 
 
@@ -49,7 +56,9 @@ def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
         (BrokenPipeError(), 141),
     ],
 )
-def test_exit_codes(failing, capsys: pytest.CaptureFixture[str], error: BaseException, code: int) -> None:  # type: ignore[no-untyped-def]
+def test_exit_codes(
+    failing, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:  # type: ignore[no-untyped-def]
     failing(error)
     assert run("version") == code
     said = capsys.readouterr()
@@ -58,13 +67,17 @@ def test_exit_codes(failing, capsys: pytest.CaptureFixture[str], error: BaseExce
     assert "Traceback" not in said.err
 
 
-def test_an_error_is_one_line_whatever_it_holds(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_an_error_is_one_line_whatever_it_holds(
+    failing, capsys: pytest.CaptureFixture[str]
+) -> None:  # type: ignore[no-untyped-def]
     failing(ModelError("two\nlines\r\nand a tab\t.", file="evil\nname.gguf"))
     assert run("version") == 3
     assert capsys.readouterr().err == "verbatim: evil name.gguf: two lines and a tab .\n"
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(failing, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+def test_debug_shows_the_traceback_wherever_it_stands(
+    failing, capsys: pytest.CaptureFixture[str]
+) -> None:  # type: ignore[no-untyped-def]
     failing(RuntimeError("bug"))
     for words in (["--debug", "version"], ["version", "--debug"]):
         assert run(*words) == 1
@@ -75,7 +88,10 @@ def test_debug_shows_the_traceback_wherever_it_stands(failing, capsys: pytest.Ca
     ("words", "hint"),
     [
         (["rum"], "no command 'rum'; did you mean run?"),
-        (["run", "--temprature", "1", "x"], "no such option '--temprature'; did you mean '--temperature'?"),
+        (
+            ["run", "--temprature", "1", "x"],
+            "no such option '--temprature'; did you mean '--temperature'?",
+        ),
         (["xyzzy"], "verbatim --help"),
         (["run", "--top-q", "1", "x"], "'--top-q'"),
         (["run", "--top-k", "many", "x"], "--top-k"),
@@ -90,7 +106,9 @@ def test_debug_shows_the_traceback_wherever_it_stands(failing, capsys: pytest.Ca
         (["bench", "--contexts", "a,b"], "contexts"),
     ],
 )
-def test_wrong_words_are_code_2_and_say_what(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_code_2_and_say_what(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*words) == 2
     said = capsys.readouterr().err
     assert hint in said
@@ -99,7 +117,9 @@ def test_wrong_words_are_code_2_and_say_what(words: list[str], hint: str, capsys
 
 
 @pytest.mark.parametrize("processors", [2, 48])
-def test_too_many_threads_are_refused_with_the_limit_that_holds(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_threads_are_refused_with_the_limit_that_holds(
+    processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from verbatim.base.config import EngineConfig
     from verbatim.base.errors import ParameterError
 
@@ -107,7 +127,8 @@ def test_too_many_threads_are_refused_with_the_limit_that_holds(processors: int,
     most = 64 if processors == 2 else 192
     EngineConfig(threads=most)
     with pytest.raises(
-        ParameterError, match=f"9999 is more than the {most} .* this machine has {processors} processors"
+        ParameterError,
+        match=f"9999 is more than the {most} .* this machine has {processors} processors",
     ) as raised:
         EngineConfig(threads=9999)
     assert "four for each" not in str(raised.value)
@@ -135,5 +156,7 @@ def test_help_imports_no_command() -> None:
 
 
 def test_python_dash_m() -> None:
-    done = subprocess.run([sys.executable, "-m", "verbatim", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "verbatim", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("verbatim ")

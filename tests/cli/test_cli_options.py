@@ -72,7 +72,12 @@ TYPED: dict[str, tuple[list[str], Any]] = {
 @options.sampling_options
 def probe(**flags: Any) -> None:
     params = options.sampling_of(flags)
-    click.echo(json.dumps({"params": {f: getattr(params, f) for f in FIELDS}, "engine": options.engine_of(flags)}, default=str))
+    click.echo(
+        json.dumps(
+            {"params": {f: getattr(params, f) for f in FIELDS}, "engine": options.engine_of(flags)},
+            default=str,
+        )
+    )
 
 
 def call(*words: str) -> dict[str, Any]:
@@ -85,18 +90,26 @@ def call(*words: str) -> dict[str, Any]:
 def test_every_parameter_is_a_flag(name: str) -> None:
     flag = "--" + name.replace("_", "-")
     if FIELDS[name].kind == "bool":
-        words, wanted = ([flag] if not FIELDS[name].default else [f"--no-{flag[2:]}"]), not FIELDS[name].default
+        words, wanted = (
+            ([flag] if not FIELDS[name].default else [f"--no-{flag[2:]}"]),
+            not FIELDS[name].default,
+        )
     else:
         rest, wanted = TYPED[name]
         words = [flag, *rest]
     got = call(*words)["params"][name]
     assert json.loads(json.dumps(wanted)) == got
-    assert got != json.loads(json.dumps(FIELDS[name].default)), "the test must type something that is not the default"
+    assert got != json.loads(json.dumps(FIELDS[name].default)), (
+        "the test must type something that is not the default"
+    )
 
 
 def test_nothing_typed_means_the_defaults_and_temperature_zero() -> None:
     assert call()["params"] == json.loads(
-        json.dumps({f: getattr(SamplingParams(temperature=0, on_loop="stop"), f) for f in FIELDS}, default=str)
+        json.dumps(
+            {f: getattr(SamplingParams(temperature=0, on_loop="stop"), f) for f in FIELDS},
+            default=str,
+        )
     )
     assert call()["engine"] == {}
 
@@ -136,7 +149,9 @@ def test_every_engine_setting_is_a_flag_with_help() -> None:
     assert names == set(options.ENGINE_HELP)
     flags = {flag for param in probe.params for flag in param.opts}
     assert {"--" + name.replace("_", "-") for name in names} <= flags
-    assert call("--threads", "3", "--kv-memory", "1.5G", "--no-prefix-cache", "--speculate", "off")["engine"] == {
+    assert call("--threads", "3", "--kv-memory", "1.5G", "--no-prefix-cache", "--speculate", "off")[
+        "engine"
+    ] == {
         "threads": 3,
         "kv_memory": 3 << 29,
         "prefix_cache": False,
@@ -145,11 +160,15 @@ def test_every_engine_setting_is_a_flag_with_help() -> None:
 
 
 @settings(derandomize=True, max_examples=200)
-@given(st.integers(0, 10**6), st.sampled_from(["", "k", "K", "M", "m", "G", "T"]), st.sampled_from(["", "B", "iB"]))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["", "k", "K", "M", "m", "G", "T"]),
+    st.sampled_from(["", "B", "iB"]),
+)
 def test_sizes(number: int, unit: str, tail: str) -> None:
-    assert options.parse_size("x", f"{number}{unit}{tail if unit else ''}") == number * 1024 ** " kmgt".index(
-        unit.lower() or " "
-    )
+    assert options.parse_size(
+        "x", f"{number}{unit}{tail if unit else ''}"
+    ) == number * 1024 ** " kmgt".index(unit.lower() or " ")
 
 
 @pytest.mark.parametrize("text", ["", "1.2.3M", "-1", "1X", "G", "1e9", "0x10"])
@@ -167,7 +186,12 @@ def test_one_parameter_from_one_word() -> None:
     assert options.parse_parameter("max_tokens", "none") is None
     assert options.parse_parameter("stop_token_ids", "1,2") == [1, 2]
     assert options.parse_parameter("logit_bias", "3=1") == {3: 1.0}
-    for name, text in (("top_q", "1"), ("top_k", "many"), ("ignore_eos", "perhaps"), ("logit_bias", "3")):
+    for name, text in (
+        ("top_q", "1"),
+        ("top_k", "many"),
+        ("ignore_eos", "perhaps"),
+        ("logit_bias", "3"),
+    ):
         with pytest.raises(ParameterError) as caught:
             options.parse_parameter(name, text)
         assert caught.value.param == name

@@ -16,16 +16,29 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def constraints() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-    return {m[1].lower().replace("_", "-"): m[2] for line in lines if (m := re.fullmatch(r"([\w.-]+)([<>=].*)", line))}
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    return {
+        m[1].lower().replace("_", "-"): m[2]
+        for line in lines
+        if (m := re.fullmatch(r"([\w.-]+)([<>=].*)", line))
+    }
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 @pytest.mark.parametrize(
     ("option", "compiler", "reason"),
-    [("", "/bin/false", "no C++ compiler was found"), ("-DVERBATIM_KERNELS=OFF", "", "left out when it was installed")],
+    [
+        ("", "/bin/false", "no C++ compiler was found"),
+        ("-DVERBATIM_KERNELS=OFF", "", "left out when it was installed"),
+    ],
 )
-def test_the_build_works_without_a_compiler(option: str, compiler: str, reason: str, tmp_path: Path) -> None:
+def test_the_build_works_without_a_compiler(
+    option: str, compiler: str, reason: str, tmp_path: Path
+) -> None:
     """CMake configures, installs nothing native, and leaves a note that `verbatim version` prints."""
     environment = {**os.environ, "CXX": compiler} if compiler else dict(os.environ)
     words = ["cmake", "-S", str(ROOT), "-B", str(tmp_path / "b"), *([option] if option else [])]
@@ -58,22 +71,36 @@ def test_every_extra_brings_something_that_the_sources_import() -> None:
     """Nobody should wait for gigabytes that nothing uses. `dev` is for the tests."""
     import tomllib
 
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py") if "rivals" not in path.parts]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    sources = [
+        path.read_text() for path in (ROOT / "src").rglob("*.py") if "rivals" not in path.parts
+    ]
     said = [path.read_text() for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]]
     for name, packages in extras.items():
         for package in packages if name != "dev" else ():
             module = re.split(r"[^A-Za-z0-9_]", package)[0]
             used = re.compile(rf"^\s*(import|from) {module}\b", re.MULTILINE)
-            assert any(used.search(text) for text in sources), f"the extra {name} brings {module}, which nothing imports"
-    offered = {extra for text in [*sources, *said] for extra in re.findall(r"pip install '\.\[([a-z]+)\]'", text)}
-    assert {"server", "grammar", "hub"} <= offered <= set(extras), "an extra is recommended that does not exist"
+            assert any(used.search(text) for text in sources), (
+                f"the extra {name} brings {module}, which nothing imports"
+            )
+    offered = {
+        extra
+        for text in [*sources, *said]
+        for extra in re.findall(r"pip install '\.\[([a-z]+)\]'", text)
+    }
+    assert {"server", "grammar", "hub"} <= offered <= set(extras), (
+        "an extra is recommended that does not exist"
+    )
 
 
 def test_nobody_is_sent_to_the_public_index() -> None:
     """The package is not published: under its name there may one day be somebody else's."""
     told = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
-    assert [str(path) for path in told if re.search(r"pip install \S*verbatim", path.read_text())] == []
+    assert [
+        str(path) for path in told if re.search(r"pip install \S*verbatim", path.read_text())
+    ] == []
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -106,13 +133,17 @@ def test_make_run_hands_the_prompt_over_as_it_is(tmp_path: Path) -> None:
     (venv / ".installed").touch()
     prompt = 'say "hi"; `id` it\'s $$HOME'  # make's own $$ is one $
     done = subprocess.run(
-        ["make", "-s", "-C", str(ROOT), f"VENV={venv}", f"PROMPT={prompt}", "run"], capture_output=True, text=True
+        ["make", "-s", "-C", str(ROOT), f"VENV={venv}", f"PROMPT={prompt}", "run"],
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.splitlines()[-1] == '[say "hi"; `id` it\'s $HOME]', done
 
 
 def test_torch_is_pinned_alike_everywhere() -> None:
-    [wanted] = [d for d in PROJECT["project"]["optional-dependencies"]["dev"] if d.startswith("torch")]
+    [wanted] = [
+        d for d in PROJECT["project"]["optional-dependencies"]["dev"] if d.startswith("torch")
+    ]
     assert wanted == "torch" + constraints()["torch"]
     assert wanted in (ROOT / "Makefile").read_text()
 

@@ -26,10 +26,15 @@ def llm(tiny: Path):  # type: ignore[no-untyped-def]
 
 def test_piped_output_is_the_text_and_nothing_else(verbatim: Call, llm: LLM) -> None:
     said = verbatim("run", "the cat", "--max-tokens", "12")
-    whole = llm.chat([{"role": "user", "content": "the cat"}], SamplingParams(temperature=0, max_tokens=12))
+    whole = llm.chat(
+        [{"role": "user", "content": "the cat"}], SamplingParams(temperature=0, max_tokens=12)
+    )
     assert said.code == 0
     assert said.out == whole.text + "\n"
-    assert f"{whole.usage.prompt_tokens} prompt + {whole.usage.output_tokens} output tokens" in said.err
+    assert (
+        f"{whole.usage.prompt_tokens} prompt + {whole.usage.output_tokens} output tokens"
+        in said.err
+    )
     assert "first token" in said.err
     assert "tokens/s" in said.err
     assert whole.finish_reason in said.err
@@ -38,19 +43,27 @@ def test_piped_output_is_the_text_and_nothing_else(verbatim: Call, llm: LLM) -> 
 
 
 def test_the_same_answer_every_time(verbatim: Call) -> None:
-    assert verbatim("run", "a dog", "--max-tokens", "9").out == verbatim("run", "a dog", "--max-tokens", "9").out
+    assert (
+        verbatim("run", "a dog", "--max-tokens", "9").out
+        == verbatim("run", "a dog", "--max-tokens", "9").out
+    )
 
 
 def test_json_is_one_object(verbatim: Call, llm: LLM) -> None:
     said = verbatim("run", "--json", "--max-tokens", "5", "Hello")
-    whole = llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=5))
+    whole = llm.chat(
+        [{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=5)
+    )
     data = said.json
     assert said.err == ""
     assert data["text"] == whole.text
     assert data["tokens"] == list(whole.token_ids)
     assert data["finish_reason"] == whole.finish_reason
     assert data["usage"]["output_tokens"] == len(whole.token_ids)
-    assert data["usage"]["total_tokens"] == data["usage"]["prompt_tokens"] + data["usage"]["output_tokens"]
+    assert (
+        data["usage"]["total_tokens"]
+        == data["usage"]["prompt_tokens"] + data["usage"]["output_tokens"]
+    )
     assert data["usage"]["mean_accepted_length"] == 5 / (5 - data["usage"]["accepted_tokens"])
     assert data["fingerprint"] == llm.fingerprint
     assert {"first_token", "total", "queued", "tokens_per_second"} <= set(data["timings"])
@@ -62,7 +75,10 @@ def test_beams_refuse_a_way_of_drafting_that_was_typed(verbatim: Call) -> None:
     said = verbatim("run", "the", "--num-beams", "2", "--speculate", "suffix", "--max-tokens", "4")
     assert said.code == 2
     assert "speculate: cannot be combined with beam search" in said.err
-    assert verbatim("run", "the", "--num-beams", "2", "--speculate", "off", "--max-tokens", "4").code == 0
+    assert (
+        verbatim("run", "the", "--num-beams", "2", "--speculate", "off", "--max-tokens", "4").code
+        == 0
+    )
 
 
 def test_raw_system_and_stdin(verbatim: Call, llm: LLM) -> None:
@@ -73,14 +89,29 @@ def test_raw_system_and_stdin(verbatim: Call, llm: LLM) -> None:
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "the cat"}]
     assert system["prompt_token_ids"] == llm.encode_chat(messages)
     for words in (["-"], []):
-        piped = verbatim("run", "--raw", "--json", "--max-tokens", "6", *words, stdin="the cat\n").json
-        assert piped["tokens"] == raw["tokens"], "the shell's last newline is not part of the prompt"
+        piped = verbatim(
+            "run", "--raw", "--json", "--max-tokens", "6", *words, stdin="the cat\n"
+        ).json
+        assert piped["tokens"] == raw["tokens"], (
+            "the shell's last newline is not part of the prompt"
+        )
     assert verbatim("run", stdin=b"\xff\xfe").code == 2
     assert verbatim("run", stdin="").code == 2
 
 
 def test_sampling_flags_reach_the_engine(verbatim: Call, llm: LLM) -> None:
-    flags = ["--temperature", "0.9", "--seed", "7", "--top-k", "20", "--logit-bias", "40=3", "--max-tokens", "8"]
+    flags = [
+        "--temperature",
+        "0.9",
+        "--seed",
+        "7",
+        "--top-k",
+        "20",
+        "--logit-bias",
+        "40=3",
+        "--max-tokens",
+        "8",
+    ]
     params = SamplingParams(temperature=0.9, seed=7, top_k=20, logit_bias={40: 3}, max_tokens=8)
     said = verbatim("run", "--raw", "--json", *flags, "the")
     assert said.json["tokens"] == list(llm.generate("the", params).token_ids)
@@ -89,9 +120,20 @@ def test_sampling_flags_reach_the_engine(verbatim: Call, llm: LLM) -> None:
 
 
 def test_an_unseeded_draw_tells_its_seed(verbatim: Call) -> None:
-    first = verbatim("run", "--raw", "--json", "--temperature", "1.2", "--max-tokens", "16", "the").json
+    first = verbatim(
+        "run", "--raw", "--json", "--temperature", "1.2", "--max-tokens", "16", "the"
+    ).json
     again = verbatim(
-        "run", "--raw", "--json", "--temperature", "1.2", "--max-tokens", "16", "--seed", str(first["seed"]), "the"
+        "run",
+        "--raw",
+        "--json",
+        "--temperature",
+        "1.2",
+        "--max-tokens",
+        "16",
+        "--seed",
+        str(first["seed"]),
+        "the",
     ).json
     assert first["tokens"] == again["tokens"]
 
@@ -124,7 +166,18 @@ def test_stop_strings_do_not_leak(verbatim: Call, llm: LLM) -> None:
 
 
 def test_logprobs_in_json(verbatim: Call) -> None:
-    data = verbatim("run", "--raw", "--json", "--logprobs", "2", "--prompt-logprobs", "1", "--max-tokens", "3", "the cat").json
+    data = verbatim(
+        "run",
+        "--raw",
+        "--json",
+        "--logprobs",
+        "2",
+        "--prompt-logprobs",
+        "1",
+        "--max-tokens",
+        "3",
+        "the cat",
+    ).json
     assert len(data["logprobs"]) == 3
     assert all(len(row["top"]) == 2 and row["logprob"] <= 0 for row in data["logprobs"])
     assert data["prompt_logprobs"][0] is None
@@ -132,7 +185,20 @@ def test_logprobs_in_json(verbatim: Call) -> None:
 
 @pytest.mark.parametrize(("best_of", "n"), [("1", "1"), ("3", "1"), ("3", "2")])
 def test_the_best_of_several_is_shown(verbatim: Call, best_of: str, n: str) -> None:
-    flags = ["--raw", "--best-of", best_of, "--n", n, "--temperature", "1.5", "--seed", "3", "--max-tokens", "6", "the"]
+    flags = [
+        "--raw",
+        "--best-of",
+        best_of,
+        "--n",
+        n,
+        "--temperature",
+        "1.5",
+        "--seed",
+        "3",
+        "--max-tokens",
+        "6",
+        "the",
+    ]
     data = verbatim("run", "--json", *flags).json
     said = verbatim("run", *flags)
     assert data["text"]
@@ -143,8 +209,12 @@ def test_the_best_of_several_is_shown(verbatim: Call, best_of: str, n: str) -> N
 
 
 @pytest.mark.parametrize("command", ["run", "explain"])
-@pytest.mark.parametrize("flag", [["--logprobs", "0"], ["--logprobs", "2"], ["--prompt-logprobs", "0"], ["--receipt"]])
-def test_a_report_that_plain_text_does_not_show_is_refused(verbatim: Call, command: str, flag: list[str]) -> None:
+@pytest.mark.parametrize(
+    "flag", [["--logprobs", "0"], ["--logprobs", "2"], ["--prompt-logprobs", "0"], ["--receipt"]]
+)
+def test_a_report_that_plain_text_does_not_show_is_refused(
+    verbatim: Call, command: str, flag: list[str]
+) -> None:
     said = verbatim(command, "--max-tokens", "2", *flag, "the")
     assert (said.code, said.out) == (2, "")
     assert flag[0].lstrip("-").replace("-", "_") in said.err
@@ -173,10 +243,17 @@ def test_receipt_is_written(verbatim: Call, tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     assert verbatim("run", "the", "--max-tokens", "4", "--save-receipt", str(file)).code == 0
     assert json.loads(file.read_text())["prompt_ids"]
-    assert verbatim("run", "the", "--max-tokens", "4", "--save-receipt", str(tmp_path / "no" / "r.json")).code == 2
+    assert (
+        verbatim(
+            "run", "the", "--max-tokens", "4", "--save-receipt", str(tmp_path / "no" / "r.json")
+        ).code
+        == 2
+    )
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(verbatim: Call, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    verbatim: Call, tmp_path: Path
+) -> None:
     """Neither the model is opened nor a word written, and no folder appears."""
     gone, requests = tmp_path / "no", tmp_path / "in.jsonl"
     requests.write_text("")
@@ -205,7 +282,9 @@ LOOP = ["--raw", "--allowed-token-ids", "40", "--max-tokens", "300", "the"]
 def test_a_loop_is_stopped_and_said_in_one_line(verbatim: Call) -> None:
     said = verbatim("run", *LOOP)
     told = [line for line in said.err.splitlines() if "--on-loop" in line]
-    assert told == ["warning: stopped, because the end repeats a run of 1 token; --on-loop report lets it go on"]
+    assert told == [
+        "warning: stopped, because the end repeats a run of 1 token; --on-loop report lets it go on"
+    ]
     assert "64 output tokens" in said.err
     assert verbatim("run", "--json", *LOOP).json["finish_reason"] == "loop"
     let = verbatim("run", "--on-loop", "report", *LOOP)
@@ -214,14 +293,18 @@ def test_a_loop_is_stopped_and_said_in_one_line(verbatim: Call) -> None:
     assert len(let.out) > 4 * len(said.out)
 
 
-@pytest.mark.parametrize("flag", [["--ignore-eos"], ["--min-tokens", "200"], ["--on-loop", "report"]])
+@pytest.mark.parametrize(
+    "flag", [["--ignore-eos"], ["--min-tokens", "200"], ["--on-loop", "report"]]
+)
 def test_who_asks_for_length_gets_it(verbatim: Call, flag: list[str]) -> None:
     data = verbatim("run", "--json", *flag, *LOOP).json
     assert (data["finish_reason"], len(data["tokens"])) == ("length", 300)
 
 
 def test_the_library_only_reports_a_loop(llm: LLM) -> None:
-    done = llm.generate("the", SamplingParams(temperature=0, allowed_token_ids=[40], max_tokens=300))
+    done = llm.generate(
+        "the", SamplingParams(temperature=0, allowed_token_ids=[40], max_tokens=300)
+    )
     assert (done.finish_reason, len(done.token_ids), done.choices[0].loop) == ("length", 300, 1)
 
 
@@ -242,7 +325,10 @@ def test_score(verbatim: Call, llm: LLM) -> None:
     assert len(lines) == len(score.token_ids) + 1
     assert float(lines[2].split()[0]) == pytest.approx(score.logprobs[2].logprob, abs=1e-3)  # type: ignore[union-attr]
     said = verbatim("score", "--window", "4", "--stride", "2", "the cat sat on the mat")
-    assert said.out == f"perplexity\t{llm.score('the cat sat on the mat', window=4, stride=2).perplexity:.4f}\n"
+    assert (
+        said.out
+        == f"perplexity\t{llm.score('the cat sat on the mat', window=4, stride=2).perplexity:.4f}\n"
+    )
     said = verbatim("score", "--context", "4", "the cat sat on the mat")
     assert said.code == 2
     assert "or read it in windows (--window 4)" in said.err
@@ -252,7 +338,9 @@ def test_score(verbatim: Call, llm: LLM) -> None:
 
 
 def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
-    process = spawn("run", "--raw", "--ignore-eos", "the", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = spawn(
+        "run", "--raw", "--ignore-eos", "the", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     first = os.read(process.stdout.fileno(), 1)  # it writes
     process.send_signal(signal.SIGINT)
@@ -265,7 +353,9 @@ def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
 
 
 def test_a_reader_that_leaves_is_no_error(spawn: Spawn) -> None:
-    process = spawn("run", "--raw", "--ignore-eos", "the", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = spawn(
+        "run", "--raw", "--ignore-eos", "the", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert process.stdout is not None
     os.read(process.stdout.fileno(), 1)
     process.stdout.close()
@@ -282,7 +372,12 @@ def test_a_quiet_batch_says_nothing(spawn: Spawn, tmp_path: Path, quiet: bool) -
     body = {"prompt": "the", "max_tokens": 2}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-    words = ["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *(["-q"] if quiet else [])]
+    words = [
+        "batch",
+        str(tmp_path / "in.jsonl"),
+        str(tmp_path / "out.jsonl"),
+        *(["-q"] if quiet else []),
+    ]
     process = spawn(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()
     assert (process.returncode, out) == (0, b""), err
@@ -292,7 +387,9 @@ def test_a_quiet_batch_says_nothing(spawn: Spawn, tmp_path: Path, quiet: bool) -
 
 def test_a_terminal_gets_colour_and_a_progress_line(spawn: Spawn) -> None:
     master, slave = pty.openpty()
-    process = spawn("run", "--raw", "--max-tokens", "4", "the", stdout=subprocess.PIPE, stderr=slave)
+    process = spawn(
+        "run", "--raw", "--max-tokens", "4", "the", stdout=subprocess.PIPE, stderr=slave
+    )
     out, _ = process.communicate()
     os.close(slave)
     err = b""
@@ -318,7 +415,9 @@ def test_what_is_loaded_for_a_run(spawn: Spawn) -> None:
 
 
 def test_a_terminal_without_unicode_gets_question_marks(spawn: Spawn) -> None:
-    code = "import sys; sys.stdout.reconfigure(encoding='ascii')\nfrom verbatim.cli.main import main\n"
+    code = (
+        "import sys; sys.stdout.reconfigure(encoding='ascii')\nfrom verbatim.cli.main import main\n"
+    )
     code += "main(['run', '--raw', '-q', '--max-tokens', '40', '--ignore-eos', '--temperature', '2', '--seed', '1', 'the'])"
     process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()
@@ -350,17 +449,25 @@ def test_a_model_without_a_template_is_continued_with_a_notice(verbatim: Call, o
     raw = verbatim("run", "-m", str(odd), "--raw", "the cat", "--max-tokens", "4")
     assert raw.out == said.out
     assert "no chat template" not in raw.err
-    assert "no chat template" not in verbatim("run", "-q", "-m", str(odd), "the cat", "--max-tokens", "4").err
+    assert (
+        "no chat template"
+        not in verbatim("run", "-q", "-m", str(odd), "the cat", "--max-tokens", "4").err
+    )
     whole = verbatim("run", "--json", "-m", str(odd), "the cat", "--max-tokens", "4")
     assert whole.err == ""
     assert any("no chat template" in line for line in whole.json["warnings"])
 
 
-def test_what_the_loader_warns_of_is_shown(verbatim: Call, odd: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_loader_warns_of_is_shown(
+    verbatim: Call, odd: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     said = verbatim("run", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2")
     assert "warning:" in said.err
     assert said.err.count("llama.mystery") == 1
-    assert "llama.mystery" not in verbatim("run", "-q", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2").err
+    assert (
+        "llama.mystery"
+        not in verbatim("run", "-q", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2").err
+    )
     data = verbatim("run", "--json", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2").json
     assert any("llama.mystery" in line for line in data["warnings"])
     caplog.clear()

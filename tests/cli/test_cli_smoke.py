@@ -16,12 +16,18 @@ pytestmark = pytest.mark.model
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "verbatim", *words], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "verbatim", *words], capture_output=True, text=True
+    )
 
 
 def test_the_capital_of_france(default_model: Path) -> None:
     """What `make run` does, with the words of the Makefile."""
-    variables = dict(re.findall(r"^(\w+) \?= (.*)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE))
+    variables = dict(
+        re.findall(
+            r"^(\w+) \?= (.*)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE
+        )
+    )
     done = run("run", variables["PROMPT"])
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
@@ -39,7 +45,9 @@ def test_json_has_what_was_promised(default_model: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [[], ["--raw"]])
-def test_a_character_that_the_model_cannot_read_is_warned_of(default_model: Path, raw: list[str]) -> None:
+def test_a_character_that_the_model_cannot_read_is_warned_of(
+    default_model: Path, raw: list[str]
+) -> None:
     """The vocabulary of the default model has no token for U+0006."""
     done = run("run", *raw, "--max-tokens", "1", "a\x06b")
     assert "warning: prompt: the model's vocabulary cannot write U+0006" in done.stderr
@@ -60,7 +68,10 @@ def test_a_prompt_in_the_models_own_format_is_read_as_such_when_asked(default_mo
         assert (ids[0], len(ids)) == (1, 15)
         assert llm.decode(ids) == "user\nName the capital of France.\nassistant\n"
         assert llm.generate(ids, SamplingParams(max_tokens=1)).warnings == ()
-        assert "parse_special" in llm.generate(llm.encode(turn), SamplingParams(max_tokens=1)).warnings[0]
+        assert (
+            "parse_special"
+            in llm.generate(llm.encode(turn), SamplingParams(max_tokens=1)).warnings[0]
+        )
 
 
 def test_models_lists_it_as_ready(default_model: Path) -> None:
@@ -72,7 +83,12 @@ def test_models_lists_it_as_ready(default_model: Path) -> None:
 def test_doctor_and_version() -> None:
     done = run("doctor", "--json")
     assert done.returncode == 0
-    assert {row["what"] for row in json.loads(done.stdout)} >= {"python", "cpu kernels", "cache", "model"}
+    assert {row["what"] for row in json.loads(done.stdout)} >= {
+        "python",
+        "cpu kernels",
+        "cache",
+        "model",
+    }
     version = run("version")
     assert version.stdout.startswith("verbatim ")
     assert "backend cpu:" in version.stdout

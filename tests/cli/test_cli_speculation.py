@@ -27,7 +27,10 @@ class Oracle:
 
     def propose(self, views: Any, limit: int) -> dict[int, Draft]:
         at = len(views[0].tokens)
-        guess = [t + 1 if (at + i) % self.error == 0 else t for i, t in enumerate(self.text[at : at + limit])]
+        guess = [
+            t + 1 if (at + i) % self.error == 0 else t
+            for i, t in enumerate(self.text[at : at + limit])
+        ]
         return {0: Draft(tuple(guess), self.name, 1)} if guess else {}
 
 
@@ -45,8 +48,15 @@ def test_no_drafts_is_one_token_a_pass() -> None:
     assert (done.passes, done.drafted, done.tokens_a_pass) == (30, 0, 1.0)
 
 
-@given(st.lists(st.integers(0, 3), min_size=2, max_size=60), st.integers(1, 20), st.integers(0, 8), st.integers(2, 9))
-def test_every_pass_gains_what_it_accepts_and_one(text: list[int], cut: int, limit: int, error: int) -> None:
+@given(
+    st.lists(st.integers(0, 3), min_size=2, max_size=60),
+    st.integers(1, 20),
+    st.integers(0, 8),
+    st.integers(2, 9),
+)
+def test_every_pass_gains_what_it_accepts_and_one(
+    text: list[int], cut: int, limit: int, error: int
+) -> None:
     cut = min(cut, len(text) - 1)
     for proposer in (NgramProposer(), SuffixProposer(), Oracle(text, error)):
         done = walk(proposer, text[:cut], text[cut:], limit)  # type: ignore[arg-type]
@@ -70,7 +80,12 @@ def test_the_curve_on_a_tiny_model(verbatim: Call, tmp_path: Path) -> None:
         assert rows[0]["tokens_a_pass"] == 1.0
         assert all(row["seconds_a_token"] > 0 for row in rows)
     ElementTree.fromstring(plot.read_text())
-    for flag, value in (("--against", "llama.cpp"), ("--batches", "1,4"), ("--contexts", "32"), ("--prefills", "32")):
+    for flag, value in (
+        ("--against", "llama.cpp"),
+        ("--batches", "1,4"),
+        ("--contexts", "32"),
+        ("--prefills", "32"),
+    ):
         said = verbatim("bench", "--speculate", "ngram", flag, value)
         assert said.code == 2
         assert f"leave out {flag}" in said.err

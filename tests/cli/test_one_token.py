@@ -14,7 +14,9 @@ import pytest
 
 pytestmark = pytest.mark.model
 ROOT = Path(__file__).parents[2]
-NUMBER = re.compile(r"-?\d+\.\d+")  # whole numbers are ids, counts and positions: they must be equal
+NUMBER = re.compile(
+    r"-?\d+\.\d+"
+)  # whole numbers are ids, counts and positions: they must be equal
 
 
 def load() -> ModuleType:
@@ -42,10 +44,15 @@ def stations() -> list[str]:
     """The files of the headings, in the document's order."""
     text = (ROOT / "docs" / "one-token.md").read_text("utf-8")
     found = re.findall(r"^## (\d+) · `([\w/]+\.py)`: (.*)$", text, re.MULTILINE)
-    assert [int(number) for number, _, _ in found] == list(range(1, 12)), "eleven, numbered in order"
+    assert [int(number) for number, _, _ in found] == list(range(1, 12)), (
+        "eleven, numbered in order"
+    )
     for _, file, what in found:  # where a heading names a function, the file has it
         for name in re.findall(r"`(\w+)\(", what):
-            assert f"def {name}(" in (ROOT / "src" / "verbatim" / file).read_text("utf-8"), (file, name)
+            assert f"def {name}(" in (ROOT / "src" / "verbatim" / file).read_text("utf-8"), (
+                file,
+                name,
+            )
     return [file for _, file, _ in found]
 
 
@@ -67,7 +74,9 @@ def test_what_it_asks_one_to_read_can_be_read() -> None:
                 assert lines <= 50, f"{file}: {node.name} has {lines} lines"
 
 
-def test_the_example_of_the_readme_runs(default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme_runs(
+    default_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = (ROOT / "README.md").read_text("utf-8")
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert example is not None
@@ -80,9 +89,9 @@ def test_the_example_of_the_readme_runs(default_model: Path, capsys: pytest.Capt
 
 
 def test_every_link_between_documents_leads_somewhere() -> None:
-    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")] + list(
-        (ROOT / "docs").rglob("*.md")
-    )
+    pages = [
+        ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
+    ] + list((ROOT / "docs").rglob("*.md"))
     for page in pages:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
             if "://" not in target:
@@ -100,7 +109,9 @@ def test_the_commands_of_the_readme_print_what_it_says(
     monkeypatch.delenv("VERBATIM_MODEL", raising=False)
     text = (ROOT / "README.md").read_text("utf-8")
     [block] = re.findall(r"## The command line\n\n```\n(.*?)```", text, re.DOTALL)
-    calls = [part.split("\n", 1) for part in re.split(r"^\$ verbatim ", block, flags=re.MULTILINE)[1:]]
+    calls = [
+        part.split("\n", 1) for part in re.split(r"^\$ verbatim ", block, flags=re.MULTILINE)[1:]
+    ]
     assert len(calls) == 4
     for line, promised in calls:
         words, _, jq = line.partition(" | jq -c ")
@@ -109,9 +120,15 @@ def test_the_commands_of_the_readme_print_what_it_says(
         said = capsys.readouterr()
         if jq:
             answer = json.loads(said.out)
-            lines = [json.dumps([answer[name] for name in re.findall(r"\.(\w+)", jq)], separators=(",", ":"))]
+            lines = [
+                json.dumps(
+                    [answer[name] for name in re.findall(r"\.(\w+)", jq)], separators=(",", ":")
+                )
+            ]
         else:
             lines = (said.out + said.err).splitlines()
         rest = iter(lines)
         for wanted in promised.splitlines():
-            assert wanted in ("", "…") or wanted in rest, f"$ verbatim {words} should print {wanted!r}; it printed {lines}"
+            assert wanted in ("", "…") or wanted in rest, (
+                f"$ verbatim {words} should print {wanted!r}; it printed {lines}"
+            )

@@ -16,7 +16,10 @@ BACKENDS = ["fake", "reference", "cpu"]
 def cpu_available(family: str = "llama") -> bool:
     from verbatim.backend import cpu
 
-    return getattr(cpu, "unsupported", None) is not None and cpu.unsupported(tiny_model(family, type="q8_0")) is None
+    return (
+        getattr(cpu, "unsupported", None) is not None
+        and cpu.unsupported(tiny_model(family, type="q8_0")) is None
+    )
 
 
 @lru_cache(maxsize=32)
@@ -24,7 +27,9 @@ def _model(family: str, kind: str, changes: tuple[tuple[str, Any], ...]) -> Any:
     return tiny_model(family, type=kind, **dict(changes))
 
 
-def tiny_parts(name: str, config: EngineConfig, family: str = "llama", *, pipeline: bool = True, **changes: Any) -> Parts:
+def tiny_parts(
+    name: str, config: EngineConfig, family: str = "llama", *, pipeline: bool = True, **changes: Any
+) -> Parts:
     """`name`: one of BACKENDS. Models are small enough for thousands of steps."""
     if name == "fake":
         return fake_parts(canary=config.check, pipeline=pipeline)
@@ -32,5 +37,13 @@ def tiny_parts(name: str, config: EngineConfig, family: str = "llama", *, pipeli
 
     kind = "q8_0" if name == "cpu" else "f32"
     model = _model(family, kind, tuple(sorted(changes.items())))
-    backend = open_backend(model, EngineConfig(backend=name, threads=1, check=config.check, kv_type=config.kv_type))
-    return Parts(backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name=f"tiny-{family}", digest=model.source.digest)
+    backend = open_backend(
+        model, EngineConfig(backend=name, threads=1, check=config.check, kv_type=config.kv_type)
+    )
+    return Parts(
+        backend,
+        ByteTokenizer(),
+        eos_ids=(ByteTokenizer.EOS,),
+        name=f"tiny-{family}",
+        digest=model.source.digest,
+    )

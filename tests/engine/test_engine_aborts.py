@@ -29,8 +29,14 @@ def test_ten_thousand_aborts() -> None:
     while aborted < ABORTS:
         for _ in range(rng.randrange(4)):
             number += 1
-            params = SamplingParams(max_tokens=rng.randrange(1, 12), n=rng.choice((1, 1, 4)), seed=number)
-            core.add(core.request([rng.randrange(256)] * rng.choice((1, 5, 40)), params, request_id=f"r{number}"))
+            params = SamplingParams(
+                max_tokens=rng.randrange(1, 12), n=rng.choice((1, 1, 4)), seed=number
+            )
+            core.add(
+                core.request(
+                    [rng.randrange(256)] * rng.choice((1, 5, 40)), params, request_id=f"r{number}"
+                )
+            )
         ended = []
         for out in core.step():
             if isinstance(out, Completion):
@@ -39,7 +45,9 @@ def test_ten_thousand_aborts() -> None:
                     assert out.choices == alone.choices
                     survived += 1
                     core.add(core.request("the one who stays", watched, request_id="w"))
-        for request_id in rng.sample([r for r in core.jobs if r != "w"], k=min(len(core.jobs) - 1, rng.randrange(5))):
+        for request_id in rng.sample(
+            [r for r in core.jobs if r != "w"], k=min(len(core.jobs) - 1, rng.randrange(5))
+        ):
             states[phase(core, request_id)] += 1
             assert core.abort(request_id)
             assert not core.abort(request_id)  # twice is once

@@ -40,7 +40,9 @@ class GatedBackend(PacedBackend):
 
 def engine(backend: Any = None, **options: Any) -> AsyncEngine:
     """Steps take a moment, as real ones do: a fake that never lets go of the interpreter would keep its readers waiting."""
-    return AsyncEngine.from_parts(fake_parts(backend or PacedBackend(canary=True, pause=0.0003)), **{**OPTIONS, **options})
+    return AsyncEngine.from_parts(
+        fake_parts(backend or PacedBackend(canary=True, pause=0.0003)), **{**OPTIONS, **options}
+    )
 
 
 def whole(prompt: str, params: SamplingParams) -> Completion:
@@ -82,13 +84,17 @@ async def test_many_clients_get_what_each_would_get_alone() -> None:
         streams = await asyncio.gather(*(e.submit(f"client {i}", p) for i, p in enumerate(params)))
         done = await asyncio.gather(*(s.result() for s in streams))
         await at_rest(e)
-    alone = LLM.from_parts(fake_parts(), **OPTIONS).generate([f"client {i}" for i in range(60)], params)
+    alone = LLM.from_parts(fake_parts(), **OPTIONS).generate(
+        [f"client {i}" for i in range(60)], params
+    )
     assert [d.choices for d in done] == [a.choices for a in alone]
 
 
 @pytest.mark.parametrize("how", ["abort", "aclose", "async with", "cancel", "drop", "break"])
 async def test_leaving_frees_everything(how: str) -> None:
-    async with engine(PacedBackend(canary=True, pause=0.002)) as e:  # still writing when the client leaves, on any machine
+    async with engine(
+        PacedBackend(canary=True, pause=0.002)
+    ) as e:  # still writing when the client leaves, on any machine
         stream = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True))
         await anext(stream)
         if how == "abort":
@@ -139,7 +145,9 @@ async def test_a_collected_stream_takes_no_lock(monkeypatch: pytest.MonkeyPatch)
         lock = WatchedLock(e._lock)
         with monkeypatch.context() as patch:
             patch.setattr(e, "_lock", lock)
-            patch.setattr(e._awake, "set", lambda: lock.takers.append(threading.get_ident()))  # an Event has a lock inside
+            patch.setattr(
+                e._awake, "set", lambda: lock.takers.append(threading.get_ident())
+            )  # an Event has a lock inside
             held.clear()
             gc.collect()
         assert threading.get_ident() not in lock.takers
@@ -181,7 +189,9 @@ async def test_a_stream_dropped_late_does_not_end_the_next_of_its_name() -> None
         gc.collect()
         hold.gate.set()
         assert await asyncio.to_thread(ended.wait, HANG_SECONDS)
-        second = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True, max_tokens=7), request_id="same")
+        second = await e.submit(
+            "hello", SamplingParams(seed=1, ignore_eos=True, max_tokens=7), request_id="same"
+        )
         again.set()
         await held
         assert (await second.result()).finish.reason == "length"
@@ -235,12 +245,16 @@ async def test_random_arrivals_and_departures() -> None:
         for _ in range(rng.randrange(40)):
             await asyncio.sleep(0)  # the others come first
         leaves = i % 3 != 0
-        params = SamplingParams(max_tokens=600 if leaves else 30, ignore_eos=leaves, n=rng.choice((1, 3)), seed=i)
+        params = SamplingParams(
+            max_tokens=600 if leaves else 30, ignore_eos=leaves, n=rng.choice((1, 3)), seed=i
+        )
         stream = await e.submit(f"{i}" * rng.randrange(1, 30), params)
         if not leaves:
             return (await stream.result()).finish.reason
         for _ in range(rng.randrange(12)):
-            if isinstance(await anext(stream), Completion):  # a client that the machine keeps from reading gets it all
+            if isinstance(
+                await anext(stream), Completion
+            ):  # a client that the machine keeps from reading gets it all
                 break
         await stream.aclose()
         return "left"
@@ -297,7 +311,9 @@ async def test_refusals_come_at_once() -> None:
         assert caught.value.param == "prompt"
         with pytest.raises(ParameterError, match="logit_bias"):
             await e.submit("x", SamplingParams(logit_bias={5000: 1}))
-        stream = await e.submit("x", SamplingParams(max_tokens=500, ignore_eos=True), request_id="same")
+        stream = await e.submit(
+            "x", SamplingParams(max_tokens=500, ignore_eos=True), request_id="same"
+        )
         with pytest.raises(ParameterError, match="request_id"):
             await e.submit("y", request_id="same")
         assert not e.abort("nobody")
@@ -389,18 +405,25 @@ async def test_embed() -> None:
     async with engine() as e:
         vector, tokens = await e.embed("hello")
         assert tokens == 6
-        np.testing.assert_array_equal(vector, LLM.from_parts(fake_parts(), **OPTIONS).embed("hello"))
+        np.testing.assert_array_equal(
+            vector, LLM.from_parts(fake_parts(), **OPTIONS).embed("hello")
+        )
         await at_rest(e)
 
 
 async def test_metrics_add_up() -> None:
     async with engine(speculate="off") as e:
-        done = [await (await e.submit(f"{i}", SamplingParams(max_tokens=9, seed=i))).result() for i in range(5)]
+        done = [
+            await (await e.submit(f"{i}", SamplingParams(max_tokens=9, seed=i))).result()
+            for i in range(5)
+        ]
         stats = e.stats()
         assert stats["requests_total"] == 5
         assert stats["prompt_tokens_total"] == sum(d.usage.prompt_tokens for d in done)
         assert stats["output_tokens_total"] == sum(d.usage.output_tokens for d in done)
-        assert stats["computed_tokens_total"] == sum(d.usage.prompt_tokens + d.usage.output_tokens - 1 for d in done)
+        assert stats["computed_tokens_total"] == sum(
+            d.usage.prompt_tokens + d.usage.output_tokens - 1 for d in done
+        )
         assert stats["running"] == stats["waiting"] == stats["blocks_used"] == 0
         assert stats["first_token_seconds_count"] == 5
         text = e.metrics()
@@ -436,12 +459,16 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
     else:
         monkeypatch.setattr(parts.tokenizer, "encode", slow)
     e = AsyncEngine.from_parts(parts, **OPTIONS)
-    asking = [asyncio.create_task(e.submit("x")) for _ in range(6 if what == "encode" else 0)]  # more than there are threads
+    asking = [
+        asyncio.create_task(e.submit("x")) for _ in range(6 if what == "encode" else 0)
+    ]  # more than there are threads
     await asyncio.sleep(0)  # each has its place now, and some are not begun
     assert await asyncio.to_thread(begun.wait, HANG_SECONDS)
     closing = threading.Thread(target=e.close)
     closing.start()
-    await asyncio.to_thread(closing.join, 0.2)  # a close that does not wait closes the backend meanwhile
+    await asyncio.to_thread(
+        closing.join, 0.2
+    )  # a close that does not wait closes the backend meanwhile
     assert not e.parts.backend.closed
     gate.set()
     await asyncio.to_thread(closing.join)
@@ -469,7 +496,9 @@ def test_closed_workers_have_no_threads() -> None:
 
 
 @pytest.mark.parametrize("ask", ["call", "submit"])
-async def test_who_comes_while_it_closes_is_answered(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_comes_while_it_closes_is_answered(
+    ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Closed between the question whether it is open and the request's place in the inbox: done, cancelled or refused, but never left waiting."""
     e = engine()
     check, closing = e._check_open, threading.Thread(target=e.close)
@@ -478,7 +507,9 @@ async def test_who_comes_while_it_closes_is_answered(ask: str, monkeypatch: pyte
         check()
         if threading.current_thread() is threading.main_thread() and not closing.is_alive():
             closing.start()
-            closing.join(0.3)  # the engine's thread has ended by then; if not, the request is in time
+            closing.join(
+                0.3
+            )  # the engine's thread has ended by then; if not, the request is in time
 
     if ask == "call":
         monkeypatch.setattr(e, "_check_open", closed_behind)
@@ -492,7 +523,11 @@ async def test_who_comes_while_it_closes_is_answered(ask: str, monkeypatch: pyte
 
         monkeypatch.setattr(e, "_reserve", then_close)
         stream = await e.submit("x", SamplingParams(max_tokens=5))
-        assert (await asyncio.wait_for(stream.result(), HANG_SECONDS)).finish.reason in ("cancel", "length", "eos")
+        assert (await asyncio.wait_for(stream.result(), HANG_SECONDS)).finish.reason in (
+            "cancel",
+            "length",
+            "eos",
+        )
     await asyncio.to_thread(closing.join)
 
 
@@ -513,9 +548,21 @@ async def test_both_front_doors_open_a_model_alike() -> None:
     """LLM and AsyncEngine take the same words and tell the same facts, out of one place (engine/engine_base.py)."""
     from verbatim.engine.engine_base import OpenedModel
 
-    for name in ("__init__", "tokenizer", "context", "has_template", "fingerprint", "encode_chat", "stats"):
+    for name in (
+        "__init__",
+        "tokenizer",
+        "context",
+        "has_template",
+        "fingerprint",
+        "encode_chat",
+        "stats",
+    ):
         assert getattr(LLM, name) is getattr(AsyncEngine, name) is getattr(OpenedModel, name), name
     async with engine() as e:
         with LLM.from_parts(fake_parts(), **OPTIONS) as llm:
-            assert (e.context, e.fingerprint, e.has_template) == (llm.context, llm.fingerprint, llm.has_template)
+            assert (e.context, e.fingerprint, e.has_template) == (
+                llm.context,
+                llm.fingerprint,
+                llm.has_template,
+            )
             assert set(e.stats()) == set(llm.stats())

@@ -46,7 +46,9 @@ def test_chat_prefix(default_model: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_async_clients(default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = example("async_clients").main(["--model", str(default_model), "--clients", "6", "--max-tokens", "10"])
+    done = example("async_clients").main(
+        ["--model", str(default_model), "--clients", "6", "--max-tokens", "10"]
+    )
     assert [d.finish_reason for d in done].count("cancel") <= 2
     assert all(d.usage.output_tokens > 0 for d in done)
     assert "for 6 requests" in capsys.readouterr().out

@@ -17,10 +17,24 @@ from engine_rig import cpu_available, tiny_parts
 from eventually import eventually
 from verbatim import LLM, SamplingParams
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import CapacityError, ContextError, ParameterError, UnavailableError, UnsupportedError, VerbatimError
+from verbatim.base.errors import (
+    CapacityError,
+    ContextError,
+    ParameterError,
+    UnavailableError,
+    UnsupportedError,
+    VerbatimError,
+)
 from verbatim.base.records import Completion
 from verbatim.sampling.draw import noise_key
-from verbatim.testing import ByteTokenizer, ChatByteTokenizer, FakeBackend, fake_parts, fake_spec, server_parts
+from verbatim.testing import (
+    ByteTokenizer,
+    ChatByteTokenizer,
+    FakeBackend,
+    fake_parts,
+    fake_spec,
+    server_parts,
+)
 
 EOS = ByteTokenizer.EOS
 
@@ -36,7 +50,9 @@ def llm() -> LLM:
 
 def letters(llm: LLM, **changes: Any) -> SamplingParams:
     """Only lower-case letters: text that is easy to look at."""
-    return SamplingParams(**{"max_tokens": 60, "allowed_token_ids": list(range(97, 123)), "seed": 5, **changes})
+    return SamplingParams(
+        **{"max_tokens": 60, "allowed_token_ids": list(range(97, 123)), "seed": 5, **changes}
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ shapes
@@ -65,7 +81,10 @@ def test_one_params_for_all_or_one_for_each(llm: LLM) -> None:
 
 
 def test_everything_in_the_record(llm: LLM) -> None:
-    done = llm.generate("hello", SamplingParams(max_tokens=6, seed=9, logprobs=3, ignore_eos=True, prompt_logprobs=1))
+    done = llm.generate(
+        "hello",
+        SamplingParams(max_tokens=6, seed=9, logprobs=3, ignore_eos=True, prompt_logprobs=1),
+    )
     assert done.seed == 9
     assert done.fingerprint == llm.fingerprint
     assert done.usage.prompt_tokens == 6
@@ -88,7 +107,9 @@ def test_an_unseeded_request_is_given_a_seed_and_told(llm: LLM) -> None:
 
 
 def test_facts(llm: LLM) -> None:
-    assert llm.context == 128 * 16 + 1  # what the cache holds, and the last token needs no place in it
+    assert (
+        llm.context == 128 * 16 + 1
+    )  # what the cache holds, and the last token needs no place in it
     assert llm.cache_plan()["blocks"] == (128,)
     assert "2048 tokens" in llm.cache_plan()["text"]
     assert not llm.has_template
@@ -111,16 +132,23 @@ def test_eos_ends_and_stays_out_of_the_text() -> None:
     assert EOS not in done.token_ids[:-1]
     assert "</s>" not in done.text
     shown = llm.generate(
-        "hello", SamplingParams(max_tokens=500, seed=2, logit_bias={EOS: 4}, skip_special=False, include_stop=True)
+        "hello",
+        SamplingParams(
+            max_tokens=500, seed=2, logit_bias={EOS: 4}, skip_special=False, include_stop=True
+        ),
     )
     assert shown.text == done.text + "</s>"
-    on = llm.generate("hello", SamplingParams(max_tokens=100, seed=2, logit_bias={EOS: 4}, ignore_eos=True))
+    on = llm.generate(
+        "hello", SamplingParams(max_tokens=100, seed=2, logit_bias={EOS: 4}, ignore_eos=True)
+    )
     assert len(on.token_ids) == 100
     assert on.token_ids[: len(done.token_ids)] == done.token_ids
 
 
 def test_min_tokens_withholds_the_end() -> None:
-    done = fake_llm().generate("hello", SamplingParams(max_tokens=50, min_tokens=20, seed=2, logit_bias={EOS: 50}))
+    done = fake_llm().generate(
+        "hello", SamplingParams(max_tokens=50, min_tokens=20, seed=2, logit_bias={EOS: 50})
+    )
     assert len(done.token_ids) == 21
     assert done.finish.detail == "eos"
 
@@ -133,7 +161,10 @@ def test_stop_token_ids(llm: LLM) -> None:
     assert done.token_ids == plain.token_ids[: cut + 1]
     assert done.finish == type(done.finish)("stop", str(stop))
     assert done.text == plain.text[:cut]
-    assert llm.generate("hello", letters(llm, stop_token_ids=[stop], include_stop=True)).text == plain.text[: cut + 1]
+    assert (
+        llm.generate("hello", letters(llm, stop_token_ids=[stop], include_stop=True)).text
+        == plain.text[: cut + 1]
+    )
 
 
 def test_stop_strings_across_tokens(llm: LLM) -> None:
@@ -180,7 +211,9 @@ def test_a_loop_is_reported_and_stops_only_when_asked(llm: LLM) -> None:
     stopped = llm.generate("hello", looping.with_(on_loop="stop"))
     assert (stopped.finish.reason, len(stopped.token_ids)) == ("loop", 64)
     least = llm.generate("hello", looping.with_(on_loop="stop", min_tokens=100))
-    assert (least.finish.reason, len(least.token_ids)) == ("loop", 112), "min_tokens is kept; it is looked at every 16 tokens"
+    assert (least.finish.reason, len(least.token_ids)) == ("loop", 112), (
+        "min_tokens is kept; it is looked at every 16 tokens"
+    )
     assert llm.generate("hello", letters(llm, max_tokens=200)).choices[0].loop == 0
 
 
@@ -198,7 +231,9 @@ def test_a_loop_is_reported_and_stops_only_when_asked(llm: LLM) -> None:
         ("speculate", {"speculate": "draft"}),
     ],
 )
-def test_ids_outside_the_vocabulary_are_refused_by_name(llm: LLM, param: str, params: dict[str, Any]) -> None:
+def test_ids_outside_the_vocabulary_are_refused_by_name(
+    llm: LLM, param: str, params: dict[str, Any]
+) -> None:
     with pytest.raises((ParameterError, UnsupportedError)) as caught:
         llm.generate("hello", SamplingParams(**params))
     assert caught.value.param == param
@@ -266,7 +301,9 @@ def test_one_refused_prompt_refuses_the_list_before_anything_runs(llm: LLM) -> N
 
 def test_nothing_left_to_draw_ends_that_request_alone(llm: LLM) -> None:
     stuck = SamplingParams(max_tokens=9, allowed_token_ids=[EOS], min_tokens=3, seed=1)
-    bad, good = llm.generate(["a", "b"], [stuck, SamplingParams(max_tokens=9, seed=1, ignore_eos=True)])
+    bad, good = llm.generate(
+        ["a", "b"], [stuck, SamplingParams(max_tokens=9, seed=1, ignore_eos=True)]
+    )
     assert bad.finish.reason == "error"
     assert "no token is left" in bad.finish.detail
     assert len(good.token_ids) == 9
@@ -309,11 +346,17 @@ def test_closed_while_another_thread_waits_for_its_answer(what: str) -> None:
 
     def close_from_elsewhere() -> None:
         closing.start()
-        eventually(lambda: llm.closed, "the model is not closed")  # close() waits for this step, and no other follows
+        eventually(
+            lambda: llm.closed, "the model is not closed"
+        )  # close() waits for this step, and no other follows
 
     backend.deed = close_from_elsewhere
     with pytest.raises(UnavailableError, match="closed"):
-        {"generate": llm.generate, "embed": llm.embed, "stream": lambda text: list(llm.stream(text))}[what]("a long prompt")
+        {
+            "generate": llm.generate,
+            "embed": llm.embed,
+            "stream": lambda text: list(llm.stream(text)),
+        }[what]("a long prompt")
     closing.join()
     assert backend.closed
     assert not llm._wanted
@@ -360,8 +403,12 @@ def test_n_choices_are_distinct_and_the_first_is_the_only_one(llm: LLM) -> None:
 
 
 def test_best_of_returns_the_most_likely(llm: LLM) -> None:
-    all_of_them = llm.generate("hello", SamplingParams(max_tokens=8, seed=4, n=6, logprobs=0, ignore_eos=True))
-    best = llm.generate("hello", SamplingParams(max_tokens=8, seed=4, n=2, best_of=6, ignore_eos=True))
+    all_of_them = llm.generate(
+        "hello", SamplingParams(max_tokens=8, seed=4, n=6, logprobs=0, ignore_eos=True)
+    )
+    best = llm.generate(
+        "hello", SamplingParams(max_tokens=8, seed=4, n=2, best_of=6, ignore_eos=True)
+    )
     means = {c.token_ids: sum(e.logprob for e in c.logprobs) / 8 for c in all_of_them.choices}
     ranked = sorted(means, key=lambda ids: -means[ids])
     assert [c.token_ids for c in best.choices] == ranked[:2]
@@ -384,32 +431,54 @@ def test_the_majority_wins_a_vote_whichever_came_first(llm: LLM, most: str) -> N
     """The answers are given here, so that the test knows the majority without counting as vote() does."""
     least = "b" if most == "a" else "a"
     answers = iter([least, most, most, least, most, most, least])
-    vote = llm.vote("hello", 7, extract=lambda text: next(answers), params=letters(llm, max_tokens=1))
+    vote = llm.vote(
+        "hello", 7, extract=lambda text: next(answers), params=letters(llm, max_tokens=1)
+    )
     assert (vote.answer, vote.counts) == (most, ((most, 4), (least, 3)))
     tie = iter([least, most, None, most, least])
-    assert llm.vote("hello", 5, extract=lambda text: next(tie), params=letters(llm, max_tokens=1)).answer == least
+    assert (
+        llm.vote(
+            "hello", 5, extract=lambda text: next(tie), params=letters(llm, max_tokens=1)
+        ).answer
+        == least
+    )
 
 
 def test_beams_return_scores_and_free_everything(llm: LLM) -> None:
-    done = llm.generate("hello", SamplingParams(max_tokens=10, num_beams=4, num_return_sequences=3, logprobs=0))
+    done = llm.generate(
+        "hello", SamplingParams(max_tokens=10, num_beams=4, num_return_sequences=3, logprobs=0)
+    )
     scores = [c.score for c in done.choices]
     assert len(scores) == 3
     assert scores == sorted(scores, reverse=True)
     for choice in done.choices:
-        assert choice.score == pytest.approx(sum(e.logprob for e in choice.logprobs) / len(choice.token_ids))
-    greedy = llm.generate("hello", SamplingParams(max_tokens=10, temperature=0, logprobs=0, ignore_eos=True))
+        assert choice.score == pytest.approx(
+            sum(e.logprob for e in choice.logprobs) / len(choice.token_ids)
+        )
+    greedy = llm.generate(
+        "hello", SamplingParams(max_tokens=10, temperature=0, logprobs=0, ignore_eos=True)
+    )
     assert scores[0] >= sum(e.logprob for e in greedy.logprobs) / 10 - 1e-12
     llm.check()
 
 
 @pytest.mark.parametrize(
-    "options", [{"kv_blocks": 4}, {"max_running": 2}, {"step_tokens": 3}, {"use_cache": False}, {"prefix_cache": False}]
+    "options",
+    [
+        {"kv_blocks": 4},
+        {"max_running": 2},
+        {"step_tokens": 3},
+        {"use_cache": False},
+        {"prefix_cache": False},
+    ],
 )
 def test_beams_are_the_same_where_room_is_short(options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=14, num_beams=4, num_return_sequences=4, stop="q")
     wide, narrow = fake_llm(), fake_llm(**options)
     first, second = wide.generate("hello world", params), narrow.generate("hello world", params)
-    assert [(c.token_ids, c.score, c.text) for c in first.choices] == [(c.token_ids, c.score, c.text) for c in second.choices]
+    assert [(c.token_ids, c.score, c.text) for c in first.choices] == [
+        (c.token_ids, c.score, c.text) for c in second.choices
+    ]
     narrow.check()
 
 
@@ -499,7 +568,9 @@ def test_leaving_a_stream_aborts_it(llm: LLM, how: str) -> None:
             pass
     del stream
     gc.collect()
-    llm.generate("next", SamplingParams(max_tokens=1))  # a dropped one is ended by whoever comes next
+    llm.generate(
+        "next", SamplingParams(max_tokens=1)
+    )  # a dropped one is ended by whoever comes next
     assert not llm.core.jobs
     llm.check()
 
@@ -558,13 +629,19 @@ def test_a_long_text_is_scored_in_windows(llm: LLM) -> None:
     assert score.token_ids == tuple(ids)
     assert [i for i, entry in enumerate(score.logprobs) if entry is None] == [0]
     for i in range(1, len(ids)):
-        start = 0 if i < 16 else 10 * -(-(i - 15) // 10)  # where the first window that has it begins
+        start = (
+            0 if i < 16 else 10 * -(-(i - 15) // 10)
+        )  # where the first window that has it begins
         alone = llm.score(ids[start : start + 16], top=1).logprobs[i - start]
         assert score.logprobs[i] == alone
     assert llm.score(text, window=len(ids)) == llm.score(text)
     apart = llm.score(text, window=8, stride=8)
-    assert [i for i, entry in enumerate(apart.logprobs) if entry is None] == list(range(0, len(ids), 8))
-    assert apart.perplexity == pytest.approx(math.exp(-apart.total / (len(ids) - len(range(0, len(ids), 8)))))
+    assert [i for i, entry in enumerate(apart.logprobs) if entry is None] == list(
+        range(0, len(ids), 8)
+    )
+    assert apart.perplexity == pytest.approx(
+        math.exp(-apart.total / (len(ids) - len(range(0, len(ids), 8))))
+    )
 
 
 def test_a_text_longer_than_the_context_has_a_perplexity() -> None:
@@ -584,7 +661,9 @@ def test_a_text_longer_than_the_context_has_a_perplexity() -> None:
         ({"stride": 4}, "stride: belongs to window"),
     ],
 )
-def test_windows_that_make_no_sense_are_refused_by_name(llm: LLM, asked: dict[str, int], wanted: str) -> None:
+def test_windows_that_make_no_sense_are_refused_by_name(
+    llm: LLM, asked: dict[str, int], wanted: str
+) -> None:
     with pytest.raises(ParameterError, match=wanted):
         llm.score("the quick brown fox", **asked)
 
@@ -646,9 +725,21 @@ FIELDS: list[dict[str, Any]] = [
     {"n": 3},
     {"frequency_penalty": 1.0, "repetition_penalty": 1.2},
     {"dry_multiplier": 1.0, "no_repeat_ngram": 3},
-    {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "top_n_sigma": 2.0, "xtc_probability": 0.5},
+    {
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "typical_p": 0.95,
+        "top_n_sigma": 2.0,
+        "xtc_probability": 0.5,
+    },
     {"stop": ["ab"], "min_tokens": 5},
-    {"logit_bias": {97: 3.0}, "banned_token_ids": [98], "logprobs": 2, "logprobs_mode": "processed"},
+    {
+        "logit_bias": {97: 3.0},
+        "banned_token_ids": [98],
+        "logprobs": 2,
+        "logprobs_mode": "processed",
+    },
 ]
 MODES: list[dict[str, Any]] = [
     {"step_tokens": 4},
@@ -678,12 +769,17 @@ def test_a_deep_prompt_comes_in_smaller_chunks_beside_a_stream() -> None:
             next(stream)
             assert llm.generate(prompt, greedy).token_ids == alone
         assert chunks[1] == 63
-        assert max(chunks[-9:]) == 2  # so narrow a model: at a depth of 280 attention is 30 times the matrices
+        assert (
+            max(chunks[-9:]) == 2
+        )  # so narrow a model: at a depth of 280 attention is 30 times the matrices
 
 
 def test_every_mode_gives_the_same_answers() -> None:
     prompts = ["hello hello hello", "the quick brown fox " * 2]
-    params = [SamplingParams(**{"max_tokens": 30, "seed": 8, **FIELDS[i % len(FIELDS)]}) for i in range(len(FIELDS))]
+    params = [
+        SamplingParams(**{"max_tokens": 30, "seed": 8, **FIELDS[i % len(FIELDS)]})
+        for i in range(len(FIELDS))
+    ]
     asked = [(p, q) for p in prompts for q in params]
     plain = fake_llm(kv_blocks=400).generate([p for p, _ in asked], [q for _, q in asked])
     for mode in MODES:
@@ -728,7 +824,9 @@ def test_a_prefix_hit_says_so_and_changes_nothing() -> None:
     hot = llm.generate(second, params)
     assert hot.usage.cached_tokens == 896
     assert llm.stats()["computed_tokens_total"] - before - 7 <= 116
-    assert fake_llm(kv_blocks=200, prefix_cache=False).generate(second, params).choices == hot.choices
+    assert (
+        fake_llm(kv_blocks=200, prefix_cache=False).generate(second, params).choices == hot.choices
+    )
     salted = llm.generate(second, params.with_(cache_salt="other"))
     assert salted.usage.cached_tokens == 0
     assert salted.choices == hot.choices
@@ -800,7 +898,9 @@ def test_threads_share_an_llm_and_take_turns() -> None:
     with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
         alone = [llm.generate(f"prompt {i}", params).token_ids for i in range(6)]
         with ThreadPoolExecutor(6) as pool:
-            together = list(pool.map(lambda i: llm.generate(f"prompt {i}", params).token_ids, range(6)))
+            together = list(
+                pool.map(lambda i: llm.generate(f"prompt {i}", params).token_ids, range(6))
+            )
         llm.check()
     assert together == alone
 
@@ -848,7 +948,12 @@ def test_a_character_that_the_vocabulary_drops_is_warned_of() -> None:
     with LLM.from_parts(parts, kv_blocks=64) as llm:
         told = "prompt: the model's vocabulary cannot write U+0078, so the model does not read it as it stands"
         assert told in llm.generate("a fox", params).warnings
-        assert told in llm.chat([{"role": "user", "content": [{"type": "text", "text": "a fox"}]}], params).warnings
+        assert (
+            told
+            in llm.chat(
+                [{"role": "user", "content": [{"type": "text", "text": "a fox"}]}], params
+            ).warnings
+        )
         assert told in llm.score("a fox").warnings
         with llm.chat_stream([{"role": "user", "content": "a fox"}], params) as stream:
             assert list(stream)
@@ -859,16 +964,23 @@ def test_a_character_that_the_vocabulary_drops_is_warned_of() -> None:
 
 
 def test_bytes_are_not_a_prompt() -> None:
-    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm, pytest.raises(ParameterError, match="bytes"):
+    with (
+        LLM.from_parts(fake_parts(), kv_blocks=64) as llm,
+        pytest.raises(ParameterError, match="bytes"),
+    ):
         llm.generate(b"x")  # type: ignore[call-overload]
 
 
 # ------------------------------------------------------------------------------------------------ cut inside a character
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 2}, {"n": 1, "best_of": 2}, {"stop": "🙃"}, {"min_tokens": 1}])
+@pytest.mark.parametrize(
+    "more", [{}, {"n": 2}, {"n": 1, "best_of": 2}, {"stop": "🙃"}, {"min_tokens": 1}]
+)
 @pytest.mark.parametrize("length", range(1, 7))
-def test_an_answer_cut_inside_a_character_ends_before_it(llm: LLM, length: int, more: dict[str, Any]) -> None:
+def test_an_answer_cut_inside_a_character_ends_before_it(
+    llm: LLM, length: int, more: dict[str, Any]
+) -> None:
     """One token is one byte here, and the only answer is é🙂: bytes 2 and 6 end a character, the others cut one."""
     wanted = "é🙂".encode()[:length]
     params = SamplingParams(max_tokens=length, choice=("é🙂",), seed=1, **more)
@@ -885,7 +997,9 @@ def test_an_answer_cut_inside_a_character_ends_before_it(llm: LLM, length: int, 
 
 
 def test_a_cancelled_stream_has_no_half_character(llm: LLM) -> None:
-    with llm.stream("x", SamplingParams(max_tokens=9, choice=("é🙂",), speculate="off")) as stream:  # a byte at a time
+    with llm.stream(
+        "x", SamplingParams(max_tokens=9, choice=("é🙂",), speculate="off")
+    ) as stream:  # a byte at a time
         texts = [next(stream).text for _ in range(4)]
     assert texts == ["", "é", "", ""]
     assert stream.completion is not None
@@ -895,7 +1009,9 @@ def test_a_cancelled_stream_has_no_half_character(llm: LLM) -> None:
 
 
 def test_beams_cut_inside_a_character_end_before_it(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=3, num_beams=2, num_return_sequences=2, allowed_token_ids=[0xE2, 0xE3])
+    params = SamplingParams(
+        max_tokens=3, num_beams=2, num_return_sequences=2, allowed_token_ids=[0xE2, 0xE3]
+    )
     for choice in llm.generate("x", params).choices:
         assert len(choice.token_ids) == 3
         assert choice.text == "\ufffd" * 2
@@ -906,7 +1022,9 @@ def test_bytes_that_the_model_itself_broke_are_marked(llm: LLM) -> None:
     done = llm.generate("x", SamplingParams(max_tokens=4, allowed_token_ids=[0xE2]))
     assert done.token_ids == (0xE2,) * 4
     assert done.text == "\ufffd" * 3
-    assert llm.tokenizer.decode(done.token_ids) == "\ufffd" * 4  # decoding ids by themselves shows all of them
+    assert (
+        llm.tokenizer.decode(done.token_ids) == "\ufffd" * 4
+    )  # decoding ids by themselves shows all of them
 
 
 # ------------------------------------------------------------------------------------------------------- what is ill-typed
@@ -941,7 +1059,10 @@ def test_an_unknown_option_is_named_with_its_neighbour() -> None:
     ("messages", "wanted"),
     [
         ([{"role": "user"}], r"messages\[0\] has no content"),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "content": None}], r"messages\[1\] has no content"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}],
+            r"messages\[1\] has no content",
+        ),
         ([], "give at least one"),
         ("hello", "str is not a list of messages"),
         (["hello"], "str is not a list of messages"),
@@ -950,7 +1071,9 @@ def test_an_unknown_option_is_named_with_its_neighbour() -> None:
         ([{"content": "x"}], "has no role"),
     ],
 )
-def test_a_message_that_is_none_is_named_before_the_template_sees_it(messages: Any, wanted: str) -> None:
+def test_a_message_that_is_none_is_named_before_the_template_sees_it(
+    messages: Any, wanted: str
+) -> None:
     from verbatim.testing import server_parts
 
     with LLM.from_parts(server_parts("hash"), kv_blocks=64) as llm:
@@ -959,8 +1082,15 @@ def test_a_message_that_is_none_is_named_before_the_template_sees_it(messages: A
         assert caught.value.param == "messages"
         assert "jinja" not in str(caught.value).lower()
         assert "attribute" not in str(caught.value)
-        with pytest.raises(UnsupportedError, match=r"messages\[1\].tool_calls: .* has no place") as caught:
-            llm.encode_chat([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"id": "1"}]}])
+        with pytest.raises(
+            UnsupportedError, match=r"messages\[1\].tool_calls: .* has no place"
+        ) as caught:
+            llm.encode_chat(
+                [
+                    {"role": "user", "content": "x"},
+                    {"role": "assistant", "tool_calls": [{"id": "1"}]},
+                ]
+            )
         assert caught.value.param == "messages[1].tool_calls"
         with pytest.raises(ParameterError, match="'tokenizer' is set by the engine"):
             llm.encode_chat([{"role": "user", "content": "x"}], tokenizer=1)

@@ -25,7 +25,9 @@ def by_definition(tokens: list[int]) -> int:
     length=st.integers(0, 320),
     tail=st.lists(st.integers(0, 3), max_size=2),
 )
-def test_agrees_with_the_definition(head: list[int], gram: list[int], length: int, tail: list[int]) -> None:
+def test_agrees_with_the_definition(
+    head: list[int], gram: list[int], length: int, tail: list[int]
+) -> None:
     tokens = head + (gram * 320)[:length] + tail
     assert loop_length(tokens) == by_definition(tokens)
 

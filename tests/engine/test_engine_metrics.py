@@ -13,7 +13,9 @@ from verbatim.engine.llm import LLM
 from verbatim.observe.engine_metrics import EngineMetrics, Registry
 from verbatim.testing import fake_parts
 
-LINE = re.compile(r'^[a-z_][a-z0-9_]*(\{[a-z_]+="(\\.|[^"\\])*"(,[a-z_]+="(\\.|[^"\\])*")*\})? [-+0-9.eInf]+$')
+LINE = re.compile(
+    r'^[a-z_][a-z0-9_]*(\{[a-z_]+="(\\.|[^"\\])*"(,[a-z_]+="(\\.|[^"\\])*")*\})? [-+0-9.eInf]+$'
+)
 
 
 def test_histogram_bounds_are_inclusive_and_cumulative() -> None:
@@ -59,7 +61,9 @@ def test_drafts_are_told_over_all_requests() -> None:
     for output, drafted, accepted in ((10, 0, 0), (20, 12, 12), (30, 9, 3)):
         choice = Choice(0, "", (1,) * output, Finish("stop", "eos"))
         usage = Usage(4, output, 0, drafted, accepted)
-        metrics.completed(Completion("a", (1,) * 4, (choice,), usage, Timings(0, 0.1, 1.0, 0, 0.25), 0, "vb"))
+        metrics.completed(
+            Completion("a", (1,) * 4, (choice,), usage, Timings(0, 0.1, 1.0, 0, 0.25), 0, "vb")
+        )
     values = metrics.registry.values()
     assert values["drafted_tokens_total"] == 21
     assert values["accepted_tokens_total"] == 15
@@ -103,7 +107,12 @@ def test_running_requests_and_cache_usage_are_those_of_the_scheduler() -> None:
     with LLM.from_parts(fake_parts(), max_running=3, prefix_cache=False, speculate="off") as llm:
         core = llm.core
         for n in (3, 1):
-            core.add(core.request([1, 2, 3], SamplingParams(n=n, max_tokens=40, temperature=1.0, seed=1, ignore_eos=True)))
+            core.add(
+                core.request(
+                    [1, 2, 3],
+                    SamplingParams(n=n, max_tokens=40, temperature=1.0, seed=1, ignore_eos=True),
+                )
+            )
             for _ in range(3):
                 core.step()
         stats = core.stats()

@@ -21,13 +21,22 @@ from verbatim.engine.core import EngineCore
 from verbatim.testing_models import FAMILIES
 
 RUNS = 150  # for each of the two temperatures
-PROMPT = [256, *b"Once upon a time there was a scheduler that never"]  # 49 tokens: three blocks and one
+PROMPT = [
+    256,
+    *b"Once upon a time there was a scheduler that never",
+]  # 49 tokens: three blocks and one
 TOKENS = 24
 
 
 def needle(temperature: float, n: int = 1, priority: int = 0) -> SamplingParams:
     return SamplingParams(
-        temperature=temperature, seed=11, max_tokens=TOKENS, logprobs=2, ignore_eos=True, n=n, priority=priority
+        temperature=temperature,
+        seed=11,
+        max_tokens=TOKENS,
+        logprobs=2,
+        ignore_eos=True,
+        n=n,
+        priority=priority,
     )
 
 
@@ -45,7 +54,9 @@ def someone(rng: random.Random) -> tuple[list[int], SamplingParams]:
             {"min_p": 0.1},
         )
     )
-    return prompt, SamplingParams(max_tokens=rng.randrange(1, 12), **{"temperature": 1.0, **changes})
+    return prompt, SamplingParams(
+        max_tokens=rng.randrange(1, 12), **{"temperature": 1.0, **changes}
+    )
 
 
 def run(
@@ -59,8 +70,14 @@ def run(
         while arrivals and arrivals[0] <= step:
             arrivals.pop(0)
             core.add(core.request(*someone(rng)))
-        if starved and step < 600 and len(core.jobs) < 3:  # always two others, before it in rank, growing into its blocks
-            core.add(core.request([step % 200] * 4, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)))
+        if (
+            starved and step < 600 and len(core.jobs) < 3
+        ):  # always two others, before it in rank, growing into its blocks
+            core.add(
+                core.request(
+                    [step % 200] * 4, SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+                )
+            )
         if step == enters:
             core.add(core.request(PROMPT, params, request_id="needle"))
         for out in core.step():
@@ -108,7 +125,9 @@ def haystack(backend: str, temperature: float, family: str, runs: int) -> None:
     for trial in range(runs):
         rng = random.Random(trial)
         starved = trial % 50 == 0
-        others = 0 if starved or trial == 1 else 63 if trial == 2 else rng.choice((0, 1, 2, 3, 5, 8))
+        others = (
+            0 if starved or trial == 1 else 63 if trial == 2 else rng.choice((0, 1, 2, 3, 5, 8))
+        )
         config = EngineConfig(
             kv_blocks=8 if starved else rng.choice((12, 20, 400)),
             step_tokens=4 if starved else 512 if others > 20 else rng.choice((3, 7, 16, 64, 512)),
@@ -124,7 +143,9 @@ def haystack(backend: str, temperature: float, family: str, runs: int) -> None:
             while core.busy:
                 core.step()
         n = rng.choice((1, 1, 1, 3))
-        done, deltas = run(core, rng, needle(temperature, n, priority=1000 if starved else 0), others, starved)
+        done, deltas = run(
+            core, rng, needle(temperature, n, priority=1000 if starved else 0), others, starved
+        )
         assert [joined(deltas, i) for i in range(n)] == [answer(c) for c in done.choices]
         if starved:
             preempted.append(done.timings.preemptions)

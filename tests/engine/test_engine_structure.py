@@ -26,7 +26,10 @@ pytest.importorskip("llguidance")
 
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"enum": ["ann", "bob"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -59,7 +62,10 @@ def fake_llm(**options: Any) -> LLM:
 
 
 def params() -> list[SamplingParams]:
-    return [SamplingParams(**{"max_tokens": 150, "seed": i, "logprobs": 1, **asked}) for i, asked in enumerate(ASKED)]
+    return [
+        SamplingParams(**{"max_tokens": 150, "seed": i, "logprobs": 1, **asked})
+        for i, asked in enumerate(ASKED)
+    ]
 
 
 def test_every_answer_has_its_structure() -> None:
@@ -104,7 +110,9 @@ def test_streamed_is_whole() -> None:
 
 
 @pytest.mark.parametrize("failing", range(1, 8))
-def test_an_interrupt_while_masks_are_made_costs_no_copy(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_masks_are_made_costs_no_copy(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step was planned, with copies of shared blocks, and is not carried out: whoever goes on must not read what was never copied."""
     asked = params()[4]
     whole = fake_llm().generate("hello", asked)
@@ -145,10 +153,15 @@ def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> No
 
 @pytest.mark.parametrize("mode", ["ngram", "suffix", "auto"])
 @pytest.mark.parametrize("states", [150, 25_000])
-def test_guesses_use_up_nothing_of_what_answers_share(monkeypatch: pytest.MonkeyPatch, mode: str, states: int) -> None:
+def test_guesses_use_up_nothing_of_what_answers_share(
+    monkeypatch: pytest.MonkeyPatch, mode: str, states: int
+) -> None:
     """A structure whose texts need ever more states of a lexer: an answer that ends for it ends at the same token with drafts, and no earlier."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", states)
-    asked = [SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=120, seed=i, logit_bias={99: -100}) for i in range(3)]
+    asked = [
+        SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=120, seed=i, logit_bias={99: -100})
+        for i in range(3)
+    ]
     found = []
     for way in ("off", mode):
         answers, drafted = [], 0
@@ -161,10 +174,14 @@ def test_guesses_use_up_nothing_of_what_answers_share(monkeypatch: pytest.Monkey
         found.append(answers)
     assert drafted > 100
     assert found[0] == found[1]
-    assert {finish.reason for (choice,) in found[0] for _, finish in (choice,)} == ({"error"} if states == 150 else {"length"})
+    assert {finish.reason for (choice,) in found[0] for _, finish in (choice,)} == (
+        {"error"} if states == 150 else {"length"}
+    )
 
 
-GROWING = SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=80, logit_bias={99: -100})  # each text needs ever more states
+GROWING = SamplingParams(
+    regex="([ab]*a[ab]{9}c)|d", max_tokens=80, logit_bias={99: -100}
+)  # each text needs ever more states
 Answers = list[list[tuple[tuple[int, ...], Any]]]
 
 
@@ -224,7 +241,10 @@ def test_texts_together_may_need_more_than_one_lexer_has(monkeypatch: pytest.Mon
 def test_others_go_on_while_a_structure_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """One pauses until its neighbour has written all of its text. An abort does not wait, either."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 250)
-    plain, neighbour = grown([1, 2]), fake_llm().generate("neighbour", SamplingParams(max_tokens=150, seed=1))
+    plain, neighbour = (
+        grown([1, 2]),
+        fake_llm().generate("neighbour", SamplingParams(max_tokens=150, seed=1)),
+    )
     go, honest = threading.Event(), Structure.own
 
     def waits(self: Structure) -> Any:
@@ -255,7 +275,9 @@ def test_others_go_on_while_a_structure_is_made_anew(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("mode", ["off", "ngram"])
 @pytest.mark.parametrize("at", [6, 32])
-def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(monkeypatch: pytest.MonkeyPatch, mode: str, at: int) -> None:
+def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, mode: str, at: int
+) -> None:
     """What must come next is a draft that comes true. The lexer is used up behind one of them, or at the very token with which the text is complete."""
     asked = SamplingParams(max_tokens=60, regex="there is only one way [a-f]{4} to go", seed=1)
     plain = fake_llm(speculate="off").generate("x", asked)
@@ -266,7 +288,9 @@ def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(monkeypatch: pyt
     lib = matcher_module._llguidance("regex")
     limits = lib.LLParserLimits(**matcher_module.LIMITS | {"step_lexer_fuel": 1})
     grown = lib.LLMatcher.grammar_from_regex(str(GROWING.regex))
-    broken = lib.LLMatcher(matcher_module._tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits)
+    broken = lib.LLMatcher(
+        matcher_module._tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits
+    )
     while not broken.is_error():
         broken.compute_bitmask()
         broken.consume_token(97)
@@ -286,7 +310,9 @@ def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("where", ["look", "advance"])
-def test_a_structure_that_fails_ends_its_own_request_alone(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_structure_that_fails_ends_its_own_request_alone(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
     plain = fake_llm().generate("neighbour", SamplingParams(max_tokens=30, seed=1))
     honest, calls = getattr(Matcher, where), 0
 
@@ -300,7 +326,8 @@ def test_a_structure_that_fails_ends_its_own_request_alone(monkeypatch: pytest.M
     monkeypatch.setattr(Matcher, where, fails)
     llm = fake_llm(speculate="off")
     bad, good = llm.generate(
-        ["hello", "neighbour"], [SamplingParams(max_tokens=60, regex="[a-z]{50}"), SamplingParams(max_tokens=30, seed=1)]
+        ["hello", "neighbour"],
+        [SamplingParams(max_tokens=60, regex="[a-z]{50}"), SamplingParams(max_tokens=30, seed=1)],
     )
     assert bad.finish.reason == "error"
     assert "too complex" in bad.finish.detail

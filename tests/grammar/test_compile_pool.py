@@ -47,7 +47,9 @@ HANG = 120.0  # seconds that only a hang reaches
 class FakeWorker:
     """A worker whose calls do what the test says."""
 
-    def __init__(self, *script: Callable[[], Any], start: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, *script: Callable[[], Any], start: Callable[[], None] = lambda: None
+    ) -> None:
         self.script = iter(script)
         self.start = start
         self.alive = True
@@ -89,7 +91,9 @@ def make_pool() -> Iterator[Callable[..., CompilePool]]:
         def spawn() -> Any:
             return next(supply, None) or FakeWorker()
 
-        made.append(CompilePool(matcher.LIMITS, **{"spawn": spawn, "clock": lambda: 0.0, **options}))
+        made.append(
+            CompilePool(matcher.LIMITS, **{"spawn": spawn, "clock": lambda: 0.0, **options})
+        )
         return made[-1]
 
     yield make
@@ -190,7 +194,9 @@ def test_a_worker_is_reused(make_pool: Callable[..., CompilePool]) -> None:
         (1, "crash"),
     ],
 )
-def test_the_death_of_a_worker_costs_one_request(make_pool: Callable[..., CompilePool], code: int, words: str) -> None:
+def test_the_death_of_a_worker_costs_one_request(
+    make_pool: Callable[..., CompilePool], code: int, words: str
+) -> None:
     first, second = FakeWorker(dies(code)), FakeWorker()
     pool = make_pool(first, second)
     with pytest.raises(TooExpensive, match=words):
@@ -200,7 +206,9 @@ def test_the_death_of_a_worker_costs_one_request(make_pool: Callable[..., Compil
     assert translate(pool) == "grammar of a"
 
 
-def test_a_worker_killed_from_outside_is_retried_once(make_pool: Callable[..., CompilePool]) -> None:
+def test_a_worker_killed_from_outside_is_retried_once(
+    make_pool: Callable[..., CompilePool],
+) -> None:
     killed = dies(-signal.SIGKILL)
     assert translate(make_pool(FakeWorker(killed))) == "grammar of a"
     with pytest.raises(TooExpensive, match="memory"):  # the system's out-of-memory killer
@@ -231,7 +239,9 @@ def test_a_worker_that_died_while_idle_is_replaced(make_pool: Callable[..., Comp
     assert first.killed  # reaped
 
 
-def test_a_worker_that_does_not_start_is_a_retryable_error(make_pool: Callable[..., CompilePool]) -> None:
+def test_a_worker_that_does_not_start_is_a_retryable_error(
+    make_pool: Callable[..., CompilePool],
+) -> None:
     pool = make_pool(FakeWorker(start=times_out))
     with pytest.raises(PoolBusy):
         translate(pool)
@@ -305,7 +315,9 @@ def test_a_compile_over_the_wall_clock_timeout_is_killed(
     assert worker.process.returncode == -signal.SIGKILL
 
 
-def test_a_worker_outlives_the_thread_that_caused_its_start(processes: Callable[..., CompilePool]) -> None:
+def test_a_worker_outlives_the_thread_that_caused_its_start(
+    processes: Callable[..., CompilePool],
+) -> None:
     """The kernel's parent-death signal comes when the thread that forked ends."""
     pool = processes()
     caller = threading.Thread(target=translate, args=(pool,))
@@ -362,7 +374,9 @@ def start_worker(**options: Any) -> Worker:
     return Worker(command)
 
 
-@pytest.mark.parametrize("job", [None, ["json_schema", json.dumps(HOSTILE)]], ids=["idle", "compiling"])
+@pytest.mark.parametrize(
+    "job", [None, ["json_schema", json.dumps(HOSTILE)]], ids=["idle", "compiling"]
+)
 def test_a_worker_ends_at_end_of_input(job: Any) -> None:
     """Without a signal: all that there is on a system without a parent-death signal."""
     worker = start_worker()
@@ -426,13 +440,17 @@ def marked(mark: str) -> list[int]:
     """The processes, zombies excepted, whose environment has the mark."""
     wanted = f"{MARK}={mark}"
     if sys.platform != "linux":
-        listing = subprocess.run(["ps", "-axEww", "-o", "pid=,command="], capture_output=True, check=True)
+        listing = subprocess.run(
+            ["ps", "-axEww", "-o", "pid=,command="], capture_output=True, check=True
+        )
         lines = listing.stdout.decode(errors="replace").splitlines()
         return [int(line.split()[0]) for line in lines if wanted in line.split()]
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # it ended meanwhile, or belongs to another user
-            if entry.name.isdigit() and wanted.encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and wanted.encode() in (entry / "environ").read_bytes().split(
+                b"\0"
+            ):
                 found.append(int(entry.name))
     return found
 
@@ -492,7 +510,10 @@ def test_no_worker_survives_500_killed_parents() -> None:
     """Five at a time, so that the machine is under load."""
     left: list[int] = []
     threads = [
-        threading.Thread(target=lambda s=seed: left.append(kill_at_random_moments(random.Random(s), 100))) for seed in range(5)
+        threading.Thread(
+            target=lambda s=seed: left.append(kill_at_random_moments(random.Random(s), 100))
+        )
+        for seed in range(5)
     ]
     for thread in threads:
         thread.start()
@@ -531,7 +552,9 @@ async def test_other_streams_finish_while_a_structure_compiles(
         raise WorkerDied(-signal.SIGABRT)
 
     monkeypatch.setattr(matcher, "_pool", make_pool(FakeWorker(compiles)))
-    task = asyncio.create_task(engine.submit("x", SamplingParams(json_schema=HOSTILE, max_tokens=4)))
+    task = asyncio.create_task(
+        engine.submit("x", SamplingParams(json_schema=HOSTILE, max_tokens=4))
+    )
     assert await asyncio.to_thread(entered.wait, HANG)
     assert await asyncio.gather(*(written(engine, seed) for seed in range(4))) == alone
     assert not task.done()
@@ -566,11 +589,16 @@ async def test_compiles_beside_running_requests_are_one_at_a_time(
     monkeypatch.setattr(matcher, "_pool", pool)
     hold = threading.Event()
     execute = engine.core.backend.execute
-    monkeypatch.setattr(engine.core.backend, "execute", lambda plan: (hold.wait(HANG), execute(plan))[1])
+    monkeypatch.setattr(
+        engine.core.backend, "execute", lambda plan: (hold.wait(HANG), execute(plan))[1]
+    )
     stream = await engine.submit("x", SamplingParams(max_tokens=5, ignore_eos=True))
     while not engine.core.busy:
         await asyncio.sleep(0)
-    tasks = [asyncio.create_task(engine.submit("x", SamplingParams(regex=f"a{name}"), tenant=name)) for name in "bc"]
+    tasks = [
+        asyncio.create_task(engine.submit("x", SamplingParams(regex=f"a{name}"), tenant=name))
+        for name in "bc"
+    ]
     assert await asyncio.to_thread(waits.wait, HANG)
     assert asked == [True, True]
     assert pool._active == 1
@@ -610,7 +638,9 @@ def test_llguidance_releases_the_gil_while_it_compiles(request: pytest.FixtureRe
 
     interval = sys.getswitchinterval()
     request.addfinalizer(lambda: sys.setswitchinterval(interval))
-    text = llguidance.LLMatcher.grammar_from_json_schema(json.dumps({"type": "integer", "multipleOf": 40_009}))
+    text = llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps({"type": "integer", "multipleOf": 40_009})
+    )
     vocabulary = matcher._tokenizer(llguidance, fake_parts().tokenizer)
     other = threading.Thread(target=tick)
     other.start()
@@ -630,7 +660,9 @@ async def test_the_vocabulary_is_built_before_any_request(engine: AsyncEngine) -
     assert engine.tokenizer in matcher._BUILT
 
 
-async def test_waiting_for_a_compile_thread_counts(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_compile_thread_counts(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All compile threads are taken: the request is refused at its deadline, with its field named."""
     monkeypatch.setattr(async_engine, "PATIENCE", 0.0)
     free = threading.Event()
@@ -638,16 +670,26 @@ async def test_waiting_for_a_compile_thread_counts(engine: AsyncEngine, monkeypa
         engine._compilers.submit(caller, lambda: free.wait(HANG))
     with pytest.raises(OverloadedError, match="try again") as caught:
         await engine.submit("x", SamplingParams(regex="a"))
-    assert (caught.value.param, caught.value.status, caught.value.retry_after) == ("regex", 429, 2.0)
+    assert (caught.value.param, caught.value.status, caught.value.retry_after) == (
+        "regex",
+        429,
+        2.0,
+    )
     free.set()
     assert engine.stats()["requests_total"] == 0
 
 
-def test_a_busy_pool_is_a_retryable_error(make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_busy_pool_is_a_retryable_error(
+    make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(matcher, "_pool", make_pool(FakeWorker(times_out)))
     with pytest.raises(OverloadedError, match=r"regex: could not be compiled.*try again") as caught:
         matcher.compile_structure(SamplingParams(regex="timeout"), fake_parts().tokenizer)
-    assert (caught.value.param, caught.value.status, caught.value.retry_after) == ("regex", 429, 2.0)
+    assert (caught.value.param, caught.value.status, caught.value.retry_after) == (
+        "regex",
+        429,
+        2.0,
+    )
 
 
 def test_the_pool_has_as_many_slots_as_there_are_compile_threads(engine: AsyncEngine) -> None:
@@ -657,7 +699,9 @@ def test_the_pool_has_as_many_slots_as_there_are_compile_threads(engine: AsyncEn
 def test_a_tenant_with_many_structures_delays_only_itself() -> None:
     workers = Workers(3, "test")
     free, begun = threading.Event(), []
-    mine = [workers.submit("many", lambda i=i: (begun.append(i), free.wait(HANG))) for i in range(6)]
+    mine = [
+        workers.submit("many", lambda i=i: (begun.append(i), free.wait(HANG))) for i in range(6)
+    ]
     try:
         assert workers.submit("one", lambda: "at once").result(HANG) == "at once"
         assert len(begun) <= 2
@@ -713,7 +757,9 @@ def test_concurrent_callers_share_one_compile() -> None:
         return thing(1)
 
     found: list[Any] = []
-    waiting = [threading.Thread(target=lambda: found.append(cache.get(b"x", HANG, slow))) for _ in range(8)]
+    waiting = [
+        threading.Thread(target=lambda: found.append(cache.get(b"x", HANG, slow))) for _ in range(8)
+    ]
     for thread in waiting:
         thread.start()
     assert begun.wait(HANG)
@@ -747,7 +793,9 @@ def test_a_refusal_for_cost_is_cached_for_a_while_and_a_timeout_is_not() -> None
     assert len(made) == 4
 
 
-async def test_the_same_structure_again_is_not_compiled_again(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_same_structure_again_is_not_compiled_again(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(regex="again[0-9]{3}", seed=1)
     first = await (await engine.submit("x", params)).result()
     monkeypatch.setattr(matcher, "_compile", lambda *args: pytest.fail("compiled again"))

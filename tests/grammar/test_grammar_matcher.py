@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_rows import sample
 
+from sampling_rows import sample
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.grammar import matcher as matcher_module
@@ -80,9 +80,18 @@ def writings(value: Any, limit: int = 24) -> Iterator[str]:
         for keys in itertools.islice(itertools.permutations(value), limit):
             parts = [list(writings(value[key], 4)) for key in keys]
             for combo in itertools.islice(itertools.product(*parts), limit):
-                yield "{" + ",".join(f"{json.dumps(k, ensure_ascii=False)}:{v}" for k, v in zip(keys, combo, strict=True)) + "}"
+                yield (
+                    "{"
+                    + ",".join(
+                        f"{json.dumps(k, ensure_ascii=False)}:{v}"
+                        for k, v in zip(keys, combo, strict=True)
+                    )
+                    + "}"
+                )
     elif isinstance(value, list):
-        for combo in itertools.islice(itertools.product(*[list(writings(v, 4)) for v in value]), limit):
+        for combo in itertools.islice(
+            itertools.product(*[list(writings(v, 4)) for v in value]), limit
+        ):
             yield "[" + ",".join(combo) + "]"
     elif isinstance(value, float) and value.is_integer():
         yield from (json.dumps(value), str(int(value)))
@@ -184,20 +193,39 @@ SYNTAX = "; the syntax is that of Rust's regex crate, and a backslash before a s
 @pytest.mark.parametrize(
     ("pattern", "kind", "said"),
     [
-        ("(", ParameterError, "regex: '(' is not a regular expression: unclosed group, at character 1 ('(')" + SYNTAX),
-        ("ab[z-a]c", ParameterError, "character class range, the start must be <= the end, at character 4 ('z-a]c')" + SYNTAX),
+        (
+            "(",
+            ParameterError,
+            "regex: '(' is not a regular expression: unclosed group, at character 1 ('(')" + SYNTAX,
+        ),
+        (
+            "ab[z-a]c",
+            ParameterError,
+            "character class range, the start must be <= the end, at character 4 ('z-a]c')"
+            + SYNTAX,
+        ),
         (
             "x" * 100 + "*)",
             ParameterError,
             f"regex: '{'x' * 57}...' is not a regular expression: unopened group, at character 102",
         ),
         ("a\nb(\nc", ParameterError, "unclosed group"),
-        ("(?=a)b", UnsupportedError, "look-around, including look-ahead and look-behind, is not supported, at character 1"),
+        (
+            "(?=a)b",
+            UnsupportedError,
+            "look-around, including look-ahead and look-behind, is not supported, at character 1",
+        ),
         (r"(a)\1", UnsupportedError, "backreferences are not supported, at character 4"),
-        ("a\\", ParameterError, "regex: ends in a backslash that escapes nothing; write two of them for the character itself"),
+        (
+            "a\\",
+            ParameterError,
+            "regex: ends in a backslash that escapes nothing; write two of them for the character itself",
+        ),
     ],
 )
-def test_a_bad_regex_is_told_what_why_and_what_to_do(pattern: str, kind: type[Exception], said: str) -> None:
+def test_a_bad_regex_is_told_what_why_and_what_to_do(
+    pattern: str, kind: type[Exception], said: str
+) -> None:
     with pytest.raises(kind) as caught:
         build(regex=pattern)
     assert said in str(caught.value)
@@ -256,15 +284,31 @@ def test_a_multiple_of_nothing_or_less_is_refused(step: float) -> None:
 @pytest.mark.parametrize(
     ("schema", "ok"),
     [
-        ({"minProperties": 2, "patternProperties": {"^(a|b)$": {"const": 1}}, "additionalProperties": False}, False),
+        (
+            {
+                "minProperties": 2,
+                "patternProperties": {"^(a|b)$": {"const": 1}},
+                "additionalProperties": False,
+            },
+            False,
+        ),
         ({"minProperties": 2}, False),
         ({"allOf": [{"minProperties": 3}], "required": ["a", "b"]}, False),
         ({"minProperties": 1}, True),
         ({"minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}}, True),
-        ({"minProperties": 2, "properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False}, True),
+        (
+            {
+                "minProperties": 2,
+                "properties": {"a": {}, "b": {}, "c": {}},
+                "additionalProperties": False,
+            },
+            True,
+        ),
     ],
 )
-def test_a_name_that_could_be_written_twice_does_not_count_twice(schema: dict[str, Any], ok: bool) -> None:
+def test_a_name_that_could_be_written_twice_does_not_count_twice(
+    schema: dict[str, Any], ok: bool
+) -> None:
     """{"b":1,"b":1} has one property for whoever reads it; it was once taken for two."""
     from verbatim.grammar.json_schema import check_schema
 
@@ -283,7 +327,9 @@ def test_ill_typed_keywords_are_refused_or_harmless(keyword: str) -> None:
     """Whatever stands behind a keyword, the answer is a structure or a refusal that names the field."""
     for value in ILL_TYPED:
         for kind in ("object", "array"):
-            schema = json.loads(json.dumps({"type": kind, keyword: value if value != 1e400 else 10**30}))
+            schema = json.loads(
+                json.dumps({"type": kind, keyword: value if value != 1e400 else 10**30})
+            )
             try:
                 build(json_schema=schema)
             except RequestError as error:
@@ -292,12 +338,19 @@ def test_ill_typed_keywords_are_refused_or_harmless(keyword: str) -> None:
 
 def test_a_long_chain_of_references_ends() -> None:
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(9000)}
-    schema = {"$defs": dict(reversed(chain.items())) | {"a9000": {"type": "null"}}, "$ref": "#/$defs/a0"}
+    schema = {
+        "$defs": dict(reversed(chain.items())) | {"a9000": {"type": "null"}},
+        "$ref": "#/$defs/a0",
+    }
     assert endless(schema) is None
     assert endless({"$defs": chain, "$ref": "#/$defs/a0"}) is None
 
 
-NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+NODE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#"}},
+    "required": ["next"],
+}
 
 
 @pytest.mark.parametrize(
@@ -311,7 +364,9 @@ NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}},
     ],
     ids=str,
 )
-def test_a_document_that_must_contain_itself_is_refused(schema: dict[str, Any], keyword: str) -> None:
+def test_a_document_that_must_contain_itself_is_refused(
+    schema: dict[str, Any], keyword: str
+) -> None:
     with pytest.raises(ParameterError, match=f"{keyword}.*finite"):
         build(json_schema=schema)
 
@@ -320,10 +375,24 @@ def test_a_document_that_must_contain_itself_is_refused(schema: dict[str, Any], 
     ("schema", "text"),
     [
         (NODE | {"required": []}, "{}"),
-        ({**NODE, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}, '{"next":{"next":null}}'),
+        (
+            {**NODE, "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}},
+            '{"next":{"next":null}}',
+        ),
         ({"type": "array", "items": {"$ref": "#"}}, "[[],[]]"),
-        ({"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, '{"a":null}'),
-        ({"type": "array", "prefixItems": [{"type": "integer"}], "items": {"$ref": "#"}, "minItems": 1}, "[1]"),
+        (
+            {"type": ["object", "null"], "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+            '{"a":null}',
+        ),
+        (
+            {
+                "type": "array",
+                "prefixItems": [{"type": "integer"}],
+                "items": {"$ref": "#"},
+                "minItems": 1,
+            },
+            "[1]",
+        ),
     ],
     ids=str,
 )
@@ -464,7 +533,9 @@ def test_a_failure_inside_llguidance_ends_one_answer_alone() -> None:
     another; with this grammar they fail by themselves, told in our words."""
     lib = matcher_module._llguidance("grammar")
     broken = lib.LLMatcher(
-        matcher_module._tokenizer(lib, TOKENIZER), lib.LLMatcher.grammar_from_lark('start: a "!"\na[lazy]: /.*?/'), log_level=0
+        matcher_module._tokenizer(lib, TOKENIZER),
+        lib.LLMatcher.grammar_from_lark('start: a "!"\na[lazy]: /.*?/'),
+        log_level=0,
     )
     broken.deep_copy().compute_bitmask()
     poisoned = broken.deep_copy()
@@ -481,7 +552,9 @@ def test_a_failure_inside_llguidance_ends_one_answer_alone() -> None:
         build(grammar='start: a "!"\na[lazy]: /.*?/')
 
 
-def test_what_is_too_much_for_one_answer_alone_still_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_much_for_one_answer_alone_still_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
     matcher_module._KEPT.pop(TOKENIZER, None)
     rng, matcher = random.Random(0), build(regex="(a|b)*a(a|b){8}").start()
@@ -496,7 +569,9 @@ def test_what_is_too_much_for_one_answer_alone_still_ends_it(monkeypatch: pytest
     matcher_module._KEPT.pop(TOKENIZER, None)
 
 
-def test_where_one_byte_must_follow_a_lexer_that_is_used_up_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_one_byte_must_follow_a_lexer_that_is_used_up_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """There llguidance does not ask its lexer, and says without an error that `t` is all that may come, though `true` may as well."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
     matcher_module._KEPT.pop(TOKENIZER, None)
@@ -533,7 +608,9 @@ def test_a_lexer_that_is_used_up_within_a_token_is_noticed(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("stretch", [1000, 20])
-def test_where_a_text_becomes_too_complex_is_its_own_affair(monkeypatch: pytest.MonkeyPatch, stretch: int) -> None:
+def test_where_a_text_becomes_too_complex_is_its_own_affair(
+    monkeypatch: pytest.MonkeyPatch, stretch: int
+) -> None:
     """Whoever else walks along, and however often a lexer was made anew: each text ends at its own token, or not at all."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 60)
     monkeypatch.setattr(private_matcher, "STRETCH", stretch)
@@ -542,7 +619,12 @@ def test_where_a_text_becomes_too_complex_is_its_own_affair(monkeypatch: pytest.
         matcher_module._KEPT.pop(TOKENIZER, None)
         structure = build(regex="(a|b)*a(a|b){8}")
         rngs, found = [random.Random(seed) for seed in range(6)], {}
-        matchers = [(structure if together else Structure(structure._make, "regex", TOKENIZER.eos_ids)).start() for _ in rngs]
+        matchers = [
+            (
+                structure if together else Structure(structure._make, "regex", TOKENIZER.eos_ids)
+            ).start()
+            for _ in rngs
+        ]
         for taken in range(100):
             for i, (rng, matcher) in enumerate(zip(rngs, matchers, strict=True)):
                 with contextlib.suppress(UnsupportedError):
@@ -560,7 +642,9 @@ def test_where_a_text_becomes_too_complex_is_its_own_affair(monkeypatch: pytest.
     assert max(alone) < 33 if stretch == 1000 else min(alone) >= 33
 
 
-def test_a_lexer_that_is_used_up_is_replaced_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lexer_that_is_used_up_is_replaced_beside_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
     matcher_module._KEPT.pop(TOKENIZER, None)
     structure, rng = build(regex="(a|b)*a(a|b){8}"), random.Random(0)
@@ -594,13 +678,18 @@ def test_what_nobody_waits_for_is_not_made() -> None:
         return structure.own()
 
     for since in (None, 0):
-        assert private_matcher.renew(make, list(b"aaa"), since, lambda: None).exception() is not None
+        assert (
+            private_matcher.renew(make, list(b"aaa"), since, lambda: None).exception() is not None
+        )
         assert not made
-        assert private_matcher.renew(make, list(b"aaa"), since, lambda: 1).result().inner.rollback(3)
+        assert (
+            private_matcher.renew(make, list(b"aaa"), since, lambda: 1).result().inner.rollback(3)
+        )
         assert made.pop()
     waits = iter([1, 1, 1])
     assert (
-        private_matcher.renew(make, list(b"a" * 50), None, lambda: next(waits, None)).exception() is not None
+        private_matcher.renew(make, list(b"a" * 50), None, lambda: next(waits, None)).exception()
+        is not None
     )  # given up on the way
     assert next(waits, None) is None
 
@@ -629,7 +718,10 @@ def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 600)
     matcher_module._KEPT.pop(TOKENIZER, None)
     rng, structure = random.Random(0), build(regex="(a|b)*a(a|b){8}")
-    matcher, alone = structure.start(), Structure(structure._make, "regex", TOKENIZER.eos_ids).start()
+    matcher, alone = (
+        structure.start(),
+        Structure(structure._make, "regex", TOKENIZER.eos_ids).start(),
+    )
     walked = 0
     for step in range(60):
         drafts = matcher.usable([rng.choice([97, 98]) for _ in range(15)])
@@ -648,7 +740,12 @@ def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -
 
 def test_scouts_see_what_the_answer_will_see() -> None:
     """Whatever they walked before, and wherever they begin to follow: the masks of a step are those of the answer itself."""
-    structure = build(json_schema={"type": "object", "properties": {"a": {"type": "array", "items": {"type": "number"}}}})
+    structure = build(
+        json_schema={
+            "type": "object",
+            "properties": {"a": {"type": "array", "items": {"type": "number"}}},
+        }
+    )
     text = list(b'{"a": [1.5, -2, 30, 4e5, 6]}')
     for begin in (0, 5, len(text) - 3):
         matcher = structure.start()
@@ -677,7 +774,9 @@ def test_scouts_that_take_long_are_made_beside_the_engine_or_not_at_all() -> Non
         threads: list[threading.Thread] = []
         go = threading.Event()
 
-        def waits(make: Callable[[Any], Any], limits: Any, threads: Any = threads, go: Any = go) -> Any:
+        def waits(
+            make: Callable[[Any], Any], limits: Any, threads: Any = threads, go: Any = go
+        ) -> Any:
             threads.append(threading.current_thread())
             assert threads[-1] is threading.main_thread() or go.wait(60)
             return make(limits)
@@ -689,7 +788,11 @@ def test_scouts_that_take_long_are_made_beside_the_engine_or_not_at_all() -> Non
             if thread is not threading.main_thread():
                 thread.join(60)
         assert structure.start().usable(b"sc") == (() if made == "never" else tuple(b"sc"))
-        assert [t is threading.main_thread() for t in threads] == {"now": [True], "later": [False], "never": []}[made]
+        assert [t is threading.main_thread() for t in threads] == {
+            "now": [True],
+            "later": [False],
+            "never": [],
+        }[made]
 
 
 def test_copies_go_their_own_way() -> None:
@@ -727,7 +830,14 @@ def written(matcher: Matcher, params: SamplingParams, seed: int) -> str:
     rng = np.random.default_rng(seed)
     out = bytearray()
     for position in range(400):
-        drawn = sample(rng.normal(size=260) * 3, params, mask=matcher.mask(), position=position, prompt_len=0, key=seed)
+        drawn = sample(
+            rng.normal(size=260) * 3,
+            params,
+            mask=matcher.mask(),
+            position=position,
+            prompt_len=0,
+            key=seed,
+        )
         if drawn.token in TOKENIZER.eos_ids:
             break
         out += TOKENIZER.token_bytes(drawn.token)
@@ -753,7 +863,9 @@ def test_random_logits_under_a_schema_give_valid_documents(setting: dict[str, An
 
     structure = build(json_schema=SCHEMA)
     for seed in range(10):
-        document = json.loads(written(structure.start(), SamplingParams(**setting, json_schema=SCHEMA), seed))
+        document = json.loads(
+            written(structure.start(), SamplingParams(**setting, json_schema=SCHEMA), seed)
+        )
         jsonschema.validate(document, SCHEMA)
 
 
@@ -781,7 +893,9 @@ HOSTILE: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("structure", HOSTILE, ids=lambda s: f"{next(iter(s))}-{str(next(iter(s.values())))[:24]}")
+@pytest.mark.parametrize(
+    "structure", HOSTILE, ids=lambda s: f"{next(iter(s))}-{str(next(iter(s.values())))[:24]}"
+)
 def test_hostile_structures_are_refused(structure: dict[str, Any]) -> None:
     """Refused, by name, for good: not for lack of time on the wall."""
     with pytest.raises(RequestError) as caught:
@@ -796,7 +910,10 @@ def test_many_steps_in_large_structures_stay_small() -> None:
     for structure in (
         {"regex": "(a|a)*" * 2000},
         {"regex": ".{0,5000}" * 50},
-        {"grammar": "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(30)) + '\nr30: "a"\nstart: r0'},
+        {
+            "grammar": "\n".join(f"r{i}: r{i + 1} r{i + 1}" for i in range(30))
+            + '\nr30: "a"\nstart: r0'
+        },
         {"regex": "(a|b)*a(a|b){200}"},
         {"regex": "\\p{L}{1,10000}"},
         {"json_schema": {"type": "array", "minItems": 100_000}},
@@ -822,9 +939,13 @@ def test_schemas_are_measured_before_they_are_compiled() -> None:
     check_schema(nested(63, lambda s: {"items": s}))
 
 
-def test_without_llguidance_the_field_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_llguidance_the_field_and_the_remedy_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UnsupportedError, match=r"pip install '\.\[grammar\]' in the checkout") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"pip install '\.\[grammar\]' in the checkout"
+    ) as caught:
         build(regex="a")
     assert caught.value.param == "regex"
 

@@ -33,10 +33,25 @@ HOSTILE: list[Any] = [
         ["sliding_attention"] * 3,
         list(range(5000)),
     ),
-    *({}, {"a": 1}, {"rope_type": "yarn"}, {"full_attention": 3}, {"type": {}}, {"rope_type": ["linear"]}),
+    *(
+        {},
+        {"a": 1},
+        {"rope_type": "yarn"},
+        {"full_attention": 3},
+        {"type": {}},
+        {"rope_type": ["linear"]},
+    ),
 ]
 KEYS = [
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *(
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "head_dim",
+    ),
     *(
         "num_key_value_heads",
         "max_position_embeddings",
@@ -80,11 +95,34 @@ KEYS = [
         "n_positions",
         "n_inner",
     ),
-    *("hidden_activation", "rope_local_base_freq", "quantization_config", "use_bidirectional_attention", "scale_attn_weights"),
+    *(
+        "hidden_activation",
+        "rope_local_base_freq",
+        "quantization_config",
+        "use_bidirectional_attention",
+        "scale_attn_weights",
+    ),
 ]
 ROPE_KEYS = [
-    *("rope_type", "type", "factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    *("long_factor", "short_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    *(
+        "rope_type",
+        "type",
+        "factor",
+        "rope_theta",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    *(
+        "long_factor",
+        "short_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
+    ),
     *("partial_rotary_factor", "full_attention", "sliding_attention"),
 ]
 KINDS = ["linear", "dynamic", "llama3", "yarn", "longrope", "su"]
@@ -117,7 +155,9 @@ def test_mutated_configs() -> None:
     assert 200 < accepted < 3800, "the mutations are neither harmless nor all fatal"
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2"])
+@pytest.mark.parametrize(
+    "architecture", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2"]
+)
 def test_mutated_metadata(architecture: str) -> None:
     source = random.Random(2)
     good = {

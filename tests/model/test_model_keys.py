@@ -22,7 +22,9 @@ from verbatim.weights.tensor import Tensor
 ROOT = Path(__file__).parents[2]
 
 
-def read(family: str, context: int | None = None, **changes: Any) -> tuple[ModelSpec, tuple[str, ...]]:
+def read(
+    family: str, context: int | None = None, **changes: Any
+) -> tuple[ModelSpec, tuple[str, ...]]:
     return read_config({**TINY_CONFIGS[family], **changes}, context=context)
 
 
@@ -74,10 +76,29 @@ def test_all_unknown_keys_are_named_at_once() -> None:
 
 def test_keys_of_published_configs_are_known() -> None:
     """SmolLM2's, Llama 3's, Qwen2.5's and Phi-3's own odd keys."""
-    odd = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}, "unsloth_fixed": True}
-    odd |= {"_name_or_path": "x", "torch_dtype": "bfloat16", "pretraining_tp": 1, "auto_map": {"AutoModel": "x"}}
+    odd = {
+        "is_llama_config": True,
+        "rope_interleaved": False,
+        "transformers.js_config": {"dtype": "q4"},
+        "unsloth_fixed": True,
+    }
+    odd |= {
+        "_name_or_path": "x",
+        "torch_dtype": "bfloat16",
+        "pretraining_tp": 1,
+        "auto_map": {"AutoModel": "x"},
+    }
     assert read("llama", **odd)[1] == ()
-    assert read("qwen2", use_mrope=False, use_sliding_window=False, max_window_layers=21, sliding_window=32768)[1] == ()
+    assert (
+        read(
+            "qwen2",
+            use_mrope=False,
+            use_sliding_window=False,
+            max_window_layers=21,
+            sliding_window=32768,
+        )[1]
+        == ()
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- must equal
@@ -136,7 +157,11 @@ def test_aliases_are_followed() -> None:
 
 
 def test_an_absent_key_has_the_default_of_transformers_and_null_its_own_meaning() -> None:
-    config = {k: v for k, v in TINY_CONFIGS["mistral"].items() if k not in ("sliding_window", "max_position_embeddings")}
+    config = {
+        k: v
+        for k, v in TINY_CONFIGS["mistral"].items()
+        if k not in ("sliding_window", "max_position_embeddings")
+    }
     assert read_config(config)[0].layers[0].window == 4096
     assert read("mistral", sliding_window=None)[0].layers[0].window is None
     config = {k: v for k, v in TINY_CONFIGS["gemma2"].items() if k != "head_dim"}
@@ -188,7 +213,11 @@ def test_dynamic_says_that_the_context_decides() -> None:
 
 # --------------------------------------------------------------------------------------------------------------- gguf
 
-EMBED = {"token_embd.weight": Tensor("token_embd.weight", "f32", (260, 32), np.zeros(260 * 32 * 4, np.uint8))}
+EMBED = {
+    "token_embd.weight": Tensor(
+        "token_embd.weight", "f32", (260, 32), np.zeros(260 * 32 * 4, np.uint8)
+    )
+}
 
 
 def header(architecture: str, **changes: Any) -> Any:
@@ -205,9 +234,15 @@ def header(architecture: str, **changes: Any) -> Any:
     if architecture == "qwen3moe":
         keys |= {"expert_count": 4, "expert_used_count": 2}
     plain = {name.replace("__", "."): value for name, value in changes.items()}
-    own = {f"{architecture}.{name}": value for name, value in (keys | plain).items() if not name.startswith("general.")}
+    own = {
+        f"{architecture}.{name}": value
+        for name, value in (keys | plain).items()
+        if not name.startswith("general.")
+    }
     general = {name: value for name, value in plain.items() if name.startswith("general.")}
-    return read_header({"general.architecture": architecture, **general, **own}, EMBED, file="a.gguf")
+    return read_header(
+        {"general.architecture": architecture, **general, **own}, EMBED, file="a.gguf"
+    )
 
 
 @pytest.mark.parametrize("architecture", GGUF_KEYS)
@@ -226,13 +261,30 @@ def test_unknown_header_keys_follow_the_same_rule(architecture: str) -> None:
 
 
 def test_keys_of_other_namespaces_are_named() -> None:
-    metadata = {"general.architecture": "llama", "qwen2.block_count": 3, "mystery": 1, "general.foo": 1, "general.name": "x"}
-    full = {f"llama.{k}": v for k, v in {"block_count": 2, "context_length": 512, "embedding_length": 32}.items()}
-    full |= {"llama.feed_forward_length": 48, "llama.attention.head_count": 4, "llama.attention.layer_norm_rms_epsilon": 1e-5}
-    warnings = read_header({**metadata, **full, "quantize.imatrix.file": "x"}, EMBED, file="a.gguf").warnings
-    assert [name for name in ("qwen2.block_count", "mystery", "general.foo") if any(name in w for w in warnings)] == [
-        *("qwen2.block_count", "mystery", "general.foo")
-    ]
+    metadata = {
+        "general.architecture": "llama",
+        "qwen2.block_count": 3,
+        "mystery": 1,
+        "general.foo": 1,
+        "general.name": "x",
+    }
+    full = {
+        f"llama.{k}": v
+        for k, v in {"block_count": 2, "context_length": 512, "embedding_length": 32}.items()
+    }
+    full |= {
+        "llama.feed_forward_length": 48,
+        "llama.attention.head_count": 4,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    warnings = read_header(
+        {**metadata, **full, "quantize.imatrix.file": "x"}, EMBED, file="a.gguf"
+    ).warnings
+    assert [
+        name
+        for name in ("qwen2.block_count", "mystery", "general.foo")
+        if any(name in w for w in warnings)
+    ] == [*("qwen2.block_count", "mystery", "general.foo")]
     assert len(warnings) == 3
 
 
@@ -241,7 +293,9 @@ def test_a_file_that_is_no_model_is_named() -> None:
         header("llama", general__type="adapter")
 
 
-@pytest.mark.parametrize(("value", "pooling"), [(0, "none"), (1, "mean"), (2, "cls"), (3, "last"), (4, "rank")])
+@pytest.mark.parametrize(
+    ("value", "pooling"), [(0, "none"), (1, "mean"), (2, "cls"), (3, "last"), (4, "rank")]
+)
 def test_pooling_types_are_read(value: int, pooling: str) -> None:
     assert header("qwen3", pooling_type=value).pooling == pooling
     assert header("qwen3").pooling == "mean"
@@ -252,13 +306,22 @@ def test_a_scaling_factor_without_a_type_is_linear() -> None:
     plain = header("llama").spec.layers[0].rope
     scaled = header("llama", rope__scaling__factor=4.0).spec.layers[0].rope
     assert scaled.inv_freq == tuple(f / 4 for f in plain.inv_freq)
-    assert header("llama", rope__scaling__factor=4.0, rope__scaling__type="none").spec.layers[0].rope == plain
+    assert (
+        header("llama", rope__scaling__factor=4.0, rope__scaling__type="none").spec.layers[0].rope
+        == plain
+    )
 
 
 def test_attn_factor_multiplies_yarns_own_magnitude() -> None:
-    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 128}
+    yarn = {
+        "rope__scaling__type": "yarn",
+        "rope__scaling__factor": 4.0,
+        "rope__scaling__original_context_length": 128,
+    }
     own = header("llama", **yarn).spec.layers[0].rope.attention_factor
-    twice = header("llama", **yarn, rope__scaling__attn_factor=2.0).spec.layers[0].rope.attention_factor
+    twice = (
+        header("llama", **yarn, rope__scaling__attn_factor=2.0).spec.layers[0].rope.attention_factor
+    )
     assert own == pytest.approx(1 + 0.1 * np.log(4))
     assert twice == pytest.approx(2 * own)
 
@@ -279,11 +342,21 @@ def constants() -> set[str]:
 @pytest.mark.parametrize("architecture", GGUF_KEYS)
 def test_header_tables_have_the_names_of_llama_cpp(architecture: str) -> None:
     names = {key.replace("{arch}.", "") for key in constants() if key.startswith("{arch}.")}
-    assert sorted(n for n, k in GGUF_KEYS[architecture].items() if not k.private and n not in names) == []
+    assert (
+        sorted(n for n, k in GGUF_KEYS[architecture].items() if not k.private and n not in names)
+        == []
+    )
 
 
 def test_every_namespace_of_llama_cpp_has_a_treatment() -> None:
     """ARCH.* keys in no table are unknown, and refused unless off; the rest is metadata, or belongs to files that are no models."""
     rest = {key for key in constants() if not key.startswith("{arch}.")} - set(GENERAL_KEYS)
     other = {"adapter", "clip", "diffusion", "xielu"}
-    assert sorted(k for k in rest if k.split(".")[0] not in other and not is_metadata(k.replace("{id}", "0"))) == []
+    assert (
+        sorted(
+            k
+            for k in rest
+            if k.split(".")[0] not in other and not is_metadata(k.replace("{id}", "0"))
+        )
+        == []
+    )

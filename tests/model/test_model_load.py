@@ -27,11 +27,16 @@ from verbatim.weights.tensor import Tensor
 State = dict[str, np.ndarray]
 
 
-def llama_directory(path: Path, change: Callable[[dict[str, Any], State], None] | None = None) -> Path:
+def llama_directory(
+    path: Path, change: Callable[[dict[str, Any], State], None] | None = None
+) -> Path:
     """A tiny llama as a safetensors directory, spoiled by `change`."""
     config = dict(TINY_CONFIGS["llama"])
     model = tiny_model("llama")
-    state = {hf_source("llama", "model.", name, 0).names[0]: t.to_f32() for name, t in model.weights.items()}
+    state = {
+        hf_source("llama", "model.", name, 0).names[0]: t.to_f32()
+        for name, t in model.weights.items()
+    }
     if change is not None:
         change(config, state)
     path.mkdir(exist_ok=True)
@@ -52,7 +57,9 @@ def test_a_directory_loads_as_it_is(tmp_path: Path) -> None:
     model = load_model(llama_directory(tmp_path / "m"))
     tiny = tiny_model("llama")
     assert model.spec == tiny.spec
-    assert all(np.array_equal(model.weights[n].to_f32(), t.to_f32()) for n, t in tiny.weights.items())
+    assert all(
+        np.array_equal(model.weights[n].to_f32(), t.to_f32()) for n, t in tiny.weights.items()
+    )
     assert model.weights.digest
 
 
@@ -77,13 +84,28 @@ K0 = "model.layers.0.self_attn.k_proj.weight"
         (put(quantization_config={"quant_method": "awq"}), "quantization_config is"),
         (put(tie_word_embeddings=1), "tie_word_embeddings is 1"),
         (put(vocab_size=261), r"embed_tokens.weight has shape \(260, 32\), \(261, 32\) is needed"),
-        (put(num_hidden_layers=4), r"tensor model.layers.3.input_layernorm.weight is missing \(and 8 more\)"),
-        (put(num_hidden_layers=2), r"tensor model.layers.2.input_layernorm.weight is not known for llama \(and 8 more\)"),
+        (
+            put(num_hidden_layers=4),
+            r"tensor model.layers.3.input_layernorm.weight is missing \(and 8 more\)",
+        ),
+        (
+            put(num_hidden_layers=2),
+            r"tensor model.layers.2.input_layernorm.weight is not known for llama \(and 8 more\)",
+        ),
         (rename(K0, "model.layers.0.self_attn.kk_proj.weight"), f"tensor {K0} is missing"),
         (rename("model.embed_tokens.weight", "emb"), "no embedding weight"),
-        (lambda c, s: s.update({K0: s[K0].T.copy()}), r"shape \(32, 16\), \(16, 32\) is needed for layers.0.attn.k"),
-        (lambda c, s: s.update({K0: s[K0].astype(np.int32)}), f"tensor {K0} has the unsupported type"),
-        (lambda c, s: s.update(extra=np.zeros(3, np.float32)), "tensor extra is not known for llama"),
+        (
+            lambda c, s: s.update({K0: s[K0].T.copy()}),
+            r"shape \(32, 16\), \(16, 32\) is needed for layers.0.attn.k",
+        ),
+        (
+            lambda c, s: s.update({K0: s[K0].astype(np.int32)}),
+            f"tensor {K0} has the unsupported type",
+        ),
+        (
+            lambda c, s: s.update(extra=np.zeros(3, np.float32)),
+            "tensor extra is not known for llama",
+        ),
         (lambda c, s: s.pop("lm_head.weight"), "tensor lm_head.weight is missing"),
     ],
 )
@@ -110,7 +132,9 @@ def test_a_head_of_its_own_wins_over_a_tied_config(tmp_path: Path) -> None:
     """transformers does not tie where the checkpoint has two different matrices, and warns; so do we."""
     model = load_model(llama_directory(tmp_path / "m", put(tie_word_embeddings=True)))
     assert not model.spec.tied
-    assert np.array_equal(model.weights["head"].to_f32(), tiny_model("llama").weights["head"].to_f32())
+    assert np.array_equal(
+        model.weights["head"].to_f32(), tiny_model("llama").weights["head"].to_f32()
+    )
     (warning,) = model.warnings
     assert "tie_word_embeddings" in warning
     assert "lm_head.weight" in warning
@@ -126,14 +150,18 @@ def test_gpt2_masks_are_left_alone(tmp_path: Path) -> None:
             if source.part:
                 bias = name.endswith(".bias")
                 stem = name.removesuffix(".bias").removesuffix("q")
-                values = np.concatenate([model.weights[stem + p + (".bias" if bias else "")].to_f32() for p in "qkv"])
+                values = np.concatenate(
+                    [model.weights[stem + p + (".bias" if bias else "")].to_f32() for p in "qkv"]
+                )
             state[source.names[0]] = np.ascontiguousarray(values.T) if source.transpose else values
     state["h.0.attn.bias"] = np.tril(np.ones((1, 1, 8, 8), bool))
     state["h.0.attn.masked_bias"] = np.array(-1e4, np.float32)
     (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["gpt2"]))
     save_file(state, tmp_path / "model.safetensors")
     loaded = load_model(tmp_path)
-    assert all(np.array_equal(loaded.weights[n].to_f32(), t.to_f32()) for n, t in model.weights.items())
+    assert all(
+        np.array_equal(loaded.weights[n].to_f32(), t.to_f32()) for n, t in model.weights.items()
+    )
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere.gguf", "model.safetensors"])
@@ -146,7 +174,9 @@ def test_a_path_that_is_no_model(path: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------------ gguf
 
 
-def llama_gguf(path: Path, changes: dict[str, Any], drop: str = "", add: dict[str, np.ndarray] | None = None) -> Path:
+def llama_gguf(
+    path: Path, changes: dict[str, Any], drop: str = "", add: dict[str, np.ndarray] | None = None
+) -> Path:
     metadata: dict[str, Any] = {
         "general.architecture": "llama",
         "llama.block_count": 3,
@@ -197,7 +227,9 @@ def test_a_gguf_file_loads(tmp_path: Path) -> None:
         ({}, "blk.1.ffn_up.weight", "blk.1.ffn_up.weight is missing"),
     ],
 )
-def test_a_wrong_gguf_file_is_named(changes: dict[str, Any], drop: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_gguf_file_is_named(
+    changes: dict[str, Any], drop: str, message: str, tmp_path: Path
+) -> None:
     path = llama_gguf(tmp_path / "m.gguf", changes, drop)
     with pytest.raises(ModelError, match=message) as error:
         load_model(path)
@@ -222,7 +254,9 @@ def test_context_may_shrink_and_never_grow(tmp_path: Path) -> None:
 
 
 def test_dynamic_scaling_may_grow_by_its_factor(tmp_path: Path) -> None:
-    directory = llama_directory(tmp_path / "m", put(rope_scaling={"type": "dynamic", "factor": 2.0}))
+    directory = llama_directory(
+        tmp_path / "m", put(rope_scaling={"type": "dynamic", "factor": 2.0})
+    )
     assert load_model(directory).spec.context == 512
     long, own = load_model(directory, context=1024).spec, load_model(directory).spec
     assert long.layers[0].rope.inv_freq[1] < own.layers[0].rope.inv_freq[1]  # type: ignore[union-attr]
@@ -273,7 +307,10 @@ def _quantised_gguf() -> tuple[dict[str, Any], list[Tensor]]:
         "qwen2.attention.head_count_kv": 2,
         "qwen2.attention.layer_norm_rms_epsilon": 1e-5,
     }
-    return metadata, [Tensor(gguf_source("qwen2", n).names[0], t.type, t.shape, t.data) for n, t in model.weights.items()]
+    return metadata, [
+        Tensor(gguf_source("qwen2", n).names[0], t.type, t.shape, t.data)
+        for n, t in model.weights.items()
+    ]
 
 
 def test_interleaved_rows_are_put_back_on_raw_blocks(tmp_path: Path) -> None:
@@ -282,9 +319,17 @@ def test_interleaved_rows_are_put_back_on_raw_blocks(tmp_path: Path) -> None:
     order = [head * 8 + j + half * 4 for head in range(4) for j in range(4) for half in range(2)]
     path = tmp_path / "m.gguf"
     metadata, tensors = _quantised_gguf()
-    metadata = {k.replace("qwen2", "llama"): "llama" if v == "qwen2" else v for k, v in metadata.items()}
-    tensors = [t for t in tensors if not t.name.endswith("bias") and t.name != "blk.1.attn_q.weight"]
-    write_gguf(path, metadata, [*tensors, Tensor("blk.1.attn_q.weight", "q8_0", (32, 32), quantise("q8_0", q[order]))])
+    metadata = {
+        k.replace("qwen2", "llama"): "llama" if v == "qwen2" else v for k, v in metadata.items()
+    }
+    tensors = [
+        t for t in tensors if not t.name.endswith("bias") and t.name != "blk.1.attn_q.weight"
+    ]
+    write_gguf(
+        path,
+        metadata,
+        [*tensors, Tensor("blk.1.attn_q.weight", "q8_0", (32, 32), quantise("q8_0", q[order]))],
+    )
     loaded = load_model(path).weights["layers.1.attn.q"]
     assert loaded.type == "q8_0"
     assert np.allclose(loaded.to_f32()[:, 0], np.arange(32), atol=0.2)
@@ -309,13 +354,22 @@ def test_groups_put_full_attention_first() -> None:
     assert [(g.window, g.layers) for g in groups] == [(None, (5,)), (12, (0, 1, 2, 3, 4))]
 
 
-def test_quantising_needs_a_few_megabytes_of_extra_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantising_needs_a_few_megabytes_of_extra_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stated peak: the finished model and a few MiB, never a float32 copy (here the largest matrix alone would be 16 MB)."""
-    sizes = {"vocab_size": 16000, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    sizes = {
+        "vocab_size": 16000,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+    }
     config = TINY_CONFIGS["llama"] | sizes
     random = np.random.default_rng(0)
     state = {
-        hf_source("llama", "model.", name, 0).names[0]: random.standard_normal(shape).astype(np.float16)
+        hf_source("llama", "model.", name, 0).names[0]: random.standard_normal(shape).astype(
+            np.float16
+        )
         for name, shape in layout(spec_from_config(config)).items()
     }
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -11,7 +11,9 @@ from verbatim.model.families import spec_from_config
 from verbatim.model.layout import layout
 
 
-def sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, vocab: int, context: int) -> dict[str, int]:
+def sizes(
+    hidden: int, mlp: int, layers: int, heads: int, kv: int, vocab: int, context: int
+) -> dict[str, int]:
     return {
         "hidden_size": hidden,
         "intermediate_size": mlp,
@@ -32,7 +34,10 @@ LLAMA3 = {
 }
 SU = {"type": "longrope", "long_factor": [1.5] * 48, "short_factor": [1.1] * 48}
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
-    "Llama-2-7b": ({"model_type": "llama", **sizes(4096, 11008, 32, 32, 32, 32000, 4096)}, 6_738_415_616),
+    "Llama-2-7b": (
+        {"model_type": "llama", **sizes(4096, 11008, 32, 32, 32, 32000, 4096)},
+        6_738_415_616,
+    ),
     "Llama-3.1-8B": (
         {
             "model_type": "llama",
@@ -43,11 +48,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         8_030_261_248,
     ),
     "SmolLM2-135M": (
-        {"model_type": "llama", **sizes(576, 1536, 30, 9, 3, 49152, 8192), "rope_theta": 100000, "tie_word_embeddings": True},
+        {
+            "model_type": "llama",
+            **sizes(576, 1536, 30, 9, 3, 49152, 8192),
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+        },
         134_515_008,
     ),
     "Mistral-7B-v0.1": (
-        {"model_type": "mistral", **sizes(4096, 14336, 32, 32, 8, 32000, 32768), "sliding_window": 4096},
+        {
+            "model_type": "mistral",
+            **sizes(4096, 14336, 32, 32, 8, 32000, 32768),
+            "sliding_window": 4096,
+        },
         7_241_732_096,
     ),
     "Mixtral-8x7B": (
@@ -60,11 +74,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         46_702_792_704,
     ),
     "Qwen2.5-0.5B": (
-        {"model_type": "qwen2", **sizes(896, 4864, 24, 14, 2, 151936, 32768), "rope_theta": 1e6, "tie_word_embeddings": True},
+        {
+            "model_type": "qwen2",
+            **sizes(896, 4864, 24, 14, 2, 151936, 32768),
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+        },
         494_032_768,
     ),
     "Qwen3-0.6B": (
-        {"model_type": "qwen3", **sizes(1024, 3072, 28, 16, 8, 151936, 40960), "head_dim": 128, "tie_word_embeddings": True},
+        {
+            "model_type": "qwen3",
+            **sizes(1024, 3072, 28, 16, 8, 151936, 40960),
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+        },
         596_049_920,
     ),
     "Qwen3-30B-A3B": (
@@ -80,7 +104,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         30_532_122_624,
     ),
     "gemma-2-2b": (
-        {"model_type": "gemma2", **sizes(2304, 9216, 26, 8, 4, 256000, 8192), "head_dim": 256, "sliding_window": 4096},
+        {
+            "model_type": "gemma2",
+            **sizes(2304, 9216, 26, 8, 4, 256000, 8192),
+            "head_dim": 256,
+            "sliding_window": 4096,
+        },
         2_614_341_888,
     ),
     "gemma-3-1b": (
@@ -119,7 +148,14 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         3_821_079_552,
     ),
     "gpt2": (
-        {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024},
+        {
+            "model_type": "gpt2",
+            "vocab_size": 50257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+        },
         124_439_808,
     ),
 }
@@ -135,11 +171,17 @@ def test_parameters_add_up(name: str) -> None:
 def test_what_the_published_files_mean() -> None:
     specs = {name: spec_from_config(config) for name, (config, _) in PUBLISHED.items()}
     assert {layer.window for layer in specs["Mistral-7B-v0.1"].layers} == {4096}
-    assert specs["Phi-3-mini-128k"].groups[0].window is None  # 262144 positions back hide nothing in a context of 131072
-    assert specs["Phi-3-mini-128k"].layers[0].rope.attention_factor == pytest.approx(1.1902380714238083)  # type: ignore[union-attr]
+    assert (
+        specs["Phi-3-mini-128k"].groups[0].window is None
+    )  # 262144 positions back hide nothing in a context of 131072
+    assert specs["Phi-3-mini-128k"].layers[0].rope.attention_factor == pytest.approx(
+        1.1902380714238083
+    )  # type: ignore[union-attr]
     gemma = specs["gemma-3-1b"]
     assert [i for i, layer in enumerate(gemma.layers) if layer.window is None] == [5, 11, 17, 23]
-    assert {round(1 / layer.rope.inv_freq[-1]) > 20000 for layer in gemma.layers if layer.window is None} == {True}  # type: ignore[union-attr]
+    assert {
+        round(1 / layer.rope.inv_freq[-1]) > 20000 for layer in gemma.layers if layer.window is None
+    } == {True}  # type: ignore[union-attr]
     assert specs["gemma-3-4b, text part"].layers[5].rope.inv_freq[0] == 1 / 8  # type: ignore[union-attr]
     assert specs["gemma-3-4b, text part"].layers[0].rope.inv_freq[0] == 1.0  # type: ignore[union-attr]
     assert specs["gemma-2-2b"].logit_softcap == 30.0

@@ -16,7 +16,14 @@ from verbatim.model.spec import RopeSpec
 
 
 def rope(scaling: dict[str, object] | None = None, **changes: object) -> RopeSpec:
-    values = {"theta": 10000.0, "dim": 64, "context": 4096, "trained": 4096, "file": "a file", **changes}
+    values = {
+        "theta": 10000.0,
+        "dim": 64,
+        "context": 4096,
+        "trained": 4096,
+        "file": "a file",
+        **changes,
+    }
     return make_rope(scaling or {}, **values)  # type: ignore[arg-type]
 
 
@@ -60,7 +67,11 @@ def test_longrope_is_chosen_by_the_context() -> None:
     short, long = rope(scaling, context=1024), rope(scaling, context=1025)
     assert short.inv_freq[0] == 1.0
     assert long.inv_freq[0] == 0.5
-    assert short.attention_factor == long.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(1024)))
+    assert (
+        short.attention_factor
+        == long.attention_factor
+        == pytest.approx(math.sqrt(1 + math.log(4) / math.log(1024)))
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +83,10 @@ def test_longrope_is_chosen_by_the_context() -> None:
         ({"rope_type": "linear", "factor": float("nan")}, "factor is nan"),
         ({"rope_type": "linear", "factor": True}, "factor is True"),
         ({"rope_type": "linear", "factor": "8"}, "factor is '8'"),
-        ({"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}, "short_factor must be 32"),
+        (
+            {"rope_type": "longrope", "long_factor": [1.0], "short_factor": [1.0]},
+            "short_factor must be 32",
+        ),
         ({"rope_type": "longrope", "short_factor": "x" * 32}, "short_factor must be 32"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is None"),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fast": -1.0}, "beta_fast is -1.0"),
@@ -84,7 +98,9 @@ def test_a_wrong_scaling_is_named(scaling: dict[str, object], message: str) -> N
     assert error.value.file == "a file"
 
 
-@pytest.mark.parametrize("changes", [{"dim": 0}, {"dim": 7}, {"theta": 0.0}, {"theta": -1.0}, {"theta": math.inf}])
+@pytest.mark.parametrize(
+    "changes", [{"dim": 0}, {"dim": 7}, {"theta": 0.0}, {"theta": -1.0}, {"theta": math.inf}]
+)
 def test_wrong_sizes_are_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ModelError):
         rope(**changes)

@@ -26,10 +26,20 @@ GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=Tru
 def files() -> list[Any]:
     """The GGUF files as parameters; of a split model the first part, which stands for all."""
     if FOLDER is None:
-        return [pytest.param(None, marks=pytest.mark.skip("VERBATIM_TEST_MODELS is not set"), id="unset")]
-    found = sorted(path for path in Path(FOLDER).rglob("*.gguf") if "-of-" not in path.name or "-00001-of-" in path.name)
+        return [
+            pytest.param(
+                None, marks=pytest.mark.skip("VERBATIM_TEST_MODELS is not set"), id="unset"
+            )
+        ]
+    found = sorted(
+        path
+        for path in Path(FOLDER).rglob("*.gguf")
+        if "-of-" not in path.name or "-00001-of-" in path.name
+    )
     if not found:
-        return [pytest.param(None, marks=pytest.mark.skip(f"no .gguf file in {FOLDER}"), id="empty")]
+        return [
+            pytest.param(None, marks=pytest.mark.skip(f"no .gguf file in {FOLDER}"), id="empty")
+        ]
     return [pytest.param(path, id=path.name) for path in found]
 
 
@@ -67,7 +77,9 @@ def test_the_reference_generates_too_and_mostly_agrees(file: Path, llm: LLM) -> 
     """The cpu backend rounds activations to 8 bits, so a near tie may fall either way: the reference must give the
     cpu backend's tokens a probability close to that of its own choice, at every position."""
     if file.stat().st_size > MAX_REFERENCE:
-        pytest.skip(f"{file.name} is larger than {MAX_REFERENCE / 1e9:g} GB, too large for the reference backend")
+        pytest.skip(
+            f"{file.name} is larger than {MAX_REFERENCE / 1e9:g} GB, too large for the reference backend"
+        )
     completion = llm.generate(PROMPT, GREEDY)
     prompt, tokens = completion.prompt_ids, completion.choices[0].token_ids
     with LLM(file, backend="reference", context=512) as reference:

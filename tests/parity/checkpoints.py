@@ -44,12 +44,26 @@ def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
 
 
-_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
+_LLAMA3 = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=32)
 _YARN_FULL = _rope(
-    "yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=0.3
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=32,
+    beta_fast=16.0,
+    beta_slow=2.0,
+    mscale=0.7,
+    mscale_all_dim=0.3,
 )
-_LONGROPE = _rope("longrope", long_factor=_LONG, short_factor=_SHORT, original_max_position_embeddings=16)
+_LONGROPE = _rope(
+    "longrope", long_factor=_LONG, short_factor=_SHORT, original_max_position_embeddings=16
+)
 _PHI_LONG = {
     **_rope("longrope", long_factor=_LONG[:3], short_factor=_SHORT[:3], partial_rotary_factor=0.75),
     "original_max_position_embeddings": 16,
@@ -57,14 +71,32 @@ _PHI_LONG = {
 
 CASES = [
     Case("llama-gqa", "Llama", gguf="llama"),
-    Case("llama-mha-tied", "Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}, gguf="llama"),
+    Case(
+        "llama-mha-tied",
+        "Llama",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        gguf="llama",
+    ),
     Case("llama-mqa-wide-heads", "Llama", {"num_key_value_heads": 1, "head_dim": 16}, gguf="llama"),
     Case("llama-biases", "Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
-    Case("llama-attention-bias", "Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}, gguf="llama"),
+    Case(
+        "llama-attention-bias",
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
+        gguf="llama",
+    ),
     Case("llama-linear", "Llama", _rope("linear", factor=4.0), gguf="llama"),
     Case("llama-dynamic-short", "Llama", _rope("dynamic", factor=4.0)),
     # transformers takes the length of the text, we the engine's context: equal where the text fills the context
-    Case("llama-dynamic-long", "Llama", {"max_position_embeddings": 32, **_rope("dynamic", factor=4.0)}, 80, "", 80, 0),
+    Case(
+        "llama-dynamic-long",
+        "Llama",
+        {"max_position_embeddings": 32, **_rope("dynamic", factor=4.0)},
+        80,
+        "",
+        80,
+        0,
+    ),
     Case("llama-llama3", "Llama", _LLAMA3, gguf="llama"),
     Case("llama-yarn", "Llama", _YARN, gguf="llama"),
     Case("llama-yarn-mscale", "Llama", _YARN_FULL),
@@ -74,12 +106,30 @@ CASES = [
     Case("mistral-window", "Mistral", {"sliding_window": 9}, gguf="llama"),
     Case("mistral-no-window", "Mistral", {"sliding_window": None, "head_dim": 16}, gguf="llama"),
     Case("qwen2-tied", "Qwen2", {"tie_word_embeddings": True}, gguf="qwen2"),
-    Case("qwen2-windows", "Qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    Case(
+        "qwen2-windows",
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
     Case("qwen3", "Qwen3", {"head_dim": 16}, gguf="qwen3"),
-    Case("qwen3-tied", "Qwen3", {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1}, gguf="qwen3"),
+    Case(
+        "qwen3-tied",
+        "Qwen3",
+        {"head_dim": 8, "tie_word_embeddings": True, "num_key_value_heads": 1},
+        gguf="qwen3",
+    ),
     Case("gemma2", "Gemma2", {**_GEMMA, "query_pre_attn_scalar": 16}, gguf="gemma2"),
-    Case("gemma2-caps", "Gemma2", {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
-    Case("gemma3", "Gemma3Text", {**_GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7}, gguf="gemma3"),
+    Case(
+        "gemma2-caps",
+        "Gemma2",
+        {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    Case(
+        "gemma3",
+        "Gemma3Text",
+        {**_GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 7},
+        gguf="gemma3",
+    ),
     Case(
         "gemma3-linear",
         "Gemma3Text",
@@ -98,11 +148,21 @@ CASES = [
     Case("phi3-longrope", "Phi3", _PHI_LONG, gguf="phi3"),
     Case("gpt2", "GPT2", {}, gguf="gpt2"),
     Case("mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}, gguf="llama"),
-    Case("mixtral-window", "Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9}),
+    Case(
+        "mixtral-window",
+        "Mixtral",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 9},
+    ),
     Case(
         "qwen3moe",
         "Qwen3Moe",
-        {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16, "norm_topk_prob": True},
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "head_dim": 16,
+            "norm_topk_prob": True,
+        },
         gguf="qwen3moe",
     ),
     Case(
@@ -131,7 +191,9 @@ def config_of(case: Case) -> Any:
 
 
 def class_of(case: Case) -> str:
-    return "GPT2LMHeadModel" if case.kind == "GPT2" else f"{case.kind.removesuffix('Text')}ForCausalLM"
+    return (
+        "GPT2LMHeadModel" if case.kind == "GPT2" else f"{case.kind.removesuffix('Text')}ForCausalLM"
+    )
 
 
 def build(case: Case, directory: Path) -> Any:
@@ -159,5 +221,12 @@ def enliven(name: str, p: Any) -> None:
     elif "embed" in name or "wte" in name or "wpe" in name:
         p.copy_(0.7 * torch.randn_like(p))
     else:
-        sharp = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv", "c_attn", "router", "mlp.gate.")) else 1.0
+        sharp = (
+            2.0
+            if any(
+                part in name
+                for part in ("q_proj", "k_proj", "qkv", "c_attn", "router", "mlp.gate.")
+            )
+            else 1.0
+        )
         p.copy_(torch.randn_like(p) * sharp / p.shape[-1] ** 0.5)

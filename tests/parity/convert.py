@@ -44,38 +44,73 @@ _GEMMA_NAMES = {
     r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
     r"model\.layers\.(\d+)\.post_feedforward_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
 }
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_EXPERT_PARTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_EXPERT = re.compile(
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight"
+)
+_EXPERT_PARTS = {
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
 
 
-def to_gguf(directory: Path, target: Path, architecture: str, type: str = "f32", extra: dict[str, Any] | None = None) -> None:
+def to_gguf(
+    directory: Path,
+    target: Path,
+    architecture: str,
+    type: str = "f32",
+    extra: dict[str, Any] | None = None,
+) -> None:
     """Convert the checkpoint in `directory`. `type`: how matrices whose rows are a multiple of 32 are stored."""
     config = json.loads((directory / "config.json").read_text())
     arrays = _arrays(load_file(directory / "model.safetensors"), config, architecture)
     metadata, tables = _metadata(config, architecture)
     tensors = []
     for name, values in (arrays | tables).items():
-        big = values.ndim >= 2 and values.shape[-1] % 32 == 0 and "gate_inp" not in name and "position" not in name
+        big = (
+            values.ndim >= 2
+            and values.shape[-1] % 32 == 0
+            and "gate_inp" not in name
+            and "position" not in name
+        )
         stored = type if big else "f32"
-        tensors.append(Tensor(name, stored, values.shape, quantise(stored, np.ascontiguousarray(values, np.float32))))
+        tensors.append(
+            Tensor(
+                name,
+                stored,
+                values.shape,
+                quantise(stored, np.ascontiguousarray(values, np.float32)),
+            )
+        )
     write_gguf(target, {"general.architecture": architecture, **metadata, **(extra or {})}, tensors)
 
 
-def _arrays(state: dict[str, np.ndarray], config: dict[str, Any], architecture: str) -> dict[str, np.ndarray]:
+def _arrays(
+    state: dict[str, np.ndarray], config: dict[str, Any], architecture: str
+) -> dict[str, np.ndarray]:
     rules = {**_NAMES, **(_GEMMA_NAMES if architecture.startswith("gemma") else {})}
     result: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in state.items():
         if found := _EXPERT.fullmatch(name):
             layer, expert, part = found.groups()
-            experts.setdefault(f"blk.{layer}.ffn_{_EXPERT_PARTS[part]}_exps.weight", {})[int(expert)] = values
+            experts.setdefault(f"blk.{layer}.ffn_{_EXPERT_PARTS[part]}_exps.weight", {})[
+                int(expert)
+            ] = values
             continue
         pattern = next(p for p in rules if re.fullmatch(p, name))
-        result[re.fullmatch(pattern, name).expand(rules[pattern])] = _changed(name, values, config, architecture)  # type: ignore[union-attr]
+        result[re.fullmatch(pattern, name).expand(rules[pattern])] = _changed(
+            name, values, config, architecture
+        )  # type: ignore[union-attr]
     return result | {name: np.stack([by[e] for e in sorted(by)]) for name, by in experts.items()}
 
 
-def _changed(name: str, values: np.ndarray, config: dict[str, Any], architecture: str) -> np.ndarray:
+def _changed(
+    name: str, values: np.ndarray, config: dict[str, Any], architecture: str
+) -> np.ndarray:
     if architecture == "llama" and ".q_proj." in name:
         return _interleaved(values, config["num_attention_heads"])
     if architecture == "llama" and ".k_proj." in name:
@@ -126,12 +161,18 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
     }
-    metadata |= {f"{a}.{theirs}": config[ours] for ours, theirs in optional.items() if config.get(ours) is not None}
+    metadata |= {
+        f"{a}.{theirs}": config[ours]
+        for ours, theirs in optional.items()
+        if config.get(ours) is not None
+    }
     rope, tables = _rope(config, a, head_dim)
     return metadata | rope, tables
 
 
-def _rope(config: dict[str, Any], a: str, head_dim: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _rope(
+    config: dict[str, Any], a: str, head_dim: int
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     r = config["rope_parameters"]
     r = r.get("full_attention", r)
     dim = int(head_dim * r.get("partial_rotary_factor", 1.0))
@@ -140,7 +181,9 @@ def _rope(config: dict[str, Any], a: str, head_dim: int) -> tuple[dict[str, Any]
     if kind in ("linear", "yarn"):
         metadata |= {f"{a}.rope.scaling.type": kind, f"{a}.rope.scaling.factor": float(r["factor"])}
     if kind in ("yarn", "longrope"):
-        metadata[f"{a}.rope.scaling.original_context_length"] = r["original_max_position_embeddings"]
+        metadata[f"{a}.rope.scaling.original_context_length"] = r[
+            "original_max_position_embeddings"
+        ]
     if kind == "longrope":
         ratio = config["max_position_embeddings"] / r["original_max_position_embeddings"]
         metadata[f"{a}.rope.scaling.attn_factor"] = math.sqrt(
@@ -154,7 +197,12 @@ def _rope(config: dict[str, Any], a: str, head_dim: int) -> tuple[dict[str, Any]
 
 
 def _llama3_divisors(r: dict[str, Any], dim: int) -> np.ndarray:
-    low, high, factor, old = r["low_freq_factor"], r["high_freq_factor"], r["factor"], r["original_max_position_embeddings"]
+    low, high, factor, old = (
+        r["low_freq_factor"],
+        r["high_freq_factor"],
+        r["factor"],
+        r["original_max_position_embeddings"],
+    )
     divisors = []
     for j in range(0, dim, 2):
         wavelength = 2 * math.pi * r["rope_theta"] ** (j / dim)

@@ -22,7 +22,9 @@ class Driver:
         groups = len(model.spec.groups)
         self.backend.allocate((blocks,) * groups)
         random = np.random.default_rng(1)
-        self.tables = tuple(tuple(int(b) for b in random.permutation(blocks)) for _ in range(groups))
+        self.tables = tuple(
+            tuple(int(b) for b in random.permutation(blocks)) for _ in range(groups)
+        )
         self.length = 0
 
     def feed(self, tokens: list[int]) -> np.ndarray:
@@ -35,6 +37,8 @@ class Driver:
         backend._canary.step(plan)
         batch = make_batch(plan, len(backend._caches))
         with np.errstate(over="ignore"):
-            _, logits = forward(backend.spec, ReferenceOps(backend.spec, backend._weights, backend._caches, batch))
+            _, logits = forward(
+                backend.spec, ReferenceOps(backend.spec, backend._weights, backend._caches, batch)
+            )
         self.length += len(tokens)
         return logits

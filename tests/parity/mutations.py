@@ -47,7 +47,13 @@ BASE: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", **_BASE},
     "qwen3": {"model_type": "qwen3", **_BASE, "head_dim": 16},
     "gemma2": {"model_type": "gemma2", **_BASE, **_GEMMA},
-    "gemma3": {"model_type": "gemma3_text", **_BASE, **_GEMMA, "num_hidden_layers": 3, "sliding_window_pattern": 3},
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **_BASE,
+        **_GEMMA,
+        "num_hidden_layers": 3,
+        "sliding_window_pattern": 3,
+    },
     "phi3": {"model_type": "phi3", **_BASE},
     "gpt2": {
         "model_type": "gpt2",
@@ -84,11 +90,35 @@ KIND = {
 FAMILIES = tuple(BASE)
 
 _FLAG = (True, False, None, ABSENT)
-_ACTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python", "relu", "quick_gelu", "tanh")
+_ACTS = (
+    "silu",
+    "gelu",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "gelu_fast",
+    "gelu_python",
+    "relu",
+    "quick_gelu",
+    "tanh",
+)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _TYPES = (
-    *([_FULL, _FULL], [_SLIDING, _SLIDING], [_FULL, _SLIDING], [_SLIDING, _FULL], [_FULL, _SLIDING, _FULL]),
-    *([_FULL], ["chunked_attention", _FULL], ["attention", "attention"], ["magic", _FULL], [_FULL] * 3, None, []),
+    *(
+        [_FULL, _FULL],
+        [_SLIDING, _SLIDING],
+        [_FULL, _SLIDING],
+        [_SLIDING, _FULL],
+        [_FULL, _SLIDING, _FULL],
+    ),
+    *(
+        [_FULL],
+        ["chunked_attention", _FULL],
+        ["attention", "attention"],
+        ["magic", _FULL],
+        [_FULL] * 3,
+        None,
+        [],
+    ),
 )
 _ROTARY: dict[str, tuple[Any, ...]] = {
     "vocab_size": (96, 100),
@@ -143,15 +173,25 @@ _ANY: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False, True),
     "unsloth_version": ("2025.1",),
 }
-_QWEN = {"use_sliding_window": (True, True, False, None), "max_window_layers": (0, 1, 2, 28, ABSENT)}
-_CAPS = {"attn_logit_softcapping": (1.0, 5.0, None, 0.0, ABSENT), "final_logit_softcapping": (2.0, 30.0, None, ABSENT)}
+_QWEN = {
+    "use_sliding_window": (True, True, False, None),
+    "max_window_layers": (0, 1, 2, 28, ABSENT),
+}
+_CAPS = {
+    "attn_logit_softcapping": (1.0, 5.0, None, 0.0, ABSENT),
+    "final_logit_softcapping": (2.0, 30.0, None, ABSENT),
+}
 _GEMMA_VALUES = {
     **_CAPS,
     "hidden_activation": (*_ACTS, ABSENT),
     "query_pre_attn_scalar": (8, 64, ABSENT),
     "sliding_window_size": (4,),
 }
-_EXPERTS = {"num_experts_per_tok": (1, 2, 3, ABSENT), "router_jitter_noise": (0.1,), "output_router_logits": (True,)}
+_EXPERTS = {
+    "num_experts_per_tok": (1, 2, 3, ABSENT),
+    "router_jitter_noise": (0.1,),
+    "output_router_logits": (True,),
+}
 VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     **{family: {**_ROTARY, **_ANY} for family in ("llama", "mistral", "phi3")},
     **{family: {**_ROTARY, **_ANY, **_QWEN} for family in ("qwen2", "qwen3")},
@@ -165,7 +205,13 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "rope_local_base_freq": (500.0, ABSENT),
         "layer_types": tuple(t and [*t, _FULL] for t in _TYPES),
     },
-    "mixtral": {**_ROTARY, **_ANY, **_EXPERTS, "num_local_experts": (2, 3, ABSENT), "num_experts": (4, 3)},
+    "mixtral": {
+        **_ROTARY,
+        **_ANY,
+        **_EXPERTS,
+        "num_local_experts": (2, 3, ABSENT),
+        "num_experts": (4, 3),
+    },
     "qwen3_moe": {
         **_ROTARY,
         **_ANY,
@@ -211,7 +257,9 @@ class Mutation:
     family: str
     number: int
     config: dict[str, Any]
-    keys: tuple[str, ...] = field(default=())  # the names of what was changed, records' keys included
+    keys: tuple[str, ...] = field(
+        default=()
+    )  # the names of what was changed, records' keys included
     kept: bool = False  # the weights are those of the family's tiny config with a head of its own, not of the mutated one
 
 
@@ -231,13 +279,22 @@ def mutations(family: str, count: int, seed: int = 17) -> Iterator[Mutation]:
             else:
                 config[name] = value
         kept = source.random() < 0.15
-        yield Mutation(family, number, config, (*keys, "tie_word_embeddings") if kept else tuple(keys), kept)
+        yield Mutation(
+            family, number, config, (*keys, "tie_word_embeddings") if kept else tuple(keys), kept
+        )
 
 
 def _mutate_rope(family: str, config: dict[str, Any], source: random.Random) -> list[str]:
     """A record under the new name, the old one, or both; for gemma3 mostly one per layer type."""
     head = config.get("head_dim", 8)
-    names = source.choice([["rope_scaling"], ["rope_parameters"], ["rope_parameters"], ["rope_parameters", "rope_scaling"]])
+    names = source.choice(
+        [
+            ["rope_scaling"],
+            ["rope_parameters"],
+            ["rope_parameters"],
+            ["rope_parameters", "rope_scaling"],
+        ]
+    )
     keys = list(names)
     for name in names:
         record = _record(source, head // 2)
@@ -256,7 +313,18 @@ def _mutate_rope(family: str, config: dict[str, Any], source: random.Random) -> 
 
 def _record(source: random.Random, pairs: int) -> dict[str, Any]:
     kind = source.choice(
-        ["default", "linear", "dynamic", "llama3", "yarn", "yarn", "longrope", "longrope", "proportional", "su"]
+        [
+            "default",
+            "linear",
+            "dynamic",
+            "llama3",
+            "yarn",
+            "yarn",
+            "longrope",
+            "longrope",
+            "proportional",
+            "su",
+        ]
     )
     key = "type" if source.random() < 0.15 else "rope_type"
     record: dict[str, Any] = {key: kind}
@@ -267,15 +335,36 @@ def _record(source: random.Random, pairs: int) -> dict[str, Any]:
     if kind in ("llama3", "yarn", "longrope", "su") and source.random() < 0.7:
         record["original_max_position_embeddings"] = source.choice([6, 32])
     if kind == "llama3":
-        record |= {"low_freq_factor": source.choice([1.0, 2.0]), "high_freq_factor": source.choice([4.0, 8.0])}
+        record |= {
+            "low_freq_factor": source.choice([1.0, 2.0]),
+            "high_freq_factor": source.choice([4.0, 8.0]),
+        }
     if kind == "yarn":
-        extras = {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3, "mscale": 0.7, "mscale_all_dim": 0.3}
+        extras = {
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "attention_factor": 1.3,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.3,
+        }
         record |= {k: v for k, v in {**extras, "truncate": False}.items() if source.random() < 0.3}
     if kind in ("longrope", "su"):
         count = pairs if source.random() < 0.9 else pairs + 1
-        record |= {"long_factor": [1.0 + 0.5 * i for i in range(count)], "short_factor": [1.0 + 0.1 * i for i in range(count)]}
-        record |= {k: v for k, v in {"factor": 4.0, "attention_factor": 1.2}.items() if source.random() < 0.3}
-    for name, value in (("partial_rotary_factor", 0.5), ("foo", 2.0), ("low_freq_factor", 1.0), ("mrope_section", [2, 2])):
+        record |= {
+            "long_factor": [1.0 + 0.5 * i for i in range(count)],
+            "short_factor": [1.0 + 0.1 * i for i in range(count)],
+        }
+        record |= {
+            k: v
+            for k, v in {"factor": 4.0, "attention_factor": 1.2}.items()
+            if source.random() < 0.3
+        }
+    for name, value in (
+        ("partial_rotary_factor", 0.5),
+        ("foo", 2.0),
+        ("low_freq_factor", 1.0),
+        ("mrope_section", [2, 2]),
+    ):
         if source.random() < 0.04:
             record[name] = value
     return record
@@ -333,7 +422,9 @@ def _fresh(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
     """Weights made for the mutated config."""
     import transformers
 
-    config = getattr(transformers, f"{KIND[mutation.family]}Config").from_dict(json.loads(json.dumps(mutation.config)))
+    config = getattr(transformers, f"{KIND[mutation.family]}Config").from_dict(
+        json.loads(json.dumps(mutation.config))
+    )
     config._attn_implementation = "eager"
     model = _lively(_class(mutation.family)(config), mutation.number)
     logits = _logits(model)
@@ -349,7 +440,12 @@ def _kept(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
     config = getattr(transformers, f"{KIND[mutation.family]}Config").from_dict(base)
     _lively(_class(mutation.family)(config), mutation.number).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(mutation.config))
-    model = _class(mutation.family).from_pretrained(directory, attn_implementation="eager").float().eval()
+    model = (
+        _class(mutation.family)
+        .from_pretrained(directory, attn_implementation="eager")
+        .float()
+        .eval()
+    )
     return model.config, _logits(model)
 
 
@@ -379,7 +475,10 @@ def _context(config: Any) -> int | None:
     records = [r for r in (rope, *rope.values()) if isinstance(r, dict) and "rope_type" in r]
     for record in records:
         original = record.get("original_max_position_embeddings", 0)
-        if record["rope_type"] == "longrope" and len(TOKENS) <= original < config.max_position_embeddings:
+        if (
+            record["rope_type"] == "longrope"
+            and len(TOKENS) <= original < config.max_position_embeddings
+        ):
             return int(original)
         if record["rope_type"] == "dynamic" and config.max_position_embeddings < len(TOKENS):
             return len(TOKENS)

@@ -52,7 +52,9 @@ def test_every_key_of_the_class_is_in_the_table(family: str) -> None:
 
     kind = config_class(family)
     keys = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
-    keys |= set(kind().to_dict()) | set(transformers.GenerationConfig._get_default_generation_params())
+    keys |= set(kind().to_dict()) | set(
+        transformers.GenerationConfig._get_default_generation_params()
+    )
     keys -= {"_post_init_done"}
     assert sorted(keys - set(CONFIG_KEYS[family])) == []
 
@@ -86,9 +88,17 @@ def test_an_explicit_null_means_what_it_means_in_the_class(family: str) -> None:
     """A key with a default that may also be null keeps the null."""
     hints = {field.name: str(field.type) for field in dataclasses.fields(config_class(family))}
     for name, key in CONFIG_KEYS[family].items():
-        if key.treatment == "followed" and key.default is not None and name in hints and name not in MADE:
+        if (
+            key.treatment == "followed"
+            and key.default is not None
+            and name in hints
+            and name not in MADE
+        ):
             optional = "None" in hints[name]
-            assert key.nullable == optional or name in ("num_key_value_heads", "tie_word_embeddings"), name
+            assert key.nullable == optional or name in (
+                "num_key_value_heads",
+                "tie_word_embeddings",
+            ), name
 
 
 def test_rope_records_have_the_keys_of_transformers() -> None:
@@ -96,7 +106,9 @@ def test_rope_records_have_the_keys_of_transformers() -> None:
 
     known = all_rope_keys()
     assert sorted(set(RopeParameters.__annotations__) - set(known)) == []
-    foreign = {name for name, key in known.items() if not key.private} - set(RopeParameters.__annotations__)
+    foreign = {name for name, key in known.items() if not key.private} - set(
+        RopeParameters.__annotations__
+    )
     assert foreign == {"type"}
     assert set(ROPE_KEYS) - {"default"} <= set(ROPE_INIT_FUNCTIONS)
 
@@ -107,8 +119,17 @@ def words_of_transformers() -> frozenset[str]:
     import transformers
 
     root = Path(transformers.__file__).parent
-    names = ("configuration_utils", "modeling_utils", "modeling_layers", "modeling_rope_utils", "masking_utils")
-    files = [root / f"{name}.py" for name in (*names, "cache_utils", "generation/configuration_utils", "generation/utils")]
+    names = (
+        "configuration_utils",
+        "modeling_utils",
+        "modeling_layers",
+        "modeling_rope_utils",
+        "masking_utils",
+    )
+    files = [
+        root / f"{name}.py"
+        for name in (*names, "cache_utils", "generation/configuration_utils", "generation/utils")
+    ]
     files += [
         root / "tokenization_utils_base.py",
         root / "modeling_gguf_pytorch_utils.py",
@@ -123,7 +144,11 @@ def words_of_transformers() -> frozenset[str]:
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_no_table_has_a_key_that_transformers_does_not_know(family: str) -> None:
-    unknown = [n for n, k in CONFIG_KEYS[family].items() if not k.private and n not in words_of_transformers()]
+    unknown = [
+        n
+        for n, k in CONFIG_KEYS[family].items()
+        if not k.private and n not in words_of_transformers()
+    ]
     assert unknown == []
     known = [n for n, k in CONFIG_KEYS[family].items() if k.private and n in fields_of(family)]
     assert known == [], "marked as private, and a key of the class"

@@ -36,7 +36,9 @@ def check(family: str, count: int, directory: Path) -> Counter[str]:
         outcome = judge(mutation, directory)
         found[outcome.kind] += 1
         if outcome.kind in ("different", "unnamed"):
-            wrong.append(f"{family} {mutation.number} {outcome.kind}: {outcome.detail} {mutation.keys} {mutation.config}")
+            wrong.append(
+                f"{family} {mutation.number} {outcome.kind}: {outcome.detail} {mutation.keys} {mutation.config}"
+            )
         if found["equal"] + found["refused"] + len(wrong) == count:
             break
     assert not wrong, "\n".join(wrong)
@@ -53,7 +55,9 @@ def test_a_few_mutations(family: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_hundred_mutations(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_hundred_mutations(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = check(family, 200, tmp_path / "model")
     assert found["equal"] >= 80
     assert found["refused"] >= 20

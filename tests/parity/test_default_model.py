@@ -60,8 +60,14 @@ def theirs(default_model: Path) -> Any:
     import transformers
 
     reader = gguf.GGUFReader(default_model)
-    meta = {key: reader.fields[f"llama.{key}"].contents() for key in ("embedding_length", "block_count", "context_length")}
-    heads, kv = (int(reader.fields[f"llama.attention.{k}"].contents()) for k in ("head_count", "head_count_kv"))
+    meta = {
+        key: reader.fields[f"llama.{key}"].contents()
+        for key in ("embedding_length", "block_count", "context_length")
+    }
+    heads, kv = (
+        int(reader.fields[f"llama.attention.{k}"].contents())
+        for k in ("head_count", "head_count_kv")
+    )
     config = transformers.LlamaConfig(
         vocab_size=49152,
         hidden_size=meta["embedding_length"],
@@ -71,7 +77,10 @@ def theirs(default_model: Path) -> Any:
         intermediate_size=reader.fields["llama.feed_forward_length"].contents(),
         max_position_embeddings=meta["context_length"],
         rms_norm_eps=reader.fields["llama.attention.layer_norm_rms_epsilon"].contents(),
-        rope_parameters={"rope_type": "default", "rope_theta": reader.fields["llama.rope.freq_base"].contents()},
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": reader.fields["llama.rope.freq_base"].contents(),
+        },
         tie_word_embeddings=True,
     )
     state = {}
@@ -92,13 +101,21 @@ def theirs(default_model: Path) -> Any:
 
 
 def _hf_name(name: str) -> str:
-    parts = {"attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "attn_norm": "input_layernorm"}
+    parts = {
+        "attn_output": "self_attn.o_proj",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_norm": "input_layernorm",
+    }
     name = (
-        name.replace("token_embd", "model.embed_tokens").replace("output_norm", "model.norm").replace("blk.", "model.layers.")
+        name.replace("token_embd", "model.embed_tokens")
+        .replace("output_norm", "model.norm")
+        .replace("blk.", "model.layers.")
     )
     for old, new in parts.items():
         name = name.replace(old, new)
-    return re.sub(r"attn_([qkv])\.", r"self_attn.\1_proj.", re.sub(r"ffn_(\w+)\.", r"mlp.\1_proj.", name))
+    return re.sub(
+        r"attn_([qkv])\.", r"self_attn.\1_proj.", re.sub(r"ffn_(\w+)\.", r"mlp.\1_proj.", name)
+    )
 
 
 def greedy(backend: ReferenceBackend, prompts: list[list[int]], count: int) -> list[list[int]]:
@@ -108,7 +125,14 @@ def greedy(backend: ReferenceBackend, prompts: list[list[int]], count: int) -> l
     specs = [DrawSpec(SamplingParams(temperature=0.0), 0, len(p)) for p in prompts]
     for number in range(count):
         steps = [
-            SeqStep(i, tuple(t[done[i] :]), done[i], (tuple(range(8 * i, 8 * i + 8)),), draws=1, draw=specs[i])
+            SeqStep(
+                i,
+                tuple(t[done[i] :]),
+                done[i],
+                (tuple(range(8 * i, 8 * i + 8)),),
+                draws=1,
+                draw=specs[i],
+            )
             for i, t in enumerate(texts)
         ]
         for i, result in enumerate(backend.execute(StepPlan(number, tuple(steps))).sequences):
@@ -139,7 +163,9 @@ def test_perplexity_is_that_of_transformers(ours: Any, theirs: Any) -> None:
     scored = backend.execute(StepPlan(0, (step,))).sequences[0].scored
     with torch.no_grad():
         logits = theirs(torch.tensor([ids[:-1]]), use_cache=False).logits[0].double()
-    expected = torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].numpy()
+    expected = torch.log_softmax(logits, -1)[
+        torch.arange(len(ids) - 1), torch.tensor(ids[1:])
+    ].numpy()
     got = np.array([s.logprob for s in scored])
     assert np.abs(got - expected).max() < 1e-3
     assert abs(np.exp(-got.mean()) / np.exp(-expected.mean()) - 1) < 1e-3

@@ -77,8 +77,14 @@ def test_gguf_equals_transformers(case: Case, built: Any, tmp_path: Path) -> Non
     compare(Driver(load_model(tmp_path / "model.gguf", context=case.context)), case, tokens, logits)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.gguf and c.kind not in ("Mistral", "Mixtral")], ids=lambda c: c.name)
-def test_q8_0_gguf_equals_transformers_own_reading_of_it(case: Case, built: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [c for c in CASES if c.gguf and c.kind not in ("Mistral", "Mixtral")],
+    ids=lambda c: c.name,
+)
+def test_q8_0_gguf_equals_transformers_own_reading_of_it(
+    case: Case, built: Any, tmp_path: Path
+) -> None:
     """An independent reader of the same file: names, interleaved rows (here of quantised blocks), added ones, splits, stacks.
 
     The config is given to it, because its GGUF reader drops rope scalings, windows and head sizes."""
@@ -93,7 +99,9 @@ def test_q8_0_gguf_equals_transformers_own_reading_of_it(case: Case, built: Any,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kind = getattr(transformers, class_of(case))
-        theirs = kind.from_pretrained(tmp_path, gguf_file="model.gguf", config=config, dtype=torch.float32)
+        theirs = kind.from_pretrained(
+            tmp_path, gguf_file="model.gguf", config=config, dtype=torch.float32
+        )
     with torch.no_grad():
         logits = theirs(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
     ours = Driver(load_model(tmp_path / "model.gguf", context=case.context)).feed(tokens)
@@ -111,13 +119,24 @@ def test_gemma3_inside_a_multimodal_checkpoint(style: str, built: Any, tmp_path:
     nested[f"{tower}vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
     save_file(nested, tmp_path / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": config, "eos_token_id": [1, 5]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "gemma3", "text_config": config, "eos_token_id": [1, 5]})
+    )
     model = load_model(tmp_path)
     assert model.eos_ids == (1, 5, 2)
     assert np.abs(Driver(model).feed(tokens) - logits).max() < TOLERANCE
 
 
-OLD_KEYS = ["llama-gqa", "llama-linear", "llama-llama3", "llama-yarn", "gemma3", "gemma3-linear", "phi3-longrope", "qwen3moe"]
+OLD_KEYS = [
+    "llama-gqa",
+    "llama-linear",
+    "llama-llama3",
+    "llama-yarn",
+    "gemma3",
+    "gemma3-linear",
+    "phi3-longrope",
+    "qwen3moe",
+]
 
 
 @pytest.mark.parametrize("name", OLD_KEYS)
@@ -138,7 +157,9 @@ def test_configs_as_older_checkpoints_write_them(name: str, built: Any, tmp_path
     key = (
         "rope_type" if name.startswith("gemma3") else "type"
     )  # gemma3 is younger than `type`, and transformers ignores it there
-    config["rope_scaling"] = None if kind == "default" else {key: "su" if kind == "longrope" else kind, **rope}
+    config["rope_scaling"] = (
+        None if kind == "default" else {key: "su" if kind == "longrope" else kind, **rope}
+    )
     (tmp_path / "config.json").write_text(json.dumps(config))
     shutil.copy(directory / "model.safetensors", tmp_path)
     assert np.abs(Driver(load_model(tmp_path)).feed(tokens) - logits).max() < TOLERANCE

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_rows import sample
 
+from sampling_rows import sample
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, Finish
 from verbatim.sampling.beam import BeamSearch
@@ -39,13 +39,17 @@ def tiny() -> Any:
     )
     model = LlamaForCausalLM(config).eval().to(torch.float32)
     with torch.no_grad():
-        model.lm_head.weight *= 0.6  # flat enough that beams compete and lines of different lengths end
+        model.lm_head.weight *= (
+            0.6  # flat enough that beams compete and lines of different lengths end
+        )
     return model
 
 
 def prompts() -> list[list[int]]:
     rng = np.random.default_rng(5)
-    return [[1, *(int(t) for t in rng.integers(3, VOCAB, int(rng.integers(1, 6))))] for _ in range(50)]
+    return [
+        [1, *(int(t) for t in rng.integers(3, VOCAB, int(rng.integers(1, 6))))] for _ in range(50)
+    ]
 
 
 def logits_of(model: Any, lines: list[list[int]]) -> np.ndarray:
@@ -55,7 +59,9 @@ def logits_of(model: Any, lines: list[list[int]]) -> np.ndarray:
         return np.asarray(model(torch.tensor(lines)).logits[:, -1])
 
 
-def ours(model: Any, group: list[list[int]], params: SamplingParams, ends: tuple[int, ...] = (EOS,)) -> list[BeamSearch]:
+def ours(
+    model: Any, group: list[list[int]], params: SamplingParams, ends: tuple[int, ...] = (EOS,)
+) -> list[BeamSearch]:
     """One search for each prompt (all of one length), in step with each other: one forward pass serves all live lines."""
     searches = [BeamSearch(params, end_ids=ends, max_new=NEW) for _ in group]
     live: list[list[list[int]]] = [[prompt] for prompt in group]
@@ -67,7 +73,14 @@ def ours(model: Any, group: list[list[int]], params: SamplingParams, ends: tuple
                 continue
             rows = [(next(logits), line) for line in live[i]]
             drawn = [
-                sample(row, params, beam=search.needed, history=tuple(line), prompt_len=start, position=len(line))
+                sample(
+                    row,
+                    params,
+                    beam=search.needed,
+                    history=tuple(line),
+                    prompt_len=start,
+                    position=len(line),
+                )
                 for row, line in rows
             ]
             live[i] = [[*live[i][parent], token] for parent, token in search.step(drawn)]
@@ -112,14 +125,20 @@ def test_equal_to_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, An
         for at, search in enumerate(ours(tiny, group, SamplingParams.from_mapping(setting))):
             found = search.results()
             assert len(found) == count
-            for beam, ids, score in zip(found, sequences[at * count :], scores[at * count :], strict=False):
+            for beam, ids, score in zip(
+                found, sequences[at * count :], scores[at * count :], strict=False
+            ):
                 tokens = ids[length:]
                 assert list(beam.tokens) == tokens[: len(beam.tokens)]
-                assert set(tokens[len(beam.tokens) :]) <= {EOS}  # transformers fills the rest with it
+                assert set(tokens[len(beam.tokens) :]) <= {
+                    EOS
+                }  # transformers fills the rest with it
                 assert beam.score == pytest.approx(score, abs=1e-4, rel=1e-6)  # theirs is float32
                 assert beam.finish is not None
                 ended[beam.finish.reason] += 1
-    assert min(ended["stop"], ended["length"]) > 5, "both ways to end must occur, or the test shows little"
+    assert min(ended["stop"], ended["length"]) > 5, (
+        "both ways to end must occur, or the test shows little"
+    )
 
 
 @pytest.mark.torch
@@ -163,12 +182,20 @@ def groups_again(
 ) -> list[tuple[float, tuple[int, ...]]]:
     """Diverse beam search without end tokens, by its definition: whole rows, no candidate lists, no early ends."""
     size = p.num_beams // p.num_beam_groups
-    groups: list[list[tuple[float, tuple[int, ...]]]] = [[(0.0, ())] for _ in range(p.num_beam_groups)]
+    groups: list[list[tuple[float, tuple[int, ...]]]] = [
+        [(0.0, ())] for _ in range(p.num_beam_groups)
+    ]
     for _ in range(steps):
         taken = np.zeros(VOCAB)
         for g, beams in enumerate(groups):
             options = [
-                (score + table[line][t] - p.diversity_penalty * taken[t], -i, -t, score + table[line][t], (*line, t))
+                (
+                    score + table[line][t] - p.diversity_penalty * taken[t],
+                    -i,
+                    -t,
+                    score + table[line][t],
+                    (*line, t),
+                )
                 for i, (score, line) in enumerate(beams)
                 for t in range(VOCAB)
             ]
@@ -189,17 +216,30 @@ class Table(dict[tuple[int, ...], np.ndarray]):
         return self[line]
 
 
-@pytest.mark.parametrize(("beams", "groups", "penalty"), [(4, 2, 0.5), (6, 3, 2.0), (4, 4, 1.0), (6, 2, 0.0)])
+@pytest.mark.parametrize(
+    ("beams", "groups", "penalty"), [(4, 2, 0.5), (6, 3, 2.0), (4, 4, 1.0), (6, 2, 0.0)]
+)
 def test_groups_by_definition(beams: int, groups: int, penalty: float) -> None:
     table = Table()
-    params = SamplingParams(num_beams=beams, num_beam_groups=groups, num_return_sequences=beams, diversity_penalty=penalty)
+    params = SamplingParams(
+        num_beams=beams,
+        num_beam_groups=groups,
+        num_return_sequences=beams,
+        diversity_penalty=penalty,
+    )
     search = BeamSearch(params, max_new=5)
     live: list[tuple[int, ...]] = [()]
     while not search.done:
         drawn = []
         for line in live:
             order = np.argsort(-table[line], kind="stable")[: search.needed]
-            drawn.append(Drawn(int(order[0]), 0.0, candidates=tuple((int(t), float(table[line][t])) for t in order)))
+            drawn.append(
+                Drawn(
+                    int(order[0]),
+                    0.0,
+                    candidates=tuple((int(t), float(table[line][t])) for t in order),
+                )
+            )
         live = [(*live[parent], token) for parent, token in search.step(drawn)]
     want = groups_again(table, params, 5)
     assert [b.tokens for b in search.results()] == [line for _, line in want]
@@ -217,7 +257,9 @@ def test_a_stop_rule_of_the_engine_ends_lines() -> None:
     """`ends` sees whole lines, so that stop strings over several tokens work; its Finish is kept."""
     stop = Finish("stop", "5 6")
     params = SamplingParams(num_beams=2, num_return_sequences=2)
-    search = BeamSearch(params, max_new=9, ends=lambda tokens: stop if tokens[-2:] == (5, 6) else None)
+    search = BeamSearch(
+        params, max_new=9, ends=lambda tokens: stop if tokens[-2:] == (5, 6) else None
+    )
     search.step([candidates((5, -0.1), (6, -2.5), (7, -9.0), (8, -9.5))])
     moves = search.step([candidates((6, -0.1), (1, -3.0)), candidates((6, -0.2), (1, -3.0))])
     assert moves == ((1, 6), (0, 1))
@@ -230,12 +272,19 @@ def test_a_stop_rule_of_the_engine_ends_lines() -> None:
 
 def test_lines_that_end_together_compete() -> None:
     """With early_stopping, the step that fills the hypotheses still keeps the best of all that end in it."""
-    params = SamplingParams(num_beams=2, num_return_sequences=2, early_stopping=True, length_penalty=1.0)
+    params = SamplingParams(
+        num_beams=2, num_return_sequences=2, early_stopping=True, length_penalty=1.0
+    )
     search = BeamSearch(params, end_ids=(9,), max_new=9)
     search.step([candidates((9, -4.0), (5, -0.1), (6, -0.2), (7, -6.0))])
-    search.step([candidates((9, -0.1), (5, -5.0), (6, -6.0)), candidates((9, -0.1), (5, -5.0), (6, -6.0))])
+    search.step(
+        [candidates((9, -0.1), (5, -5.0), (6, -6.0)), candidates((9, -0.1), (5, -5.0), (6, -6.0))]
+    )
     assert search.done
-    assert [b.tokens for b in search.results()] == [(5, 9), (6, 9)]  # not (9,), which came first and scores -4
+    assert [b.tokens for b in search.results()] == [
+        (5, 9),
+        (6, 9),
+    ]  # not (9,), which came first and scores -4
 
 
 def test_agreed_tokens_are_a_prefix_of_every_answer() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_rows import softmax
 
+from sampling_rows import softmax
 from verbatim.base.errors import RequestError
 from verbatim.base.params import SamplingParams
 from verbatim.engine.llm import LLM
@@ -28,7 +28,10 @@ SCHEMA = {
         "name": {"type": "string", "maxLength": 20},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-        "score": {"type": "string", "pattern": "^0\\.[0-9]{1,3}$"},  # a JSON number may go on for ever, and at 1.5 it does
+        "score": {
+            "type": "string",
+            "pattern": "^0\\.[0-9]{1,3}$",
+        },  # a JSON number may go on for ever, and at 1.5 it does
     },
     "required": ["name", "age", "tags", "score"],
     "additionalProperties": False,
@@ -67,8 +70,24 @@ def test_explain_from_the_command_line_recomputed(default_model: Path) -> None:
         "--context",
         "256",
     ]
-    command += ["--temperature", "0.9", "--top-p", "0.8", "--seed", "11", "--max-tokens", "4", "--explain", "6"]
-    done = subprocess.run([*command, "--what-if", "top_k=1", "The best colour is"], capture_output=True, text=True, timeout=240)
+    command += [
+        "--temperature",
+        "0.9",
+        "--top-p",
+        "0.8",
+        "--seed",
+        "11",
+        "--max-tokens",
+        "4",
+        "--explain",
+        "6",
+    ]
+    done = subprocess.run(
+        [*command, "--what-if", "top_k=1", "The best colour is"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     records = told["choices"][0]["explain"] if "choices" in told else told["explain"]
@@ -78,7 +97,9 @@ def test_explain_from_the_command_line_recomputed(default_model: Path) -> None:
         assert len(raw) == record["vocab"] == 49152
         p, token = softmax(raw), record["token"]
         assert record["logprob"] == pytest.approx(math.log(p[token]), abs=1e-7)
-        assert record["entropy"] == pytest.approx(float(-(p[p > 0] * np.log(p[p > 0])).sum()), abs=1e-6)
+        assert record["entropy"] == pytest.approx(
+            float(-(p[p > 0] * np.log(p[p > 0])).sum()), abs=1e-6
+        )
         assert record["rank"] == int((raw > raw[token]).sum())
         assert [c["id"] for c in record["top"]] == np.argsort(-raw, kind="stable")[:6].tolist()
         d = (raw - raw.max()) / 0.9
@@ -88,14 +109,24 @@ def test_explain_from_the_command_line_recomputed(default_model: Path) -> None:
         scores = d[kept] + gumbel(noise_key(11), record["position"], kept)
         assert int(kept[np.argmax(scores)]) == token
         assert record["score"] == pytest.approx(scores.max(), abs=1e-7)
-        assert again == {"position": record["position"], "before": token, "after": int(raw.argmax())}
+        assert again == {
+            "position": record["position"],
+            "before": token,
+            "after": int(raw.argmax()),
+        }
 
 
 def documents(llm: LLM, count: int) -> None:
     import jsonschema
 
     params = [
-        SamplingParams(temperature=1.5, json_schema=SCHEMA, max_tokens=300, seed=seed, top_p=0.95 if seed % 2 else 1.0)
+        SamplingParams(
+            temperature=1.5,
+            json_schema=SCHEMA,
+            max_tokens=300,
+            seed=seed,
+            top_p=0.95 if seed % 2 else 1.0,
+        )
         for seed in range(count)
     ]
     done = llm.generate(["Describe a person as JSON:\n"] * count, params)
@@ -114,14 +145,18 @@ def test_200_of_200_documents_are_valid(llm: LLM) -> None:
     documents(llm, 200)
 
 
-def test_hostile_structures_do_not_disturb_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_structures_do_not_disturb_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer of a running stream is the same while neighbours are refused, for what they ask and not for lack of time."""
     params = SamplingParams(max_tokens=8, seed=4)
     alone = llm.generate("The sea", params).token_ids
     stream = llm.stream("The sea", params)
     next(stream)
     with pytest.raises(RequestError) as caught:
-        llm.generate("x", SamplingParams(json_schema={"type": "integer", "multipleOf": 7919 * 7907}))
+        llm.generate(
+            "x", SamplingParams(json_schema={"type": "integer", "multipleOf": 7919 * 7907})
+        )
     assert caught.value.param == "json_schema"
     for _ in stream:
         pass
@@ -161,7 +196,9 @@ def torch_llama(path: Path) -> Any:
     state = {}
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if re.search(r"attn_[qk]\.", tensor.name):  # GGUF pairs neighbours for rope, transformers halves
+        if re.search(
+            r"attn_[qk]\.", tensor.name
+        ):  # GGUF pairs neighbours for rope, transformers halves
             n = heads if "attn_q" in tensor.name else kv
             values = values.reshape(n, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         state[renamed(tensor.name)] = torch.from_numpy(np.array(values, np.float32, order="C"))
@@ -217,7 +254,9 @@ def beams(path: Path, prompts: list[str]) -> None:
             return_dict_in_generate=True,
             output_scores=True,
         )
-        for choice, tokens, score in zip(each.choices, want.sequences.tolist(), want.sequences_scores.tolist(), strict=True):
+        for choice, tokens, score in zip(
+            each.choices, want.sequences.tolist(), want.sequences_scores.tolist(), strict=True
+        ):
             assert list(choice.token_ids) == tokens[len(each.prompt_ids) :][: len(choice.token_ids)]
             assert choice.score == pytest.approx(score, abs=1e-4)
 

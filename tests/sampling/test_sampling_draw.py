@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_rows import make_row, processed, sample, softmax
 
+from sampling_rows import make_row, processed, sample, softmax
 from verbatim.base.params import SamplingParams
 from verbatim.sampling import draw
 from verbatim.sampling.pipeline import sample_rows
@@ -73,7 +73,10 @@ def drawn(params: SamplingParams, key: int, positions: np.ndarray) -> np.ndarray
     if not params.xtc_probability:
         state = processed(LOGITS, params, history=HISTORY)
         return draw.draw_many(state.ids, state.d, key, positions)
-    coin = draw.uniform(key, positions, np.zeros(1, np.int64), draw.DOMAIN_XTC) < params.xtc_probability
+    coin = (
+        draw.uniform(key, positions, np.zeros(1, np.int64), draw.DOMAIN_XTC)
+        < params.xtc_probability
+    )
     out = np.empty(len(positions), np.int64)
     for acts in (True, False):
         side = processed(LOGITS, params.with_(xtc_probability=float(acts)), history=HISTORY)
@@ -196,7 +199,11 @@ def tied_row(lower: int, higher: int, first: int, vocab: int = 400) -> tuple[np.
     raise AssertionError("no tie was found")
 
 
-TIES = [(lower, higher, first) for lower, higher in ((3, 5), (3, 70), (64, 399), (130, 131)) for first in (lower, higher)]
+TIES = [
+    (lower, higher, first)
+    for lower, higher in ((3, 5), (3, 70), (64, 399), (130, 131))
+    for first in (lower, higher)
+]
 
 
 @pytest.mark.parametrize(("lower", "higher", "first"), TIES)
@@ -212,7 +219,9 @@ def test_of_equal_scores_the_lower_id_is_drawn(lower: int, higher: int, first: i
 
 @pytest.mark.native
 @pytest.mark.parametrize(("lower", "higher", "first"), TIES)
-@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.999}, {"logit_bias": {0: -1.0}}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"top_k": 2}, {"top_p": 0.999}, {"logit_bias": {0: -1.0}}], ids=str
+)
 def test_of_equal_scores_the_kernel_draws_the_lower_id_too(
     lower: int, higher: int, first: int, settings: dict[str, Any]
 ) -> None:
@@ -221,7 +230,9 @@ def test_of_equal_scores_the_kernel_draws_the_lower_id_too(
     from verbatim.backend.cpu.sampler import NativeSampler
 
     row, position = tied_row(lower, higher, first)
-    asked = NativeSampler(native, None).native_row(make_row(SamplingParams(**settings), position=position))
+    asked = NativeSampler(native, None).native_row(
+        make_row(SamplingParams(**settings), position=position)
+    )
     for isa in native.isas():
         ((token, _, _),) = native.RowSampler(isa, 1).draw(row[None, :], [asked])
         assert token == lower

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sampling_rows import bits, make_row, sample, softmax
 
+from sampling_rows import bits, make_row, sample, softmax
 from verbatim.base.errors import ParameterError, RequestError
 from verbatim.base.params import SamplingParams
 from verbatim.observe import explanation
@@ -28,7 +28,17 @@ def recorded(
     text, out = PROMPT, []
     for row in logits:
         drawn = sample_rows(
-            row[None], [make_row(params, key=noise_key(5), position=len(text), prompt_len=4, history=text, **extra)]
+            row[None],
+            [
+                make_row(
+                    params,
+                    key=noise_key(5),
+                    position=len(text),
+                    prompt_len=4,
+                    history=text,
+                    **extra,
+                )
+            ],
         )[0]
         assert drawn.explain is not None
         out.append(drawn.explain)
@@ -38,7 +48,13 @@ def recorded(
 
 def test_every_number_recomputed_from_the_raw_row() -> None:
     params = SamplingParams(
-        temperature=0.8, top_k=30, top_p=0.9, min_p=0.01, repetition_penalty=1.2, banned_token_ids=[3], explain=8
+        temperature=0.8,
+        top_k=30,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        banned_token_ids=[3],
+        explain=8,
     )
     records, logits = recorded(params)
     for at, (record, row) in enumerate(zip(records, logits, strict=True)):
@@ -63,7 +79,12 @@ def test_every_number_recomputed_from_the_raw_row() -> None:
         q = softmax(d[by_k])
         by_p = by_k[: int(np.searchsorted(np.cumsum(q), 0.9)) + 1]
         left = by_p[softmax(d[by_p]) >= 0.01 * softmax(d[by_p]).max()]
-        want = [("banned_token_ids", 1, 199), ("repetition_penalty", 0, 199), ("temperature", 0, 199), ("top_k", 169, 30)]
+        want = [
+            ("banned_token_ids", 1, 199),
+            ("repetition_penalty", 0, 199),
+            ("temperature", 0, 199),
+            ("top_k", 169, 30),
+        ]
         want += [("top_p", 30 - len(by_p), len(by_p)), ("min_p", len(by_p) - len(left), len(left))]
         assert [(s["name"], s["removed"], s["left"]) for s in record["stages"]] == want
         final = dict(zip(left.tolist(), softmax(d[left]).tolist(), strict=True))
@@ -93,10 +114,17 @@ def test_every_number_recomputed_from_the_raw_row() -> None:
 
 def test_explaining_changes_nothing() -> None:
     row = (RNG.normal(size=100) * 3).astype(np.float32)
-    for setting in ({}, {"temperature": 0}, {"top_p": 0.7, "typical_p": 0.9}, {"xtc_probability": 1.0}):
+    for setting in (
+        {},
+        {"temperature": 0},
+        {"top_p": 0.7, "typical_p": 0.9},
+        {"xtc_probability": 1.0},
+    ):
         for t in range(30):
             plain = sample(row, SamplingParams(**setting, logprobs=3), position=t)
-            told = sample(row, SamplingParams(**setting, logprobs=3, explain=4, receipt=True), position=t)
+            told = sample(
+                row, SamplingParams(**setting, logprobs=3, explain=4, receipt=True), position=t
+            )
             assert (plain.token, plain.logprob, plain.top) == (told.token, told.logprob, told.top)
             assert told.explain is not None
             assert told.explain["token"] == told.token
@@ -108,7 +136,12 @@ def test_records_are_plain_data() -> None:
         SamplingParams(explain=3, temperature=0),
         SamplingParams(explain=3, num_beams=2),
     ):
-        drawn = sample(RNG.normal(size=20), params, mask=bits([1, 2, 3], 20), beam=2 if params.num_beams > 1 else 0)
+        drawn = sample(
+            RNG.normal(size=20),
+            params,
+            mask=bits([1, 2, 3], 20),
+            beam=2 if params.num_beams > 1 else 0,
+        )
         assert json.loads(json.dumps(drawn.explain, allow_nan=False)) == drawn.explain
 
 
@@ -156,12 +189,16 @@ def test_a_what_if_is_what_the_sampler_would_have_drawn(changes: dict[str, Any])
     text = PROMPT
     for result, row, record in zip(found, logits, records, strict=True):
         key = noise_key(changes.get("seed", 5))
-        want = sample(row, params.with_(**changes), key=key, position=len(text), prompt_len=4, history=text)
+        want = sample(
+            row, params.with_(**changes), key=key, position=len(text), prompt_len=4, history=text
+        )
         assert result.after == want.token
         assert result.before == record["token"]
         assert result.record["stages"] == want.explain["stages"]
         text = (*text, record["token"])
-    assert any(r.changed for r in found) or "dry_multiplier" in changes  # random tokens hardly repeat
+    assert (
+        any(r.changed for r in found) or "dry_multiplier" in changes
+    )  # random tokens hardly repeat
 
 
 def test_a_what_if_without_changes_is_the_answer_itself() -> None:
@@ -201,7 +238,9 @@ def test_a_what_if_refuses_rather_than_guess() -> None:
     with pytest.raises(RequestError, match="damaged"):
         explanation.what_if(damaged, params, {"top_k": 2})
     with pytest.raises(RequestError, match="nothing to draw"):
-        explanation.what_if(records, params, {"allowed_token_ids": [7], "no_repeat_ngram": 1}, prompt_ids=PROMPT)
+        explanation.what_if(
+            records, params, {"allowed_token_ids": [7], "no_repeat_ngram": 1}, prompt_ids=PROMPT
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------- tables
@@ -217,7 +256,9 @@ def test_tables_are_readable() -> None:
     assert sum(line.lstrip().startswith("*") for line in lines) <= 1
     assert all(line == line.rstrip() for line in lines)
     again = explanation.what_if(records, params, {"temperature": 0}, prompt_ids=PROMPT)
-    assert explanation.render_what_if(again, str).splitlines()[-1].endswith("of 2 tokens would differ")
+    assert (
+        explanation.render_what_if(again, str).splitlines()[-1].endswith("of 2 tokens would differ")
+    )
     beams = sample(RNG.normal(size=20), SamplingParams(num_beams=2, explain=2), beam=2).explain
     assert beams is not None
     assert beams["token"] is None

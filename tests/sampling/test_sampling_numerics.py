@@ -13,7 +13,9 @@ from verbatim.sampling import draw, numerics
 
 def test_exp_is_accurate_to_an_ulp() -> None:
     rng = np.random.default_rng(0)
-    x = -np.concatenate([rng.uniform(0, 1, 5000), rng.uniform(0, 40, 5000), rng.uniform(0, 708, 5000)])
+    x = -np.concatenate(
+        [rng.uniform(0, 1, 5000), rng.uniform(0, 40, 5000), rng.uniform(0, 708, 5000)]
+    )
     true = np.array([math.exp(v) for v in x])
     assert np.max(np.abs(numerics.exp(x) - true) / true) < 5e-16
     assert numerics.exp(np.array([0.0, -708.5, -np.inf])).tolist() == [1.0, 0.0, 0.0]
@@ -22,7 +24,14 @@ def test_exp_is_accurate_to_an_ulp() -> None:
 def test_log_is_accurate_also_next_to_one() -> None:
     rng = np.random.default_rng(1)
     near = 1.0 - np.arange(1, 2000) * 2.0**-53
-    x = np.concatenate([rng.uniform(0, 1, 5000), near, rng.uniform(1, 1e6, 5000), 2.0 ** -rng.uniform(0, 1000, 5000)])
+    x = np.concatenate(
+        [
+            rng.uniform(0, 1, 5000),
+            near,
+            rng.uniform(1, 1e6, 5000),
+            2.0 ** -rng.uniform(0, 1000, 5000),
+        ]
+    )
     true = np.array([math.log(v) for v in x])
     assert np.max(np.abs(numerics.log(x) - true) / np.abs(true)) < 1e-15
     assert numerics.log(np.array([1.0])).tolist() == [0.0]
@@ -32,7 +41,9 @@ def test_the_bits_of_exp_and_log_are_fixed() -> None:
     """A compiler that fuses a multiply and an add, or reorders a polynomial, changes these."""
     x = np.array([-0.1, -1.0, -2.718281828459045, -17.25, -29.9, -300.0])
     assert [v.hex() for v in numerics.exp(x).tolist()] == EXP_BITS
-    y = np.array([0.1, 0.7071067811865475, 0.7071067811865476, 0.9999999999999999, 3.0, 1e-300, 2.0**62])
+    y = np.array(
+        [0.1, 0.7071067811865475, 0.7071067811865476, 0.9999999999999999, 3.0, 1e-300, 2.0**62]
+    )
     assert [v.hex() for v in numerics.log(y).tolist()] == LOG_BITS
 
 
@@ -61,7 +72,9 @@ def test_masses_and_shares() -> None:
     assert numerics.mass_needed(0.5, 10) == 5
     assert numerics.mass_needed(0.51, 10) == 6
     assert numerics.mass_needed(1e-300, 10) == 1
-    assert numerics.mass_needed(1 - 2**-53, (1 << 62) - 1) < 1 << 62  # rounding never asks for more than there is
+    assert (
+        numerics.mass_needed(1 - 2**-53, (1 << 62) - 1) < 1 << 62
+    )  # rounding never asks for more than there is
     exact = [math.floor(Fraction(math.exp(v)) * 2**42) if v > -700 else 0 for v in d]
     assert all(abs(a - b) <= 1 for a, b in zip(numerics.masses(d).tolist(), exact, strict=True))
 
@@ -84,11 +97,20 @@ def test_lane_sum_has_one_order() -> None:
         for i, v in enumerate(values.tolist()):
             lanes[i % 8] += v
         a = lanes
-        assert numerics.lane_sum(values) == ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))
+        assert numerics.lane_sum(values) == ((a[0] + a[4]) + (a[2] + a[6])) + (
+            (a[1] + a[5]) + (a[3] + a[7])
+        )
 
 
 def test_power() -> None:
-    for base, exponent in ((7.0, 0.6), (3.0, -1.5), (100.0, 2.0), (5.0, 0.0), (5.0, 1.0), (1.0, 9.0)):
+    for base, exponent in (
+        (7.0, 0.6),
+        (3.0, -1.5),
+        (100.0, 2.0),
+        (5.0, 0.0),
+        (5.0, 1.0),
+        (1.0, 9.0),
+    ):
         assert numerics.power(base, exponent) == pytest.approx(base**exponent, rel=1e-14)
 
 
@@ -145,7 +167,13 @@ def test_noise_depends_on_each_of_its_four_inputs() -> None:
     for other in others:
         assert not np.isin(other, base).any()
     assert len(set(base.tolist())) == 64
-    assert len({draw.noise_key(5, c) for c in range(1000)} | {draw.noise_key(s, 0) for s in range(1000)}) == 1999
+    assert (
+        len(
+            {draw.noise_key(5, c) for c in range(1000)}
+            | {draw.noise_key(s, 0) for s in range(1000)}
+        )
+        == 1999
+    )
 
 
 def test_noise_at_the_ends_is_finite() -> None:

@@ -36,7 +36,17 @@ WRONG_KIND: dict[str, list[Any]] = {
         [1],
     ],
     "choice": ["no such", 5, None, [], 1.0],
-    "schema": [5, [], "{", "[1]", {"a": math.nan}, {"a": {1, 2}}, {"a": "\ud800"}, '{"a": "\\ud800"}', '{"a":' * 10_000],
+    "schema": [
+        5,
+        [],
+        "{",
+        "[1]",
+        {"a": math.nan},
+        {"a": {1, 2}},
+        {"a": "\ud800"},
+        '{"a": "\\ud800"}',
+        '{"a":' * 10_000,
+    ],
 }
 CYCLE: dict[str, Any] = {"type": "object", "properties": {}}
 CYCLE["properties"]["next"] = CYCLE
@@ -60,7 +70,9 @@ def refused(rule: Field) -> list[Any]:
 CASES = [(name, value) for name, rule in FIELDS.items() for value in refused(rule)]
 
 
-@pytest.mark.parametrize(("name", "value"), CASES, ids=lambda v: repr(v)[:30] if v != 10**5000 else "1e5000")
+@pytest.mark.parametrize(
+    ("name", "value"), CASES, ids=lambda v: repr(v)[:30] if v != 10**5000 else "1e5000"
+)
 def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ParameterError) as caught:
         SamplingParams.from_mapping({name: value})
@@ -71,15 +83,28 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
 
 def test_unknown_names_are_refused() -> None:
     """As a keyword, by with_ and from a mapping: one error, of ours and a TypeError too, that knows what may have been meant."""
-    near = {"temprature": "temperature", "top-p": "top_p", "max_token": "max_tokens", "params": None, "with_": None, "": None}
+    near = {
+        "temprature": "temperature",
+        "top-p": "top_p",
+        "max_token": "max_tokens",
+        "params": None,
+        "with_": None,
+        "": None,
+    }
     for name, meant in near.items():
-        for make in (SamplingParams, SamplingParams().with_, lambda **values: SamplingParams.from_mapping(values)):
+        for make in (
+            SamplingParams,
+            SamplingParams().with_,
+            lambda **values: SamplingParams.from_mapping(values),
+        ):
             with pytest.raises(UnknownParameterError) as caught:
                 make(**{name: 1})
             assert caught.value.param == name
             assert caught.value.status == 400
             assert isinstance(caught.value, TypeError)
-            assert str(caught.value) == f"{name}: no such parameter" + (f"; did you mean {meant}?" if meant else "")
+            assert str(caught.value) == f"{name}: no such parameter" + (
+                f"; did you mean {meant}?" if meant else ""
+            )
 
 
 def test_help_and_copies_know_the_fields() -> None:
@@ -94,7 +119,11 @@ def test_limits_are_shown_as_they_are() -> None:
         ("stop_token_ids", [2**31], "stop_token_ids: 2147483648 is above 2147483647"),
         ("top_p", 0.0, "top_p: 0.0 must be above 0"),
         ("top_k", 10**5000, "top_k: a number of thousands of digits is above 2147483647"),
-        ("json_schema", CYCLE, "json_schema: contains itself, and so has no end; it cannot be written as JSON"),
+        (
+            "json_schema",
+            CYCLE,
+            "json_schema: contains itself, and so has no end; it cannot be written as JSON",
+        ),
         (
             "json_schema",
             '{"type": "object", "properties": {"a": {"type": "null", "type": "string"}}}',
@@ -116,12 +145,19 @@ def test_every_whole_number_has_ends_that_a_backend_can_hold() -> None:
 
 def test_defaults_are_accepted_and_silent() -> None:
     for name, rule in FIELDS.items():
-        assert getattr(SamplingParams.from_mapping({name: rule.default}), name) == getattr(SamplingParams(), name)
+        assert getattr(SamplingParams.from_mapping({name: rule.default}), name) == getattr(
+            SamplingParams(), name
+        )
     assert warnings_for(SamplingParams()) == ()
-    assert warnings_for(SamplingParams(temperature=0.7, top_p=0.9, max_tokens=10, stop="x", seed=3)) == ()
+    assert (
+        warnings_for(SamplingParams(temperature=0.7, top_p=0.9, max_tokens=10, stop="x", seed=3))
+        == ()
+    )
 
 
-@pytest.mark.parametrize("name", [n for n, r in FIELDS.items() if r.low is not None or r.high is not None])
+@pytest.mark.parametrize(
+    "name", [n for n, r in FIELDS.items() if r.low is not None or r.high is not None]
+)
 def test_the_ends_of_a_range_are_inside_it(name: str) -> None:
     rule = FIELDS[name]
     if rule.kind in ("int", "float"):
@@ -131,7 +167,8 @@ def test_the_ends_of_a_range_are_inside_it(name: str) -> None:
                     SamplingParams.from_mapping({name: end})
                 except ParameterError as error:
                     # another rule may speak (beam search fields need num_beams), but never the range
-                    assert not any(word in str(error) for word in ("is below", "is above", "must be above"))  # noqa: PT017
+                    range_words = ("is below", "is above", "must be above")
+                    assert not any(word in str(error) for word in range_words)  # noqa: PT017
 
 
 WARNED: list[tuple[dict[str, Any], str]] = [

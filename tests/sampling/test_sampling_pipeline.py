@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_rows import bits, make_row, processed, sample, softmax
 
+from sampling_rows import bits, make_row, processed, sample, softmax
 from verbatim.base.errors import BackendError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep
@@ -42,7 +42,9 @@ def test_the_order_matters_and_is_kept() -> None:
     assert processed(row, SamplingParams(top_k=2, top_p=0.53)).ids.tolist() == [0, 1]
     assert processed(row, SamplingParams(top_k=2, top_p=0.52)).ids.tolist() == [0]
     # a bias comes before a penalty on it
-    state = processed(row, SamplingParams(logit_bias={3: 6.0}, repetition_penalty=2.0), history=(3,))
+    state = processed(
+        row, SamplingParams(logit_bias={3: 6.0}, repetition_penalty=2.0), history=(3,)
+    )
     assert state.logits[3] == 0.5
 
 
@@ -52,9 +54,15 @@ def test_rows_of_a_step() -> None:
     spec = DrawSpec(plain, 9, 2)
     (row,) = rows_of(SeqStep(0, (11, 12, 13), 5, (), draws=1, draw=spec))
     assert (row.position, row.history, row.mask) == (8, (), None)
-    spec = DrawSpec(plain.with_(repetition_penalty=1.1), 9, 2, history=(5, 6), masks=(b"a", b"b", None))
+    spec = DrawSpec(
+        plain.with_(repetition_penalty=1.1), 9, 2, history=(5, 6), masks=(b"a", b"b", None)
+    )
     rows = rows_of(SeqStep(0, (6, 8, 9), 1, (), draws=3, draw=spec))
-    assert [(r.position, r.history, r.mask) for r in rows] == [(2, (5, 6), b"a"), (3, (5, 6, 8), b"b"), (4, (5, 6, 8, 9), None)]
+    assert [(r.position, r.history, r.mask) for r in rows] == [
+        (2, (5, 6), b"a"),
+        (3, (5, 6, 8), b"b"),
+        (4, (5, 6, 8, 9), None),
+    ]
 
 
 ALL: list[dict[str, Any]] = [
@@ -87,19 +95,29 @@ def test_drafts_draw_what_single_steps_draw() -> None:
         known = (4, 7, 2, 7, 2)
         logits = RNG.normal(size=(4, 40)).astype(np.float32) * 3
         drafts = (7, 2, 9)
-        spec = DrawSpec(params, 77, 3, history=known, withheld=(2,), masks=(bits(list(range(30)), 40),) * 4)
-        many = sample_rows(logits, rows_of(SeqStep(0, (known[-1], *drafts), 4, (), draws=4, draw=spec)))
+        spec = DrawSpec(
+            params, 77, 3, history=known, withheld=(2,), masks=(bits(list(range(30)), 40),) * 4
+        )
+        many = sample_rows(
+            logits, rows_of(SeqStep(0, (known[-1], *drafts), 4, (), draws=4, draw=spec))
+        )
         for i in range(4):
             text = known + drafts[:i]
             one = DrawSpec(params, 77, 3, history=text, withheld=(2,), masks=(spec.masks[0],))
-            single = sample_rows(logits[i : i + 1], rows_of(SeqStep(0, text[-1:], len(text) - 1, (), draws=1, draw=one)))
+            single = sample_rows(
+                logits[i : i + 1],
+                rows_of(SeqStep(0, text[-1:], len(text) - 1, (), draws=1, draw=one)),
+            )
             assert single[0] == many[i], setting
 
 
 def test_a_row_does_not_see_its_neighbours() -> None:
     """Every setting alone and in one mixed batch: equal to the bit, everything that is reported included."""
     logits = RNG.normal(size=(len(ALL), 60)).astype(np.float32) * 4
-    rows = [make_row(SamplingParams.from_mapping(s), history=(4, 7, 2, 7), withheld=(3,), key=i) for i, s in enumerate(ALL)]
+    rows = [
+        make_row(SamplingParams.from_mapping(s), history=(4, 7, 2, 7), withheld=(3,), key=i)
+        for i, s in enumerate(ALL)
+    ]
     together = sample_rows(logits, rows)
     for i in range(len(ALL)):
         assert sample_rows(logits[i : i + 1], [rows[i]])[0] == together[i], ALL[i]
@@ -118,7 +136,9 @@ def test_log_probabilities_are_those_of_a_softmax() -> None:
 def test_processed_log_probabilities_are_of_what_was_drawn_from() -> None:
     for _ in range(50):
         row = (RNG.normal(size=300) * 4).astype(np.float32)
-        params = SamplingParams(top_p=0.8, temperature=1.4, logprobs=500, logprobs_mode="processed", xtc_probability=1.0)
+        params = SamplingParams(
+            top_p=0.8, temperature=1.4, logprobs=500, logprobs_mode="processed", xtc_probability=1.0
+        )
         drawn = sample(row, params)
         state = processed(row, params)
         p = dict(zip(state.ids.tolist(), np.log(softmax(state.d)).tolist(), strict=True))
@@ -130,9 +150,19 @@ def test_processed_log_probabilities_are_of_what_was_drawn_from() -> None:
 def test_temperature_zero_is_the_argmax_after_the_penalties() -> None:
     row = np.array([1.0, 5.0, 4.9, 5.0], np.float32)
     assert sample(row, SamplingParams(temperature=0)).token == 1
-    assert sample(row, SamplingParams(temperature=0, frequency_penalty=0.5), history=(0, 0, 0, 1)).token == 3
-    assert sample(row, SamplingParams(temperature=0, xtc_probability=1.0, typical_p=0.01)).token == 1  # stated: no filter runs
-    drawn = sample(row, SamplingParams(temperature=0, logprobs=2, logprobs_mode="processed", banned_token_ids=[1]))
+    assert (
+        sample(
+            row, SamplingParams(temperature=0, frequency_penalty=0.5), history=(0, 0, 0, 1)
+        ).token
+        == 3
+    )
+    assert (
+        sample(row, SamplingParams(temperature=0, xtc_probability=1.0, typical_p=0.01)).token == 1
+    )  # stated: no filter runs
+    drawn = sample(
+        row,
+        SamplingParams(temperature=0, logprobs=2, logprobs_mode="processed", banned_token_ids=[1]),
+    )
     assert drawn.token == 3
     assert drawn.logprob == pytest.approx(float(np.log(softmax(row[[0, 2, 3]]))[2]), abs=1e-9)
 
@@ -140,7 +170,13 @@ def test_temperature_zero_is_the_argmax_after_the_penalties() -> None:
 def test_tiny_temperatures_do_not_overflow() -> None:
     row = np.array([1.0, 5.0, 4.9], np.float32)
     for t in (5e-324, 1e-308, 1e-30, 1e-5):
-        assert sample(row, SamplingParams(temperature=t, logprobs=3, logprobs_mode="processed", typical_p=0.9)).token == 1
+        assert (
+            sample(
+                row,
+                SamplingParams(temperature=t, logprobs=3, logprobs_mode="processed", typical_p=0.9),
+            ).token
+            == 1
+        )
 
 
 def test_nothing_left_is_said_not_hidden() -> None:
@@ -188,7 +224,9 @@ def test_score_targets() -> None:
 
 def test_beam_rows_list_candidates_after_the_penalties() -> None:
     row = (RNG.normal(size=50) * 2).astype(np.float32)
-    params = SamplingParams(num_beams=3, repetition_penalty=1.5, banned_token_ids=[int(row.argmax())], logprobs=2)
+    params = SamplingParams(
+        num_beams=3, repetition_penalty=1.5, banned_token_ids=[int(row.argmax())], logprobs=2
+    )
     drawn = sample(row, params, beam=6, history=(1, 2, 3))
     state = processed(row, params, history=(1, 2, 3))
     p = np.log(softmax(state.logits[state.ids]))
@@ -199,8 +237,16 @@ def test_beam_rows_list_candidates_after_the_penalties() -> None:
     assert list(drawn.reported) == pytest.approx([raw[i] for i, _ in drawn.candidates], abs=1e-9)
 
 
-@given(st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=50), st.integers(0, 2**64 - 1), st.integers(0, 2**40))
-def test_any_row_key_and_position_draw_a_token(values: list[float], key: int, position: int) -> None:
-    drawn = sample(np.array(values, np.float32), SamplingParams(), key=key, position=position, prompt_len=0)
+@given(
+    st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=50),
+    st.integers(0, 2**64 - 1),
+    st.integers(0, 2**40),
+)
+def test_any_row_key_and_position_draw_a_token(
+    values: list[float], key: int, position: int
+) -> None:
+    drawn = sample(
+        np.array(values, np.float32), SamplingParams(), key=key, position=position, prompt_len=0
+    )
     assert 0 <= drawn.token < len(values)
     assert drawn.logprob <= 1e-9

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sampling_rows import bits, processed, softmax
 
+from sampling_rows import bits, processed, softmax
 from verbatim.base.params import SamplingParams
 from verbatim.sampling.dry_breakers import breakers_of
 from verbatim.sampling.processors import breaker_places, repeat_lengths
@@ -33,7 +33,9 @@ def rows() -> np.ndarray:
 def histories() -> list[tuple[int, ...]]:
     """Twelve prompt tokens and up to forty written ones, over few ids, so that there are repeats."""
     rng = np.random.default_rng(12)
-    return [tuple(int(t) for t in rng.integers(0, 9, int(rng.integers(13, 52)))) for _ in range(ROWS)]
+    return [
+        tuple(int(t) for t in rng.integers(0, 9, int(rng.integers(13, 52)))) for _ in range(ROWS)
+    ]
 
 
 def theirs(processor: Any, logits: np.ndarray, history: tuple[int, ...] = (0,)) -> np.ndarray:
@@ -60,7 +62,9 @@ def kept(scores: np.ndarray) -> list[int]:
         ("typical_p", [0.05, 0.2, 0.5, 0.9, 0.99], "TypicalLogitsWarper"),
     ],
 )
-def test_filters_keep_what_transformers_keeps(rows: np.ndarray, field: str, values: list[Any], name: str) -> None:
+def test_filters_keep_what_transformers_keeps(
+    rows: np.ndarray, field: str, values: list[Any], name: str
+) -> None:
     from transformers.generation import logits_process
 
     for i, row in enumerate(rows):
@@ -68,7 +72,9 @@ def test_filters_keep_what_transformers_keeps(rows: np.ndarray, field: str, valu
         want = theirs(getattr(logits_process, name)(value), row)
         state = processed(row, SamplingParams(**{field: value}))
         assert state.ids.tolist() == kept(want), (i, value)
-        np.testing.assert_allclose(state.d - state.d.max(), want[state.ids] - want.max(), atol=1e-12)
+        np.testing.assert_allclose(
+            state.d - state.d.max(), want[state.ids] - want.max(), atol=1e-12
+        )
 
 
 @pytest.mark.torch
@@ -78,17 +84,26 @@ def test_temperature(rows: np.ndarray) -> None:
     for i, row in enumerate(rows):
         t = [0.1, 0.7, 1.0, 1.5, 10.0][i % 5]
         want = theirs(TemperatureLogitsWarper(t), row)
-        np.testing.assert_allclose(processed(row, SamplingParams(temperature=t)).d, want - want.max(), rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            processed(row, SamplingParams(temperature=t)).d,
+            want - want.max(),
+            rtol=1e-12,
+            atol=1e-12,
+        )
 
 
 @pytest.mark.torch
-def test_repetition_penalty_sees_prompt_and_output(rows: np.ndarray, histories: list[tuple[int, ...]]) -> None:
+def test_repetition_penalty_sees_prompt_and_output(
+    rows: np.ndarray, histories: list[tuple[int, ...]]
+) -> None:
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
     for i, row in enumerate(rows):
         r = [0.8, 1.1, 1.3, 2.0][i % 4]
         want = theirs(RepetitionPenaltyLogitsProcessor(r), row, histories[i])
-        state = processed(row, SamplingParams(repetition_penalty=r), history=histories[i], prompt_len=12)
+        state = processed(
+            row, SamplingParams(repetition_penalty=r), history=histories[i], prompt_len=12
+        )
         np.testing.assert_allclose(state.logits, want, rtol=1e-12)
 
 
@@ -100,7 +115,9 @@ def test_no_repeat_ngram(rows: np.ndarray, histories: list[tuple[int, ...]]) -> 
     for i, row in enumerate(rows):
         n = [1, 2, 3, 4, 60][i % 5]
         want = theirs(NoRepeatNGramLogitsProcessor(n), row, histories[i])
-        state = processed(row, SamplingParams(no_repeat_ngram=n), history=histories[i], prompt_len=12)
+        state = processed(
+            row, SamplingParams(no_repeat_ngram=n), history=histories[i], prompt_len=12
+        )
         assert state.ids.tolist() == kept(want)
         removed += VOCAB - len(state.ids)
     assert removed > 2000  # the test has teeth
@@ -129,8 +146,16 @@ def test_bias_and_bans(rows: np.ndarray) -> None:
         assert processed(row, SamplingParams(allowed_token_ids=some)).ids.tolist() == kept(want)
         assert processed(row, SamplingParams(), mask=bits(some, VOCAB)).ids.tolist() == kept(want)
         prompt, written = 4, i % 6
-        want = theirs(MinNewTokensLengthLogitsProcessor(prompt, 3, some), row, (0,) * (prompt + written))
-        state = processed(row, SamplingParams(min_tokens=3), withheld=tuple(some), prompt_len=prompt, position=prompt + written)
+        want = theirs(
+            MinNewTokensLengthLogitsProcessor(prompt, 3, some), row, (0,) * (prompt + written)
+        )
+        state = processed(
+            row,
+            SamplingParams(min_tokens=3),
+            withheld=tuple(some),
+            prompt_len=prompt,
+            position=prompt + written,
+        )
         assert state.ids.tolist() == kept(want)
 
 
@@ -150,31 +175,42 @@ def test_at_ties_top_p_and_typical_p_keep_the_smallest_set() -> None:
     assert processed(row, SamplingParams(top_p=0.3)).ids.tolist() == [0, 1, 2]
     assert processed(row, SamplingParams(top_p=0.30001)).ids.tolist() == [0, 1, 2, 3]
     assert processed(row, SamplingParams(typical_p=0.5)).ids.tolist() == [0, 1, 2, 3, 4]
-    many = np.tile(np.array([1.0, 0.0, 1.0, -1.0], np.float32), 300)  # long enough that an unstable sort would show
+    many = np.tile(
+        np.array([1.0, 0.0, 1.0, -1.0], np.float32), 300
+    )  # long enough that an unstable sort would show
     likely = [i for i in range(1200) if i % 2 == 0]
     assert (
-        processed(many, SamplingParams(top_p=0.4)).ids.tolist() == likely[: len(processed(many, SamplingParams(top_p=0.4)).ids)]
+        processed(many, SamplingParams(top_p=0.4)).ids.tolist()
+        == likely[: len(processed(many, SamplingParams(top_p=0.4)).ids)]
     )
     assert (
         processed(many, SamplingParams(typical_p=0.3)).ids.tolist()
         == likely[: len(processed(many, SamplingParams(typical_p=0.3)).ids)]
     )
-    gone = set(range(1200)) - set(processed(many, SamplingParams(xtc_probability=1.0, xtc_threshold=0.001)).ids.tolist())
+    gone = set(range(1200)) - set(
+        processed(many, SamplingParams(xtc_probability=1.0, xtc_threshold=0.001)).ids.tolist()
+    )
     assert gone == set(likely[:-1])
 
 
 # ------------------------------------------------------------------------------------------- against published formulas
 
 
-def test_frequency_and_presence_follow_openais_formula(rows: np.ndarray, histories: list[tuple[int, ...]]) -> None:
+def test_frequency_and_presence_follow_openais_formula(
+    rows: np.ndarray, histories: list[tuple[int, ...]]
+) -> None:
     """mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence; c counts the output only."""
     rng = np.random.default_rng(14)
     for row, history in zip(rows, histories, strict=True):
         frequency, presence = (float(v) for v in rng.uniform(-2, 2, 2))
         c = Counter(history[12:])
-        want = np.array([float(v) - c[j] * frequency - float(c[j] > 0) * presence for j, v in enumerate(row)])
+        want = np.array(
+            [float(v) - c[j] * frequency - float(c[j] > 0) * presence for j, v in enumerate(row)]
+        )
         params = SamplingParams(frequency_penalty=frequency, presence_penalty=presence)
-        np.testing.assert_allclose(processed(row, params, history=history, prompt_len=12).logits, want, atol=1e-12)
+        np.testing.assert_allclose(
+            processed(row, params, history=history, prompt_len=12).logits, want, atol=1e-12
+        )
 
 
 def naive_dry(text: list[int], breakers: set[int], p: SamplingParams) -> dict[int, float]:
@@ -214,12 +250,20 @@ def test_dry_is_the_published_rule(rows: np.ndarray) -> None:
 def test_dry_growth_is_bounded() -> None:
     """A repeat counts up to allowed_length + 63: the penalty stays finite for any text."""
     row = np.zeros(10, np.float32)
-    state = processed(row, SamplingParams(dry_multiplier=1.0, dry_base=8.0, dry_allowed_length=2), history=(5,) * 3000)
+    state = processed(
+        row,
+        SamplingParams(dry_multiplier=1.0, dry_base=8.0, dry_allowed_length=2),
+        history=(5,) * 3000,
+    )
     assert state.logits[5] == -(8.0**63)
     assert len(state.ids) == 10
 
 
-@given(st.lists(st.integers(0, 2), min_size=0, max_size=40), st.sets(st.integers(0, 2), max_size=1), st.integers(1, 50))
+@given(
+    st.lists(st.integers(0, 2), min_size=0, max_size=40),
+    st.sets(st.integers(0, 2), max_size=1),
+    st.integers(1, 50),
+)
 def test_repeat_lengths(text: list[int], breakers: set[int], limit: int) -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_base=1.0, dry_allowed_length=1)
     array = np.array(text, np.int64)
@@ -251,7 +295,12 @@ def test_top_n_sigma_is_the_papers_rule(rows: np.ndarray) -> None:
         n = [0.3, 1.0, 2.0, 5.0][i % 4]
         x = row.astype(np.float64)
         want = np.flatnonzero(x >= x.max() - n * x.std()).tolist()
-        assert processed(row, SamplingParams(top_n_sigma=n, temperature=[0.5, 1.0, 3.0][i % 3])).ids.tolist() == want
+        assert (
+            processed(
+                row, SamplingParams(top_n_sigma=n, temperature=[0.5, 1.0, 3.0][i % 3])
+            ).ids.tolist()
+            == want
+        )
         few = np.argsort(-x, kind="stable")[:5]
         narrow = processed(row, SamplingParams(top_n_sigma=n, top_k=5)).ids.tolist()
         assert narrow == sorted(set(want) & set(few.tolist()))
@@ -292,7 +341,9 @@ def test_xtc_acts_as_often_as_asked() -> None:
 @given(st.data())
 def test_filters_always_leave_one_id_and_keep_removed_ones_removed(data: st.DataObject) -> None:
     draw = data.draw
-    row = np.array(draw(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=30)), np.float32)
+    row = np.array(
+        draw(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=30)), np.float32
+    )
     params = SamplingParams(
         temperature=draw(st.sampled_from([1e-300, 1e-6, 0.5, 1.0, 3.0, 100.0])),
         top_k=draw(st.integers(0, 5)),

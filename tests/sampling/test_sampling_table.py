@@ -40,7 +40,11 @@ VALUES: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 5.0, "allowed_token_ids": list(range(97, 117))},
     "frequency_penalty": {"frequency_penalty": 2.0, "allowed_token_ids": list(range(97, 103))},
     "presence_penalty": {"presence_penalty": 2.0, "allowed_token_ids": list(range(97, 103))},
-    "dry_multiplier": {"dry_multiplier": 20.0, "dry_allowed_length": 1, "allowed_token_ids": [97, 98, 99]},
+    "dry_multiplier": {
+        "dry_multiplier": 20.0,
+        "dry_allowed_length": 1,
+        "allowed_token_ids": [97, 98, 99],
+    },
     "dry_base": {
         "dry_base": 8.0,
         "dry_multiplier": 0.5,
@@ -48,10 +52,27 @@ VALUES: dict[str, dict[str, Any]] = {
         "allowed_token_ids": [97, 98],
         "max_tokens": 30,
     },
-    "dry_allowed_length": {"dry_allowed_length": 1, "dry_multiplier": 20.0, "allowed_token_ids": [97, 98, 99]},
-    "dry_range": {"dry_range": 3, "dry_multiplier": 20.0, "dry_allowed_length": 1, "allowed_token_ids": [97, 98, 99]},
-    "dry_breakers": {"dry_breakers": ["b"], "dry_multiplier": 20.0, "dry_allowed_length": 1, "allowed_token_ids": [97, 98, 99]},
-    "no_repeat_ngram": {"no_repeat_ngram": 2, "allowed_token_ids": [32, 97, 99, 116, 104, 101, 100]},
+    "dry_allowed_length": {
+        "dry_allowed_length": 1,
+        "dry_multiplier": 20.0,
+        "allowed_token_ids": [97, 98, 99],
+    },
+    "dry_range": {
+        "dry_range": 3,
+        "dry_multiplier": 20.0,
+        "dry_allowed_length": 1,
+        "allowed_token_ids": [97, 98, 99],
+    },
+    "dry_breakers": {
+        "dry_breakers": ["b"],
+        "dry_multiplier": 20.0,
+        "dry_allowed_length": 1,
+        "allowed_token_ids": [97, 98, 99],
+    },
+    "no_repeat_ngram": {
+        "no_repeat_ngram": 2,
+        "allowed_token_ids": [32, 97, 99, 116, 104, 101, 100],
+    },
     "temperature": {"temperature": 2.5},
     "top_k": {"top_k": 2},
     "top_p": {"top_p": 0.2},
@@ -68,7 +89,12 @@ VALUES: dict[str, dict[str, Any]] = {
     "length_penalty": {"length_penalty": 3.0, "num_beams": 3},
     "early_stopping": {"early_stopping": True, "num_beams": 3, "logit_bias": {257: 7.0}},
     "num_beam_groups": {"num_beam_groups": 2, "num_beams": 4},
-    "diversity_penalty": {"diversity_penalty": 9.0, "num_beam_groups": 2, "num_beams": 4, "num_return_sequences": 4},
+    "diversity_penalty": {
+        "diversity_penalty": 9.0,
+        "num_beam_groups": 2,
+        "num_beams": 4,
+        "num_return_sequences": 4,
+    },
     "json_schema": {"json_schema": {"enum": ["alpha", "beta"]}},
     "regex": {"regex": "[xyz]{4,9}"},
     "grammar": {"grammar": 'start: "<" /[a-f]{2,5}/ ">"'},
@@ -82,7 +108,12 @@ VALUES: dict[str, dict[str, Any]] = {
     "priority": {"priority": -3},
     "cache_salt": {"cache_salt": "x"},
 }
-QUIET = {"speculate", "priority", "cache_salt", "receipt"}  # these never change an answer, or only what comes beside it
+QUIET = {
+    "speculate",
+    "priority",
+    "cache_salt",
+    "receipt",
+}  # these never change an answer, or only what comes beside it
 
 CROWD = [
     {"temperature": 0.0},
@@ -95,20 +126,27 @@ CROWD = [
 
 
 def engine(**options: Any) -> LLM:
-    return LLM.from_parts(fake_parts(canary=True), **{"kv_blocks": 200, "check": True, "speculate": "off", **options})
+    return LLM.from_parts(
+        fake_parts(canary=True), **{"kv_blocks": 200, "check": True, "speculate": "off", **options}
+    )
 
 
 def params_of(values: dict[str, Any]) -> SamplingParams:
     wanted = {**BASE, **values}
     if wanted.get("num_beams", 1) > 1:  # beams draw nothing
-        wanted = {k: v for k, v in wanted.items() if k not in ("seed", "temperature") or k in values}
+        wanted = {
+            k: v for k, v in wanted.items() if k not in ("seed", "temperature") or k in values
+        }
     return SamplingParams.from_mapping(wanted)
 
 
 def seen(done: Completion, index: int | None = None) -> tuple[Any, ...]:
     """All that a request may observe, timings and ids aside. `index`: one choice only."""
     choices = done.choices if index is None else done.choices[index : index + 1]
-    own = tuple((c.text, c.token_ids, c.finish, c.logprobs, repr(c.explain), c.score, c.loop) for c in choices)
+    own = tuple(
+        (c.text, c.token_ids, c.finish, c.logprobs, repr(c.explain), c.score, c.loop)
+        for c in choices
+    )
     return own, done.prompt_logprobs
 
 
@@ -127,7 +165,13 @@ class Desk:
 
     def batch(self, p: SamplingParams, llm: LLM | None = None) -> Any:
         crowd = [params_of(values) for values in CROWD]
-        prompts = [*(f"neighbour {i}, not of interest here" for i in range(3)), PROMPT, "x", "yy", "zzz"]
+        prompts = [
+            *(f"neighbour {i}, not of interest here" for i in range(3)),
+            PROMPT,
+            "x",
+            "yy",
+            "zzz",
+        ]
         done = (llm or self.plain).generate(prompts, [*crowd[:3], p, *crowd[3:]])
         self.preemptions += sum(d.timings.preemptions for d in done)
         return seen(done[3])
@@ -152,7 +196,9 @@ class Desk:
         if mode == "preempted":
             return self.batch(p, self.tight)
         if mode == "speculation":
-            return seen(self.drafting.generate(PROMPT, p.with_(speculate=None) if p.num_beams == 1 else p))
+            return seen(
+                self.drafting.generate(PROMPT, p.with_(speculate=None) if p.num_beams == 1 else p)
+            )
         return {"single": self.single, "batch": self.batch, "streamed": self.streamed}[mode](p)
 
 
@@ -179,7 +225,11 @@ def cell(desk: Desk, name: str, mode: str, alone: Any) -> str:
     if mode == "n>1" and name != "best_of" and together[0][0] != alone[0][0]:
         return "WRONG: the first of n choices is not the only one of one"
     rest = {k: v for k, v in values.items() if k != name}
-    if name not in QUIET and name not in SUBTLE and together == desk.single(params_of({**extra, **rest})):
+    if (
+        name not in QUIET
+        and name not in SUBTLE
+        and together == desk.single(params_of({**extra, **rest}))
+    ):
         return "WRONG: no effect"
     return "honoured"
 
@@ -202,7 +252,17 @@ SUBTLE = FINE | {
 @pytest.fixture(scope="module")
 def table() -> list[list[str]]:
     desk = Desk()
-    modes = ("single", "batch", "streamed", "n>1", "beam", "grammar", "chunked", "preempted", "speculation")
+    modes = (
+        "single",
+        "batch",
+        "streamed",
+        "n>1",
+        "beam",
+        "grammar",
+        "chunked",
+        "preempted",
+        "speculation",
+    )
     rows = [["parameter", *modes]]
     wrong = []
     for name in FIELDS:
@@ -212,7 +272,9 @@ def table() -> list[list[str]]:
             wrong.append(f"{name} has no effect")
         rows.append([name, "honoured", *(cell(desk, name, mode, alone) for mode in modes[1:])])
         wrong += [
-            f"{name}, {mode}: {found}" for mode, found in zip(modes, rows[-1][1:], strict=True) if found.startswith("WRONG")
+            f"{name}, {mode}: {found}"
+            for mode, found in zip(modes, rows[-1][1:], strict=True)
+            if found.startswith("WRONG")
         ]
     assert not wrong, "\n".join(wrong)
     assert desk.preemptions > 20, "the tight engine must preempt, or its column shows nothing"
@@ -239,4 +301,6 @@ def test_the_documentation_holds_the_table(table: list[list[str]]) -> None:
         start, end = text.index(MARKS[0]), text.index(MARKS[1]) + len(MARKS[1])
         DOC.write_text(text[:start] + body + text[end:], "utf-8")
         return
-    assert body in text, "run this test with VERBATIM_WRITE_DOCS=1 to write the table into docs/sampling.md"
+    assert body in text, (
+        "run this test with VERBATIM_WRITE_DOCS=1 to write the table into docs/sampling.md"
+    )

@@ -46,7 +46,14 @@ class Rig:
             ahead=ahead,
         )
         self.drafts: dict[int, tuple[int, ...]] = {}
-        self.backend = FakeBackend(spec, block_size=block_size, pipeline=False, canary=True, known=self._known, overlap=ahead)
+        self.backend = FakeBackend(
+            spec,
+            block_size=block_size,
+            pipeline=False,
+            canary=True,
+            known=self._known,
+            overlap=ahead,
+        )
         self.backend.allocate(counts)
         self.everyone: dict[int, Sequence] = {}
         self.ended: dict[int, TokenEvent] = {}
@@ -59,7 +66,13 @@ class Rig:
         return self.scheduler.sequences[seq_id].tokens
 
     def sequence(
-        self, prompt: Seq[int], more: int = 8, *, params: SamplingParams | None = None, beam: int = 0, salt: str = ""
+        self,
+        prompt: Seq[int],
+        more: int = 8,
+        *,
+        params: SamplingParams | None = None,
+        beam: int = 0,
+        salt: str = "",
     ) -> Sequence:
         seq = Sequence(
             self._next,
@@ -76,9 +89,19 @@ class Rig:
         return seq
 
     def add(
-        self, prompt: Seq[int], more: int = 8, *, n: int = 1, beam: int = 0, salt: str = "", **params: int
+        self,
+        prompt: Seq[int],
+        more: int = 8,
+        *,
+        n: int = 1,
+        beam: int = 0,
+        salt: str = "",
+        **params: int,
     ) -> list[Sequence]:
-        family = [self.sequence(prompt, more, params=SamplingParams(**params), beam=beam, salt=salt) for _ in range(n)]
+        family = [
+            self.sequence(prompt, more, params=SamplingParams(**params), beam=beam, salt=salt)
+            for _ in range(n)
+        ]
         family[0].siblings = family[1:]
         self.scheduler.add(family[0])
         return family
@@ -126,7 +149,9 @@ class Rig:
             assert not any(pool.refs)
         for seq in self.everyone.values():
             if not seq.beam and seq.id in self.ended:
-                assert seq.tokens == self.oracle(seq), f"sequence {seq.id} has another text than it would have alone"
+                assert seq.tokens == self.oracle(seq), (
+                    f"sequence {seq.id} has another text than it would have alone"
+                )
 
     def oracle(self, seq: Sequence) -> list[int]:
         """What it must say: computed without cache, blocks, batch or drafts."""

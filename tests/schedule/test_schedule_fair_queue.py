@@ -58,10 +58,15 @@ def test_a_key_claims_at_most_its_share_but_one_always_runs() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(0, 60), st.booleans()), max_size=60),
+    st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(0, 60), st.booleans()),
+        max_size=60,
+    ),
     st.integers(1, 6),
 )
-def test_everyone_is_served_once_and_nothing_is_left(rows: list[tuple[str, int, int, bool]], slots: int) -> None:
+def test_everyone_is_served_once_and_nothing_is_left(
+    rows: list[tuple[str, int, int, bool]], slots: int
+) -> None:
     queue = FairQueue(slots, tokens=100, share=0.4)
     entries = [queue.add(i, tenant=t, width=w, claim=c) for i, (t, w, c, _) in enumerate(rows)]
     for entry, row in zip(entries, rows, strict=True):

@@ -21,7 +21,9 @@ Plant = Callable[[Rig, random.Random], bool]  # True: the fault has happened, or
 
 def holder(rig: Rig, rng: random.Random, least: int = 2) -> Sequence | None:
     """A running sequence with at least this many full blocks."""
-    found = [s for s in rig.scheduler.running if s.computed >= 4 * least and len(s.tokens) + 4 < s.limit]
+    found = [
+        s for s in rig.scheduler.running if s.computed >= 4 * least and len(s.tokens) + 4 < s.limit
+    ]
     return rng.choice(found) if found else None
 
 
@@ -140,7 +142,11 @@ def written_while_shared(rig: Rig, rng: random.Random) -> bool:
 def copy_not_made(rig: Rig, rng: random.Random) -> bool:
     """The backend forgets the copies of one plan."""
     pool = rig.scheduler.cache.pools[0]
-    if any(pool.refs[s.blocks[0][s.computed // 4]] > 1 for s in rig.scheduler.running if s.computed // 4 < len(s.blocks[0])):
+    if any(
+        pool.refs[s.blocks[0][s.computed // 4]] > 1
+        for s in rig.scheduler.running
+        if s.computed // 4 < len(s.blocks[0])
+    ):
         honest = rig.backend.execute
         rig.backend.execute = lambda plan: honest(StepPlan(plan.step, plan.sequences))
         return True
@@ -168,7 +174,11 @@ def released_too_early(rig: Rig, rng: random.Random) -> bool:
     if seq is None or rig.scheduler.cache.groups[-1].window is None:
         return False
     table, gone = seq.blocks[-1], seq.released[-1]
-    if gone >= len(table) or gone * 4 + 4 > seq.computed or gone < max(seq.computed - 7 + 1, 0) // 4:
+    if (
+        gone >= len(table)
+        or gone * 4 + 4 > seq.computed
+        or gone < max(seq.computed - 7 + 1, 0) // 4
+    ):
         return False  # nothing there yet, or behind the window by now: it may go
     rig.scheduler.cache.pools[-1].release(table[gone])
     table[gone], seq.frozen = -1, None
@@ -201,7 +211,12 @@ TRIALS = [(name, i) for i in range(8) for name in FAULTS][:100]
 def traffic(rng: random.Random, blocks: int = 30) -> Rig:
     rig = Rig(blocks=blocks, step_tokens=16, windows=(None, 7) if rng.random() < 0.3 else (None,))
     for _ in range(6):
-        rig.add([rng.randrange(8, 30) for _ in range(rng.randrange(3, 20))], 40, n=rng.choice((1, 1, 3)), min_tokens=39)
+        rig.add(
+            [rng.randrange(8, 30) for _ in range(rng.randrange(3, 20))],
+            40,
+            n=rng.choice((1, 1, 3)),
+            min_tokens=39,
+        )
     return rig
 
 

@@ -6,7 +6,13 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from schedule_rig import Rig
 
 from verbatim.schedule.invariants import check_scheduler
@@ -32,7 +38,9 @@ class Traffic(RuleBasedStateMachine):
         cost=st.sampled_from([TokenCost(), TokenCost(30, 1), TokenCost(1, 5)]),
         ahead=st.booleans(),
     )
-    def start(self, blocks, windows, step_tokens, max_running, prefix, use_cache, cost, ahead) -> None:
+    def start(
+        self, blocks, windows, step_tokens, max_running, prefix, use_cache, cost, ahead
+    ) -> None:
         self.rig = Rig(
             blocks=blocks,
             windows=windows,
@@ -45,7 +53,12 @@ class Traffic(RuleBasedStateMachine):
         )
         self.longest = blocks * 4 - 1
 
-    @rule(data=st.data(), n=st.sampled_from([1, 1, 1, 2, 5]), priority=st.integers(-2, 2), salt=st.sampled_from(["", "a"]))
+    @rule(
+        data=st.data(),
+        n=st.sampled_from([1, 1, 1, 2, 5]),
+        priority=st.integers(-2, 2),
+        salt=st.sampled_from(["", "a"]),
+    )
     def add(self, data, n, priority, salt) -> None:
         length = data.draw(st.integers(1, min(self.longest - 1, 40)))
         prompt = data.draw(st.lists(st.sampled_from([1, 2]), min_size=length, max_size=length))
@@ -62,7 +75,9 @@ class Traffic(RuleBasedStateMachine):
         for _ in range(times):
             if guess:
                 self.draft(guess)
-            if self.rig.step() is None or self.rig.steps % 3:  # some beams are left to wait, holding blocks that others want
+            if (
+                self.rig.step() is None or self.rig.steps % 3
+            ):  # some beams are left to wait, holding blocks that others want
                 self.decide()
 
     def draft(self, count: int) -> None:
@@ -83,7 +98,9 @@ class Traffic(RuleBasedStateMachine):
                 scheduler.abort(seq.id)
                 continue
             if sum(1 for s in scheduler.sequences.values() if s.beam) < 4:
-                twin = self.rig.sequence(seq.tokens[: seq.prompt_len], seq.limit - seq.prompt_len, beam=3)
+                twin = self.rig.sequence(
+                    seq.tokens[: seq.prompt_len], seq.limit - seq.prompt_len, beam=3
+                )
                 scheduler.fork(seq, twin)
                 scheduler.extend(twin.id, 2)
             scheduler.extend(seq.id, 1 + seq.id % 2)
@@ -129,7 +146,9 @@ class Traffic(RuleBasedStateMachine):
 
 def run(examples: int) -> None:
     Traffic.total = Traffic.preemptions = 0
-    quick = settings(max_examples=examples, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+    quick = settings(
+        max_examples=examples, stateful_step_count=40, suppress_health_check=list(HealthCheck)
+    )
     run_state_machine_as_test(Traffic, settings=quick)
 
 

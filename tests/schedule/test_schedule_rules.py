@@ -92,7 +92,12 @@ def test_prompt_logprobs_compute_every_position() -> None:
     scored = []
     while seq.id in rig.scheduler.sequences:
         rig.step()
-        scored += [(s.start + i, t) for s in rig.plan.sequences if s.seq_id == seq.id for i, t in enumerate(s.targets)]
+        scored += [
+            (s.start + i, t)
+            for s in rig.plan.sequences
+            if s.seq_id == seq.id
+            for i, t in enumerate(s.targets)
+        ]
     assert seq.cached_tokens == 0
     assert scored == [(i, 1) for i in range(19)]
 
@@ -218,7 +223,9 @@ def test_two_long_prompts_share_the_step() -> None:
     rig.at_rest()
 
 
-def chunks_beside_a_writer(windows: tuple[int | None, ...], cost: TokenCost, depth: int = 900) -> list[tuple[int, int]]:
+def chunks_beside_a_writer(
+    windows: tuple[int | None, ...], cost: TokenCost, depth: int = 900
+) -> list[tuple[int, int]]:
     """(start, tokens) of a long prompt's chunks while another writes a token in every step."""
     rig = Rig(blocks=400, step_tokens=33, windows=windows, cost=cost)
     (writer,) = rig.add([1] * 4, 900, min_tokens=900)
@@ -311,7 +318,9 @@ def test_a_newcomer_leaves_a_block_to_each_who_runs() -> None:
     writers = [rig.add([i] * 4, 8, min_tokens=8)[0] for i in (1, 2)]
     for _ in range(2):
         rig.step()  # two blocks each
-    (late,) = rig.add([3] * 17, 4, min_tokens=4)  # five blocks: six are free, two of them for those who run
+    (late,) = rig.add(
+        [3] * 17, 4, min_tokens=4
+    )  # five blocks: six are free, two of them for those who run
     rig.step()
     assert late.computed == 0
     while late.computed == 0:
@@ -333,7 +342,9 @@ def test_the_oldest_is_never_preempted() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     rig = Rig(blocks=10)
-    rig.add([1] * 20, 21)  # positions 0 … 39: exactly ten blocks; the last token is drawn and never computed
+    rig.add(
+        [1] * 20, 21
+    )  # positions 0 … 39: exactly ten blocks; the last token is drawn and never computed
     with pytest.raises(CapacityError) as caught:
         rig.add([1] * 20, 22)
     for number in ("20 prompt tokens", "22 more", "11 cache blocks", "has 10"):
@@ -441,7 +452,10 @@ def test_drafts_take_only_what_the_step_has_left() -> None:
     for seq in (first, second):
         rig.scheduler.set_drafts(seq.id, right(rig, seq, 20))
     rig.step()
-    assert [len(s.tokens) for s in rig.plan.sequences] == [7, 1]  # one token is left for whoever comes behind
+    assert [len(s.tokens) for s in rig.plan.sequences] == [
+        7,
+        1,
+    ]  # one token is left for whoever comes behind
 
 
 def test_drafts_never_pass_the_limit() -> None:
@@ -465,7 +479,9 @@ def test_drafts_stay_on_one_side_of_min_tokens() -> None:
         rig.step()
         (step,) = rig.plan.sequences
         if step.draws:
-            positions = range(step.end - step.draws + 1 - 6, step.end + 1 - 6)  # output tokens before each draw
+            positions = range(
+                step.end - step.draws + 1 - 6, step.end + 1 - 6
+            )  # output tokens before each draw
             assert all(p < 7 for p in positions) == bool(step.draw.withheld)
             assert all(p >= 7 for p in positions) == (not step.draw.withheld)
     assert seq.accepted > 0
@@ -525,7 +541,9 @@ def test_who_writes_holds_the_place_behind() -> None:
             assert rig.plan is not None
             (step,) = rig.plan.sequences
             held = min(map(len, step.blocks)) * rig.scheduler.block_size
-            assert (step.end < held) == (step.end + 1 < seq.limit or step.end % rig.scheduler.block_size != 0)
+            assert (step.end < held) == (
+                step.end + 1 < seq.limit or step.end % rig.scheduler.block_size != 0
+            )
         rig.at_rest()
 
 

@@ -23,7 +23,13 @@ def plan(
     **config: int,
 ) -> CachePlan:
     return plan_cache(
-        groups, block_bytes, block_size=16, context=1600, fixed=fixed, config=EngineConfig(**config), available=free
+        groups,
+        block_bytes,
+        block_size=16,
+        context=1600,
+        fixed=fixed,
+        config=EngineConfig(**config),
+        available=free,
     )  # one context: 100 blocks
 
 
@@ -60,7 +66,14 @@ def test_memory_and_blocks_can_be_given() -> None:
 def test_a_draft_model_takes_its_share_first() -> None:
     def shared(free: int, **config: int) -> CachePlan:
         return plan_cache(
-            FULL, (KIB,), block_size=16, context=1600, fixed=False, config=EngineConfig(**config), available=free, share=0.25
+            FULL,
+            (KIB,),
+            block_size=16,
+            context=1600,
+            fixed=False,
+            config=EngineConfig(**config),
+            available=free,
+            share=0.25,
         )
 
     made = shared(0, kv_memory=80 * KIB)
@@ -76,7 +89,9 @@ def test_a_draft_model_takes_its_share_first() -> None:
 def test_windowed_groups_take_no_more_than_they_can_use() -> None:
     made = plan(MIXED, (KIB, 3 * KIB), free=10**9, max_running=4, step_tokens=16)
     assert made.blocks[0] == 400
-    assert made.blocks[1] == 4 * 6  # a window of 64 and a chunk of 16: 80 positions touch at most 6 blocks
+    assert (
+        made.blocks[1] == 4 * 6
+    )  # a window of 64 and a chunk of 16: 80 positions touch at most 6 blocks
     assert made.context == 1600
 
 

@@ -39,10 +39,18 @@ def openai_sync(url: str, model: str) -> None:
     assert answer.choices[0].message.content
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     stream = client.chat.completions.create(
-        model=model, messages=ASK, max_tokens=12, seed=1, stream=True, stream_options={"include_usage": True}
+        model=model,
+        messages=ASK,
+        max_tokens=12,
+        seed=1,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = list(stream)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer.choices[0].message.content
+    assert (
+        "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        == answer.choices[0].message.content
+    )
     assert chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
     for wrong in ({"temperature": -1}, {"model": "nope"}, {"extra_body": {"no_such": 1}}):
         try:
@@ -54,13 +62,21 @@ def openai_sync(url: str, model: str) -> None:
     with client.chat.completions.create(model=model, messages=ASK, stream=True) as cancelled:
         next(iter(cancelled))
 
-    called = client.chat.completions.create(model=model, messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=60)
+    called = client.chat.completions.create(
+        model=model, messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=60
+    )
     call = called.choices[0].message.tool_calls[0]
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
     assert called.choices[0].finish_reason == "tool_calls"
-    follow = [*ASK, called.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    assert client.chat.completions.create(model=model, messages=follow, tools=[TOOL], max_tokens=8).choices
+    follow = [
+        *ASK,
+        called.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    assert client.chat.completions.create(
+        model=model, messages=follow, tools=[TOOL], max_tokens=8
+    ).choices
 
     class City(BaseModel):
         name: str
@@ -68,11 +84,15 @@ def openai_sync(url: str, model: str) -> None:
 
     # a schema bounds the shape, not the length of a string: the answer may be cut, and then parse says so
     try:
-        parsed = client.chat.completions.parse(model=model, messages=ASK, response_format=City, max_tokens=80, temperature=0)
+        parsed = client.chat.completions.parse(
+            model=model, messages=ASK, response_format=City, max_tokens=80, temperature=0
+        )
         assert isinstance(parsed.choices[0].message.parsed, City)
     except openai.LengthFinishReasonError:
         pass
-    response = client.responses.create(model=model, input="Say hello.", max_output_tokens=8, store=True)
+    response = client.responses.create(
+        model=model, input="Say hello.", max_output_tokens=8, store=True
+    )
     assert response.output_text
     assert client.responses.retrieve(response.id).output_text == response.output_text
     client.responses.delete(response.id)
@@ -84,7 +104,11 @@ def openai_sync(url: str, model: str) -> None:
     assert client.chat.completions.retrieve(kept.id).id == kept.id
     assert client.chat.completions.delete(kept.id).deleted
     assert client.embeddings.create(model=model, input=["a", "b"]).data[1].embedding
-    assert client.completions.create(model=model, prompt="Once", max_tokens=4, logprobs=1).choices[0].logprobs.tokens
+    assert (
+        client.completions.create(model=model, prompt="Once", max_tokens=4, logprobs=1)
+        .choices[0]
+        .logprobs.tokens
+    )
     assert model in [m.id for m in client.models.list()]
 
 
@@ -92,8 +116,13 @@ def openai_async(url: str, model: str) -> None:
     import openai
 
     async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
-            made = [client.chat.completions.create(model=model, messages=ASK, max_tokens=8, seed=1) for _ in range(4)]
+        async with openai.AsyncOpenAI(
+            base_url=url + "/v1", api_key="unused", max_retries=0
+        ) as client:
+            made = [
+                client.chat.completions.create(model=model, messages=ASK, max_tokens=8, seed=1)
+                for _ in range(4)
+            ]
             answers = await asyncio.gather(*made)
             assert len({a.choices[0].message.content for a in answers}) == 1
             text = ""
@@ -107,7 +136,9 @@ def openai_async(url: str, model: str) -> None:
             ) as events:
                 final = await events.get_final_completion()
             assert final.choices[0].message.tool_calls[0].function.name == "get_weather"
-            leaving = await client.chat.completions.create(model=model, messages=ASK, max_tokens=2000, stream=True)
+            leaving = await client.chat.completions.create(
+                model=model, messages=ASK, max_tokens=2000, stream=True
+            )
             await anext(aiter(leaving))
             await leaving.close()  # in the middle of its answer
 
@@ -117,14 +148,25 @@ def openai_async(url: str, model: str) -> None:
 def litellm(url: str, model: str) -> None:
     import litellm as lib
 
-    common: dict[str, Any] = {"model": f"openai/{model}", "api_base": url + "/v1", "api_key": "unused", "num_retries": 0}
+    common: dict[str, Any] = {
+        "model": f"openai/{model}",
+        "api_base": url + "/v1",
+        "api_key": "unused",
+        "num_retries": 0,
+    }
     answer = lib.completion(messages=ASK, max_tokens=8, seed=1, **common)
     assert answer.choices[0].message.content
     pieces = [
-        c.choices[0].delta.content or "" for c in lib.completion(messages=ASK, max_tokens=8, seed=1, stream=True, **common)
+        c.choices[0].delta.content or ""
+        for c in lib.completion(messages=ASK, max_tokens=8, seed=1, stream=True, **common)
     ]
     assert "".join(pieces) == answer.choices[0].message.content
-    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}},
+        "required": ["yes"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     made = lib.completion(
         messages=ASK, response_format=form, max_tokens=300, temperature=0, **common
@@ -142,7 +184,9 @@ def litellm(url: str, model: str) -> None:
 def langchain(url: str, model: str) -> None:
     from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
-    chat = ChatOpenAI(model=model, base_url=url + "/v1", api_key="unused", max_retries=0, max_tokens=8, seed=1)
+    chat = ChatOpenAI(
+        model=model, base_url=url + "/v1", api_key="unused", max_retries=0, max_tokens=8, seed=1
+    )
     whole = chat.invoke("Say hello.")
     assert whole.content
     assert "".join(c.content for c in chat.stream("Say hello.")) == whole.content
@@ -163,7 +207,9 @@ def langchain(url: str, model: str) -> None:
         model=model, base_url=url + "/v1", api_key="unused", max_tokens=300, temperature=0
     ).with_structured_output(schema, method="json_schema")
     assert structured.invoke("Yes or no?")["yes"] in (True, False)
-    vectors = OpenAIEmbeddings(model=model, base_url=url + "/v1", api_key="unused", check_embedding_ctx_length=False)
+    vectors = OpenAIEmbeddings(
+        model=model, base_url=url + "/v1", api_key="unused", check_embedding_ctx_length=False
+    )
     assert len(vectors.embed_query("hello")) > 1
     try:
         ChatOpenAI(model="nope", base_url=url + "/v1", api_key="unused", max_retries=0).invoke("x")
@@ -186,7 +232,12 @@ def instructor(url: str, model: str) -> None:
     for mode in (lib.Mode.TOOLS, lib.Mode.JSON_SCHEMA):
         client = lib.from_openai(raw, mode=mode)
         made = client.chat.completions.create(
-            model=model, messages=ASK, response_model=Answer, max_tokens=300, temperature=0, max_retries=1
+            model=model,
+            messages=ASK,
+            response_model=Answer,
+            max_tokens=300,
+            temperature=0,
+            max_retries=1,
         )
         assert made.yes in (True, False)
 
@@ -202,12 +253,12 @@ def pydantic_ai(url: str, model: str) -> None:
 
     made = OpenAIChatModel(model, provider=OpenAIProvider(base_url=url + "/v1", api_key="unused"))
     assert Agent(made, model_settings={"max_tokens": 8}).run_sync("Say hello.").output
-    assert Agent(made, output_type=NativeOutput(Answer), model_settings={"max_tokens": 300, "temperature": 0}).run_sync(
-        "Yes or no?"
-    ).output.yes in (True, False)
-    assert Agent(made, output_type=Answer, model_settings={"max_tokens": 300, "temperature": 0}).run_sync(
-        "Yes or no?"
-    ).output.yes in (True, False)
+    assert Agent(
+        made, output_type=NativeOutput(Answer), model_settings={"max_tokens": 300, "temperature": 0}
+    ).run_sync("Yes or no?").output.yes in (True, False)
+    assert Agent(
+        made, output_type=Answer, model_settings={"max_tokens": 300, "temperature": 0}
+    ).run_sync("Yes or no?").output.yes in (True, False)
 
     async def stream() -> None:
         async with Agent(made, model_settings={"max_tokens": 8}).run_stream("Say hello.") as result:
@@ -225,7 +276,9 @@ def llm_command(url: str, model: str) -> None:
         env = {**os.environ, "LLM_USER_PATH": home, "OPENAI_API_KEY": "unused"}
         base = [sys.executable, "-m", "llm", "-m", "ours", "--no-log"]
         for words in (["-o", "max_tokens", "8"],):
-            done = subprocess.run([*base, *words, "Say hello."], env=env, capture_output=True, text=True, timeout=280)
+            done = subprocess.run(
+                [*base, *words, "Say hello."], env=env, capture_output=True, text=True, timeout=280
+            )
             assert done.returncode == 0, done.stderr
             assert done.stdout.strip()
         wrong = subprocess.run(
@@ -243,26 +296,39 @@ def anthropic(url: str, model: str) -> None:
     import anthropic as lib
 
     client = lib.Anthropic(base_url=url, api_key="unused", max_retries=0)
-    answer = client.messages.create(model=model, max_tokens=8, messages=ASK, system="Be brief.", extra_body={"temperature": 0})
+    answer = client.messages.create(
+        model=model, max_tokens=8, messages=ASK, system="Be brief.", extra_body={"temperature": 0}
+    )
     assert answer.content[0].text
     with client.messages.stream(
         model=model, max_tokens=8, messages=ASK, system="Be brief.", extra_body={"temperature": 0}
     ) as stream:
         assert "".join(stream.text_stream) == answer.content[0].text
         assert stream.get_final_message().usage.output_tokens == answer.usage.output_tokens
-    tool = {"name": "get_weather", "description": "x", "input_schema": TOOL["function"]["parameters"]}
-    called = client.messages.create(model=model, max_tokens=60, messages=ASK, tools=[tool], tool_choice={"type": "any"})
+    tool = {
+        "name": "get_weather",
+        "description": "x",
+        "input_schema": TOOL["function"]["parameters"],
+    }
+    called = client.messages.create(
+        model=model, max_tokens=60, messages=ASK, tools=[tool], tool_choice={"type": "any"}
+    )
     block = called.content[-1]
     assert (called.stop_reason, block.name) == ("tool_use", "get_weather")
     follow = [
         *ASK,
         {"role": "assistant", "content": called.content},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}],
+        },
     ]
     assert client.messages.create(model=model, max_tokens=8, messages=follow, tools=[tool]).content
     assert client.messages.count_tokens(model=model, messages=ASK).input_tokens > 0
     try:
-        client.messages.create(model=model, max_tokens=8, messages=ASK, extra_body={"temperature": -1})
+        client.messages.create(
+            model=model, max_tokens=8, messages=ASK, extra_body={"temperature": -1}
+        )
     except lib.BadRequestError as error:
         assert "temperature" in str(error)
     else:
@@ -279,11 +345,19 @@ def ollama(url: str, model: str) -> None:
     whole = client.chat(model=model, messages=ASK, options=options)
     assert whole.message.content
     assert (
-        "".join(p.message.content for p in client.chat(model=model, messages=ASK, options=options, stream=True))
+        "".join(
+            p.message.content
+            for p in client.chat(model=model, messages=ASK, options=options, stream=True)
+        )
         == whole.message.content
     )
     assert client.generate(model=model, prompt="Say hello.", options=options).response
-    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}},
+        "required": ["yes"],
+        "additionalProperties": False,
+    }
     made = client.chat(model=model, messages=ASK, format=schema, options={"num_predict": 60})
     assert json.loads(made.message.content)["yes"] in (True, False)
     assert any(m.model == model for m in client.list().models)

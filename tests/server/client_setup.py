@@ -40,7 +40,16 @@ def install_python() -> None:
     if (home / "done").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home)], check=True)
-    pip = [sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "-q", "--no-deps"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(home / "bin" / "python"),
+        "install",
+        "-q",
+        "--no-deps",
+    ]
     subprocess.run([*pip, "-r", str(HERE / "clients.lock")], check=True, timeout=600)
     (home / "done").touch()
 
@@ -51,16 +60,22 @@ def install_node() -> None:
         return
     home.mkdir(parents=True, exist_ok=True)
     shutil.copy(HERE / "package.json", home / "package.json")
-    subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=home, check=True, timeout=600)
+    subprocess.run(
+        ["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=home, check=True, timeout=600
+    )
     (home / "done").touch()
 
 
 def start() -> subprocess.Popen[bytes] | None:
     """In the background, at low priority. None: everything is there."""
-    if (python_home() / "done").exists() and ((node_home() / "done").exists() or shutil.which("npm") is None):
+    if (python_home() / "done").exists() and (
+        (node_home() / "done").exists() or shutil.which("npm") is None
+    ):
         return None
     log = open(cache_dir() / "setup.log", "wb")  # noqa: SIM115
-    return subprocess.Popen([sys.executable, __file__], stdout=log, stderr=log, preexec_fn=lambda: os.nice(10) and None)
+    return subprocess.Popen(
+        [sys.executable, __file__], stdout=log, stderr=log, preexec_fn=lambda: os.nice(10) and None
+    )
 
 
 if __name__ == "__main__":

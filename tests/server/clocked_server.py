@@ -36,7 +36,11 @@ class ManualClock(asyncio.SelectorEventLoop):
         super().__init__()
 
     def time(self) -> float:
-        return self.now if self.running_since is None else self.now + time.monotonic() - self.running_since
+        return (
+            self.now
+            if self.running_since is None
+            else self.now + time.monotonic() - self.running_since
+        )
 
 
 class CountingProtocol(HttpProtocol):

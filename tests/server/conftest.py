@@ -58,7 +58,8 @@ def client_python() -> Path:
     home = client_setup.python_home()
     if not (home / "done").exists():
         pytest.skip(
-            "the client packages could not be installed: " + (client_setup.cache_dir() / "setup.log").read_text()[-300:]
+            "the client packages could not be installed: "
+            + (client_setup.cache_dir() / "setup.log").read_text()[-300:]
         )
     return home / "bin" / "python"
 

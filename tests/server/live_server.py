@@ -28,7 +28,11 @@ class Live:
     HTTP process moves only by advance() (clocked_server.py)."""
 
     def __init__(
-        self, *flags: str, engine: str | None = "pipeline", env: dict[str, str] | None = None, clock: bool = False
+        self,
+        *flags: str,
+        engine: str | None = "pipeline",
+        env: dict[str, str] | None = None,
+        clock: bool = False,
     ) -> None:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
         self.clocked = clock
@@ -48,7 +52,9 @@ class Live:
             stderr=self.log,
             env={**clean, **(env or {})},
         )
-        found = eventually(lambda: LISTENING.search(self.said()) or self.process.poll() is not None, self.said)
+        found = eventually(
+            lambda: LISTENING.search(self.said()) or self.process.poll() is not None, self.said
+        )
         assert not isinstance(found, bool), f"the server did not start:\n{self.said()}"
         self.port = int(found[2])
         self.url = f"http://127.0.0.1:{self.port}"
@@ -96,22 +102,32 @@ class Live:
         return self
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
-        return self.client.post(path, json={"model": "m", **body} if body is not None else None, **more)
+        return self.client.post(
+            path, json={"model": "m", **body} if body is not None else None, **more
+        )
 
     def complete(self, prompt: Any = "hello", **more: Any) -> dict[str, Any]:
-        answer = self.post("/v1/completions", {"prompt": prompt, "max_tokens": 8, "seed": 7, **more})
+        answer = self.post(
+            "/v1/completions", {"prompt": prompt, "max_tokens": 8, "seed": 7, **more}
+        )
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
     def events(self, path: str, body: dict[str, Any]) -> list[Any]:
         """The data of every event of a stream; [DONE] as a string."""
-        with self.client.stream("POST", path, json={"model": "m", "stream": True, **body}) as answer:
+        with self.client.stream(
+            "POST", path, json={"model": "m", "stream": True, **body}
+        ) as answer:
             assert answer.status_code == 200, answer.read()
             lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
     def metrics(self) -> dict[str, float]:
-        rows = (line.rsplit(" ", 1) for line in self.client.get("/metrics").text.splitlines() if line and line[0] != "#")
+        rows = (
+            line.rsplit(" ", 1)
+            for line in self.client.get("/metrics").text.splitlines()
+            if line and line[0] != "#"
+        )
         return {name: float(value) for name, value in rows}
 
     def wait_at_rest(self) -> dict[str, float]:
@@ -128,14 +144,22 @@ class Live:
                 report = math.inf
             else:
                 report = min(report, m["verbatim_engine_reports_total"])
-            return m["verbatim_engine_reports_total"] > report and not any(m.get(name, 0) for name in there)
+            return m["verbatim_engine_reports_total"] > report and not any(
+                m.get(name, 0) for name in there
+            )
 
-        eventually(at_rest, lambda: f"not at rest: { {k: v for k, v in m.items() if v and 'bucket' not in k} }")
+        eventually(
+            at_rest,
+            lambda: f"not at rest: { {k: v for k, v in m.items() if v and 'bucket' not in k} }",
+        )
         return m
 
     def wait_for(self, name: str, value: float) -> None:
         """Until a metric has at least this value."""
-        eventually(lambda: self.metrics().get(name, 0) >= value, lambda: f"{name} is {self.metrics().get(name)}")
+        eventually(
+            lambda: self.metrics().get(name, 0) >= value,
+            lambda: f"{name} is {self.metrics().get(name)}",
+        )
 
     def barrier(self) -> None:
         """The engine process has read every message that was sent before this: they come in order, and a tokenize request
@@ -179,7 +203,9 @@ def check_states(m: dict[str, float]) -> None:
     assert m["verbatim_requests_opened_total"] == ended + m["verbatim_requests_open"]
 
 
-def check_ledger(m: dict[str, float], restarts: int = 0, before: dict[str, float] | None = None) -> None:
+def check_ledger(
+    m: dict[str, float], restarts: int = 0, before: dict[str, float] | None = None
+) -> None:
     """States as above, and what clients were told they used is what the engine counted. An engine that was started again counts from 0:
     `before` is then what had been told when it began."""
     check_states(m)
@@ -190,12 +216,16 @@ def check_ledger(m: dict[str, float], restarts: int = 0, before: dict[str, float
 
 def check_log(live: Live) -> int:
     """Every request that was answered has one line in the log, under an id of its own. Returns how many there are."""
-    answers = sum(v for k, v in live.metrics().items() if k.startswith("verbatim_http_answers_total"))
+    answers = sum(
+        v for k, v in live.metrics().items() if k.startswith("verbatim_http_answers_total")
+    )
 
     def ids() -> list[str]:
         return re.findall(r" id=(req_\w+) ", live.said())
 
-    eventually(lambda: len(ids()) >= answers + 1, "lines are missing")  # the request for the metrics has one too
+    eventually(
+        lambda: len(ids()) >= answers + 1, "lines are missing"
+    )  # the request for the metrics has one too
     assert len(ids()) == len(set(ids())) == answers + 1
     return len(ids())
 

@@ -26,7 +26,9 @@ def exclusions() -> list[tuple[list[str], str]]:
 
 
 def excludes(needles: list[str], test: str) -> bool:
-    return all(n in test for n in needles) and "path_params" not in test  # those never leave the client
+    return (
+        all(n in test for n in needles) and "path_params" not in test
+    )  # those never leave the client
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
@@ -34,7 +36,9 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     out = [item for item in items if any(excludes(needles, item.nodeid) for needles in rules)]
     kept = [item for item in items if item not in set(out)]
     wanted = out if os.environ.get("SDK_ONLY_EXCLUDED") else kept
-    Path(os.environ["SDK_REPORT"]).write_text(json.dumps({"run": [i.nodeid for i in kept], "out": [i.nodeid for i in out]}))
+    Path(os.environ["SDK_REPORT"]).write_text(
+        json.dumps({"run": [i.nodeid for i in kept], "out": [i.nodeid for i in out]})
+    )
     items[:] = wanted
 
 
@@ -47,7 +51,9 @@ def stored(kind: str) -> str:
     )
     path = "/chat/completions" if kind == "chat" else "/responses"
     request = urllib.request.Request(
-        os.environ["TEST_API_BASE_URL"] + path, json.dumps({**ASK, **body}).encode(), {"content-type": "application/json"}
+        os.environ["TEST_API_BASE_URL"] + path,
+        json.dumps({**ASK, **body}).encode(),
+        {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(json.load(answer)["id"])

@@ -19,7 +19,12 @@ class Got:
 
     @property
     def text(self) -> str:
-        return "".join(c.get("text", "") for e in self.events if isinstance(e, dict) for c in e.get("choices", []))
+        return "".join(
+            c.get("text", "")
+            for e in self.events
+            if isinstance(e, dict)
+            for c in e.get("choices", [])
+        )
 
     @property
     def errors(self) -> list[dict[str, Any]]:
@@ -27,7 +32,12 @@ class Got:
 
     @property
     def finished(self) -> bool:
-        return any(c.get("finish_reason") for e in self.events if isinstance(e, dict) for c in e.get("choices", []))
+        return any(
+            c.get("finish_reason")
+            for e in self.events
+            if isinstance(e, dict)
+            for c in e.get("choices", [])
+        )
 
 
 def request_bytes(path: str, body: dict[str, Any], key: str = "") -> bytes:

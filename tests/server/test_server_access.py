@@ -92,7 +92,8 @@ def test_wrong_keys_are_refused(locked: Live, headers: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "headers", [{"authorization": f"Bearer {TWO}"}, {"authorization": f"bearer {ONE}"}, {"x-api-key": ONE}]
+    "headers",
+    [{"authorization": f"Bearer {TWO}"}, {"authorization": f"bearer {ONE}"}, {"x-api-key": ONE}],
 )
 def test_right_keys_are_let_in(locked: Live, headers: dict[str, str]) -> None:
     assert bare(locked, "GET", "/v1/models", headers=headers).status_code == 200
@@ -135,7 +136,12 @@ def test_a_probe_needs_no_host_and_everything_else_does(locked: Live) -> None:
     """Load balancers ask in HTTP/1.0, which has no Host; what comes with one is looked at all the same."""
 
     def status(method: str, path: str, version: str, *headers: str) -> int:
-        lines = [f"{method} {path} HTTP/{version}", f"authorization: Bearer {ONE}", "connection: close", *headers]
+        lines = [
+            f"{method} {path} HTTP/{version}",
+            f"authorization: Bearer {ONE}",
+            "connection: close",
+            *headers,
+        ]
         with socket.create_connection(("127.0.0.1", locked.port), timeout=HANG_SECONDS) as sock:
             sock.sendall("\r\n".join(lines).encode() + b"\r\n\r\n")
             return int(sock.recv(4096).split()[1])
@@ -152,27 +158,47 @@ def test_a_probe_needs_no_host_and_everything_else_does(locked: Live) -> None:
         ("host: localhost", "host: evil.example"),
         ("host: localhost",) * 2,
     ):
-        assert [status("GET", path, "1.1", *hosts) for path in ("/v1/models", "/health")] == [400, 400]
+        assert [status("GET", path, "1.1", *hosts) for path in ("/v1/models", "/health")] == [
+            400,
+            400,
+        ]
 
 
 def test_cors_is_off_unless_named(locked: Live, fake: Live) -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert (
-        bare(locked, "OPTIONS", "/v1/completions", headers=asked).headers["access-control-allow-origin"]
+        bare(locked, "OPTIONS", "/v1/completions", headers=asked).headers[
+            "access-control-allow-origin"
+        ]
         == "https://app.example"
     )
-    other = bare(locked, "OPTIONS", "/v1/completions", headers={**asked, "origin": "https://evil.example"})
+    other = bare(
+        locked, "OPTIONS", "/v1/completions", headers={**asked, "origin": "https://evil.example"}
+    )
     assert "access-control-allow-origin" not in other.headers
-    assert "access-control-allow-origin" not in fake.client.get("/v1/models", headers={"origin": "https://app.example"}).headers
+    assert (
+        "access-control-allow-origin"
+        not in fake.client.get("/v1/models", headers={"origin": "https://app.example"}).headers
+    )
 
 
 def test_a_browser_may_send_the_headers_that_openai_s_client_adds(locked: Live) -> None:
     names = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
-    told = bare(locked, "OPTIONS", "/v1/completions", headers={**asked, "access-control-request-headers": names}).headers
+    told = bare(
+        locked,
+        "OPTIONS",
+        "/v1/completions",
+        headers={**asked, "access-control-request-headers": names},
+    ).headers
     assert told["access-control-allow-headers"] == names
     assert "retry-after" in told["access-control-expose-headers"]
-    odd = bare(locked, "OPTIONS", "/v1/completions", headers={**asked, "access-control-request-headers": "a;b"}).headers
+    odd = bare(
+        locked,
+        "OPTIONS",
+        "/v1/completions",
+        headers={**asked, "access-control-request-headers": "a;b"},
+    ).headers
     assert "a;b" not in odd["access-control-allow-headers"]
 
 
@@ -182,7 +208,9 @@ def test_cached_prefixes_are_not_shared_between_keys(locked: Live) -> None:
 
     def cached(key: str, **more: Any) -> int:
         body = {"model": "m", "prompt": prompt, "max_tokens": 1, **more}
-        answer = bare(locked, "POST", "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}).json()
+        answer = bare(
+            locked, "POST", "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}
+        ).json()
         return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
     assert cached(ONE) == 0
@@ -223,9 +251,15 @@ def test_the_log_has_ids_and_never_text_or_keys(locked: Live) -> None:
 
 def test_a_label_cannot_forge_a_line_of_the_log(fake: Any) -> None:
     forged = "x\n2026-01-01 00:00:00,000 INFO id=req_forged method=GET"
-    answer = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "user": forged, "seed": 1})
+    answer = fake.post(
+        "/v1/completions", {"prompt": "x", "max_tokens": 1, "user": forged, "seed": 1}
+    )
     assert answer.status_code == 200
-    claude = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "metadata": {"user_id": "some one"}}
+    claude = {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1,
+        "metadata": {"user_id": "some one"},
+    }
     other = fake.post("/v1/messages", claude)
     assert other.status_code == 200
     said = log_with(fake, answer, other)
@@ -268,7 +302,11 @@ def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> N
             "os.system",
             "shell=True",
         ):
-            spelled = source.replace("never pickle", "").replace("Never pickle", "").replace("subprocess_exec(", "")
+            spelled = (
+                source.replace("never pickle", "")
+                .replace("Never pickle", "")
+                .replace("subprocess_exec(", "")
+            )
             assert word not in spelled, (file.name, word)
 
 
@@ -293,13 +331,23 @@ def test_a_server_with_a_certificate(tmp_path: Path) -> None:
         "-subj",
         "/CN=localhost",
     ]
-    subprocess.run([*words, "-addext", names, "-days", "2", "-keyout", key, "-out", cert], check=True, capture_output=True)
-    live = Live("--tls-cert", cert, "--tls-key", key, "--header-seconds", "20", engine="hash", clock=True)
+    subprocess.run(
+        [*words, "-addext", names, "-days", "2", "-keyout", key, "-out", cert],
+        check=True,
+        capture_output=True,
+    )
+    live = Live(
+        "--tls-cert", cert, "--tls-key", key, "--header-seconds", "20", engine="hash", clock=True
+    )
     trust = ssl.create_default_context(cafile=cert)
-    live.client = httpx.Client(base_url=live.url.replace("http:", "https:"), verify=trust, timeout=HANG_SECONDS)
+    live.client = httpx.Client(
+        base_url=live.url.replace("http:", "https:"), verify=trust, timeout=HANG_SECONDS
+    )
     live.wait_ready()
     whole = live.complete("x", max_tokens=30, ignore_eos=True)["choices"][0]["text"]
-    events = live.events("/v1/completions", {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "seed": 7})
+    events = live.events(
+        "/v1/completions", {"prompt": "x", "max_tokens": 30, "ignore_eos": True, "seed": 7}
+    )
     assert "".join(c["text"] for e in events[:-1] for c in e["choices"]) == whole
     plain = socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS)
     with trust.wrap_socket(plain, server_hostname="localhost") as sock:
@@ -312,7 +360,9 @@ def test_a_server_with_a_certificate(tmp_path: Path) -> None:
     assert live.stop() == 0
 
 
-def test_traces_have_the_route_and_the_callers_trace_and_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_have_the_route_and_the_callers_trace_and_no_text(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With a tracer in place every request is a span; without the package nothing happens."""
     pytest.importorskip("opentelemetry")
     from verbatim.server import traces
@@ -339,7 +389,10 @@ def test_traces_have_the_route_and_the_callers_trace_and_no_text(monkeypatch: py
 
     monkeypatch.setattr(traces, "_tracer", Tracer())
     route = type("Route", (), {"path": "/v1/completions"})()
-    headers = [(b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"), (b"authorization", ONE.encode())]
+    headers = [
+        (b"traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),
+        (b"authorization", ONE.encode()),
+    ]
     with traces.trace({"method": "POST", "headers": headers, "route": route}, "req_1"):
         pass
     assert seen == [

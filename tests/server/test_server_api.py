@@ -29,12 +29,16 @@ def test_completion_has_seed_fingerprint_and_usage(fake: Any) -> None:
     usage = answer["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] == 6 + 8
     assert {"cached_tokens"} <= usage["prompt_tokens_details"].keys()
-    assert {"accepted_prediction_tokens", "rejected_prediction_tokens"} <= usage["completion_tokens_details"].keys()
+    assert {"accepted_prediction_tokens", "rejected_prediction_tokens"} <= usage[
+        "completion_tokens_details"
+    ].keys()
 
 
 def test_a_seed_is_given_and_repeats_the_answer(fake: Any) -> None:
     first = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 20}).json()
-    again = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 20, "seed": first["seed"]}).json()
+    again = fake.post(
+        "/v1/completions", {"prompt": "x", "max_tokens": 20, "seed": first["seed"]}
+    ).json()
     other = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 20}).json()
     assert first["choices"] == again["choices"]
     assert first["seed"] != other["seed"]
@@ -45,15 +49,21 @@ SAME = ["Once upon a time"] * 3
 
 def test_equal_prompts_of_a_list_without_a_seed_are_drawn_apart(fake: Any) -> None:
     """And each can be had again: the seed that its choices say, alone."""
-    answer = fake.post("/v1/completions", {"prompt": SAME, "max_tokens": 20, "n": 2, "ignore_eos": True}).json()
+    answer = fake.post(
+        "/v1/completions", {"prompt": SAME, "max_tokens": 20, "n": 2, "ignore_eos": True}
+    ).json()
     assert answer["seed"] is None
     choices = answer["choices"]
     assert [c["index"] for c in choices] == list(range(6))
     assert len({c["text"] for c in choices}) == 6
     assert len({c["seed"] for c in choices}) == 3
     for prompt in range(3):
-        again = fake.complete(SAME[prompt], max_tokens=20, n=2, ignore_eos=True, seed=choices[2 * prompt]["seed"])
-        assert [c["text"] for c in again["choices"]] == [c["text"] for c in choices[2 * prompt : 2 * prompt + 2]]
+        again = fake.complete(
+            SAME[prompt], max_tokens=20, n=2, ignore_eos=True, seed=choices[2 * prompt]["seed"]
+        )
+        assert [c["text"] for c in again["choices"]] == [
+            c["text"] for c in choices[2 * prompt : 2 * prompt + 2]
+        ]
     beams = fake.post("/v1/completions", {"prompt": SAME, "max_tokens": 5, "num_beams": 2}).json()
     assert len({c["text"] for c in beams["choices"]}) == 1  # nothing is drawn
     assert not any("seed" in c for c in beams["choices"])
@@ -61,7 +71,11 @@ def test_equal_prompts_of_a_list_without_a_seed_are_drawn_apart(fake: Any) -> No
 
 def test_a_streamed_list_says_each_seed(fake: Any) -> None:
     events = [
-        e for e in fake.events("/v1/completions", {"prompt": SAME, "max_tokens": 12, "ignore_eos": True}) if e != "[DONE]"
+        e
+        for e in fake.events(
+            "/v1/completions", {"prompt": SAME, "max_tokens": 12, "ignore_eos": True}
+        )
+        if e != "[DONE]"
     ]
     assert {e["seed"] for e in events} == {None}
     seeds, texts = {}, dict.fromkeys(range(3), "")
@@ -70,7 +84,10 @@ def test_a_streamed_list_says_each_seed(fake: Any) -> None:
         texts[choice["index"]] += choice["text"]
     assert len(set(texts.values())) == 3
     assert texts == {
-        i: fake.complete(SAME[0], max_tokens=12, ignore_eos=True, seed=seeds[i])["choices"][0]["text"] for i in range(3)
+        i: fake.complete(SAME[0], max_tokens=12, ignore_eos=True, seed=seeds[i])["choices"][0][
+            "text"
+        ]
+        for i in range(3)
     }
 
 
@@ -89,16 +106,27 @@ def test_a_list_with_a_seed_is_drawn_as_in_the_library(fake: Any) -> None:
 GREEDY = {"temperature": 0, "max_tokens": 3}
 SEED_PLACES = {
     "/v1/completions": ({"prompt": "x", **GREEDY}, lambda e: e["seed"]),
-    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "x"}], **GREEDY}, lambda e: e["seed"]),
-    "/v1/responses": ({"input": "x", "temperature": 0, "max_output_tokens": 3}, lambda e: e.get("response", e)["seed"]),
-    "/v1/messages": ({"messages": [{"role": "user", "content": "x"}], **GREEDY}, lambda e: e["seed"]),
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": "x"}], **GREEDY},
+        lambda e: e["seed"],
+    ),
+    "/v1/responses": (
+        {"input": "x", "temperature": 0, "max_output_tokens": 3},
+        lambda e: e.get("response", e)["seed"],
+    ),
+    "/v1/messages": (
+        {"messages": [{"role": "user", "content": "x"}], **GREEDY},
+        lambda e: e["seed"],
+    ),
 }
 
 
 @pytest.mark.parametrize("route", SEED_PLACES)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [{}, {"temperature": 1}])
-def test_the_chosen_seed_is_in_every_answer_and_survives_javascript(fake: Any, route: str, stream: bool, more: Any) -> None:
+def test_the_chosen_seed_is_in_every_answer_and_survives_javascript(
+    fake: Any, route: str, stream: bool, more: Any
+) -> None:
     body, seed_of = SEED_PLACES[route]
     if stream:
         events = [e for e in fake.events(route, {**body, **more}) if e != "[DONE]"]
@@ -130,20 +158,40 @@ def test_negative_seeds_are_distinct_and_repeatable(fake: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"n": 3}, {"temperature": 0}, {"top_k": 5, "min_p": 0.01}, {"stop": ["a", "e"]}, {"logprobs": 2}]
+    "body",
+    [
+        {},
+        {"n": 3},
+        {"temperature": 0},
+        {"top_k": 5, "min_p": 0.01},
+        {"stop": ["a", "e"]},
+        {"logprobs": 2},
+    ],
 )
 def test_streamed_completions_concatenate_to_the_whole(fake: Any, body: dict[str, Any]) -> None:
-    plain = {"max_tokens": 40, "speculate": "off", **body}  # how many drafts were made depends on the clock
+    plain = {
+        "max_tokens": 40,
+        "speculate": "off",
+        **body,
+    }  # how many drafts were made depends on the clock
     whole = fake.complete(**plain)
-    events = fake.events("/v1/completions", {"prompt": "hello", "seed": 7, "stream_options": {"include_usage": True}, **plain})
+    events = fake.events(
+        "/v1/completions",
+        {"prompt": "hello", "seed": 7, "stream_options": {"include_usage": True}, **plain},
+    )
     assert events[-1] == "[DONE]"
-    assert events[-2]["usage"] == {**whole["usage"], "prompt_tokens_details": events[-2]["usage"]["prompt_tokens_details"]}
+    assert events[-2]["usage"] == {
+        **whole["usage"],
+        "prompt_tokens_details": events[-2]["usage"]["prompt_tokens_details"],
+    }
     for choice in whole["choices"]:
         mine = [c for e in events[:-2] for c in e["choices"] if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in mine) == choice["text"]
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
         if body.get("logprobs"):
-            assert [x for c in mine for x in c["logprobs"]["token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+            assert [x for c in mine for x in c["logprobs"]["token_logprobs"]] == choice["logprobs"][
+                "token_logprobs"
+            ]
 
 
 @pytest.mark.parametrize("body", [{}, {"n": 2}, {"logprobs": True, "top_logprobs": 3}])
@@ -154,7 +202,9 @@ def test_streamed_chat_concatenates_to_the_whole(fake: Any, body: dict[str, Any]
     for choice in whole["choices"]:
         mine = [c for e in events[:-1] for c in e["choices"] if c["index"] == choice["index"]]
         assert mine[0]["delta"]["role"] == "assistant"
-        assert "".join(c["delta"].get("content") or "" for c in mine) == choice["message"]["content"]
+        assert (
+            "".join(c["delta"].get("content") or "" for c in mine) == choice["message"]["content"]
+        )
         assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
         if body.get("logprobs"):
             found = [x for c in mine if c["logprobs"] for x in c["logprobs"]["content"]]
@@ -176,7 +226,9 @@ def test_echo_puts_the_prompt_before_the_answer(fake: Any) -> None:
     scored = fake.complete("hello", echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
     assert scored["token_logprobs"][0] is None
     assert len(scored["tokens"]) == len(scored["token_logprobs"]) == 6
-    streamed = fake.events("/v1/completions", {"prompt": "hello", "max_tokens": 8, "seed": 7, "echo": True})
+    streamed = fake.events(
+        "/v1/completions", {"prompt": "hello", "max_tokens": 8, "seed": 7, "echo": True}
+    )
     assert "".join(e["choices"][0]["text"] for e in streamed[:-1]) == echoed["choices"][0]["text"]
 
 
@@ -189,7 +241,14 @@ def test_text_offsets_count_characters_of_the_text(fake: Any) -> None:
     assert whole["logprobs"]["tokens"][:2] == ["<s>", "h"]
     assert whole["logprobs"]["text_offset"] == [*prompt, 5, 5, 6, 6, 6, 7]
     events = fake.events("/v1/completions", {"prompt": "hello", "seed": 7, **asked})
-    assert [at for e in events[:-1] for at in e["choices"][0]["logprobs"]["text_offset"]] == [0, 0, 1, 1, 1, 2]
+    assert [at for e in events[:-1] for at in e["choices"][0]["logprobs"]["text_offset"]] == [
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+    ]
     shown = fake.complete([256, 104, 256, 105], echo=True, logprobs=1, max_tokens=0)["choices"][0]
     assert shown["text"] == "<s>h<s>i"
     assert shown["logprobs"]["text_offset"] == [0, 3, 4, 7]
@@ -226,19 +285,31 @@ def test_usage_tells_what_drafts_did(drafting: Live) -> None:
 
     def streamed() -> dict[str, Any]:
         body = {**asked, "speculate": "ngram", "stream_options": {"include_usage": True}}
-        return dict(drafting.events("/v1/completions", body)[-2]["usage"]["completion_tokens_details"])
+        return dict(
+            drafting.events("/v1/completions", body)[-2]["usage"]["completion_tokens_details"]
+        )
 
     assert whole("off")["mean_accepted_length"] == 1
     assert until_drafted(lambda: whole("ngram"))["mean_accepted_length"] > 1
     assert until_drafted(streamed)["mean_accepted_length"] > 1
 
 
-def test_other_protocols_tell_what_drafts_did_where_there_were_any(fake: Any, drafting: Live) -> None:
+def test_other_protocols_tell_what_drafts_did_where_there_were_any(
+    fake: Any, drafting: Live
+) -> None:
     word = {"type": "string", "enum": ["abc" * 20]}
-    tool = {"name": "t", "input_schema": {"type": "object", "properties": {"w": word}, "required": ["w"]}}
+    tool = {
+        "name": "t",
+        "input_schema": {"type": "object", "properties": {"w": word}, "required": ["w"]},
+    }
     talk = {"messages": [{"role": "user", "content": "hi"}]}
     asked = {
-        "/v1/messages": {**talk, "max_tokens": 200, "tools": [tool], "tool_choice": {"type": "any"}},
+        "/v1/messages": {
+            **talk,
+            "max_tokens": 200,
+            "tools": [tool],
+            "tool_choice": {"type": "any"},
+        },
         "/api/chat": {**talk, "stream": False, "format": word},
     }
     for route, body in asked.items():
@@ -248,7 +319,12 @@ def test_other_protocols_tell_what_drafts_did_where_there_were_any(fake: Any, dr
             return dict(drafting.post(route, body).json().get("speculation", {}))
 
         told = until_drafted(ask)
-        assert told.keys() == {"drafted_tokens", "accepted_tokens", "mean_accepted_length", "saved_seconds"}
+        assert told.keys() == {
+            "drafted_tokens",
+            "accepted_tokens",
+            "mean_accepted_length",
+            "saved_seconds",
+        }
         assert 0 < told["accepted_tokens"] <= told["drafted_tokens"]
 
 
@@ -273,7 +349,9 @@ def test_http_answers_are_the_librarys_token_for_token(fake: Any) -> None:
             ours = llm.generate("the same tokens", params)
             theirs = fake.complete("the same tokens", max_tokens=48, **values)
             assert [c.text for c in ours.choices] == [c["text"] for c in theirs["choices"]]
-            chat = fake.post("/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 48, **values}).json()
+            chat = fake.post(
+                "/v1/chat/completions", {"messages": CHAT["messages"], "max_tokens": 48, **values}
+            ).json()
             assert [c.text for c in llm.chat(CHAT["messages"], params).choices] == [
                 c["message"]["content"] for c in chat["choices"]
             ]
@@ -296,7 +374,10 @@ async def over_http(live: Any, stream: bool, together: bool) -> list[Any]:
 
         async def ids(path: str, body: dict[str, Any]) -> Any:
             streamed = stream and "num_beams" not in body
-            answer = await client.post(path, json={"model": "m", "max_tokens": 24, "receipt": True, "stream": streamed, **body})
+            answer = await client.post(
+                path,
+                json={"model": "m", "max_tokens": 24, "receipt": True, "stream": streamed, **body},
+            )
             assert answer.status_code == 200, answer.text
             made = json.loads(answer.text.split("data: ")[-2]) if streamed else answer.json()
             return [(c["token_ids"], c["finish"]) for c in made["receipt"]["choices"]]
@@ -308,11 +389,21 @@ async def over_http(live: Any, stream: bool, together: bool) -> list[Any]:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(real: Any, default_model: Any) -> None:
+def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(
+    real: Any, default_model: Any
+) -> None:
     with LLM(str(default_model)) as llm:
-        asked = [SamplingParams(max_tokens=24, **{**values, "stop": tuple(values.get("stop", ()))}) for values in ASKED]
-        done = [llm.generate("The sea is", params) for params in asked] + [llm.chat(TALK, params) for params in asked]
-        library = [[(list(c.token_ids), [c.finish.reason, c.finish.detail]) for c in each.choices] for each in done]
+        asked = [
+            SamplingParams(max_tokens=24, **{**values, "stop": tuple(values.get("stop", ()))})
+            for values in ASKED
+        ]
+        done = [llm.generate("The sea is", params) for params in asked] + [
+            llm.chat(TALK, params) for params in asked
+        ]
+        library = [
+            [(list(c.token_ids), [c.finish.reason, c.finish.detail]) for c in each.choices]
+            for each in done
+        ]
     assert asyncio.run(over_http(real, stream=False, together=False)) == library
 
     async def under_load() -> None:
@@ -329,7 +420,12 @@ def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(real
                 stream(
                     real.port,
                     "/v1/completions",
-                    {"prompt": "word " * 9 * n, "max_tokens": 60, "stream": True, "ignore_eos": True},
+                    {
+                        "prompt": "word " * 9 * n,
+                        "max_tokens": 60,
+                        "stream": True,
+                        "ignore_eos": True,
+                    },
                     on_head=head_came,
                 )
             )
@@ -350,7 +446,11 @@ def test_models_are_the_startup_table(fake: Any) -> None:
     for name in ("nope", "../../etc/passwd", "/etc/passwd", "http://localhost/x"):
         assert fake.client.get(f"/v1/models/{name}").status_code == 404
         refused = fake.post("/v1/completions", {"model": name, "prompt": "x"})
-        assert (refused.status_code, refused.json()["error"]["code"], refused.json()["error"]["param"]) == (
+        assert (
+            refused.status_code,
+            refused.json()["error"]["code"],
+            refused.json()["error"]["param"],
+        ) == (
             404,
             "model_not_found",
             "model",
@@ -361,7 +461,10 @@ def test_stored_chats_can_be_read_changed_and_deleted(fake: Any) -> None:
     made = fake.post("/v1/chat/completions", {**CHAT, "store": True, "metadata": {"k": "v"}}).json()
     path = f"/v1/chat/completions/{made['id']}"
     assert fake.client.get(path).json()["choices"] == made["choices"]
-    assert fake.client.get("/v1/chat/completions", params={"metadata[k]": "v"}).json()["data"][0]["id"] == made["id"]
+    assert (
+        fake.client.get("/v1/chat/completions", params={"metadata[k]": "v"}).json()["data"][0]["id"]
+        == made["id"]
+    )
     assert fake.client.post(path, json={"metadata": {"k": "w"}}).json()["metadata"] == {"k": "w"}
     assert fake.client.get(path + "/messages").json()["data"][0]["content"] == "hi"
     assert fake.client.delete(path).json()["deleted"] is True
@@ -382,12 +485,19 @@ def test_responses_stream_ends_in_the_whole_response(fake: Any) -> None:
 
 
 def test_responses_continue_a_stored_one(fake: Any) -> None:
-    first = fake.post("/v1/responses", {"input": "hi", "max_output_tokens": 6, "seed": 3, "store": True}).json()
+    first = fake.post(
+        "/v1/responses", {"input": "hi", "max_output_tokens": 6, "seed": 3, "store": True}
+    ).json()
     second = fake.post(
-        "/v1/responses", {"input": "and?", "previous_response_id": first["id"], "max_output_tokens": 6, "seed": 3}
+        "/v1/responses",
+        {"input": "and?", "previous_response_id": first["id"], "max_output_tokens": 6, "seed": 3},
     ).json()
     text = first["output"][0]["content"][0]["text"]
-    same = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}, {"role": "user", "content": "and?"}]
+    same = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "and?"},
+    ]
     direct = fake.post("/v1/responses", {"input": same, "max_output_tokens": 6, "seed": 3}).json()
     assert second["output"][0]["content"] == direct["output"][0]["content"]
     assert second["usage"]["input_tokens"] == direct["usage"]["input_tokens"]
@@ -397,10 +507,18 @@ def test_responses_continue_a_stored_one(fake: Any) -> None:
     assert fake.client.delete(f"/v1/responses/{first['id']}").json()["deleted"] is True
 
 
-@pytest.mark.parametrize("more", [{}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"tools": True}])
+@pytest.mark.parametrize(
+    "more", [{}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"tools": True}]
+)
 def test_a_stored_response_can_be_streamed_again(fake: Any, more: dict[str, Any]) -> None:
     """The same kinds of events in the same order; the deltas of a text become one."""
-    body = {"input": "hi", "max_output_tokens": 200 if more.get("tools") else 8, "seed": 3, "store": True, **more}
+    body = {
+        "input": "hi",
+        "max_output_tokens": 200 if more.get("tools") else 8,
+        "seed": 3,
+        "store": True,
+        **more,
+    }
     if more.get("tools"):
         schema = {
             "type": "object",
@@ -408,7 +526,10 @@ def test_a_stored_response_can_be_streamed_again(fake: Any, more: dict[str, Any]
             "required": ["city"],
             "additionalProperties": False,
         }
-        body |= {"tools": [{"type": "function", "name": "f", "parameters": schema}], "tool_choice": "required"}
+        body |= {
+            "tools": [{"type": "function", "name": "f", "parameters": schema}],
+            "tool_choice": "required",
+        }
     first = fake.events("/v1/responses", body)
     made = first[-1]["response"]
     again = [
@@ -420,11 +541,16 @@ def test_a_stored_response_can_be_streamed_again(fake: Any, more: dict[str, Any]
     assert [e["type"] for e in again] == kinds
     assert [e["sequence_number"] for e in again] == list(range(len(again)))
     assert again[-1]["response"] == made == fake.client.get(f"/v1/responses/{made['id']}").json()
-    for kind, field in (("response.output_text.delta", "delta"), ("response.function_call_arguments.delta", "delta")):
+    for kind, field in (
+        ("response.output_text.delta", "delta"),
+        ("response.function_call_arguments.delta", "delta"),
+    ):
         said = ["".join(e[field] for e in events if e["type"] == kind) for events in (first, again)]
         assert said[0] == said[1]
     assert set(again[0]) == set(first[0])
-    late = fake.client.get(f"/v1/responses/{made['id']}?stream=true&starting_after=2&include_obfuscation=true").text
+    late = fake.client.get(
+        f"/v1/responses/{made['id']}?stream=true&starting_after=2&include_obfuscation=true"
+    ).text
     assert '"sequence_number":2,' not in late
     assert '"sequence_number":3,' in late
     refused = fake.client.get(f"/v1/responses/{made['id']}?starting_after=2")
@@ -433,11 +559,19 @@ def test_a_stored_response_can_be_streamed_again(fake: Any, more: dict[str, Any]
 
 def test_a_stored_answer_is_found_under_its_own_kind_only(fake: Any) -> None:
     chat = fake.post("/v1/chat/completions", {**CHAT, "store": True}).json()["id"]
-    response = fake.post("/v1/responses", {"input": "hi", "max_output_tokens": 2, "store": True}).json()["id"]
-    for path in (f"/v1/responses/{chat}", f"/v1/responses/{chat}/input_items", f"/v1/chat/completions/{response}"):
+    response = fake.post(
+        "/v1/responses", {"input": "hi", "max_output_tokens": 2, "store": True}
+    ).json()["id"]
+    for path in (
+        f"/v1/responses/{chat}",
+        f"/v1/responses/{chat}/input_items",
+        f"/v1/chat/completions/{response}",
+    ):
         assert fake.client.get(path).status_code == 404
     assert fake.client.delete(f"/v1/responses/{chat}").status_code == 404
-    assert fake.post("/v1/responses", {"input": "x", "previous_response_id": chat}).status_code == 404
+    assert (
+        fake.post("/v1/responses", {"input": "x", "previous_response_id": chat}).status_code == 404
+    )
     assert fake.client.get(f"/v1/chat/completions/{chat}").status_code == 200
 
 
@@ -449,7 +583,9 @@ def test_the_store_is_bounded_in_number_and_bytes() -> None:
     store.put("t", "chat", "large", {"object": {"id": "large", "text": "x" * 950}})
     assert len(store.of("t", "chat")) < 3
     store.put("t", "chat", "huge", {"object": {"id": "huge", "text": "x" * 2000}})
-    assert [item["object"]["id"] for item in store.of("t", "chat")] == ["large"]  # what would never fit displaces nothing
+    assert [item["object"]["id"] for item in store.of("t", "chat")] == [
+        "large"
+    ]  # what would never fit displaces nothing
     store.pop("t", "chat", "large")
     assert store._bytes == 0
 
@@ -462,18 +598,23 @@ def test_embeddings_are_unit_vectors_in_both_encodings(fake: Any) -> None:
     vectors = [d["embedding"] for d in plain["data"]]
     assert all(abs(sum(x * x for x in v) - 1) < 1e-6 for v in vectors)
     assert vectors[0] != vectors[1]
-    coded = fake.post("/v1/embeddings", {"input": "a", "encoding_format": "base64", "dimensions": 4}).json()["data"][0][
-        "embedding"
-    ]
+    coded = fake.post(
+        "/v1/embeddings", {"input": "a", "encoding_format": "base64", "dimensions": 4}
+    ).json()["data"][0]["embedding"]
     short = struct.unpack("<4f", base64.b64decode(coded))
     norm = sum(x * x for x in vectors[0][:4]) ** 0.5
     assert short == pytest.approx([x / norm for x in vectors[0][:4]], abs=1e-6)
-    assert fake.post("/v1/embeddings", {"input": "a", "dimensions": 10**6}).json()["error"]["param"] == "dimensions"
+    assert (
+        fake.post("/v1/embeddings", {"input": "a", "dimensions": 10**6}).json()["error"]["param"]
+        == "dimensions"
+    )
 
 
 def test_score_agrees_with_echoed_logprobs(fake: Any) -> None:
     scored = fake.post("/v1/score", {"prompt": "hello", "top_logprobs": 2}).json()["data"][0]
-    echoed = fake.complete("hello", echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]["token_logprobs"]
+    echoed = fake.complete("hello", echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"][
+        "token_logprobs"
+    ]
     assert [t["logprob"] for t in scored["tokens"]] == echoed
     assert scored["total"] == pytest.approx(sum(echoed[1:]))
 
@@ -492,12 +633,19 @@ def test_anthropic_stream_equals_the_whole(fake: Any) -> None:
     events = fake.events("/v1/messages", body)
     assert events[0]["type"] == "message_start"
     assert events[-1]["type"] == "message_stop"
-    assert "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta") == whole["content"][0]["text"]
+    assert (
+        "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
+        == whole["content"][0]["text"]
+    )
     assert (
         whole["usage"]["input_tokens"] + whole["usage"]["cache_read_input_tokens"]
-        == fake.post("/v1/messages/count_tokens", {"messages": body["messages"]}).json()["input_tokens"]
+        == fake.post("/v1/messages/count_tokens", {"messages": body["messages"]}).json()[
+            "input_tokens"
+        ]
     )
-    refused = fake.post("/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 1024}})
+    refused = fake.post(
+        "/v1/messages", {**body, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    )
     assert refused.status_code == 400
     assert refused.json()["type"] == "error"
     assert "thinking" in refused.json()["error"]["message"]
@@ -546,24 +694,31 @@ MEDIA = [
 
 
 @pytest.mark.parametrize(("route", "body", "where", "what"), MEDIA)
-def test_a_picture_is_refused_in_plain_words(fake: Any, route: str, body: Any, where: str, what: str) -> None:
+def test_a_picture_is_refused_in_plain_words(
+    fake: Any, route: str, body: Any, where: str, what: str
+) -> None:
     answer = fake.post(route, body)
     error = answer.json()["error"]
     assert answer.status_code == 400
-    assert (error if isinstance(error, str) else error["message"]) == f"this server reads text; {where} is {what}"
+    assert (
+        error if isinstance(error, str) else error["message"]
+    ) == f"this server reads text; {where} is {what}"
     assert isinstance(error, str) or error["param"] == where
 
 
 def test_ollama_lines_equal_the_whole(fake: Any) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 9, "seed": 3}}
+    body = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "options": {"num_predict": 9, "seed": 3},
+    }
     whole = fake.post("/api/chat", {**body, "stream": False}).json()
     lines = [json.loads(line) for line in fake.post("/api/chat", body).text.splitlines()]
     assert "".join(line["message"]["content"] for line in lines) == whole["message"]["content"]
     assert lines[-1]["done"] is True
     assert lines[-1]["eval_count"] == 9
-    assert fake.post("/api/generate", {"prompt": "hi", "stream": False, "options": {"num_predict": 9, "seed": 3}}).json()[
-        "response"
-    ]
+    assert fake.post(
+        "/api/generate", {"prompt": "hi", "stream": False, "options": {"num_predict": 9, "seed": 3}}
+    ).json()["response"]
     refused = fake.post("/api/chat", {**body, "options": {"num_gpu": 1}})
     assert refused.status_code == 400
     assert "num_gpu" in refused.json()["error"]
@@ -591,8 +746,14 @@ def test_num_ctx_bounds_prompt_and_answer_together(fake: Any, kind: str) -> None
     prompt = free["prompt_eval_count"]
     for open_end in ({}, {"num_predict": -1}):
         held = ask(num_ctx=prompt + 9, **open_end).json()
-        assert (held["prompt_eval_count"], held["eval_count"], held["done_reason"]) == (prompt, 9, "length")
-        text, whole = (a["message"]["content"] if kind == "chat" else a["response"] for a in (held, free))
+        assert (held["prompt_eval_count"], held["eval_count"], held["done_reason"]) == (
+            prompt,
+            9,
+            "length",
+        )
+        text, whole = (
+            a["message"]["content"] if kind == "chat" else a["response"] for a in (held, free)
+        )
         assert text
         assert whole.startswith(text)  # the same draws, ended earlier
     assert ask(num_ctx=prompt + 9, num_predict=9).json()["eval_count"] == 9
@@ -627,12 +788,17 @@ def test_control_tokens_typed_in_a_prompt_are_warned_of_or_read(fake: Any) -> No
     assert plain["receipt"]["prompt_ids"] == [256, *TYPED.encode()]
     assert parsed["receipt"]["prompt_ids"] == [256, 258, *b"hi", 259]
     assert parsed["choices"] == fake.complete([256, 258, *b"hi", 259])["choices"]
-    assert fake.complete("<s>hi", receipt=True, parse_special=True)["receipt"]["prompt_ids"] == [256, *b"hi"]
+    assert fake.complete("<s>hi", receipt=True, parse_special=True)["receipt"]["prompt_ids"] == [
+        256,
+        *b"hi",
+    ]
     assert "warnings" not in fake.complete("a < b |> c <|us er|>")
     assert fake.complete(["x", TYPED, TYPED])["warnings"] == [warning]
 
 
-def test_the_warning_of_typed_control_tokens_travels_on_every_route_that_reads_them(fake: Any) -> None:
+def test_the_warning_of_typed_control_tokens_travels_on_every_route_that_reads_them(
+    fake: Any,
+) -> None:
     raw = {"prompt": TYPED, "raw": True, "options": {"num_predict": 3}}
     for route, body in (
         ("/v1/score", {"prompt": TYPED}),
@@ -642,18 +808,32 @@ def test_the_warning_of_typed_control_tokens_travels_on_every_route_that_reads_t
         answer = fake.post(route, body).json()
         assert "'<|user|>' was read as plain text" in answer["warnings"][0], route
         assert "warnings" not in fake.post(route, {**body, "parse_special": True}).json(), route
-    assert "plain text" in json.loads(fake.post("/api/generate", raw).text.splitlines()[-1])["warnings"][0]
+    assert (
+        "plain text"
+        in json.loads(fake.post("/api/generate", raw).text.splitlines()[-1])["warnings"][0]
+    )
     stream = fake.post("/v1/completions", {"prompt": TYPED, "max_tokens": 2, "stream": True}).text
     assert "\n: warning: prompt: the text of the control token '<|user|>'" in stream
     read = {"prompt": TYPED, "parse_special": True}
     assert fake.post("/tokenize", read).json()["tokens"] == [256, 258, *b"hi", 259]
-    assert fake.post("/tokenize", {**read, "add_special_tokens": False}).json()["tokens"] == [258, *b"hi", 259]
-    assert [t["id"] for t in fake.post("/v1/score", read).json()["data"][0]["tokens"]] == [256, 258, *b"hi", 259]
+    assert fake.post("/tokenize", {**read, "add_special_tokens": False}).json()["tokens"] == [
+        258,
+        *b"hi",
+        259,
+    ]
+    assert [t["id"] for t in fake.post("/v1/score", read).json()["data"][0]["tokens"]] == [
+        256,
+        258,
+        *b"hi",
+        259,
+    ]
 
 
 @pytest.mark.parametrize("prompt", [TYPED, "hi<|user|>x", "<s>hi<|user|>"])
 def test_offsets_of_an_echoed_prompt_count_its_own_control_tokens(fake: Any, prompt: str) -> None:
-    answer = fake.complete(prompt, parse_special=True, echo=True, logprobs=0, max_tokens=4)["choices"][0]
+    answer = fake.complete(prompt, parse_special=True, echo=True, logprobs=0, max_tokens=4)[
+        "choices"
+    ][0]
     assert answer["text"].startswith(prompt)
     tokens, offsets = answer["logprobs"]["tokens"], answer["logprobs"]["text_offset"]
     shown = [(t, at) for t, at in zip(tokens, offsets, strict=True) if at < len(prompt)]
@@ -676,7 +856,9 @@ def test_offsets_of_an_echoed_prompt_count_its_own_control_tokens(fake: Any, pro
         ("/api/chat", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_parse_special_is_refused_by_name_where_it_means_nothing(fake: Any, route: str, body: Any) -> None:
+def test_parse_special_is_refused_by_name_where_it_means_nothing(
+    fake: Any, route: str, body: Any
+) -> None:
     answer = fake.post(route, {**body, "parse_special": True})
     assert answer.status_code == 400
     assert "parse_special: " in answer.text
@@ -706,21 +888,42 @@ def _references(value: Any) -> list[str]:
 def test_an_end_is_a_stop_sequence_only_if_the_text_ran_into_it(fake: Any, stream: bool) -> None:
     """Our own words for an end are not the client's."""
     ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "stream": stream}
-    only = {"type": "object", "properties": {"b": {"const": "a eos"}}, "required": ["b"], "additionalProperties": False}
+    only = {
+        "type": "object",
+        "properties": {"b": {"const": "a eos"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    }
     form = {"output_config": {"format": {"type": "json_schema", "schema": only}}}
     for stops, told in ((["eos"], "eos"), (["eos?", "json_schema"], None)):
         answer = fake.post("/v1/messages", {**ask, **form, "stop_sequences": stops})
-        ends = [json.loads(line[6:]) for line in answer.text.splitlines() if '"stop_reason"' in line and stream]
+        ends = [
+            json.loads(line[6:])
+            for line in answer.text.splitlines()
+            if '"stop_reason"' in line and stream
+        ]
         end = ends[-1]["delta"] if stream else answer.json()
-        assert (end["stop_reason"], end["stop_sequence"]) == ("stop_sequence" if told else "end_turn", told)
+        assert (end["stop_reason"], end["stop_sequence"]) == (
+            "stop_sequence" if told else "end_turn",
+            told,
+        )
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_models_own_end_is_never_a_stop_sequence(real: Any, stream: bool) -> None:
-    ask = {"messages": [{"role": "user", "content": "Say hi"}], "max_tokens": 60, "temperature": 0, "stream": stream}
+    ask = {
+        "messages": [{"role": "user", "content": "Say hi"}],
+        "max_tokens": 60,
+        "temperature": 0,
+        "stream": stream,
+    }
     answer = real.post("/v1/messages", {**ask, "stop_sequences": ["eos"]})
-    ends = [json.loads(line[6:]) for line in answer.text.splitlines() if '"stop_reason"' in line and stream]
+    ends = [
+        json.loads(line[6:])
+        for line in answer.text.splitlines()
+        if '"stop_reason"' in line and stream
+    ]
     end = ends[-1]["delta"] if stream else answer.json()
     assert (end["stop_reason"], end["stop_sequence"]) == ("end_turn", None)
 
@@ -734,7 +937,10 @@ def test_text_after_a_call_stays_behind_it(fake: Any) -> None:
         talk = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": blocks},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}],
+            },
         ]
         answer = fake.post("/v1/messages", {"messages": talk, "max_tokens": 2})
         assert answer.status_code == 200
@@ -751,7 +957,10 @@ def test_a_system_message_of_the_clients_outlives_equal_instructions(fake: Any) 
         text = first["output"][0]["content"][0]["text"]
         follow = {"previous_response_id": first["id"], "input": "y"}
         whole = [*said, {"role": "assistant", "content": text}, {"role": "user", "content": "y"}]
-        counted, expected = (fake.post("/v1/responses/input_tokens", body).json() for body in (follow, {"input": whole}))
+        counted, expected = (
+            fake.post("/v1/responses/input_tokens", body).json()
+            for body in (follow, {"input": whole})
+        )
         assert counted == expected
 
 
@@ -765,7 +974,10 @@ def test_a_streamed_answer_is_kept_as_a_whole_one_is(fake: Any) -> None:
         "metadata": {"a": "b"},
     }
     kept = []
-    for name in (fake.post("/v1/chat/completions", ask).json()["id"], fake.events("/v1/chat/completions", ask)[0]["id"]):
+    for name in (
+        fake.post("/v1/chat/completions", ask).json()["id"],
+        fake.events("/v1/chat/completions", ask)[0]["id"],
+    ):
         kept.append(fake.client.get(f"/v1/chat/completions/{name}").json())
     for name in ("id", "created", "usage"):
         assert kept[0].pop(name)
@@ -776,7 +988,9 @@ def test_a_streamed_answer_is_kept_as_a_whole_one_is(fake: Any) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["openai", "anthropic", "ollama"])
-def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(
+    protocol: str, caplog: pytest.LogCaptureFixture
+) -> None:
     import asyncio
     from collections.abc import AsyncIterator
     from types import SimpleNamespace
@@ -796,8 +1010,14 @@ def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: 
         await asyncio.Event().wait()  # the client stays
 
     state = SimpleNamespace(limits=SimpleNamespace(request_seconds=600), clock=lambda: 0.0)
-    of: Any = SimpleNamespace(id="req_1", arrived=0.0, runs=[], state=state, close=lambda: None, deadline=None)
-    failed = {"openai": request_context.error_event, "anthropic": anthropic.error_event, "ollama": ollama.error_line}[protocol]
+    of: Any = SimpleNamespace(
+        id="req_1", arrived=0.0, runs=[], state=state, close=lambda: None, deadline=None
+    )
+    failed = {
+        "openai": request_context.error_event,
+        "anthropic": anthropic.error_event,
+        "ollama": ollama.error_line,
+    }[protocol]
     asyncio.run(request_context.EventStream(of, events(), failed)({}, receive, send))
     assert sent[1] == b"one"
     assert sent[-1] == b""  # the body ends as it should
@@ -805,5 +1025,7 @@ def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(protocol: 
     assert b"error" in told
     assert b"log has the details" in told
     assert b"secret" not in told
-    assert told.endswith({"openai": b"data: [DONE]\n\n", "anthropic": b"\n\n", "ollama": b"}\n"}[protocol])
+    assert told.endswith(
+        {"openai": b"data: [DONE]\n\n", "anthropic": b"\n\n", "ollama": b"}\n"}[protocol]
+    )
     assert "req_1" in caplog.text

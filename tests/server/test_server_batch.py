@@ -47,13 +47,20 @@ def line(name: str, **body: Any) -> str:
     )
 
 
-def test_a_batch_answers_every_line_as_the_server_would_and_resumes(fake: Any, tmp_path: Path) -> None:
+def test_a_batch_answers_every_line_as_the_server_would_and_resumes(
+    fake: Any, tmp_path: Path
+) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     chat = {
         "custom_id": "chat",
         "method": "POST",
         "url": "/v1/chat/completions",
-        "body": {"model": MODEL, "max_tokens": 6, "seed": 7, "messages": [{"role": "user", "content": "hi"}]},
+        "body": {
+            "model": MODEL,
+            "max_tokens": 6,
+            "seed": 7,
+            "messages": [{"role": "user", "content": "hi"}],
+        },
     }
     rows = [line(f"c{i}", prompt=f"prompt {i}") for i in range(20)] + [
         json.dumps(chat),
@@ -65,7 +72,10 @@ def test_a_batch_answers_every_line_as_the_server_would_and_resumes(fake: Any, t
     answers = {a["custom_id"]: a for a in map(json.loads, target.read_text().splitlines())}
     assert len(answers) == 22
     for i in range(20):
-        assert answers[f"c{i}"]["response"]["body"]["choices"] == fake.complete(f"prompt {i}", max_tokens=6)["choices"]
+        assert (
+            answers[f"c{i}"]["response"]["body"]["choices"]
+            == fake.complete(f"prompt {i}", max_tokens=6)["choices"]
+        )
     assert answers["chat"]["response"]["body"]["model"] == MODEL
     refused = answers["bad"]["response"]
     assert (refused["status_code"], refused["body"]["error"]["param"]) == (400, "temperature")
@@ -100,12 +110,22 @@ def test_a_wrong_batch_file_is_refused_before_anything_runs(tmp_path: Path, text
     assert not target.exists()
 
 
-def test_a_batch_line_for_another_model_is_refused_as_by_the_server(fake: Any, tmp_path: Path) -> None:
+def test_a_batch_line_for_another_model_is_refused_as_by_the_server(
+    fake: Any, tmp_path: Path
+) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join([line("other", prompt="x", model="other"), line("none", prompt="x", model=None)]) + "\n")
+    source.write_text(
+        "\n".join([line("other", prompt="x", model="other"), line("none", prompt="x", model=None)])
+        + "\n"
+    )
     assert batch(source, target).returncode == 1
-    answers = {a["custom_id"]: a["response"] for a in map(json.loads, target.read_text().splitlines())}
-    refused, served = answers["other"], fake.post("/v1/completions", {"model": "other", "prompt": "x"})
+    answers = {
+        a["custom_id"]: a["response"] for a in map(json.loads, target.read_text().splitlines())
+    }
+    refused, served = (
+        answers["other"],
+        fake.post("/v1/completions", {"model": "other", "prompt": "x"}),
+    )
     assert refused["status_code"] == served.status_code == 404
     for name in ("code", "param", "type"):
         assert refused["body"]["error"][name] == served.json()["error"][name]
@@ -114,7 +134,9 @@ def test_a_batch_line_for_another_model_is_refused_as_by_the_server(fake: Any, t
 
 def test_equal_lines_of_a_batch_without_a_seed_are_drawn_apart(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("\n".join(line(f"c{i}", prompt="x", max_tokens=20, seed=None) for i in range(3)) + "\n")
+    source.write_text(
+        "\n".join(line(f"c{i}", prompt="x", max_tokens=20, seed=None) for i in range(3)) + "\n"
+    )
     assert batch(source, target).returncode == 0
     answers = [json.loads(row)["response"]["body"] for row in target.read_text().splitlines()]
     assert len({a["choices"][0]["text"] for a in answers}) == len({a["seed"] for a in answers}) == 3
@@ -122,7 +144,9 @@ def test_equal_lines_of_a_batch_without_a_seed_are_drawn_apart(tmp_path: Path) -
 
 def test_a_batch_does_not_write_into_the_file_it_reads(tmp_path: Path) -> None:
     source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
-    source.write_text(line("a", prompt="x") + "\n" + line("b", prompt="y"))  # without a last line end, as a cut answer would be
+    source.write_text(
+        line("a", prompt="x") + "\n" + line("b", prompt="y")
+    )  # without a last line end, as a cut answer would be
     before = source.read_bytes()
     link.symlink_to(source)
     for target in (source, link):
@@ -141,27 +165,53 @@ def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:
     assert receipt["model"] == "m"
     with LLM.from_parts(server_parts("pipeline")) as llm:
         again = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping(receipt["params"]))
-        makers = {"digest": llm.parts.digest, "backend": "fake", "numerics": "fake-1", "context": llm.context}
+        makers = {
+            "digest": llm.parts.digest,
+            "backend": "fake",
+            "numerics": "fake-1",
+            "context": llm.context,
+        }
         assert compare(receipt, again.choices, makers).identical
-        drawn_apart = fake.post("/v1/completions", {"prompt": ["x"] * 3, "max_tokens": 20, "receipt": True}).json()
-        for choice, each in zip(drawn_apart["choices"], map(read_receipt, drawn_apart["receipt"]), strict=True):
-            same = llm.generate(each["prompt_ids"], SamplingParams.from_mapping({**each["params"], "seed": choice["seed"]}))
+        drawn_apart = fake.post(
+            "/v1/completions", {"prompt": ["x"] * 3, "max_tokens": 20, "receipt": True}
+        ).json()
+        for choice, each in zip(
+            drawn_apart["choices"], map(read_receipt, drawn_apart["receipt"]), strict=True
+        ):
+            same = llm.generate(
+                each["prompt_ids"],
+                SamplingParams.from_mapping({**each["params"], "seed": choice["seed"]}),
+            )
             assert same.text == choice["text"]
             assert compare(
-                each, llm.generate(each["prompt_ids"], SamplingParams.from_mapping(each["params"])).choices, makers
+                each,
+                llm.generate(
+                    each["prompt_ids"], SamplingParams.from_mapping(each["params"])
+                ).choices,
+                makers,
             ).identical
-        other = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping({**receipt["params"], "seed": 1}))
+        other = llm.generate(
+            receipt["prompt_ids"], SamplingParams.from_mapping({**receipt["params"], "seed": 1})
+        )
         verdict = compare(receipt, other.choices, {**makers, "numerics": "fake-2"})
     assert not verdict.identical
     assert "numerics differs" in str(verdict)
     assert f"token {verdict.position}" in str(verdict)
-    streamed = fake.events("/v1/completions", {"prompt": "receipts", "max_tokens": 4, "receipt": True})
+    streamed = fake.events(
+        "/v1/completions", {"prompt": "receipts", "max_tokens": 4, "receipt": True}
+    )
     assert read_receipt(streamed[-2])["choices"][0]["token_ids"]
 
 
 def test_a_changed_receipt_is_noticed(fake: Any) -> None:
     receipt = fake.complete("receipts", receipt=True)["receipt"]
-    for change in ({"prompt_ids": [1]}, {"params": {}}, {"receipt": 9}, {"choices": [{"token_ids": ["x"]}]}, {"digest": None}):
+    for change in (
+        {"prompt_ids": [1]},
+        {"params": {}},
+        {"receipt": 9},
+        {"choices": [{"token_ids": ["x"]}]},
+        {"digest": None},
+    ):
         with pytest.raises(ParameterError):
             read_receipt({**receipt, **change})
     forged = {**receipt, "params": {"no_such": 1}}
@@ -176,11 +226,15 @@ def explanations(fake: Any, path: str, body: dict[str, Any], stream: bool) -> li
     """The records of an answer of any route, as it is or streamed."""
     if not stream:
         answer = fake.post(path, body).json()
-        return list(answer["explain"] if path == "/v1/responses" else answer["choices"][0]["explain"])
+        return list(
+            answer["explain"] if path == "/v1/responses" else answer["choices"][0]["explain"]
+        )
     events = [e for e in fake.events(path, body) if e != "[DONE]"]
     if path == "/v1/responses":
         return list(events[-1]["response"]["explain"])
-    return [record for e in events for choice in e["choices"] for record in choice.get("explain", ())]
+    return [
+        record for e in events for choice in e["choices"] for record in choice.get("explain", ())
+    ]
 
 
 ROUTES = {
@@ -192,7 +246,9 @@ ROUTES = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-def test_every_token_is_explained_and_rows_come_when_asked_for(fake: Any, path: str, stream: bool) -> None:
+def test_every_token_is_explained_and_rows_come_when_asked_for(
+    fake: Any, path: str, stream: bool
+) -> None:
     from verbatim.observe.explanation import what_if
 
     params = {"explain": 3, "receipt": True, "seed": 4, "temperature": 0.9, "regex": "[a-z]{20}"}
@@ -208,14 +264,24 @@ def test_every_token_is_explained_and_rows_come_when_asked_for(fake: Any, path: 
 def test_explanations_come_while_the_text_is_held_back(fake: Any) -> None:
     """A text that may yet be a call, or half a character, is not shown; its tokens are explained all the same."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    for choice in ('<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', '{"name": "f"', "é😀"):
-        body = {**ROUTES["/v1/chat/completions"], "tools": [tool], "choice": [choice], "explain": 1, "max_tokens": 60}
+    for choice in (
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+        '{"name": "f"',
+        "é😀",
+    ):
+        body = {
+            **ROUTES["/v1/chat/completions"],
+            "tools": [tool],
+            "choice": [choice],
+            "explain": 1,
+            "max_tokens": 60,
+        }
         for more in ({}, {"logprobs": True}):
             whole = explanations(fake, "/v1/chat/completions", {**body, **more}, False)
             assert [r["token"] for r in whole] == list(choice.encode())
-            assert explanations(fake, "/v1/chat/completions", {**body, **more, "seed": 1}, True) == explanations(
-                fake, "/v1/chat/completions", {**body, **more, "seed": 1}, False
-            )
+            assert explanations(
+                fake, "/v1/chat/completions", {**body, **more, "seed": 1}, True
+            ) == explanations(fake, "/v1/chat/completions", {**body, **more, "seed": 1}, False)
 
 
 def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
@@ -226,9 +292,10 @@ def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
             error = fake.post(path, {**body, **more, "explain_rows": True}).json()["error"]
             assert (error["param"], error["code"]) == ("explain_rows", "invalid_parameter")
 
-    error = fake.post("/v1/completions", {"prompt": ["a", "b"], "explain": 1, "receipt": True, "explain_rows": True}).json()[
-        "error"
-    ]
+    error = fake.post(
+        "/v1/completions",
+        {"prompt": ["a", "b"], "explain": 1, "receipt": True, "explain_rows": True},
+    ).json()["error"]
     assert error["param"] == "explain_rows"
 
 
@@ -236,35 +303,61 @@ def test_few_answers_with_rows_run_at_once(fake: Any) -> None:
     """Each is large in both processes; and their room is given back, however they end."""
     from verbatim.server.server_state import MAX_ROWS
 
-    body = {"model": "m", "prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True, "explain": 1, "receipt": True}
+    body = {
+        "model": "m",
+        "prompt": "x",
+        "max_tokens": 500,
+        "ignore_eos": True,
+        "stream": True,
+        "explain": 1,
+        "receipt": True,
+    }
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_ROWS):
-            stream = stack.enter_context(fake.client.stream("POST", "/v1/completions", json={**body, "explain_rows": True}))
+            stream = stack.enter_context(
+                fake.client.stream("POST", "/v1/completions", json={**body, "explain_rows": True})
+            )
             assert stream.status_code == 200
         refused = fake.post("/v1/completions", {**body, "stream": False, "explain_rows": True})
         assert (refused.status_code, refused.json()["error"]["param"]) == (429, "explain_rows")
-        assert fake.post("/v1/completions", {**body, "stream": False, "max_tokens": 1}).status_code == 200
+        assert (
+            fake.post("/v1/completions", {**body, "stream": False, "max_tokens": 1}).status_code
+            == 200
+        )
     fake.wait_at_rest()
-    assert fake.post("/v1/completions", {**body, "stream": False, "explain_rows": True}).status_code == 200
+    assert (
+        fake.post("/v1/completions", {**body, "stream": False, "explain_rows": True}).status_code
+        == 200
+    )
 
 
 def test_rows_that_nobody_asked_for_are_not_kept() -> None:
     from verbatim.server.process.results import drop_rows
 
     with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
-        stream = llm.stream("x", SamplingParams(max_tokens=4, explain=1, receipt=True, ignore_eos=True))
+        stream = llm.stream(
+            "x", SamplingParams(max_tokens=4, explain=1, receipt=True, ignore_eos=True)
+        )
         held = [record for delta in stream for record in delta.explain]
         assert all(record["row"] for record in held)
         drop_rows(held)
         assert stream.completion is not None
         kept = stream.completion.choices[0].explain
-        assert [record["row"] for record in kept] == [None] * 4  # they are the same records: nothing else holds a row
+        assert [record["row"] for record in kept] == [
+            None
+        ] * 4  # they are the same records: nothing else holds a row
 
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_loop_is_reported_in_every_mode(fake: Any, path: str) -> None:
     length = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    body = {**ROUTES[path], length: 80, "logit_bias": {"65": 100}, "ignore_eos": True, "receipt": True}
+    body = {
+        **ROUTES[path],
+        length: 80,
+        "logit_bias": {"65": 100},
+        "ignore_eos": True,
+        "receipt": True,
+    }
     answer = fake.post(path, body).json()
     assert (answer if path == "/v1/responses" else answer["choices"][0])["loop"] == 1
     events = [e for e in fake.events(path, body) if e != "[DONE]"]

@@ -77,12 +77,17 @@ def fields_page() -> str:
     parts.append(QUERY_HEAD)
     for route, queries in QUERIES.items():
         rows = [f"| `{name}` | {rule.help} |" for name, rule in queries.items()]
-        parts.append(f"\n### {route}\n\n" + "\n".join(["| parameter | |", "|---|---|", *rows]) + "\n")
+        parts.append(
+            f"\n### {route}\n\n" + "\n".join(["| parameter | |", "|---|---|", *rows]) + "\n"
+        )
     return "".join(parts)
 
 
 def between(text: str, name: str) -> tuple[str, str, str]:
-    begin, end = f"<!-- {name}: made by tests/server/test_server_docs.py -->\n", f"<!-- end of {name} -->"
+    begin, end = (
+        f"<!-- {name}: made by tests/server/test_server_docs.py -->\n",
+        f"<!-- end of {name} -->",
+    )
     head, rest = text.split(begin)
     body, tail = rest.split(end)
     return head + begin, body, end + tail
@@ -100,19 +105,30 @@ def test_the_field_table_is_documented() -> None:
     path = ROOT / "docs" / "api-fields.md"
     if WRITE:
         path.write_text(fields_page())
-    assert path.read_text() == fields_page(), "docs/api-fields.md is out of date; see this file's docstring"
+    assert path.read_text() == fields_page(), (
+        "docs/api-fields.md is out of date; see this file's docstring"
+    )
 
 
 def test_limits_and_errors_are_documented() -> None:
     path = ROOT / "docs" / "serving.md"
-    rows = "\n".join(f"| `{flag}` | {default} | {meaning} | {error} |" for flag, default, meaning, error in limits_table())
-    check_part(path, "limits", f"| flag | default | bounds | what happens |\n|---|---|---|---|\n{rows}\n")
+    rows = "\n".join(
+        f"| `{flag}` | {default} | {meaning} | {error} |"
+        for flag, default, meaning, error in limits_table()
+    )
+    check_part(
+        path, "limits", f"| flag | default | bounds | what happens |\n|---|---|---|---|\n{rows}\n"
+    )
     codes = "\n".join(f"| `{code}` | {status} | {text} |" for code, (status, text) in CODES.items())
     check_part(path, "errors", f"| code | status | |\n|---|---|---|\n{codes}\n")
 
 
 SDK_FIELDS = [
-    ("/v1/chat/completions", "openai.types.chat.completion_create_params", "CompletionCreateParamsBase"),
+    (
+        "/v1/chat/completions",
+        "openai.types.chat.completion_create_params",
+        "CompletionCreateParamsBase",
+    ),
     ("/v1/completions", "openai.types.completion_create_params", "CompletionCreateParamsBase"),
     ("/v1/responses", "openai.types.responses.response_create_params", "ResponseCreateParamsBase"),
     ("/v1/embeddings", "openai.types.embedding_create_params", "EmbeddingCreateParams"),
@@ -138,7 +154,9 @@ def all_tests() -> set[str]:
     names: set[str] = set()
     for file in (ROOT / "tests").rglob("test_*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_"):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith(
+                "test_"
+            ):
                 names.add(f"{file.relative_to(ROOT / 'tests').as_posix()}::{node.name}")
     return names
 
@@ -149,7 +167,11 @@ def test_the_index_of_failures_names_tests_that_exist() -> None:
     named = re.findall(r"`([\w/]+\.py::\w+)`", index)
     assert len(named) > 40
     assert set(named) - all_tests() == set()
-    rows = [line for line in index.splitlines() if line.startswith("| ") and not line.startswith(("| failure", "|---"))]
+    rows = [
+        line
+        for line in index.splitlines()
+        if line.startswith("| ") and not line.startswith(("| failure", "|---"))
+    ]
     assert all(re.search(r"`[\w/]+\.py::\w+`", row) for row in rows), "every failure has its test"
 
 
@@ -163,7 +185,11 @@ def metric_names() -> set[str]:
         ledger.open("a")
         ledger.close("a", "stop", (1,) * len(ledger_of.USAGE))
         engine = SimpleNamespace(
-            ledger=ledger, stats={}, restarts=0, ready=asyncio.Event(), metrics=EngineMetrics().registry.render()
+            ledger=ledger,
+            stats={},
+            restarts=0,
+            ready=asyncio.Event(),
+            metrics=EngineMetrics().registry.render(),
         )
         return metrics.text(cast(Supervisor, engine), 0)
 
@@ -173,7 +199,12 @@ def metric_names() -> set[str]:
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     board = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
     known = metric_names()
-    asked = {n for panel in board["panels"] for t in panel.get("targets", []) for n in re.findall(r"verbatim_\w+", t["expr"])}
+    asked = {
+        n
+        for panel in board["panels"]
+        for t in panel.get("targets", [])
+        for n in re.findall(r"verbatim_\w+", t["expr"])
+    }
     assert asked
     assert {re.sub(r"_(bucket|sum|count)$", "", n) for n in asked} - known == set()
     assert len({p["id"] for p in board["panels"]}) == len(board["panels"])
@@ -187,7 +218,9 @@ def test_deployment_files_call_the_command_with_flags_that_exist() -> None:
     known = {o for p in command.params for o in p.opts}
     for name in ("Dockerfile", "verbatim.service"):
         text = (ROOT / "deploy" / name).read_text()
-        called = " ".join(x for x in text.splitlines() if x.startswith(("ENTRYPOINT", "ExecStart=")))
+        called = " ".join(
+            x for x in text.splitlines() if x.startswith(("ENTRYPOINT", "ExecStart="))
+        )
         used = set(re.findall(r"--[a-z-]+", called))
         assert used
         assert used - known == set(), name
@@ -197,22 +230,39 @@ def test_deployment_files_call_the_command_with_flags_that_exist() -> None:
 def test_the_image_is_made_of_files_that_are_there() -> None:
     """Every path that is copied or let into the build exists, and all that pyproject.toml needs is let in."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
-    copied = [words.split()[:-1] for words in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)]
+    copied = [
+        words.split()[:-1] for words in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
+    ]
     assert copied
     assert all((ROOT / path).exists() for paths in copied for path in paths)
     stages = set(re.findall(r"^FROM \S+ AS (\w+)$", text, re.MULTILINE))
     assert set(re.findall(r"--from=(\w+)", text)) <= stages
-    kept = {line[1:] for line in (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines() if line.startswith("!")}
+    kept = {
+        line[1:]
+        for line in (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     assert all((ROOT / path).exists() for path in kept)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {project["readme"], *project["license-files"], "pyproject.toml", "CMakeLists.txt", "src"} <= kept
+    assert {
+        project["readme"],
+        *project["license-files"],
+        "pyproject.toml",
+        "CMakeLists.txt",
+        "src",
+    } <= kept
     extras = re.search(r"\.whl\)\[([\w,]+)\]", text)
     assert extras is not None
     assert set(extras[1].split(",")) <= set(project["optional-dependencies"])
-    user, volume = re.search(r"^USER (\w+)$", text, re.MULTILINE), re.search(r"^VOLUME (\S+)$", text, re.MULTILINE)
+    user, volume = (
+        re.search(r"^USER (\w+)$", text, re.MULTILINE),
+        re.search(r"^VOLUME (\S+)$", text, re.MULTILINE),
+    )
     assert user is not None
     assert volume is not None
-    assert f"install -d -o {user[1]} -g {user[1]} {volume[1]}" in text  # or the volume would be root's
+    assert (
+        f"install -d -o {user[1]} -g {user[1]} {volume[1]}" in text
+    )  # or the volume would be root's
 
 
 def test_the_systemd_unit_is_sound() -> None:
@@ -223,10 +273,14 @@ def test_the_systemd_unit_is_sound() -> None:
     assert set(parsed.sections()) == {"Unit", "Service", "Install"}
     drain = re.search(r"--drain-seconds (\d+)", parsed["Service"]["ExecStart"])
     assert drain is not None
-    assert int(parsed["Service"]["TimeoutStopSec"]) > int(drain[1]) + 10  # or systemd would kill it in the middle of its drain
+    assert (
+        int(parsed["Service"]["TimeoutStopSec"]) > int(drain[1]) + 10
+    )  # or systemd would kill it in the middle of its drain
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not here")
-    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -235,4 +289,6 @@ def test_serving_md_names_real_routes(tmp_path: Path) -> None:
 
     text = (ROOT / "docs" / "serving.md").read_text()
     found: set[Any] = set(re.findall(r"`(?:GET |POST )?(/(?:v1|api)/[\w/{}]+)`", text))
-    assert {f.replace("{id}", "{id:path}") if f == "/v1/models/{id}" else f for f in found} <= set(ROUTES)
+    assert {f.replace("{id}", "{id:path}") if f == "/v1/models/{id}" else f for f in found} <= set(
+        ROUTES
+    )

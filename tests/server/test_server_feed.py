@@ -74,7 +74,9 @@ def test_the_news_of_one_step_come_in_one_call() -> None:
         async with AsyncEngine.from_parts(fake_parts(backend), kv_blocks=256) as engine:
             feed = Feed(lambda items: calls.append(len(items)))
             for i in range(9):
-                await engine.submit_to(feed, f"r{i}", "x", SamplingParams(max_tokens=3, seed=i, ignore_eos=True))
+                await engine.submit_to(
+                    feed, f"r{i}", "x", SamplingParams(max_tokens=3, seed=i, ignore_eos=True)
+                )
             backend.gate.set()
 
             async def all_told() -> bool:
@@ -117,7 +119,9 @@ def test_a_refused_request_never_reaches_the_feed() -> None:
             feed = Feed(take)
             with pytest.raises(VerbatimError):
                 await engine.submit_to(feed, "refused", [10**6], PARAMS)
-            await engine.submit_to(feed, "next", "x", PARAMS)  # its news would come after any of the refused request
+            await engine.submit_to(
+                feed, "next", "x", PARAMS
+            )  # its news would come after any of the refused request
             await asyncio.wait_for(over.wait(), HANG_SECONDS)
             assert names == {"next"}
 
@@ -131,7 +135,9 @@ def allowed(pid: int) -> list[str]:
     """The processors of each thread."""
     out = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread may end meanwhile
+        with contextlib.suppress(
+            FileNotFoundError, ProcessLookupError
+        ):  # a thread may end meanwhile
             rows = (task / "status").read_text().splitlines()
             out.append(next(row for row in rows if row.startswith("Cpus_allowed_list")).split()[1])
     return out

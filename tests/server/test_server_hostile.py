@@ -26,7 +26,11 @@ pytestmark = pytest.mark.server
 
 BASE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "x", "max_tokens": 2},
-    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/chat/completions": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 2,
+    },
     "/v1/chat/completions/{id}": {"metadata": {"hostile": "table"}},
     "/v1/responses": {"model": "m", "input": "x", "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": "x"},
@@ -36,7 +40,12 @@ BASE: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [65]},
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
-    "/api/chat": {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": False, "options": {"num_predict": 2}},
+    "/api/chat": {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": False,
+        "options": {"num_predict": 2},
+    },
     "/api/generate": {"model": "m", "prompt": "x", "stream": False, "options": {"num_predict": 2}},
     "/api/show": {"model": "m"},
 }
@@ -45,7 +54,16 @@ NUMBERS = [
     "-1", "0", "1", "2", "-0.0", "0.5", "1.5", "-1e-9", "1e308", "-1e308", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "true", "false",
     '"1"', '""', "[]", "{}", "[1]", "9223372036854775808", "1" + "0" * 400,
 ]  # fmt: skip
-IDS = ["-1", "260", "2147483648", "1.5", '"a"', "true", "null", "1" + "0" * 50]  # the fake model knows 0 to 259
+IDS = [
+    "-1",
+    "260",
+    "2147483648",
+    "1.5",
+    '"a"',
+    "true",
+    "null",
+    "1" + "0" * 50,
+]  # the fake model knows 0 to 259
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +78,18 @@ def probe(fake: Any) -> Iterator[Any]:
 @functools.cache
 def stored(fake: Any) -> str:
     """The id of a completion that was kept."""
-    return str(fake.post("/v1/chat/completions", {**BASE["/v1/chat/completions"], "store": True}).json()["id"])
+    return str(
+        fake.post("/v1/chat/completions", {**BASE["/v1/chat/completions"], "store": True}).json()[
+            "id"
+        ]
+    )
 
 
 def send(fake: Any, path: str, body: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     path = path.replace("{id}", stored(fake)) if "{id}" in path else path
-    answer = fake.client.post(path, content=body, headers={"content-type": "application/json", **headers})
+    answer = fake.client.post(
+        path, content=body, headers={"content-type": "application/json", **headers}
+    )
     return answer.status_code, answer.json()
 
 
@@ -96,7 +120,9 @@ def numeric_fields() -> list[tuple[str, str]]:
 
 def test_the_table_covers_the_numeric_fields() -> None:
     names = {name for _, name in numeric_fields()}
-    assert {n for n, f in FIELDS.items() if f.kind in ("int", "float")} - names <= {"prompt_logprobs"}
+    assert {n for n, f in FIELDS.items() if f.kind in ("int", "float")} - names <= {
+        "prompt_logprobs"
+    }
     assert set(BASE) == set(PROTOCOLS)
 
 
@@ -119,8 +145,15 @@ def test_every_numeric_field_against_24_values(fake: Any, probe: Any, path: str,
 def id_fields() -> list[tuple[str, str, str]]:
     """(path, field, JSON with %s where an id goes)"""
     lists = [n for n, f in FIELDS.items() if f.kind == "ids"]
-    rows = [(p, n, "[65, %s]") for p in ("/v1/completions", "/v1/chat/completions", "/v1/responses") for n in lists]
-    rows += [(p, "logit_bias", '{"%s": 1}') for p in ("/v1/completions", "/v1/chat/completions", "/v1/responses")]
+    rows = [
+        (p, n, "[65, %s]")
+        for p in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+        for n in lists
+    ]
+    rows += [
+        (p, "logit_bias", '{"%s": 1}')
+        for p in ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+    ]
     rows += [
         ("/v1/completions", "prompt", "[65, %s]"),
         ("/v1/completions", "prompt", "[[65], [%s]]"),
@@ -130,7 +163,9 @@ def id_fields() -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(("path", "name", "form"), id_fields())
-def test_every_id_field_against_8_values(fake: Any, probe: Any, path: str, name: str, form: str) -> None:
+def test_every_id_field_against_8_values(
+    fake: Any, probe: Any, path: str, name: str, form: str
+) -> None:
     for value in IDS:
         inner = value.strip('"') if "{" in form else value
         status, answer = send(fake, path, with_field(path, name, form % inner))
@@ -188,14 +223,18 @@ def test_unknown_refused_missing_and_null_fields(fake: Any, path: str) -> None:
             status, answer = send(fake, path, json.dumps({**BASE[path], name: {"x": [1, "y"]}}))
             assert (status, words(path, answer)[1].startswith(f"{name}:")) == (400, True), answer
         if rule.required:
-            status, answer = send(fake, path, json.dumps({k: v for k, v in BASE[path].items() if k != name}))
+            status, answer = send(
+                fake, path, json.dumps({k: v for k, v in BASE[path].items() if k != name})
+            )
             assert (status, words(path, answer)[1].startswith(f"{name}:")) == (400, True), answer
     nulls = {name: None for name, rule in PROTOCOLS[path][1].items() if not rule.required}
     status, answer = send(fake, path, json.dumps({**nulls, **BASE[path]}))
     assert status == 200, answer
 
 
-def test_a_body_of_a_million_small_values_holds_nobody_up(fake: Any, probe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_of_a_million_small_values_holds_nobody_up(
+    fake: Any, probe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parsing it would take the HTTP process seconds; it is refused by a count of its separators, and never parsed."""
     values = {
         "prompt": b"[" + b"1," * 2_000_000 + b"1]",
@@ -211,13 +250,19 @@ def test_a_body_of_a_million_small_values_holds_nobody_up(fake: Any, probe: Any,
                 parse_json(body, 64, 65_536)
     commas = '","\\",[{' * 30_000
     status, answer = send(fake, "/tokenize", json.dumps({"prompt": commas}))
-    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded") or status == 200  # text is one value
+    assert (status, answer["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    ) or status == 200  # text is one value
     assert probe()
 
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text(alphabet='ab,"\\[{:', max_size=6),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='ab,"\\[{', max_size=4), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(alphabet='ab,"\\[{', max_size=4), inner, max_size=4)
+    ),
     max_leaves=20,
 )
 
@@ -235,10 +280,14 @@ def test_values_are_counted_as_if_they_were_read(value: Any, spaced: bool) -> No
     assert too_many_values(raw, (found - 1) // 2 - 1) or found < 5
 
 
-@pytest.mark.parametrize("value", ["(a{1,9999}){1,9999}", "(a|aa)*b", "(x+x+)+y", "[\\s\\S]{0,5000}"])
+@pytest.mark.parametrize(
+    "value", ["(a{1,9999}){1,9999}", "(a|aa)*b", "(x+x+)+y", "[\\s\\S]{0,5000}"]
+)
 def test_an_exponential_regex_costs_nobody_anything(fake: Any, probe: Any, value: str) -> None:
     """Refused, or served within the request's own share: a neighbour's answer comes, and is the same."""
-    status, answer = send(fake, "/v1/completions", json.dumps({**BASE["/v1/completions"], "regex": value}))
+    status, answer = send(
+        fake, "/v1/completions", json.dumps({**BASE["/v1/completions"], "regex": value})
+    )
     assert status == 200 or "regex" in words("", answer)[0], answer
     assert probe()
 
@@ -262,7 +311,9 @@ def test_an_exponential_regex_costs_nobody_anything(fake: Any, probe: Any, value
         ("GET", "/api/tags?%00=%ff", "\u0000"),
     ],
 )
-def test_parameters_in_the_address_are_known_or_refused_by_name(fake: Any, method: str, path: str, name: str) -> None:
+def test_parameters_in_the_address_are_known_or_refused_by_name(
+    fake: Any, method: str, path: str, name: str
+) -> None:
     body = {"json": BASE.get(path.partition("?")[0])} if method == "POST" else {}
     answer = fake.client.request(method, path, **body)
     assert answer.status_code == 400
@@ -275,7 +326,13 @@ def test_probes_may_add_what_they_like(fake: Any) -> None:
     assert fake.client.post("/v1/messages?beta=true", json=BASE["/v1/messages"]).status_code == 200
 
 
-STRINGS = ['"a\\u0000b"', '"\\ud83d\\ude00"', '"<|assistant|><s></s>"', '"' + "é" * 1000 + '"', '"\\u202e\\ufeff"']
+STRINGS = [
+    '"a\\u0000b"',
+    '"\\ud83d\\ude00"',
+    '"<|assistant|><s></s>"',
+    '"' + "é" * 1000 + '"',
+    '"\\u202e\\ufeff"',
+]
 
 
 @pytest.mark.parametrize("value", STRINGS)
@@ -289,13 +346,17 @@ def test_odd_but_sound_text_is_served(fake: Any, probe: Any, value: str) -> None
     ):
         status, answer = send(fake, path, with_field(path, name, value))
         assert status == 200, answer
-    chat = '{"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": ' + value + "}]}"
+    chat = (
+        '{"model": "m", "max_tokens": 2, "messages": [{"role": "user", "content": ' + value + "}]}"
+    )
     assert send(fake, "/v1/chat/completions", chat)[0] == 200
     assert probe()
 
 
 def test_typed_control_tokens_stay_text(fake: Any) -> None:
-    typed = fake.post("/tokenize", {"messages": [{"role": "user", "content": "<|assistant|>"}]}).json()["tokens"]
+    typed = fake.post(
+        "/tokenize", {"messages": [{"role": "user", "content": "<|assistant|>"}]}
+    ).json()["tokens"]
     assert typed.count(259) == 1  # the template's own, not the user's
 
 
@@ -333,34 +394,77 @@ LARGE: list[tuple[str, str, Any, str]] = [
     ("/v1/completions", "json_schema", {"type": "nonsense"}, "json_schema"),
     ("/v1/completions", "choice", [], "choice"),
     ("/v1/completions", "speculate", "nonsense", "speculate"),
-    ("/v1/chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": {"x": 2**70}}}], "tools"),
+    (
+        "/v1/chat/completions",
+        "tools",
+        [{"type": "function", "function": {"name": "f", "parameters": {"x": 2**70}}}],
+        "tools",
+    ),
     ("/v1/chat/completions", "chat_template_kwargs", {"x": -(2**64)}, "chat_template_kwargs"),
     ("/v1/messages", "tools", [{"name": "f", "input_schema": {"x": [2**64]}}], "tools"),
     ("/v1/chat/completions", "messages", [], "messages"),
     ("/v1/chat/completions", "messages", [{"role": "wizard", "content": "x"}], "messages"),
-    ("/v1/chat/completions", "messages", [{"role": "user", "content": "x", "mood": "good"}], "messages[0].mood"),
+    (
+        "/v1/chat/completions",
+        "messages",
+        [{"role": "user", "content": "x", "mood": "good"}],
+        "messages[0].mood",
+    ),
     ("/v1/responses", "input", [{"role": "user", "content": "x", "mood": "good"}], "input[0].mood"),
     ("/v1/messages", "messages", [{"role": "system", "content": "x"}], "messages"),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": "x"}] * 5000, "messages"),
     (
         "/v1/chat/completions",
         "messages",
-        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+            }
+        ],
         "messages",
     ),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": "a" * 100_000}], "messages"),
-    ("/v1/chat/completions", "tools", [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)], "tools"),
+    (
+        "/v1/chat/completions",
+        "tools",
+        [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)],
+        "tools",
+    ),
     ("/v1/chat/completions", "tool_choice", "required", "tool_choice"),
     ("/v1/chat/completions", "chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
-    ("/v1/chat/completions", "chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs"),
+    (
+        "/v1/chat/completions",
+        "chat_template_kwargs",
+        {"enable_thinking": False},
+        "chat_template_kwargs",
+    ),
     ("/v1/responses", "chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs"),
-    ("/v1/responses/input_tokens", "chat_template_kwargs", {"enable_thinking": False}, "chat_template_kwargs"),
-    ("/v1/responses/input_tokens", "chat_template_kwargs", {"continue_final": True}, "chat_template_kwargs"),
-    ("/v1/chat/completions", "messages", [{"role": "user", "content": "x", "name": "Ada"}], "messages[0].name"),
+    (
+        "/v1/responses/input_tokens",
+        "chat_template_kwargs",
+        {"enable_thinking": False},
+        "chat_template_kwargs",
+    ),
+    (
+        "/v1/responses/input_tokens",
+        "chat_template_kwargs",
+        {"continue_final": True},
+        "chat_template_kwargs",
+    ),
     (
         "/v1/chat/completions",
         "messages",
-        [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "reasoning_content": "z"}],
+        [{"role": "user", "content": "x", "name": "Ada"}],
+        "messages[0].name",
+    ),
+    (
+        "/v1/chat/completions",
+        "messages",
+        [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "y", "reasoning_content": "z"},
+        ],
         "messages[1].reasoning_content",
     ),
     ("/v1/chat/completions", "max_completion_tokens", 1, "max_tokens"),
@@ -374,7 +478,12 @@ LARGE: list[tuple[str, str, Any, str]] = [
     (
         "/v1/messages",
         "messages",
-        [{"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}]}],
+        [
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
+            }
+        ],
         "messages",
     ),
     ("/v1/responses", "previous_response_id", "resp_nope", ""),
@@ -388,9 +497,15 @@ def test_two_fields_for_one_thing_are_not_chosen_between(fake: Any) -> None:
     body = {**BASE["/v1/messages"], "output_config": {"format": form}, "output_format": form}
     assert fake.post("/v1/messages", body).json()["error"]["param"] == "output_format"
     for one in ("output_config", "output_format"):
-        assert fake.post("/v1/messages", {k: v for k, v in body.items() if k != one}).status_code == 200
+        assert (
+            fake.post("/v1/messages", {k: v for k, v in body.items() if k != one}).status_code
+            == 200
+        )
     talk = {"messages": [{"role": "user", "content": "x"}]}
-    assert fake.post("/tokenize", {**talk, "add_special_tokens": False}).json()["error"]["param"] == "add_special_tokens"
+    assert (
+        fake.post("/tokenize", {**talk, "add_special_tokens": False}).json()["error"]["param"]
+        == "add_special_tokens"
+    )
     assert fake.post("/tokenize", talk).status_code == 200
 
 
@@ -409,7 +524,9 @@ def test_a_key_that_is_there_twice_is_refused_at_any_depth(fake: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "value", "param"), LARGE, ids=[f"{p}-{n}-{i}" for i, (p, n, _, _) in enumerate(LARGE)]
+    ("path", "name", "value", "param"),
+    LARGE,
+    ids=[f"{p}-{n}-{i}" for i, (p, n, _, _) in enumerate(LARGE)],
 )
 def test_requests_that_could_hurt_others_are_refused_by_name(
     fake: Any, probe: Any, path: str, name: str, value: Any, param: str
@@ -429,7 +546,9 @@ def test_requests_that_could_hurt_others_are_refused_by_name(
         ({"allowed_token_ids": [257], "min_tokens": 3}, "allowed_token_ids"),
     ],
 )
-def test_nothing_left_to_draw_is_the_requests_mistake(fake: Any, probe: Any, extra: dict[str, Any], param: str) -> None:
+def test_nothing_left_to_draw_is_the_requests_mistake(
+    fake: Any, probe: Any, extra: dict[str, Any], param: str
+) -> None:
     body = {**BASE["/v1/completions"], "max_tokens": 5, **extra}
     status, answer = send(fake, "/v1/completions", json.dumps(body))
     assert status == 400
@@ -444,9 +563,17 @@ def test_nothing_left_to_draw_is_the_requests_mistake(fake: Any, probe: Any, ext
 
 def test_a_field_at_fault_has_the_clients_own_name_even_at_the_end(fake: Any) -> None:
     """A schema that one banned byte makes impossible, on each route that has a word of its own for it."""
-    only_b = {"type": "object", "properties": {"b": {"const": 1}}, "required": ["b"], "additionalProperties": False}
+    only_b = {
+        "type": "object",
+        "properties": {"b": {"const": 1}},
+        "required": ["b"],
+        "additionalProperties": False,
+    }
     ask = {**BASE["/v1/chat/completions"], "max_tokens": 50, "banned_token_ids": [98]}
-    body = {**ask, "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": only_b}}}
+    body = {
+        **ask,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": only_b}},
+    }
     status, answer = send(fake, "/v1/chat/completions", json.dumps(body))
     assert status == 400
     assert answer["error"]["param"] == "banned_token_ids"
@@ -456,7 +583,9 @@ def test_a_field_at_fault_has_the_clients_own_name_even_at_the_end(fake: Any) ->
 
 
 def test_a_prompt_that_is_too_long_has_the_clients_own_name(fake: Any) -> None:
-    long = "x" * 4090  # with the template's words around it more than the context, and not so much that it is refused unread
+    long = (
+        "x" * 4090
+    )  # with the template's words around it more than the context, and not so much that it is refused unread
     for path, name, value in (
         ("/v1/completions", "prompt", long + "x" * 10),
         ("/v1/chat/completions", "messages", [{"role": "user", "content": long}]),
@@ -464,35 +593,67 @@ def test_a_prompt_that_is_too_long_has_the_clients_own_name(fake: Any) -> None:
         ("/v1/messages", "messages", [{"role": "user", "content": long}]),
     ):
         status, answer = send(fake, path, json.dumps({**BASE[path], name: value}))
-        assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", name)
+        assert (status, answer["error"]["code"], answer["error"]["param"]) == (
+            400,
+            "context_length_exceeded",
+            name,
+        )
 
 
 SAID = [{"role": "user", "content": "hi"}]
 NO_TYPE = {"type": "foo"}
 REFUSED_LATE: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": SAID, "max_tokens": 5000}, "max_tokens"),
-    ("/v1/chat/completions", {"messages": SAID, "max_completion_tokens": 5000}, "max_completion_tokens"),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "max_completion_tokens": 5000},
+        "max_completion_tokens",
+    ),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 5000}, "max_output_tokens"),
-    ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": NO_TYPE}}}, "text"),
     (
         "/v1/responses",
-        {"input": "hi", "tool_choice": "required", "tools": [{"type": "function", "name": "f", "parameters": NO_TYPE}]},
+        {
+            "input": "hi",
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": NO_TYPE}},
+        },
+        "text",
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": "hi",
+            "tool_choice": "required",
+            "tools": [{"type": "function", "name": "f", "parameters": NO_TYPE}],
+        },
         "tools",
     ),
     ("/v1/messages", {"messages": SAID, "max_tokens": 5000}, "max_tokens"),
     (
         "/v1/messages",
-        {"messages": SAID, "max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": NO_TYPE}}},
+        {
+            "messages": SAID,
+            "max_tokens": 9,
+            "output_config": {"format": {"type": "json_schema", "schema": NO_TYPE}},
+        },
         "output_config",
     ),
     (
         "/v1/messages",
-        {"messages": SAID, "max_tokens": 9, "output_format": {"type": "json_schema", "schema": NO_TYPE}},
+        {
+            "messages": SAID,
+            "max_tokens": 9,
+            "output_format": {"type": "json_schema", "schema": NO_TYPE},
+        },
         "output_format",
     ),
     (
         "/v1/messages",
-        {"messages": SAID, "max_tokens": 9, "tool_choice": {"type": "any"}, "tools": [{"name": "f", "input_schema": NO_TYPE}]},
+        {
+            "messages": SAID,
+            "max_tokens": 9,
+            "tool_choice": {"type": "any"},
+            "tools": [{"name": "f", "input_schema": NO_TYPE}],
+        },
         "tools",
     ),
     ("/api/generate", {"prompt": "hi", "raw": True, "format": NO_TYPE}, "format"),
@@ -508,22 +669,36 @@ def test_a_refusal_by_the_engine_has_the_clients_own_name(wait: str) -> None:
     live = Live("--keepalive-seconds", wait).wait_ready()
     try:
         for path, body, name in REFUSED_LATE:
-            for more in ({},) if path == "/v1/embeddings" else ({"stream": False}, {"stream": True}):
+            for more in (
+                ({},) if path == "/v1/embeddings" else ({"stream": False}, {"stream": True})
+            ):
                 answer = live.post(path, {**body, **more})
                 assert answer.status_code == 400 or more.get("stream")
-                lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if '"error":' in line]
-                error = next(told for told in (json.loads(line).get("error") for line in lines) if told)
-                if isinstance(error, str):  # Ollama's have only words, and those of a length that does not fit name no field
+                lines = [
+                    line.removeprefix("data: ")
+                    for line in answer.text.splitlines()
+                    if '"error":' in line
+                ]
+                error = next(
+                    told for told in (json.loads(line).get("error") for line in lines) if told
+                )
+                if isinstance(
+                    error, str
+                ):  # Ollama's have only words, and those of a length that does not fit name no field
                     assert error.startswith(f"{name}: ") or "of a context of" in error
                 else:
                     assert error["param"] == name, (path, body)
-                    assert error["message"].startswith(f"{name}: ") or error["code"] == "context_length_exceeded"
+                    assert (
+                        error["message"].startswith(f"{name}: ")
+                        or error["code"] == "context_length_exceeded"
+                    )
     finally:
         live.stop()
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/api/chat"]
+    "path",
+    ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/api/chat"],
 )
 def test_every_route_with_messages_bounds_their_number_and_length(fake: Any, path: str) -> None:
     most = {"max_tokens": 4} if path == "/v1/messages" else {}
@@ -568,8 +743,12 @@ def test_giant_and_broken_heads(fake: Any, probe: Any) -> None:
     body = json.dumps(BASE["/v1/completions"]).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     assert b" 431 " in raw(fake, head + b"X: " + b"a" * 100_000 + b"\r\n\r\n")
-    assert b" 431 " in raw(fake, head + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n")
-    assert b" 431 " in raw(fake, b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert b" 431 " in raw(
+        fake, head + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n"
+    )
+    assert b" 431 " in raw(
+        fake, b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    )
     for broken in (
         b"\x00\x01\x02\r\n\r\n",
         b"GET\r\n\r\n",
@@ -591,7 +770,9 @@ def test_giant_and_broken_heads(fake: Any, probe: Any) -> None:
     assert both[9:10] == b"4" or not both
     assert b" 200 " in raw(fake, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
     assert b" 415 " in raw(
-        fake, head.replace(b"application/json", b"text/plain") + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+        fake,
+        head.replace(b"application/json", b"text/plain")
+        + b"Content-Length: %d\r\n\r\n%s" % (len(body), body),
     )
     assert probe()
 
@@ -627,11 +808,16 @@ def test_method_and_path_confusion(fake: Any) -> None:
         ('{"model": "m", "prompt": ["x", "\\ud800"]}', "prompt[1]"),
         ('{"model": "m", "metadata": {"half \\ud800": "x"}}', "metadata.half \\ud800"),
         ('{"model": "m", "prompt": "x", "seed": ' + "1" * 5000 + "}", "seed"),
-        ('{"model": "m", "prompt": "x", "seed": NaN', None),  # the rest is no JSON: no fields to name
+        (
+            '{"model": "m", "prompt": "x", "seed": NaN',
+            None,
+        ),  # the rest is no JSON: no fields to name
     ],
 )
 def test_a_value_that_json_does_not_have_is_named(fake: Any, body: str, param: str | None) -> None:
-    answer = fake.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    answer = fake.client.post(
+        "/v1/completions", content=body, headers={"content-type": "application/json"}
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_json", param)
     assert param is None or error["message"].startswith(param + ": ")
@@ -643,4 +829,7 @@ def test_a_field_that_is_missing_inside_a_text_block_is_named() -> None:
     messages = [{"role": "user", "content": [block]}]
     with pytest.raises(Problem) as caught:
         check("/v1/messages/count_tokens", {"model": "m", "messages": messages})
-    assert (caught.value.code, caught.value.param) == ("missing_parameter", "messages[0].content[0].cache_control.type")
+    assert (caught.value.code, caught.value.param) == (
+        "missing_parameter",
+        "messages[0].content[0].cache_control.type",
+    )

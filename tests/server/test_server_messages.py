@@ -46,9 +46,14 @@ from verbatim.server.process.messages import (
 from verbatim.server.process.results import wire_finish
 
 FINISH = WireFinish("stop", "\n\n", stop_string=True)
-LOGPROBS = [WireLogprob(7, None, b"\xff", None), WireLogprob(8, -0.5, b"a", [TopLogprob(9, -1.5, b"b")])]
+LOGPROBS = [
+    WireLogprob(7, None, b"\xff", None),
+    WireLogprob(8, -0.5, b"a", [TopLogprob(9, -1.5, b"b")]),
+]
 EXPLAIN = [{"token": 8, "top": [], "row": None, "mask": None}]
-FACTS = ModelFacts("m", "d", "vb-1", 64, 260, 8, True, True, False, "hermes", frozenset((256, 257)), False, 1)
+FACTS = ModelFacts(
+    "m", "d", "vb-1", 64, 260, 8, True, True, False, "hermes", frozenset((256, 257)), False, 1
+)
 TO_ENGINE: list[ToEngine] = [
     Start("m", None, True, {"kv_blocks": 8, "suffix_tenants": ["a"]}, "", "m", 0.5),
     Generate("r", "t", {"seed": 2**63 - 1, "logit_bias": {5: -1.0}}, True, "text"),
@@ -66,7 +71,12 @@ FROM_ENGINE: list[FromEngine] = [
     Heartbeat({"running": 1, "rate": 0.5}, "# HELP"),
     Heartbeat({}),
     Accepted("r", "prompt"),
-    Deltas([WireDelta("r", 0, "a", [8], None, [], []), WireDelta("s", 1, "", [], FINISH, LOGPROBS, EXPLAIN)]),
+    Deltas(
+        [
+            WireDelta("r", 0, "a", [8], None, [], []),
+            WireDelta("s", 1, "", [], FINISH, LOGPROBS, EXPLAIN),
+        ]
+    ),
     Generated(
         "r",
         [WireChoice(0, "a", [8], FINISH, LOGPROBS[1:], EXPLAIN, None, 0)],
@@ -135,7 +145,10 @@ WRONG: list[tuple[list[Any], str]] = [
     (["Deltas", [["r", 0, "a", [8], None, [3], []]]], "holds a int"),
     (["Deltas", [["r", "0", "a", [8], None, [], []]]], "WireDelta.choice cannot be a str"),
     (["Deltas", [["r", 0, "a", [8], [], [], []]]], "WireFinish has 4 fields, and 0 came"),
-    (["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], []]]], "TopLogprob has 3 fields"),
+    (
+        ["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], []]]],
+        "TopLogprob has 3 fields",
+    ),
     (["Deltas", [{}]], "holds a dict"),
     (["Accepted", "r", True], "Accepted.text cannot be a bool"),
     (["Ready", []], "ModelFacts has 13 fields, and 0 came"),
@@ -151,7 +164,9 @@ def test_an_ill_typed_message_is_rejected(row: list[Any], why: str) -> None:
             decode_from_engine(msgpack.packb(row))
 
 
-@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x92\x01", b"\x90", b"\x80", b"\x93\x01\x02\x03", b"\x91\xa1\xff"])
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\x92\x01", b"\x90", b"\x80", b"\x93\x01\x02\x03", b"\x91\xa1\xff"]
+)
 def test_what_is_no_message_is_rejected(body: bytes) -> None:
     with pytest.raises(WireError):
         decode_from_engine(body)
@@ -190,8 +205,12 @@ def test_a_stop_says_whether_a_stop_string_matched() -> None:
     params = SamplingParams(stop=["</s>", "json_schema"], json_schema=True)
     assert wire_finish(Finish("stop", "</s>"), params, stopped_by_token=False).stop_string
     assert not wire_finish(Finish("stop", "</s>"), params, stopped_by_token=True).stop_string
-    assert not wire_finish(Finish("stop", "json_schema"), params, stopped_by_token=False).stop_string
-    assert wire_finish(Finish("length", "max_tokens"), params, False) == WireFinish("length", "max_tokens")
+    assert not wire_finish(
+        Finish("stop", "json_schema"), params, stopped_by_token=False
+    ).stop_string
+    assert wire_finish(Finish("length", "max_tokens"), params, False) == WireFinish(
+        "length", "max_tokens"
+    )
 
 
 def test_an_error_names_the_parameters_at_fault() -> None:

@@ -17,7 +17,11 @@ from verbatim.server.process.supervisor import Supervisor
 
 def scrape(text: str) -> dict[tuple[str, ...], float]:
     families = list(text_string_to_metric_families(text))
-    return {(s.name, *(v for _, v in sorted(s.labels.items()))): s.value for f in families for s in f.samples}
+    return {
+        (s.name, *(v for _, v in sorted(s.labels.items()))): s.value
+        for f in families
+        for s in f.samples
+    }
 
 
 async def test_requests_that_do_not_run_wait() -> None:
@@ -29,7 +33,11 @@ async def test_requests_that_do_not_run_wait() -> None:
     metrics.answered("/v1/models", 200)
     metrics.answered("/v1/models", 200)
     engine = SimpleNamespace(
-        ledger=ledger, stats={"requests_running": 1}, restarts=2, ready=asyncio.Event(), metrics="verbatim_x 1\n"
+        ledger=ledger,
+        stats={"requests_running": 1},
+        restarts=2,
+        ready=asyncio.Event(),
+        metrics="verbatim_x 1\n",
     )
     found = scrape(metrics.text(cast(Supervisor, engine), 5))
     assert found[("verbatim_requests_open",)] == 3
@@ -56,7 +64,11 @@ def test_a_real_scrape(fake: Live) -> None:
     families = list(text_string_to_metric_families(answer.text))
     kinds = {s.name: f.type for f in families for s in f.samples}
     assert all((kind == "counter") == name.endswith("_total") for name, kind in kinds.items())
-    names = ("verbatim_requests_running", "verbatim_requests_waiting", "verbatim_kv_cache_usage_ratio")
+    names = (
+        "verbatim_requests_running",
+        "verbatim_requests_waiting",
+        "verbatim_kv_cache_usage_ratio",
+    )
     assert {kinds[name] for name in names} == {"gauge"}
     (build,) = [f for f in families if f.name == "verbatim_build_info"]
     assert build.samples[0].labels["version"] == verbatim.__version__

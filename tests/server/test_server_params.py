@@ -52,7 +52,11 @@ def rule_only(name: str, value: Any) -> None:
     try:
         SamplingParams(**{name: value})
     except ParameterError as error:
-        if " is above " in str(error) or " is below " in str(error) or " must be above " in str(error):
+        if (
+            " is above " in str(error)
+            or " is below " in str(error)
+            or " must be above " in str(error)
+        ):
             raise
 
 

@@ -30,7 +30,17 @@ TEXTS = [
     "%s%n",
     "{{ 7*7 }}",
 ]
-ARGUMENTS = ["{}", '{"a": 1, "a": 2}', "null", "[1]", '{"a": "\\ud800"}', '{"a": 1e400}', "[" * 200, "9" * 30, ""]
+ARGUMENTS = [
+    "{}",
+    '{"a": 1, "a": 2}',
+    "null",
+    "[1]",
+    '{"a": "\\ud800"}',
+    '{"a": 1e400}',
+    "[" * 200,
+    "9" * 30,
+    "",
+]
 # every field is sound by itself; together they may contradict each other
 FIELDS: dict[str, Any] = {
     "n": 2, "explain": 2, "receipt": True, "explain_rows": True, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.5, "top_n_sigma": 1.5,
@@ -47,7 +57,10 @@ FIELDS: dict[str, Any] = {
 def message(dice: random.Random) -> dict[str, Any]:
     role = dice.choice(["system", "user", "assistant", "tool", "developer"])
     text = dice.choice(TEXTS)
-    made: dict[str, Any] = {"role": role, "content": dice.choice([text, [{"type": "text", "text": text}] * 2])}
+    made: dict[str, Any] = {
+        "role": role,
+        "content": dice.choice([text, [{"type": "text", "text": text}] * 2]),
+    }
     if role == "assistant" and dice.random() < 0.5:
         call = {"name": dice.choice(TEXTS), "arguments": dice.choice(ARGUMENTS)}
         made["tool_calls"] = [{"id": dice.choice(TEXTS), "type": "function", "function": call}]
@@ -83,7 +96,9 @@ def request_of(dice: random.Random) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", body
 
 
-def check_choice(path: str, body: dict[str, Any], choice: dict[str, Any], chunks: list[dict[str, Any]]) -> None:
+def check_choice(
+    path: str, body: dict[str, Any], choice: dict[str, Any], chunks: list[dict[str, Any]]
+) -> None:
     """One choice of the whole answer, and the chunks of the same one streamed."""
 
     def told(name: str) -> list[Any]:
@@ -95,13 +110,19 @@ def check_choice(path: str, body: dict[str, Any], choice: dict[str, Any], chunks
             for name in ("tokens", "token_logprobs", "text_offset"):
                 assert told(name) == choice["logprobs"][name]
     else:
-        calls = [call["function"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())]
+        calls = [
+            call["function"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())
+        ]
         assert calls == [call["function"] for call in choice["message"].get("tool_calls", ())]
         text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
         assert text == (choice["message"]["content"] or "") or (calls and not text.strip())
         assert not choice["logprobs"] or told("content") == choice["logprobs"]["content"]
-    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == [choice["finish_reason"]]
-    assert [record for chunk in chunks for record in chunk.get("explain", ())] == choice.get("explain", [])
+    assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == [
+        choice["finish_reason"]
+    ]
+    assert [record for chunk in chunks for record in chunk.get("explain", ())] == choice.get(
+        "explain", []
+    )
 
 
 def try_one(fake: Any, path: str, body: dict[str, Any]) -> tuple[int, int]:
@@ -111,10 +132,19 @@ def try_one(fake: Any, path: str, body: dict[str, Any]) -> tuple[int, int]:
         assert answer.status_code in (200, 400), answer.text
         assert answer.status_code == 200 or answer.json()["error"]["param"], answer.text
     if whole.status_code == streamed.status_code == 200:
-        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        events = [
+            json.loads(line[6:])
+            for line in streamed.text.splitlines()
+            if line.startswith("data: {")
+        ]
         assert not any("error" in event for event in events)
         for choice in whole.json()["choices"]:
-            check_choice(path, body, choice, [c for e in events for c in e["choices"] if c["index"] == choice["index"]])
+            check_choice(
+                path,
+                body,
+                choice,
+                [c for e in events for c in e["choices"] if c["index"] == choice["index"]],
+            )
     elif streamed.status_code == 200:  # refused while it ran
         assert '"error"' in streamed.text
     elif whole.status_code == 200:
@@ -130,7 +160,9 @@ def try_many(fake: Any, seed: int, count: int) -> Counter[tuple[int, int]]:
         try:
             found[try_one(fake, path, body)] += 1
         except AssertionError as error:
-            raise AssertionError(f"seed {seed}, number {number}: {path} {json.dumps(body)}") from error
+            raise AssertionError(
+                f"seed {seed}, number {number}: {path} {json.dumps(body)}"
+            ) from error
     return found
 
 

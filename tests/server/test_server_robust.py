@@ -29,7 +29,14 @@ pytestmark = pytest.mark.server
 
 
 def completion(tokens: int, **more: Any) -> dict[str, Any]:
-    return {"prompt": "hello", "max_tokens": tokens, "ignore_eos": True, "seed": 7, "stream": True, **more}
+    return {
+        "prompt": "hello",
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": 7,
+        "stream": True,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -81,7 +88,9 @@ async def many(live: Live, count: int, tokens: int) -> Counter[str]:
     """The engine is frozen until every stream has its head: they are all open at once, and the pipe between the processes is full.
     Returns what the clients were told they used."""
     opened, all_open = 0, asyncio.Event()
-    gate = asyncio.Semaphore(1000)  # on their way to their head; the kernel's queue of 4,096 new connections is not under test
+    gate = asyncio.Semaphore(
+        1000
+    )  # on their way to their head; the kernel's queue of 4,096 new connections is not under test
 
     def head_came() -> None:
         nonlocal opened
@@ -100,7 +109,9 @@ async def many(live: Live, count: int, tokens: int) -> Counter[str]:
 
     with frozen_engine(live):
         running = [asyncio.create_task(one(i)) for i in range(count)]
-        await asyncio.wait((asyncio.ensure_future(all_open.wait()), *running), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (asyncio.ensure_future(all_open.wait()), *running), return_when=asyncio.FIRST_COMPLETED
+        )
     texts, used = set(), Counter[str]()
     for i, got in enumerate(await asyncio.gather(*running)):
         assert got.status == 200, got.head
@@ -142,7 +153,10 @@ def test_beyond_the_queue_429_with_retry_after_and_the_accepted_are_served(serve
 
     async def flood() -> list[Any]:
         with frozen_engine(live):  # so that none of the first 8 makes room for another
-            asked = [asyncio.create_task(stream(live.port, "/v1/completions", completion(40))) for _ in range(80)]
+            asked = [
+                asyncio.create_task(stream(live.port, "/v1/completions", completion(40)))
+                for _ in range(80)
+            ]
             await until_done(asked, 72)
         return await asyncio.gather(*asked)
 
@@ -150,7 +164,9 @@ def test_beyond_the_queue_429_with_retry_after_and_the_accepted_are_served(serve
     served = [g for g in done if g.status == 200]
     refused = [g for g in done if g.status == 429]
     assert (len(served), len(refused)) == (8, 72)
-    assert all("retry-after: " in g.head.lower() and g.errors[0]["code"] == "overloaded" for g in refused)
+    assert all(
+        "retry-after: " in g.head.lower() and g.errors[0]["code"] == "overloaded" for g in refused
+    )
     assert all(g.events[-1] == "[DONE]" and g.finished for g in served)
     check_ledger(live.wait_at_rest())
 
@@ -162,7 +178,9 @@ def test_one_key_cannot_take_all_the_room(serve: Any, tmp_path: Path) -> None:
 
     async def both() -> tuple[list[Any], Any]:
         def ask(key: str) -> asyncio.Task[Any]:
-            return asyncio.create_task(stream(live.port, "/v1/completions", completion(60), key=key))
+            return asyncio.create_task(
+                stream(live.port, "/v1/completions", completion(60), key=key)
+            )
 
         with frozen_engine(live):
             greedy = [ask("first-key-1") for _ in range(12)]
@@ -194,7 +212,10 @@ async def storm(port: int, count: int, seed: int) -> int:
             kind = rng.randrange(6)
             left += kind != 5
             body = completion(
-                rng.randrange(1, 60), prompt="x" * rng.randrange(1, 400), seed=rng.randrange(50), n=rng.choice([1, 1, 3])
+                rng.randrange(1, 60),
+                prompt="x" * rng.randrange(1, 400),
+                seed=rng.randrange(50),
+                n=rng.choice([1, 1, 3]),
             )
             if kind == 0:
                 await stream(port, "/v1/completions", body, leave_after=-1)
@@ -248,10 +269,14 @@ def check_disconnects(live: Live, count: int, each: int) -> None:
     def nothing_left() -> list[tuple[int, int]] | None:
         """No open file more than before. A thread pool may not have been full then: asyncio's has at most 32 threads."""
         after = [inside(pid) for pid in pids]
-        leaked = any(now[0] > was[0] or now[1] > was[1] + 32 for was, now in zip(before, after, strict=True))
+        leaked = any(
+            now[0] > was[0] or now[1] > was[1] + 32 for was, now in zip(before, after, strict=True)
+        )
         return None if leaked else after
 
-    after = eventually(nothing_left, lambda: f"{before} before, {[inside(pid) for pid in pids]} after")
+    after = eventually(
+        nothing_left, lambda: f"{before} before, {[inside(pid) for pid in pids]} after"
+    )
     tell(
         f"{left} disconnects, {lines} lines in the log: blocks used {numbers['verbatim_blocks_used']:.0f} of "
         f"{numbers['verbatim_blocks']:.0f}; (files, threads) of HTTP and engine {before} before, {after} after; "
@@ -296,7 +321,10 @@ def test_a_disconnect_frees_the_request_at_once_streamed_or_not(serve: Any, tmp_
 
     for streamed in (True, False):
         asyncio.run(leave_one(streamed))
-        eventually(lambda: live.metrics()["verbatim_http_open_requests"] == 0, "HTTP does not notice that the client left")
+        eventually(
+            lambda: live.metrics()["verbatim_http_open_requests"] == 0,
+            "HTTP does not notice that the client left",
+        )
         live.barrier()
         gate.allow(1)
         eventually(lambda: live.metrics()["verbatim_requests_open"] == 0, "the request still runs")
@@ -309,7 +337,13 @@ def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_pa
     """128 embeddings of one key: another key's request comes between them, and none is left once their client is gone."""
     (tmp_path / "keys").write_text("first-key-1\nsecond-key-2\n")
     gate = Gate(tmp_path / "steps")
-    live = serve("--api-key-file", str(tmp_path / "keys"), "--max-running", "4", engine=f"hash,gate={gate.path}")
+    live = serve(
+        "--api-key-file",
+        str(tmp_path / "keys"),
+        "--max-running",
+        "4",
+        engine=f"hash,gate={gate.path}",
+    )
     live.client.headers["authorization"] = "Bearer second-key-2"
     opened = "verbatim_requests_opened_total"
 
@@ -317,7 +351,9 @@ def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_pa
         _, writer = await asyncio.open_connection("127.0.0.1", live.port)
         writer.write(request_bytes("/v1/embeddings", {"input": ["x" * 60] * 128}, "first-key-1"))
         await until_metric(live, opened, 128)
-        other = asyncio.create_task(stream(live.port, "/v1/completions", completion(1), key="second-key-2"))
+        other = asyncio.create_task(
+            stream(live.port, "/v1/completions", completion(1), key="second-key-2")
+        )
         await until_metric(live, opened, 129)
         await asyncio.to_thread(live.barrier)
         gate.allow(6)  # of some 32 that the embeddings need
@@ -325,7 +361,10 @@ def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_pa
         writer.transport.abort()
 
     asyncio.run(leave_one())
-    eventually(lambda: live.metrics()["verbatim_http_open_requests"] == 0, "HTTP does not notice that the client left")
+    eventually(
+        lambda: live.metrics()["verbatim_http_open_requests"] == 0,
+        "HTTP does not notice that the client left",
+    )
     live.barrier()
     gate.open()
     numbers = live.wait_at_rest()
@@ -343,7 +382,10 @@ def test_embeddings_have_their_time_and_no_more(serve: Any) -> None:
     with httpx.Client(base_url=live.url, timeout=HANG_SECONDS) as other, frozen_engine(live):
         asking = threading.Thread(target=ask)
         asking.start()
-        eventually(lambda: "\nverbatim_requests_open 128\n" in other.get("/metrics").text, "the embeddings do not begin")
+        eventually(
+            lambda: "\nverbatim_requests_open 128\n" in other.get("/metrics").text,
+            "the embeddings do not begin",
+        )
         live.advance(600 - 0.1)
         assert "\nverbatim_http_open_requests 1\n" in other.get("/metrics").text
         live.advance(0.2)
@@ -365,7 +407,9 @@ def test_resident_memory_is_flat_over_fifty_thousand_requests(serve: Any) -> Non
             asyncio.run(storm(live.port, 1000, 1000 * part + seed))
         check_ledger(live.wait_at_rest())
         sizes.append([resident(live.process.pid), resident(live.engine_pid())])
-        tell(f"after {10_000 * (part + 1)} requests HTTP holds {sizes[-1][0] >> 10} KB, the engine {sizes[-1][1] >> 10} KB")
+        tell(
+            f"after {10_000 * (part + 1)} requests HTTP holds {sizes[-1][0] >> 10} KB, the engine {sizes[-1][1] >> 10} KB"
+        )
     for process in (0, 1):
         grown = max(each[process] for each in sizes[1:]) - sizes[0][process]
         assert grown < 4 << 20, sizes
@@ -419,8 +463,12 @@ class Pulse:
     def _ask(self) -> None:
         while not self._over.wait(0.02):
             try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=HANG_SECONDS) as sock:
-                    sock.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                with socket.create_connection(
+                    ("127.0.0.1", self.port), timeout=HANG_SECONDS
+                ) as sock:
+                    sock.sendall(
+                        b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+                    )
                     said = sock.recv(100)
                 if b" 200 " not in said[:20]:
                     self.failed.append(repr(said))
@@ -449,7 +497,10 @@ async def kill_under_load(live: Live, after: int) -> list[Any]:
         return heads >= after
 
     body = completion(3000)
-    running = [asyncio.create_task(stream(live.port, "/v1/completions", body, on_head=head_came)) for _ in range(16)]
+    running = [
+        asyncio.create_task(stream(live.port, "/v1/completions", body, on_head=head_came))
+        for _ in range(16)
+    ]
     await eventually_async(enough, "the streams do not begin")
     os.kill(live.engine_pid(), signal.SIGKILL)
     return await asyncio.wait_for(asyncio.gather(*running), HANG_SECONDS)
@@ -479,7 +530,9 @@ def kill_engine(live: Live, times: int) -> None:
     tell(
         f"{times} kills, {cut} streams cut; /health/live asked {pulse.asked} times; ended: "
         + ", ".join(
-            f"{k.split(chr(34))[1]} {v:.0f}" for k, v in numbers.items() if k.startswith("verbatim_requests_ended_total")
+            f"{k.split(chr(34))[1]} {v:.0f}"
+            for k, v in numbers.items()
+            if k.startswith("verbatim_requests_ended_total")
         )
     )
     check_ledger(numbers, times, before)
@@ -499,14 +552,27 @@ def test_a_killed_engine_costs_an_error_and_comes_back(serve: Any) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_an_engine_killed_fifty_times(serve: Any) -> None:
-    kill_engine(serve("--backoff-seconds", "0.01", "--backoff-limit", "0.2", engine="hash,pause=0.01"), 50)
+    kill_engine(
+        serve("--backoff-seconds", "0.01", "--backoff-limit", "0.2", engine="hash,pause=0.01"), 50
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.timeout(3600)
 def test_an_engine_with_a_model_killed_fifty_times(serve: Any, default_model: Path) -> None:
-    kill_engine(serve("--backoff-seconds", "0.01", "--backoff-limit", "0.2", "--model", str(default_model), engine=None), 50)
+    kill_engine(
+        serve(
+            "--backoff-seconds",
+            "0.01",
+            "--backoff-limit",
+            "0.2",
+            "--model",
+            str(default_model),
+            engine=None,
+        ),
+        50,
+    )
 
 
 SILENCE = 60.0  # seconds
@@ -525,9 +591,13 @@ def test_a_frozen_engine_is_noticed_killed_and_replaced(serve: Any) -> None:
     live.wait_for("verbatim_requests_open", 1)
     live.advance(SILENCE - 1)
     assert (live.engine_pid(), live.metrics()["verbatim_engine_restarts_total"]) == (frozen, 0)
-    advance_until(live, SILENCE / 2, lambda: not asking.is_alive(), "the frozen engine is not noticed")
+    advance_until(
+        live, SILENCE / 2, lambda: not asking.is_alive(), "the frozen engine is not noticed"
+    )
     assert answers[0].errors[0]["code"] == "engine_died"
-    advance_until(live, 1, lambda: live.client.get("/health").status_code == 200, "no engine takes its place")
+    advance_until(
+        live, 1, lambda: live.client.get("/health").status_code == 200, "no engine takes its place"
+    )
     assert live.engine_pid() != frozen
     assert live.complete()["choices"]
 
@@ -552,8 +622,12 @@ def test_a_server_that_waits_to_start_its_engine_again_ends_at_once(serve: Any) 
     os.kill(live.engine_pid(), signal.SIGKILL)
     eventually(lambda: "starting it again in 1000" in live.said(), live.said)
     live.process.send_signal(signal.SIGTERM)
-    with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended between the question and the command
-        advance_until(live, 0.1, lambda: live.process.poll() is not None, "the server waits for its engine")
+    with contextlib.suppress(
+        BrokenPipeError, ValueError
+    ):  # it has ended between the question and the command
+        advance_until(
+            live, 0.1, lambda: live.process.poll() is not None, "the server waits for its engine"
+        )
     assert live.process.wait(HANG_SECONDS) == 0
 
 
@@ -573,17 +647,24 @@ def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> N
 
     async def draining() -> tuple[list[Any], Any]:
         with frozen_engine(live):  # none ends before the signal
-            running = [asyncio.create_task(stream(live.port, "/v1/completions", completion(60))) for _ in range(200)]
+            running = [
+                asyncio.create_task(stream(live.port, "/v1/completions", completion(60)))
+                for _ in range(200)
+            ]
             await until_metric(live, "verbatim_http_open_requests", 200)
             os.kill(live.process.pid, signal.SIGTERM)
-            await asyncio.to_thread(eventually, lambda: "draining 200 requests" in live.said(), live.said)
+            await asyncio.to_thread(
+                eventually, lambda: "draining 200 requests" in live.said(), live.said
+            )
             late = await stream(live.port, "/v1/completions", completion(5))
         return await asyncio.gather(*running), late
 
     done, late = asyncio.run(draining())
     assert late.status == 503
     assert "retry-after: " in late.head.lower()
-    assert all(g.status == 200 and g.finished and g.events[-1] == "[DONE]" and g.whole for g in done)
+    assert all(
+        g.status == 200 and g.finished and g.events[-1] == "[DONE]" and g.whole for g in done
+    )
     assert live.process.wait(HANG_SECONDS) == 0, live.said()
     assert has_ended(child)
 
@@ -593,10 +674,15 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(serve: Any
 
     async def draining() -> list[Any]:
         with frozen_engine(live):
-            running = [asyncio.create_task(stream(live.port, "/v1/completions", completion(3000))) for _ in range(20)]
+            running = [
+                asyncio.create_task(stream(live.port, "/v1/completions", completion(3000)))
+                for _ in range(20)
+            ]
             await until_metric(live, "verbatim_http_open_requests", 20)
             os.kill(live.process.pid, signal.SIGTERM)
-            await asyncio.to_thread(eventually, lambda: "draining 20 requests" in live.said(), live.said)
+            await asyncio.to_thread(
+                eventually, lambda: "draining 20 requests" in live.said(), live.said
+            )
             live.advance(29.9)
             assert live.metrics()["verbatim_http_open_requests"] == 20
             live.advance(0.2)
@@ -613,13 +699,24 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(serve: Any
 
 
 def test_requests_heads_and_silence_have_their_limits(serve: Any) -> None:
-    limits = ("--request-seconds", "600", "--header-seconds", "20", "--body-seconds", "60", "--keepalive-seconds", "15")
+    limits = (
+        "--request-seconds",
+        "600",
+        "--header-seconds",
+        "20",
+        "--body-seconds",
+        "60",
+        "--keepalive-seconds",
+        "15",
+    )
     live = serve(*limits, clock=True)
 
     async def two_limits() -> tuple[Any, Any]:
         with frozen_engine(live):
             streamed = asyncio.create_task(stream(live.port, "/v1/completions", completion(500)))
-            whole = asyncio.create_task(stream(live.port, "/v1/completions", completion(500, stream=False)))
+            whole = asyncio.create_task(
+                stream(live.port, "/v1/completions", completion(500, stream=False))
+            )
             await until_metric(live, "verbatim_requests_open", 2)
             for _ in range(4):
                 live.advance(15.1)  # a keep-alive each time: nothing comes from the engine
@@ -649,7 +746,10 @@ def test_requests_heads_and_silence_have_their_limits(serve: Any) -> None:
 
 def run_serve(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "verbatim", "serve", "--port", "0", *words], capture_output=True, text=True, timeout=HANG_SECONDS
+        [sys.executable, "-m", "verbatim", "serve", "--port", "0", *words],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
 
 
@@ -665,7 +765,9 @@ def test_a_server_that_cannot_start_says_why_in_one_line(broken: Path) -> None:
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("verbatim: ")
     *logged, _ = run_serve("--model", str(broken), "--log-format", "json").stderr.splitlines()
-    assert "verbatim.engine" in [json.loads(line)["logger"] for line in logged]  # a JSON log is JSON from both processes
+    assert "verbatim.engine" in [
+        json.loads(line)["logger"] for line in logged
+    ]  # a JSON log is JSON from both processes
 
 
 def test_a_server_without_a_key_or_a_free_port_does_not_start(tmp_path: Path) -> None:
@@ -673,7 +775,10 @@ def test_a_server_without_a_key_or_a_free_port_does_not_start(tmp_path: Path) ->
     assert open_door.returncode == 2
     assert "key" in open_door.stderr
     (tmp_path / "empty").write_text("\n")
-    assert run_serve("--api-key-file", str(tmp_path / "empty"), "--test-engine", "hash").returncode == 2
+    assert (
+        run_serve("--api-key-file", str(tmp_path / "empty"), "--test-engine", "hash").returncode
+        == 2
+    )
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -683,7 +788,9 @@ def test_a_server_without_a_key_or_a_free_port_does_not_start(tmp_path: Path) ->
 
 
 def test_a_server_with_a_wrong_certificate_does_not_start(tmp_path: Path, broken: Path) -> None:
-    lost = run_serve("--tls-cert", str(broken), "--tls-key", str(tmp_path / "nowhere"), "--test-engine", "hash")
+    lost = run_serve(
+        "--tls-cert", str(broken), "--tls-key", str(tmp_path / "nowhere"), "--test-engine", "hash"
+    )
     assert lost.returncode == 2
     assert lost.stderr.startswith("verbatim: tls_key: cannot read ")
     junk = run_serve("--tls-cert", str(broken), "--tls-key", str(broken), "--test-engine", "hash")

@@ -26,13 +26,35 @@ def answers(live: Live) -> Counter[str]:
     return found
 
 
-def fuzz(live: Live, python: Path, examples: int, *more: str, seed: int = 1, seconds: int = 600) -> int:
+def fuzz(
+    live: Live, python: Path, examples: int, *more: str, seed: int = 1, seconds: int = 600
+) -> int:
     """So many cases for each operation, valid and invalid data; returns how many were sent. `seconds` is for a hang."""
     probe, before = live.complete("probe", max_tokens=16, seed=99)["choices"], answers(live)
-    words = ["run", live.url + "/openapi.json", "-n", str(examples), "--checks", "not_a_server_error", "--mode", "all"]
-    words += ["--seed", str(seed), "--no-color", "--generation-database", "none", "--no-shrink", "--request-timeout", "120"]
+    words = [
+        "run",
+        live.url + "/openapi.json",
+        "-n",
+        str(examples),
+        "--checks",
+        "not_a_server_error",
+        "--mode",
+        "all",
+    ]
+    words += [
+        "--seed",
+        str(seed),
+        "--no-color",
+        "--generation-database",
+        "none",
+        "--no-shrink",
+        "--request-timeout",
+        "120",
+    ]
     schemathesis = str(python.parent / "schemathesis")
-    done = subprocess.run([schemathesis, *words, *more], capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        [schemathesis, *words, *more], capture_output=True, text=True, timeout=seconds
+    )
     said = done.stdout + done.stderr
     sent = re.search(r"(\d+) generated", said)
     assert sent is not None, said[-3000:]
@@ -40,7 +62,9 @@ def fuzz(live: Live, python: Path, examples: int, *more: str, seed: int = 1, sec
     assert live.complete("probe", max_tokens=16, seed=99)["choices"] == probe
     assert live.metrics()["verbatim_engine_restarts_total"] == 0
     made = answers(live) - before
-    assert not [status for status in made if status[0] == "5"], made  # our own count of them, beside schemathesis's
+    assert not [status for status in made if status[0] == "5"], (
+        made
+    )  # our own count of them, beside schemathesis's
     STATUSES.update(made)
     return int(sent[1])
 
@@ -55,11 +79,23 @@ def fuzz_until(live: Live, python: Path, wanted: int) -> None:
     """In runs of a minute or so, each with a seed of its own: other seeds, other cases."""
     sent, seed = 0, 1
     while sent < wanted:
-        found = fuzz(live, python, 100, "--phases", "coverage,fuzzing", "--max-time", "90", seed=seed, seconds=600)
+        found = fuzz(
+            live,
+            python,
+            100,
+            "--phases",
+            "coverage,fuzzing",
+            "--max-time",
+            "90",
+            seed=seed,
+            seconds=600,
+        )
         assert found > 300
         sent, seed = sent + found, seed + 1
     check_ledger(live.wait_at_rest())
-    tell(f"schemathesis: {sent} cases in {seed - 1} runs; answers by status: {dict(sorted(STATUSES.items()))}")
+    tell(
+        f"schemathesis: {sent} cases in {seed - 1} runs; answers by status: {dict(sorted(STATUSES.items()))}"
+    )
 
 
 @pytest.mark.soak

@@ -20,7 +20,14 @@ from client_setup import cache_dir
 from sdk_plugin import excludes, exclusions
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
-RESOURCES = ["chat", "test_completions.py", "test_models.py", "test_embeddings.py", "test_responses.py", "responses"]
+RESOURCES = [
+    "chat",
+    "test_completions.py",
+    "test_models.py",
+    "test_embeddings.py",
+    "test_responses.py",
+    "responses",
+]
 HERE = Path(__file__).parent
 
 
@@ -29,8 +36,19 @@ def sdk_source() -> Path:
     version = openai.__version__
     home = cache_dir() / f"openai-{version}"
     if not (home / "tests").is_dir():
-        words = ["download", "-q", "--no-deps", "--no-binary", "openai", f"openai=={version}", "-d", str(home.parent)]
-        done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=250)
+        words = [
+            "download",
+            "-q",
+            "--no-deps",
+            "--no-binary",
+            "openai",
+            f"openai=={version}",
+            "-d",
+            str(home.parent),
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", *words], capture_output=True, text=True, timeout=250
+        )
         archive = home.parent / f"openai-{version}.tar.gz"
         if not archive.exists():
             pytest.skip(f"the sdist of openai {version} could not be fetched: {done.stderr[-300:]}")
@@ -64,7 +82,12 @@ def run_tests(url: str, report: Path, **env: str) -> tuple[str, dict[str, list[s
     words += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=session"]
     words += [f"tests/api_resources/{r}" for r in RESOURCES]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *words], cwd=home, env={**full, **env}, capture_output=True, text=True, timeout=290
+        [sys.executable, "-m", "pytest", *words],
+        cwd=home,
+        env={**full, **env},
+        capture_output=True,
+        text=True,
+        timeout=290,
     )
     return done.stdout + done.stderr, json.loads(report.read_text())
 

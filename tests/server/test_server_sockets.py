@@ -24,11 +24,18 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def body(**more: Any) -> bytes:
-    return json.dumps({"model": "m", "prompt": "x", "max_tokens": 3, "seed": 1, "ignore_eos": True, **more}).encode()
+    return json.dumps(
+        {"model": "m", "prompt": "x", "max_tokens": 3, "seed": 1, "ignore_eos": True, **more}
+    ).encode()
 
 
 def post(data: bytes, *lines: bytes, head: bytes = HEAD) -> bytes:
-    return head + b"".join(line + b"\r\n" for line in lines) + b"Content-Length: %d\r\n\r\n" % len(data) + data
+    return (
+        head
+        + b"".join(line + b"\r\n" for line in lines)
+        + b"Content-Length: %d\r\n\r\n" % len(data)
+        + data
+    )
 
 
 IDLE, HEADER, LINGER = 75.0, 20.0, 5.0  # seconds; the defaults of the server
@@ -101,7 +108,10 @@ CANCELLED = 'verbatim_requests_ended_total{state="cancel"}'
 
 def wait_until_left(live: Live, gate: Gate, cancelled: float) -> None:
     """The client has left. The HTTP process notices and tells the engine; one more step, and the engine has let go."""
-    eventually(lambda: live.metrics()["verbatim_http_open_requests"] == 0, "HTTP does not notice that the client left")
+    eventually(
+        lambda: live.metrics()["verbatim_http_open_requests"] == 0,
+        "HTTP does not notice that the client left",
+    )
     live.barrier()
     gate.allow(1)
     eventually(lambda: live.metrics()["verbatim_requests_open"] == 0, "the request still runs")
@@ -122,14 +132,26 @@ def test_http_1_0_gets_its_stream_without_chunks(quick: Live) -> None:
 
 def test_an_offered_upgrade_is_declined_and_the_body_is_read(quick: Live) -> None:
     """Java's client offers HTTP/2 with its first request; so do browsers with web sockets. The parser would drop the body."""
-    offer = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABkAAQAAP__")
+    offer = (
+        b"Connection: Upgrade, HTTP2-Settings",
+        b"Upgrade: h2c",
+        b"HTTP2-Settings: AAMAAABkAAQAAP__",
+    )
     whole = post(body(), *offer)
     with open_socket(quick) as sock:
-        for cut in (len(whole), len(whole) - 20, whole.index(b"\r\n\r\n") + 4, 30):  # in one piece, and cut in body and head
+        for cut in (
+            len(whole),
+            len(whole) - 20,
+            whole.index(b"\r\n\r\n") + 4,
+            30,
+        ):  # in one piece, and cut in body and head
             quick.say(sock, whole[:cut])
             sock.sendall(whole[cut:])
             assert read_answer(sock)[0] == 200
-        sock.sendall(HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n") + HEALTH)
+        sock.sendall(
+            HEALTH.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n")
+            + HEALTH
+        )
         assert [read_answer(sock)[0] for _ in range(2)] == [200, 200]
 
 
@@ -141,7 +163,10 @@ def test_continue_is_said_only_to_those_whose_body_is_wanted(quick: Live) -> Non
         sock.sendall(data)
         assert read_answer(sock)[0] == 200
     with open_socket(quick) as sock:
-        sock.sendall(HEAD.replace(b"json", b"pdf") + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data))
+        sock.sendall(
+            HEAD.replace(b"json", b"pdf")
+            + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data)
+        )
         assert read_answer(sock)[0] == 415
 
 
@@ -152,7 +177,9 @@ def test_continue_is_said_only_to_those_whose_body_is_wanted(quick: Live) -> Non
         (b"Content-Encoding: gzip", 415, "content-encoding"),
     ],
 )
-def test_encodings_that_are_not_understood_are_refused_by_name(quick: Live, line: bytes, status: int, name: str) -> None:
+def test_encodings_that_are_not_understood_are_refused_by_name(
+    quick: Live, line: bytes, status: int, name: str
+) -> None:
     data = body()
     if b"Transfer" in line:
         answer = ask(quick, HEAD + line + b"\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(data), data))
@@ -181,7 +208,9 @@ def test_what_is_no_request_is_counted_and_logged_with_its_id(quick: Live) -> No
 
 def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
     data = body()
-    chunked = HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x;x=y\r\n%s\r\n%x\r\n%s\r\n0\r\nX: y\r\n\r\n"
+    chunked = (
+        HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x;x=y\r\n%s\r\n%x\r\n%s\r\n0\r\nX: y\r\n\r\n"
+    )
     wholes = (post(data), chunked % (9, data[:9], len(data) - 9, data[9:]))
     with open_socket(quick) as sock:
         texts = set()
@@ -212,7 +241,9 @@ def test_the_second_head_on_a_connection_has_its_time_too(quick: Live) -> None:
         assert read_all(sock) == b""
 
 
-def test_a_connection_without_a_request_is_closed_after_its_time_and_not_before(quick: Live) -> None:
+def test_a_connection_without_a_request_is_closed_after_its_time_and_not_before(
+    quick: Live,
+) -> None:
     """More time than a head has: a client that is slow to begin (a thousand connections opened by one busy program) is no
     attack."""
     with open_socket(quick) as fresh, open_socket(quick) as used:
@@ -273,9 +304,16 @@ def test_a_connection_outlives_a_body_that_came_after_its_answer(quick: Live) ->
 def test_trailers_and_chunk_extensions_without_end_cost_nothing(quick: Live, ending: bytes) -> None:
     data, before = body(), resident(quick.process.pid)
     with open_socket(quick) as sock:
-        sock.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(data), data) + ending)
+        sock.sendall(
+            HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(data), data) + ending
+        )
         push_until_cut(
-            quick, sock, b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n" * 5000 if ending[-1:] == b"\n" else b"y" * 100_000, 1
+            quick,
+            sock,
+            b"X: yyyyyyyyyyyyyyyyyyyyyyyyyyyyyyyy\r\n" * 5000
+            if ending[-1:] == b"\n"
+            else b"y" * 100_000,
+            1,
         )
     assert resident(quick.process.pid) < before + (32 << 20)
 
@@ -374,9 +412,13 @@ def test_a_tls_client_that_does_not_say_goodbye_is_not_waited_for() -> None:
     """Closing TLS waits for the peer's own close. A server that ends gives it half a second."""
     done, later = [], []
     shared = SimpleNamespace(connections=set())
-    transport: Any = SimpleNamespace(close=lambda: done.append("close"), abort=lambda: done.append("abort"))
+    transport: Any = SimpleNamespace(
+        close=lambda: done.append("close"), abort=lambda: done.append("abort")
+    )
     transport.get_extra_info = lambda name: object() if name == "sslcontext" else None
-    loop: Any = SimpleNamespace(call_later=lambda *what: later.append(what) or SimpleNamespace(cancel=lambda: None))
+    loop: Any = SimpleNamespace(
+        call_later=lambda *what: later.append(what) or SimpleNamespace(cancel=lambda: None)
+    )
     config: Any = SimpleNamespace(loaded=True, loaded_app=None)
     protocol = HttpProtocol(config, shared, {}, loop)  # type: ignore[arg-type]
     protocol.connection_made(transport)
@@ -388,5 +430,10 @@ def test_a_tls_client_that_does_not_say_goodbye_is_not_waited_for() -> None:
 
 
 def test_answers_are_the_same_among_all_this(quick: Live) -> None:
-    first = asyncio.run(stream(quick.port, "/v1/completions", json.loads(body(stream=True, max_tokens=8))))
-    assert first.text == quick.complete("x", max_tokens=8, seed=1, ignore_eos=True)["choices"][0]["text"]
+    first = asyncio.run(
+        stream(quick.port, "/v1/completions", json.loads(body(stream=True, max_tokens=8)))
+    )
+    assert (
+        first.text
+        == quick.complete("x", max_tokens=8, seed=1, ignore_eos=True)["choices"][0]["text"]
+    )

@@ -82,7 +82,9 @@ def parse(form: str, pieces: list[str], **more: Any) -> tuple[list[tuple[str, An
 
 
 @pytest.mark.parametrize(("form", "text", "calls", "left"), CASES)
-def test_calls_are_read_whole_and_character_by_character(form: str, text: str, calls: Any, left: str) -> None:
+def test_calls_are_read_whole_and_character_by_character(
+    form: str, text: str, calls: Any, left: str
+) -> None:
     assert parse(form, [text]) == (calls, left)
     assert parse(form, list(text)) == (calls, left)
 
@@ -94,7 +96,10 @@ def test_calls_are_the_same_however_the_text_is_cut(case: Any, cuts: list[int]) 
     assert parse(form, [text[a:b] for a, b in pairwise(edges)]) == (calls, left)
 
 
-@given(st.text(alphabet='<>tol_cal/{}[]"ab \n', max_size=80), st.sampled_from(["hermes", "mistral", "llama3", "json"]))
+@given(
+    st.text(alphabet='<>tol_cal/{}[]"ab \n', max_size=80),
+    st.sampled_from(["hermes", "mistral", "llama3", "json"]),
+)
 def test_text_without_a_call_comes_out_unchanged(text: str, form: str) -> None:
     if not read_calls(text.strip(), NAMES):
         assert parse(form, list(text)) == ([], text)
@@ -104,7 +109,10 @@ def test_one_call_only_when_parallel_calls_are_off() -> None:
     calls, text = parse("hermes", [CALL, CALL], single=True)
     assert len(calls) == 1
     assert text == CALL  # the second stays text: nothing is lost
-    both = '{"name": "add", "arguments": {"a": 1}}', '{"name": "get_weather", "arguments": {"city": "Rome"}}'
+    both = (
+        '{"name": "add", "arguments": {"a": 1}}',
+        '{"name": "get_weather", "arguments": {"city": "Rome"}}',
+    )
     for listed in (f"[{', '.join(both)}]", f"<tool_call>[{', '.join(both)}]</tool_call>"):
         assert parse("hermes", list(listed), single=True) == ([("add", {"a": 1})], both[1])
 
@@ -124,13 +132,20 @@ def test_formats_are_recognised(template: str, form: str) -> None:
 
 def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
     history = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": " brief."}],
+        },
         {"role": "user", "content": "weather?"},
         {
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'}}
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "get_weather", "arguments": '{"city": "Rome"}'},
+                }
             ],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
@@ -156,7 +171,9 @@ def test_thoughts_and_names_reach_the_template() -> None:
     said = [{"role": "assistant", "content": "yes", "reasoning_content": "hm", "name": "Ada"}]
     assert template_messages(said, [], ALL_TOOLS) == said
     (row,) = messages_of([{"role": "assistant", "content": "yes", "thinking": "hm"}])
-    assert template_messages([row], [], NO_TOOLS) == [{"role": "assistant", "content": "yes", "reasoning_content": "hm"}]
+    assert template_messages([row], [], NO_TOOLS) == [
+        {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    ]
 
 
 def test_nothing_of_a_message_is_dropped() -> None:
@@ -165,12 +182,23 @@ def test_nothing_of_a_message_is_dropped() -> None:
     def told(**message: Any) -> Any:
         return template_messages([{"role": "assistant", **message}], [], NO_TOOLS)[0]["content"]
 
-    assert told(refusal="no") == told(content="", refusal="no") == told(content=[{"type": "refusal", "refusal": "no"}]) == "no"
+    assert (
+        told(refusal="no")
+        == told(content="", refusal="no")
+        == told(content=[{"type": "refusal", "refusal": "no"}])
+        == "no"
+    )
     assert told(content="I must say ", refusal="no") == "I must say no"
     for failed, text in ((True, "Error: boom"), (False, "boom"), (None, "boom")):
         result = {"type": "tool_result", "tool_use_id": "t", "content": "boom", "is_error": failed}
-        assert chat_messages({"messages": [{"role": "user", "content": [result]}]})[0]["content"] == text
-    call, text = {"type": "tool_use", "id": "t", "name": "f", "input": {}}, {"type": "text", "text": "x"}
+        assert (
+            chat_messages({"messages": [{"role": "user", "content": [result]}]})[0]["content"]
+            == text
+        )
+    call, text = (
+        {"type": "tool_use", "id": "t", "name": "f", "input": {}},
+        {"type": "text", "text": "x"},
+    )
     for blocks, wanted in (
         ([text, call, call], [("x", 2)]),
         ([call, text, text], [("", 1), ("xx", 0)]),
@@ -178,7 +206,9 @@ def test_nothing_of_a_message_is_dropped() -> None:
         ([], [("", 0)]),
     ):
         turns = chat_messages({"messages": [{"role": "assistant", "content": blocks}]})
-        assert [(turn["content"], len(turn.get("tool_calls", ()))) for turn in turns] == wanted  # in their order
+        assert [
+            (turn["content"], len(turn.get("tool_calls", ()))) for turn in turns
+        ] == wanted  # in their order
 
 
 @pytest.mark.parametrize(
@@ -201,7 +231,9 @@ def test_blocks_that_would_be_moved_or_dropped_are_refused(
         "tool_result": {"type": "tool_result", "tool_use_id": "t", "content": "y"},
     }
     message = {"role": role, "content": [blocks[kind] for kind in kinds]}
-    answer = fake.post("/v1/messages", {"messages": [message, {"role": "user", "content": "z"}], "max_tokens": 1})
+    answer = fake.post(
+        "/v1/messages", {"messages": [message, {"role": "user", "content": "z"}], "max_tokens": 1}
+    )
     assert answer.status_code == (200 if wrong is None else 400)
     if wrong is not None:
         assert answer.json()["error"]["param"] == f"messages[0].content[{wrong}]"
@@ -210,20 +242,35 @@ def test_blocks_that_would_be_moved_or_dropped_are_refused(
 def test_a_result_may_repeat_the_name_of_its_call_and_no_other(fake: Any) -> None:
     """Ollama's clients link a result to its call by the name; OpenAI's older examples send it beside the id."""
     call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
-    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    talk = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     ask = {"model": "m", "stream": False, "options": {"num_predict": 2}}
 
     def answer(name: str) -> Any:
         return fake.client.post(
-            "/api/chat", json={**ask, "messages": [*talk, {"role": "tool", "content": "20", "tool_name": name}]}
+            "/api/chat",
+            json={**ask, "messages": [*talk, {"role": "tool", "content": "20", "tool_name": name}]},
         )
 
     assert answer("get_weather").status_code == 200
     assert answer("get_news").status_code == 400
-    assert answer("get_news").json()["error"].startswith("messages[2].tool_name: the model's chat template does not look at")
-    thinks = fake.client.post("/api/chat", json={**ask, "messages": [{"role": "assistant", "content": "a", "thinking": "b"}]})
+    assert (
+        answer("get_news")
+        .json()["error"]
+        .startswith("messages[2].tool_name: the model's chat template does not look at")
+    )
+    thinks = fake.client.post(
+        "/api/chat",
+        json={**ask, "messages": [{"role": "assistant", "content": "a", "thinking": "b"}]},
+    )
     assert thinks.json()["error"].startswith("messages[0].thinking: ")
-    spelled = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    spelled = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "get_weather", "arguments": "{}"},
+    }
     said = [talk[0], {"role": "assistant", "tool_calls": [spelled]}]
     result = {"role": "tool", "tool_call_id": "c1", "content": "20"}
     for name, status in (("get_weather", 200), ("get_news", 400)):
@@ -238,7 +285,10 @@ def test_a_message_keeps_the_clients_number_where_ours_stands_before_it() -> Non
     from verbatim.server.api.to_params import renamed
 
     problem = Problem("unsupported_parameter", "messages[2].name: why", "messages[2].name")
-    assert (renamed(problem, {}, 1).param, renamed(problem, {}, 1).message) == ("messages[1].name", "messages[1].name: why")
+    assert (renamed(problem, {}, 1).param, renamed(problem, {}, 1).message) == (
+        "messages[1].name",
+        "messages[1].name: why",
+    )
     assert renamed(problem, {"messages.name": "tool_name"}).param == "messages[2].tool_name"
 
 
@@ -247,10 +297,19 @@ def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
 
     other = {
         "type": "function",
-        "function": {"name": "add", "parameters": {"$ref": "#/$defs/P", "$defs": {"P": {"type": "object", "required": ["a"]}}}},
+        "function": {
+            "name": "add",
+            "parameters": {
+                "$ref": "#/$defs/P",
+                "$defs": {"P": {"type": "object", "required": ["a"]}},
+            },
+        },
     }
     both = forced_schema([TOOL, other], None)
-    for good in ({"name": "get_weather", "arguments": {"city": "Rome"}}, {"name": "add", "arguments": {"a": 1}}):
+    for good in (
+        {"name": "get_weather", "arguments": {"city": "Rome"}},
+        {"name": "add", "arguments": {"a": 1}},
+    ):
         jsonschema.validate(good, both)
     for bad in (
         {"name": "get_weather", "arguments": {}},
@@ -261,22 +320,35 @@ def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(bad, both)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"name": "add", "arguments": {"a": 1}}, forced_schema([TOOL, other], "get_weather"))
+        jsonschema.validate(
+            {"name": "add", "arguments": {"a": 1}}, forced_schema([TOOL, other], "get_weather")
+        )
 
 
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 
 
 def closed(**properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 # tools whose schemas refer to themselves: two under the same name, to a root, to the older word for $defs, to a property
 REFERRING = {
-    "set_address": {**closed(item={"$ref": "#/$defs/Item"}), "$defs": {"Item": closed(street={"enum": ["A", "B"]})}},
+    "set_address": {
+        **closed(item={"$ref": "#/$defs/Item"}),
+        "$defs": {"Item": closed(street={"enum": ["A", "B"]})},
+    },
     "set_price": {**closed(item={"$ref": "#/$defs/Item"}), "$defs": {"Item": closed(price=DIGIT)}},
     "grow": closed(v=DIGIT, next={"anyOf": [{"type": "null"}, {"$ref": "#"}]}),
-    "older": {**closed(item={"$ref": "#/definitions/Item"}), "definitions": {"Item": closed(price=DIGIT)}},
+    "older": {
+        **closed(item={"$ref": "#/definitions/Item"}),
+        "definitions": {"Item": closed(price=DIGIT)},
+    },
     "twice": closed(v=DIGIT, w={"$ref": "#/properties/v"}),
     "literal": closed(const={"$ref": "#/properties/enum"}, enum={"const": {"$ref": "#"}}),
 }
@@ -285,7 +357,9 @@ REFERRING = {
 def test_references_in_a_tool_mean_its_own_schema() -> None:
     import jsonschema
 
-    tools = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in REFERRING.items()]
+    tools = [
+        {"type": "function", "function": {"name": n, "parameters": p}} for n, p in REFERRING.items()
+    ]
     good = {
         "set_address": {"item": {"street": "A"}},
         "set_price": {"item": {"price": 3}},
@@ -299,7 +373,9 @@ def test_references_in_a_tool_mean_its_own_schema() -> None:
             for other, arguments in good.items():
                 call = {"name": name, "arguments": arguments}
                 fits = jsonschema.Draft202012Validator(schema).is_valid(call)
-                assert fits is jsonschema.Draft202012Validator(REFERRING[name]).is_valid(arguments), (name, other)
+                assert fits is jsonschema.Draft202012Validator(REFERRING[name]).is_valid(
+                    arguments
+                ), (name, other)
 
 
 @pytest.mark.server
@@ -307,20 +383,37 @@ def test_references_in_a_tool_mean_its_own_schema() -> None:
 def test_forced_and_strict_calls_with_references_are_valid(fake: Any, strict: bool) -> None:
     import jsonschema
 
-    tools = [{"type": "function", "function": {"name": n, "parameters": p, "strict": strict}} for n, p in REFERRING.items()]
-    ask = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 400, "parallel_tool_calls": False}
-    bias = {"110": 50, "60": 100}  # "n": null rather than one more level; "<": a call where there may be text
+    tools = [
+        {"type": "function", "function": {"name": n, "parameters": p, "strict": strict}}
+        for n, p in REFERRING.items()
+    ]
+    ask = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": tools,
+        "max_tokens": 400,
+        "parallel_tool_calls": False,
+    }
+    bias = {
+        "110": 50,
+        "60": 100,
+    }  # "n": null rather than one more level; "<": a call where there may be text
     named = [{"type": "function", "function": {"name": name}} for name in REFERRING]
     for seed, choice in enumerate(["auto"] * 6 if strict else ["required", "required", *named]):
-        answer = fake.post("/v1/chat/completions", {**ask, "tool_choice": choice, "seed": seed, "logit_bias": bias})
+        answer = fake.post(
+            "/v1/chat/completions", {**ask, "tool_choice": choice, "seed": seed, "logit_bias": bias}
+        )
         (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
         assert isinstance(choice, str) or call["function"]["name"] == choice["function"]["name"]
-        jsonschema.validate(json.loads(call["function"]["arguments"]), REFERRING[call["function"]["name"]])
+        jsonschema.validate(
+            json.loads(call["function"]["arguments"]), REFERRING[call["function"]["name"]]
+        )
 
 
 @pytest.mark.server
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
+)
 def test_a_forced_call_is_always_valid(fake: Any, stream: bool, choice: Any) -> None:
     """Even from a model of random numbers, because the grammar leaves nothing else to draw."""
     body = {
@@ -364,20 +457,32 @@ def test_odd_arguments_lose_nothing_and_cost_no_5xx(fake: Any, arguments: str) -
     text = '<tool_call>\n{"name": "f", "arguments": ' + arguments + "}\n</tool_call>"
     tool = {"name": "f", "parameters": {"type": "object"}}
     talk = [{"role": "user", "content": "x"}]
-    ask = {"choice": [text], "messages": talk, "tools": [{"type": "function", "function": tool}], "max_tokens": 400}
+    ask = {
+        "choice": [text],
+        "messages": talk,
+        "tools": [{"type": "function", "function": tool}],
+        "max_tokens": 400,
+    }
     whole = fake.post("/v1/chat/completions", ask)
     assert whole.status_code == 200
     message = whole.json()["choices"][0]["message"]
-    deltas = [c["delta"] for e in fake.events("/v1/chat/completions", ask)[:-1] for c in e["choices"]]
+    deltas = [
+        c["delta"] for e in fake.events("/v1/chat/completions", ask)[:-1] for c in e["choices"]
+    ]
     streamed = [call["function"]["arguments"] for d in deltas for call in d.get("tool_calls", ())]
     if ODD[arguments] is None:
         assert message["content"] == "".join(d.get("content", "") for d in deltas) == text
         assert not streamed
     else:
-        assert [call["function"]["arguments"] for call in message["tool_calls"]] == streamed == [ODD[arguments]]
+        assert (
+            [call["function"]["arguments"] for call in message["tool_calls"]]
+            == streamed
+            == [ODD[arguments]]
+        )
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     back = fake.post(
-        "/v1/chat/completions", {"messages": [*talk, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}
+        "/v1/chat/completions",
+        {"messages": [*talk, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1},
     )
     assert back.status_code == 200
 
@@ -412,17 +517,31 @@ SHOWN = [  # what the model of random numbers is made to write -> the text of it
 
 @pytest.mark.server
 @pytest.mark.parametrize(("written", "shown"), SHOWN)
-def test_a_response_has_each_log_probability_of_its_text_once(fake: Any, written: str, shown: str) -> None:
+def test_a_response_has_each_log_probability_of_its_text_once(
+    fake: Any, written: str, shown: str
+) -> None:
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
-    ask = {"input": "x", "tools": tools, "choice": [written], "include": ["message.output_text.logprobs"], "seed": 1}
+    ask = {
+        "input": "x",
+        "tools": tools,
+        "choice": [written],
+        "include": ["message.output_text.logprobs"],
+        "seed": 1,
+    }
     whole = fake.post("/v1/responses", ask).json()
     events = fake.events("/v1/responses", ask)
 
     def parts(response: Any) -> list[Any]:
-        return [p for item in response["output"] if item["type"] == "message" for p in item["content"]]
+        return [
+            p for item in response["output"] if item["type"] == "message" for p in item["content"]
+        ]
 
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-    for told in (parts(whole), parts(events[-1]["response"]), [{**e, "text": e["delta"]} for e in deltas]):
+    for told in (
+        parts(whole),
+        parts(events[-1]["response"]),
+        [{**e, "text": e["delta"]} for e in deltas],
+    ):
         assert "".join(p["text"] for p in told) == shown
         raw = bytes(b for p in told for token in p["logprobs"] for b in token["bytes"])
         assert raw.decode().removesuffix("</s>") == shown
@@ -434,27 +553,45 @@ def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
     parameters = TOOL["function"]["parameters"]  # type: ignore[index]
     tool = {"name": "get_weather", "input_schema": parameters}
     claude = fake.post(
-        "/v1/messages", {"messages": ask, "tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 400}
+        "/v1/messages",
+        {"messages": ask, "tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 400},
     ).json()
     assert claude["stop_reason"] == "tool_use"
     assert claude["content"][-1]["input"]["city"] in ("Paris", "Rome")
     flat = {"type": "function", "name": "get_weather", "parameters": parameters}
     answer = fake.post(
-        "/v1/responses", {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400}
+        "/v1/responses",
+        {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400},
     ).json()
     assert answer["output"][-1]["type"] == "function_call"
     follow = [
         *ask,
         *answer["output"],
-        {"type": "function_call_output", "call_id": answer["output"][-1]["call_id"], "output": "sunny"},
+        {
+            "type": "function_call_output",
+            "call_id": answer["output"][-1]["call_id"],
+            "output": "sunny",
+        },
     ]
-    assert fake.post("/v1/responses", {"input": follow, "tools": [flat], "max_output_tokens": 4}).status_code == 200
+    assert (
+        fake.post(
+            "/v1/responses", {"input": follow, "tools": [flat], "max_output_tokens": 4}
+        ).status_code
+        == 200
+    )
     counted = [
-        fake.post("/v1/responses/input_tokens", {"input": part, "tools": [flat]}).json()["input_tokens"]
+        fake.post("/v1/responses/input_tokens", {"input": part, "tools": [flat]}).json()[
+            "input_tokens"
+        ]
         for part in (follow, [*ask, follow[-1]])
     ]
-    assert counted[0] - counted[1] > len(answer["output"][-1]["arguments"])  # the call is in the prompt
-    events = fake.events("/v1/responses", {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400})
+    assert counted[0] - counted[1] > len(
+        answer["output"][-1]["arguments"]
+    )  # the call is in the prompt
+    events = fake.events(
+        "/v1/responses",
+        {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400},
+    )
     assert [e["type"] for e in events if "function_call_arguments" in e["type"]] == [
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
@@ -482,19 +619,31 @@ def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
 )
 def test_structured_answers_are_valid_json(fake: Any, form: dict[str, Any]) -> None:
     for seed in range(4):
-        body = {"messages": [{"role": "user", "content": "x"}], "response_format": form, "max_tokens": 500, "seed": seed}
+        body = {
+            "messages": [{"role": "user", "content": "x"}],
+            "response_format": form,
+            "max_tokens": 500,
+            "seed": seed,
+        }
         choice = fake.post("/v1/chat/completions", body).json()["choices"][0]
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
         else:
-            assert form["type"] == "json_object"  # any object may be longer than the limit; the schema's cannot
+            assert (
+                form["type"] == "json_object"
+            )  # any object may be longer than the limit; the schema's cannot
 
 
 @pytest.mark.server
 def test_strict_tools_leave_a_choice_between_valid_calls_and_text(fake: Any) -> None:
     """A model of random numbers, nudged to begin with "<", writes valid calls only; left alone, text that holds no call."""
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": [strict], "max_tokens": 500, "seed": 3}
+    body = {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [strict],
+        "max_tokens": 500,
+        "seed": 3,
+    }
     plain = fake.post("/v1/chat/completions", body).json()["choices"][0]
     assert "tool_calls" not in plain["message"]
     assert "<tool_call>" not in plain["message"]["content"]
@@ -507,7 +656,12 @@ def test_strict_tools_leave_a_choice_between_valid_calls_and_text(fake: Any) -> 
 
 @pytest.mark.server
 def test_a_response_format_beside_tools_is_kept_unless_a_tool_is_called(fake: Any) -> None:
-    schema = {"type": "object", "properties": {"yes": {"type": "boolean"}}, "required": ["yes"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"yes": {"type": "boolean"}},
+        "required": ["yes"],
+        "additionalProperties": False,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for bias, called in (({"123": 100}, False), ({"60": 100}, True)):
         body = {
@@ -518,7 +672,9 @@ def test_a_response_format_beside_tools_is_kept_unless_a_tool_is_called(fake: An
             "seed": 3,
             "logit_bias": bias,
         }
-        message = fake.post("/v1/chat/completions", {**body, "parallel_tool_calls": False}).json()["choices"][0]["message"]
+        message = fake.post("/v1/chat/completions", {**body, "parallel_tool_calls": False}).json()[
+            "choices"
+        ][0]["message"]
         assert bool(message.get("tool_calls")) is called
         if not called:
             assert json.loads(message["content"])["yes"] in (True, False)
@@ -532,9 +688,18 @@ def test_a_response_format_beside_tools_is_kept_unless_a_tool_is_called(fake: An
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
     ],
 )
-def test_a_built_in_tool_is_refused_by_its_type(fake: Any, route: str, body: dict[str, Any]) -> None:
-    for tool in ({"type": "web_search"}, {"type": "web_search", "name": "web_search", "max_uses": 2}):
+def test_a_built_in_tool_is_refused_by_its_type(
+    fake: Any, route: str, body: dict[str, Any]
+) -> None:
+    for tool in (
+        {"type": "web_search"},
+        {"type": "web_search", "name": "web_search", "max_uses": 2},
+    ):
         answer = fake.post(route, {**body, "tools": [tool]})
         error = answer.json()["error"]
-        assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", "tools[0].type")
+        assert (answer.status_code, error["code"], error["param"]) == (
+            400,
+            "unsupported_parameter",
+            "tools[0].type",
+        )
         assert "'web_search' tools are not offered" in error["message"]

@@ -64,13 +64,25 @@ def random_params(r: random.Random) -> SamplingParams:
         fields |= r.choice(_STRUCTURES) | {"banned_token_ids": (), "stop": (), "no_repeat_ngram": 0}
     elif r.random() < 0.08:  # bans that leave nothing to draw after some tokens
         few = tuple(r.sample(range(97, 103), r.randrange(1, 4)))
-        fields |= {"allowed_token_ids": few, "banned_token_ids": (), "no_repeat_ngram": r.randrange(1, 3), "max_tokens": 27}
+        fields |= {
+            "allowed_token_ids": few,
+            "banned_token_ids": (),
+            "no_repeat_ngram": r.randrange(1, 3),
+            "max_tokens": 27,
+        }
     return SamplingParams(**fields)
 
 
 def answer(completion: Completion) -> list[Any]:
     """Everything about an answer that must be the same, to the bit."""
     return [
-        (c.text, c.token_ids, c.finish, [(t.token, t.logprob.hex(), t.top) for t in c.logprobs], c.loop, c.explain)
+        (
+            c.text,
+            c.token_ids,
+            c.finish,
+            [(t.token, t.logprob.hex(), t.top) for t in c.logprobs],
+            c.loop,
+            c.explain,
+        )
         for c in completion.choices
     ]

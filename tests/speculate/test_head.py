@@ -22,7 +22,15 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import Parts
-from verbatim.model.draft_head import ARCHITECTURE, SCALES, DraftHead, find_head, guess, read_head, write_head
+from verbatim.model.draft_head import (
+    ARCHITECTURE,
+    SCALES,
+    DraftHead,
+    find_head,
+    guess,
+    read_head,
+    write_head,
+)
 from verbatim.model.load import Model, load_model
 from verbatim.speculate.draft_budget import DEBT, SHARE, START
 from verbatim.speculate.draft_policy import MARGIN, Speculator
@@ -38,7 +46,9 @@ from verbatim.weights.tensor import Tensor
 HIDDEN, INNER, VOCAB = 32, 64, 260
 
 
-def view(tokens: Sequence[int], *, room: int = 100, seq_id: int = 0, temperature: float = 0.0) -> SeqView:
+def view(
+    tokens: Sequence[int], *, room: int = 100, seq_id: int = 0, temperature: float = 0.0
+) -> SeqView:
     return SeqView(seq_id, tokens, 0, SamplingParams(temperature=temperature), 0, room)
 
 
@@ -70,7 +80,9 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, tiny: Model) -> None:
         tensor = getattr(head, name)
         assert (tensor.type, tensor.shape) == ("q4_0", arrays[name].shape)
         assert tensor.data.tobytes() == quantise("q4_0", arrays[name]).tobytes()
-        assert np.abs(tensor.to_f32() - arrays[name]).max() < 0.4  # a sixteenth of the widest block, and rounding
+        assert (
+            np.abs(tensor.to_f32() - arrays[name]).max() < 0.4
+        )  # a sixteenth of the widest block, and rounding
     assert head.file == str(file)
     write_head(file, arrays, "q8_0")
     assert read_head(file, tiny).up.type == "q8_0"
@@ -120,7 +132,10 @@ def with_block_scale(name: str, block: int, scale: float) -> Callable[[Path], No
 
 NOT_A_NUMBER = np.where(np.arange(HIDDEN) == 7, np.nan, 1).astype(np.float32)
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
-    "another architecture": (lambda p: write_head(p, trained(), **{"general.architecture": "llama"}), "no draft head"),
+    "another architecture": (
+        lambda p: write_head(p, trained(), **{"general.architecture": "llama"}),
+        "no draft head",
+    ),
     "no up": (without("up"), "without up"),
     "no down": (without("down"), "without down"),
     "no keep": (without("keep"), "without keep"),
@@ -129,15 +144,27 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "words that are texts": (with_words(["1", "2"]), "must be ids"),
     "words that are fractions": (with_words([1.5, 2.5]), "must be ids"),
     "one word": (with_words(5), "draft.words"),
-    "another model's width": (lambda p: write_head(p, trained(hidden=64)), "states of 64, and the model's are of 32"),
+    "another model's width": (
+        lambda p: write_head(p, trained(hidden=64)),
+        "states of 64, and the model's are of 32",
+    ),
     "up too short": (changed(up=trained()["up"][:-32]), "draft head for states"),
     "down too short": (changed(down=trained()["down"][:-1]), "draft head for states"),
     "a short scale": (changed(keep=np.ones(HIDDEN - 1, np.float32)), "scale"),
     "a scale that is no number": (changed(out=NOT_A_NUMBER), "scale"),
     "an endless scale": (changed(word_scale=NOT_A_NUMBER * np.inf), "scale"),
-    "a block's scale that is no number": (with_block_scale("up", 17, np.nan), "tensor up: block 17 .* get it again"),
-    "an endless scale of a block": (with_block_scale("down", 3, -np.inf), "tensor down: block 3 .* get it again"),
-    "a word beyond the vocabulary": (changed(words=np.array([1, VOCAB])), "words outside the model's 260"),
+    "a block's scale that is no number": (
+        with_block_scale("up", 17, np.nan),
+        "tensor up: block 17 .* get it again",
+    ),
+    "an endless scale of a block": (
+        with_block_scale("down", 3, -np.inf),
+        "tensor down: block 3 .* get it again",
+    ),
+    "a word beyond the vocabulary": (
+        changed(words=np.array([1, VOCAB])),
+        "words outside the model's 260",
+    ),
     "a word far beyond": (with_words([1, 2**63 + 5]), "words outside"),
     "a word below zero": (changed(words=np.array([-1, 5])), "words outside the model's 260"),
     "cut short": (cut, "cut"),
@@ -182,7 +209,9 @@ TEXT = (
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def native(request: pytest.FixtureRequest, default: Model, head: DraftHead) -> Iterator[tuple[Any, list[int]]]:
+def native(
+    request: pytest.FixtureRequest, default: Model, head: DraftHead
+) -> Iterator[tuple[Any, list[int]]]:
     """The backend after a step that left the final states of ROWS tokens, and the text."""
     cpu = pytest.importorskip("verbatim.backend.cpu.backend", exc_type=ImportError)
     from verbatim.text.tokenizer import from_gguf
@@ -208,16 +237,25 @@ def floats(default: Model, head: DraftHead) -> tuple[DraftHead, SimpleNamespace]
 
     assert default.spec.tied
     embed = default.weights["embed"]
-    rounded = Tensor("", "q4_0", embed.shape, quantise("q4_0", embed.to_f32()))  # the scores' rows, as the backend keeps them
-    model = SimpleNamespace(spec=SimpleNamespace(tied=False), weights={"embed": once(embed), "head": once(rounded)})
+    rounded = Tensor(
+        "", "q4_0", embed.shape, quantise("q4_0", embed.to_f32())
+    )  # the scores' rows, as the backend keeps them
+    model = SimpleNamespace(
+        spec=SimpleNamespace(tied=False), weights={"embed": once(embed), "head": once(rounded)}
+    )
     return dataclasses.replace(head, up=once(head.up), down=once(head.down)), model
 
 
 @pytest.mark.model
 @pytest.mark.native
-@pytest.mark.parametrize(("count", "temperature"), [(1, 0.0), (5, 0.7), (20, 1.0), (70, 0.0), (5, 1e-40), (5, 0.04)])
+@pytest.mark.parametrize(
+    ("count", "temperature"), [(1, 0.0), (5, 0.7), (20, 1.0), (70, 0.0), (5, 1e-40), (5, 0.04)]
+)
 def test_native_guesses_are_those_of_the_definition(
-    native: tuple[Any, list[int]], floats: tuple[DraftHead, SimpleNamespace], count: int, temperature: float
+    native: tuple[Any, list[int]],
+    floats: tuple[DraftHead, SimpleNamespace],
+    count: int,
+    temperature: float,
 ) -> None:
     """Native products round their inputs to eight bits, so odds differ a little, and so may the word where two are as likely."""
     backend, tokens = native
@@ -225,13 +263,21 @@ def test_native_guesses_are_those_of_the_definition(
     r = random.Random(count)
     rows = r.sample(range(len(states)), count)
     found = backend.guess([(row, tokens[row + 1], 3, temperature) for row in rows], 0.0)
-    assert [len(t) for t, _ in found] == [3 if i < 64 else 0 for i in range(count)], "a call takes 64; the rest get no guess"
+    assert [len(t) for t, _ in found] == [3 if i < 64 else 0 for i in range(count)], (
+        "a call takes 64; the rest get no guess"
+    )
     same, apart = 0, []
-    for row, (words, odds) in list(zip(rows, found[:64], strict=False))[:: 1 + count // 30]:  # the definition is slow
-        expected, chances = guess(floats[0], floats[1], states[row], tokens[row + 1], 3, temperature)  # type: ignore[arg-type]
+    for row, (words, odds) in list(zip(rows, found[:64], strict=False))[
+        :: 1 + count // 30
+    ]:  # the definition is slow
+        expected, chances = guess(
+            floats[0], floats[1], states[row], tokens[row + 1], 3, temperature
+        )  # type: ignore[arg-type]
         assert len(words) == len(odds)
         for word, chance, right, likely in zip(words, odds, expected, chances, strict=True):
-            apart.append(abs(np.log(chance / likely)))  # also where the words differ: then they are as likely
+            apart.append(
+                abs(np.log(chance / likely))
+            )  # also where the words differ: then they are as likely
             if word != right:
                 break
             same += 1
@@ -255,7 +301,9 @@ def test_a_guess_does_not_depend_on_its_neighbours(native: tuple[Any, list[int]]
 
 @pytest.mark.model
 @pytest.mark.native
-def test_a_guess_that_was_begun_beside_other_work_is_the_same(native: tuple[Any, list[int]]) -> None:
+def test_a_guess_that_was_begun_beside_other_work_is_the_same(
+    native: tuple[Any, list[int]],
+) -> None:
     """Taken at once or late, for other asks, begun twice, dropped by a step: whatever was begun, the answer is that of the asks."""
     backend, tokens = native
     asks = [(row, tokens[row + 1], 3, 0.5 * (row % 3)) for row in range(12)]
@@ -268,7 +316,9 @@ def test_a_guess_that_was_begun_beside_other_work_is_the_same(native: tuple[Any,
         if turn % 4 == 1:
             backend.start_guess(asks[:2])
         if turn % 4 == 2:
-            backend.execute(StepPlan(1, (SeqStep(0, tuple(tokens[:-1]), 0, (tuple(range(8)),), hidden=True),)))
+            backend.execute(
+                StepPlan(1, (SeqStep(0, tuple(tokens[:-1]), 0, (tuple(range(8)),), hidden=True),))
+            )
         other = slice(3, 9) if turn % 5 == 4 else some
         assert backend.guess(asks[other], 0.0) == apart[other], turn
     backend.start_guess(asks)  # and nobody comes for it
@@ -281,16 +331,24 @@ def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
     asks = [(row, tokens[row + 1], 4, 0.0) for row in range(40)]
     everything, ended = backend.guess(asks, 0.0), 0
     for floor in (0.05, 0.3, 0.9):
-        for (words, odds), (all_words, all_odds) in zip(backend.guess(asks, floor), everything, strict=True):
+        for (words, odds), (all_words, all_odds) in zip(
+            backend.guess(asks, floor), everything, strict=True
+        ):
             assert 1 <= len(words) <= 4
             assert words == all_words[: len(words)]
             assert odds == all_odds[: len(words)]
-            assert all(a >= floor for a in odds[:-1]), "what follows a guess below the floor is not worth making"
+            assert all(a >= floor for a in odds[:-1]), (
+                "what follows a guess below the floor is not worth making"
+            )
             if len(words) < 4:
                 ended += 1
-                assert odds[-1] * 0.6 < floor, "it ended although the next one could have reached the floor"
+                assert odds[-1] * 0.6 < floor, (
+                    "it ended although the next one could have reached the floor"
+                )
     assert ended > 40
-    assert all(b <= a for _, odds in everything for a, b in itertools.pairwise(odds)), "odds of all before it, too"
+    assert all(b <= a for _, odds in everything for a, b in itertools.pairwise(odds)), (
+        "odds of all before it, too"
+    )
     assert backend.guess([(0, 5, 0, 0.0), (1, 5, 1, 0.0)], 0.0)[0] == ((), ())
     assert backend.guess([], 0.0) == []
     for row, token in ((ROWS, 5), (-1, 5), (0, -1), (0, backend.spec.vocab)):
@@ -318,7 +376,10 @@ class Recorder:
 
     def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
         self.asks, self.floor = list(asks), floor
-        return [(tuple(range(7, 7 + ask[2])), tuple(0.5**i for i in range(1, ask[2] + 1))) for ask in asks]
+        return [
+            (tuple(range(7, 7 + ask[2])), tuple(0.5**i for i in range(1, ask[2] + 1)))
+            for ask in asks
+        ]
 
 
 def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None:
@@ -332,9 +393,23 @@ def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None
             draws = r.randrange(0, count + 1)
             scored = r.choice((0, 0, r.randrange(0, count + 1)))
             tokens = tuple(r.randrange(100) for _ in range(count))
-            steps.append(SeqStep(seq_id, tokens, start, ((0,),), draws, targets=(1,) * scored, hidden=r.random() < 0.2))
-            accepted = r.randrange(0, draws) if draws else 0  # drafts that came true; the draw after the last of them is new
-            known[seq_id] = [0] * (start + count - draws) + [200 + i for i in range(accepted + (draws > 0) + 1)]
+            steps.append(
+                SeqStep(
+                    seq_id,
+                    tokens,
+                    start,
+                    ((0,),),
+                    draws,
+                    targets=(1,) * scored,
+                    hidden=r.random() < 0.2,
+                )
+            )
+            accepted = (
+                r.randrange(0, draws) if draws else 0
+            )  # drafts that came true; the draw after the last of them is new
+            known[seq_id] = [0] * (start + count - draws) + [
+                200 + i for i in range(accepted + (draws > 0) + 1)
+            ]
         plan = StepPlan(0, tuple(steps))
         outputs = make_batch(plan, 1).outputs.tolist()
         positions = [(s.seq_id, s.start + i) for s in steps for i in range(len(s.tokens))]
@@ -343,14 +418,20 @@ def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None
         proposer.observe(plan, StepResult(0, tuple(SeqResult(s.seq_id) for s in steps)))
         views = [view(tokens, seq_id=i, temperature=i / 10) for i, tokens in known.items()]
         drafts = proposer.propose(views, 16, 0.25)
-        assert set(drafts) == {s.seq_id for s in steps if s.draws}, "who drew a token, and nobody else"
+        assert set(drafts) == {s.seq_id for s in steps if s.draws}, (
+            "who drew a token, and nobody else"
+        )
         for i, ask in zip(drafts, recorder.asks, strict=True):
             checked += 1
             row, token, limit, temperature = ask
             last = len(known[i]) - 1
-            assert positions[outputs[row]] == (i, last - 1), "the state that the last token was drawn from"
+            assert positions[outputs[row]] == (i, last - 1), (
+                "the state that the last token was drawn from"
+            )
             assert (token, limit, temperature) == (known[i][-1], DEEPEST, i / 10)
-            assert drafts[i] == Draft((7, 8, 9, 10, 11), "head", 0, (0.5, 0.25, 0.125, 0.0625, 0.03125))
+            assert drafts[i] == Draft(
+                (7, 8, 9, 10, 11), "head", 0, (0.5, 0.25, 0.125, 0.0625, 0.03125)
+            )
         assert not drafts or recorder.floor == 0.25
     assert checked > 300
 
@@ -368,12 +449,19 @@ def test_limits_and_texts_that_the_last_step_did_not_write() -> None:
     assert len(proposer.propose([view(text, seq_id=4)], 1)[4].tokens) == 1
     assert recorder.loaded == 1
     assert recorder.asks == [(0, 50, 1, 0.0)]
-    assert proposer.propose([view([*text, 51], seq_id=4), view(text[:-1], seq_id=4), view(text, seq_id=6)], 16) == {}
+    assert (
+        proposer.propose(
+            [view([*text, 51], seq_id=4), view(text[:-1], seq_id=4), view(text, seq_id=6)], 16
+        )
+        == {}
+    )
     proposer.finish(view(text, seq_id=4))
     assert proposer.propose([view(text, seq_id=4)], 16) == {}
     assert set(proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16)) == {5}
     proposer.observe(StepPlan(1, ()), StepResult(1, ()))
-    assert proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16) == {}, "the states are those of the last step"
+    assert proposer.propose([view([0, 0, 0, 1], seq_id=5)], 16) == {}, (
+        "the states are those of the last step"
+    )
 
 
 def test_what_will_be_asked_is_begun_beside_the_reading() -> None:
@@ -383,17 +471,33 @@ def test_what_will_be_asked_is_begun_beside_the_reading() -> None:
 
     def step(*parts: tuple[int, tuple[int, ...], int, list[int]]) -> None:
         """(sequence, its rows, where they begin, what was drawn from the last of them)"""
-        plan = StepPlan(0, tuple(SeqStep(i, rows, at, ((0,),), len(drawn)) for i, rows, at, drawn in parts))
-        done = [SeqResult(i, tuple(Drawn(token, 0.0) for token in drawn)) for i, _, _, drawn in parts]
+        plan = StepPlan(
+            0, tuple(SeqStep(i, rows, at, ((0,),), len(drawn)) for i, rows, at, drawn in parts)
+        )
+        done = [
+            SeqResult(i, tuple(Drawn(token, 0.0) for token in drawn)) for i, _, _, drawn in parts
+        ]
         proposer.observe(plan, StepResult(0, tuple(done)))
 
     step((1, (10, 11), 0, [12]), (2, (20,), 4, [21]), (3, (30, 31), 0, []))
     assert recorder.started == [], "nobody was asked about yet"
-    proposer.propose([view([10, 11, 12], seq_id=1, temperature=0.5), view([0, 0, 0, 0, 20, 21], seq_id=2)], 16)
+    proposer.propose(
+        [view([10, 11, 12], seq_id=1, temperature=0.5), view([0, 0, 0, 0, 20, 21], seq_id=2)], 16
+    )
     step((2, (21, 22, 23), 5, [22, 99, 98]), (3, (32,), 2, [33]), (1, (12,), 2, [13]))
-    assert recorder.started == [[(1, 99, 1, 0.0), (4, 13, 1, 0.5)]], "one draft came true, and none of the other's"
-    proposer.propose([view([0, 0, 0, 0, 20, 21, 22, 99], seq_id=2), view([10, 11, 12, 13], seq_id=1, temperature=0.5)], 16)
-    assert [(*ask[:2], ask[3]) for ask in recorder.asks] == [(1, 99, 0.0), (4, 13, 0.5)], "and it is what is asked for"
+    assert recorder.started == [[(1, 99, 1, 0.0), (4, 13, 1, 0.5)]], (
+        "one draft came true, and none of the other's"
+    )
+    proposer.propose(
+        [
+            view([0, 0, 0, 0, 20, 21, 22, 99], seq_id=2),
+            view([10, 11, 12, 13], seq_id=1, temperature=0.5),
+        ],
+        16,
+    )
+    assert [(*ask[:2], ask[3]) for ask in recorder.asks] == [(1, 99, 0.0), (4, 13, 0.5)], (
+        "and it is what is asked for"
+    )
     proposer.observe(StepPlan(1, ()), StepResult(1, ()))
     step((1, (13,), 3, [14]))
     assert len(recorder.started) == 1, "who was not asked about is not guessed for"
@@ -433,14 +537,23 @@ def speculator(guesser: Stated, row: float = 0.2) -> Speculator:
 
 
 def test_of_stated_odds_only_what_pays_is_submitted() -> None:
-    for odds, count in (((0.9, 0.5, 0.4, 0.1), 3), ((0.9, 0.2, 0.1), 1), ((0.2,), 0), ((0.99,) * 4, 4)):
+    for odds, count in (
+        ((0.9, 0.5, 0.4, 0.1), 3),
+        ((0.9, 0.2, 0.1), 1),
+        ((0.2,), 0),
+        ((0.99,) * 4, 4),
+    ):
         guesser = Stated(odds)
         assert len(speculator(guesser).drafts([view([5])]).get(0, ())) == count, odds
         assert guesser.floor == pytest.approx(MARGIN * 0.2, rel=0.05), "it is told what could pay"
-    dear = Stated((0.5, 0.5), cost=0.004 * 0.3)  # making a guess costs 0.3 of a step, beside its row
+    dear = Stated(
+        (0.5, 0.5), cost=0.004 * 0.3
+    )  # making a guess costs 0.3 of a step, beside its row
     assert speculator(dear).drafts([view([5])]) == {}
     busy = Stated((0.9,) * 2)
-    assert speculator(busy, row=0.9).drafts([view([5], seq_id=i) for i in range(2)]) == {}, "compute-bound"
+    assert speculator(busy, row=0.9).drafts([view([5], seq_id=i) for i in range(2)]) == {}, (
+        "compute-bound"
+    )
     assert busy.asked == 0, "no guess is made where even a sure one could not pay"
 
 
@@ -524,7 +637,10 @@ def test_a_text_that_can_pay_for_no_draft_is_left_alone_most_of_the_time() -> No
                 now = view(text)._replace(drafted=drafted, accepted=drafted if honest else 0)
                 drafted += len(found.drafts([now]).get(0, ()))
             text = [*text, *((1, 1, 5) if honest else (5,))]
-        assert sum(looks[100:]) == 300 if honest else 0.05 * sum(looks[100:]) <= SHARE * 300 + 1, (honest, sum(looks[100:]))
+        assert sum(looks[100:]) == 300 if honest else 0.05 * sum(looks[100:]) <= SHARE * 300 + 1, (
+            honest,
+            sum(looks[100:]),
+        )
     assert found.awake(1), "another text is another matter"
     found = speculator(Stated((0.9, 0.9)))
     found.adaptive = False
@@ -540,15 +656,28 @@ def test_a_model_without_a_head_refuses_the_mode_by_name(backend: str, tiny: Mod
     if backend == "cpu":
         pytest.importorskip("verbatim.backend.cpu.backend", exc_type=ImportError)
     words = ByteTokenizer()
-    parts = Parts(open_backend(tiny, EngineConfig(backend=backend, threads=1)), words, (words.EOS,), name="tiny", digest="tiny")
+    parts = Parts(
+        open_backend(tiny, EngineConfig(backend=backend, threads=1)),
+        words,
+        (words.EOS,),
+        name="tiny",
+        digest="tiny",
+    )
     with LLM.from_parts(parts, context=128, kv_blocks=16) as llm:
         with pytest.raises(UnsupportedError, match="speculate"):
             llm.generate("a", SamplingParams(speculate="head", max_tokens=2))
-        assert llm.generate("a", SamplingParams(speculate="auto", max_tokens=2, ignore_eos=True)).usage.output_tokens == 2
+        assert (
+            llm.generate(
+                "a", SamplingParams(speculate="auto", max_tokens=2, ignore_eos=True)
+            ).usage.output_tokens
+            == 2
+        )
 
 
 @pytest.mark.model
-def test_the_reference_backend_and_other_files_are_refused_by_name(default_model: Path, tmp_path: Path) -> None:
+def test_the_reference_backend_and_other_files_are_refused_by_name(
+    default_model: Path, tmp_path: Path
+) -> None:
     with (
         LLM(str(default_model), backend="reference", context=64) as llm,
         pytest.raises(UnsupportedError, match=r"speculate.*cpu backend"),
@@ -566,16 +695,25 @@ def test_the_reference_backend_and_other_files_are_refused_by_name(default_model
 
 def requests(llm: LLM, r: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
     """Chat turns and noise; every sampler, grammars, stop strings, several choices."""
-    asked = ("What is the capital of France?", "Count from 1 to 20.", "Write a short poem about rain.", "Why is the sky blue?")
+    asked = (
+        "What is the capital of France?",
+        "Count from 1 to 20.",
+        "Write a short poem about rain.",
+        "Why is the sky blue?",
+    )
     prompts, params = [], []
     for i in range(30):
-        chat = llm.tokenizer.encode(f"<|im_start|>user\n{r.choice(asked)}<|im_end|>\n<|im_start|>assistant\n", special=True)
+        chat = llm.tokenizer.encode(
+            f"<|im_start|>user\n{r.choice(asked)}<|im_end|>\n<|im_start|>assistant\n", special=True
+        )
         prompts.append(chat if i % 3 else random_prompt(r))
         params.append(random_params(r))
     return prompts, params
 
 
-def in_crowds(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[list[Any], int, int]:
+def in_crowds(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> tuple[list[Any], int, int]:
     """Their answers, drafts and accepted drafts; one to eight requests at a time."""
     r = random.Random(len(params))
     done: list[Any] = []
@@ -583,7 +721,11 @@ def in_crowds(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
         crowd = slice(len(done), len(done) + r.randrange(1, 9))
         done += llm.generate(prompts[crowd], params[crowd])
     usage = [d.usage for d in done]
-    return [answer(d) for d in done], sum(u.drafted_tokens for u in usage), sum(u.accepted_tokens for u in usage)
+    return (
+        [answer(d) for d in done],
+        sum(u.drafted_tokens for u in usage),
+        sum(u.accepted_tokens for u in usage),
+    )
 
 
 @pytest.mark.model
@@ -599,7 +741,9 @@ def test_a_draft_head_never_changes_an_answer(default_model: Path) -> None:
             asked = [dataclasses.replace(p, speculate=mode) for p in params]
             found, drafted, accepted = in_crowds(llm, prompts, asked)
             if not adaptive:
-                assert 20 < accepted < drafted, f"{mode}: {accepted} of {drafted} guesses came true, which shows nothing"
+                assert 20 < accepted < drafted, (
+                    f"{mode}: {accepted} of {drafted} guesses came true, which shows nothing"
+                )
             answers[f"{mode} {adaptive}"] = found
     plain = answers.pop("off True")
     for mode, guessed in answers.items():

@@ -49,9 +49,16 @@ def perturbed(model: Any, noise: float) -> Any:
     from verbatim.weights.tensor import Tensor, Weights
 
     head = model.weights["head"]
-    values = head.to_f32() + np.float32(noise) * np.random.default_rng(9).standard_normal(head.shape, dtype=np.float32)
-    tensors = {**model.weights.tensors, "head": Tensor("head", head.type, head.shape, quantise(head.type, values))}
-    return dataclasses.replace(model, weights=Weights(tensors, model.weights.source, model.weights.digest))
+    values = head.to_f32() + np.float32(noise) * np.random.default_rng(9).standard_normal(
+        head.shape, dtype=np.float32
+    )
+    tensors = {
+        **model.weights.tensors,
+        "head": Tensor("head", head.type, head.shape, quantise(head.type, values)),
+    }
+    return dataclasses.replace(
+        model, weights=Weights(tensors, model.weights.source, model.weights.digest)
+    )
 
 
 def head_of_its_own() -> DraftHead:
@@ -64,17 +71,40 @@ def head_of_its_own() -> DraftHead:
     hidden, inner, r = SHAPE["hidden_size"], 32, np.random.default_rng(4)
 
     def matrix(name: str, *shape: int) -> Tensor:
-        return Tensor(name, "q4_0", shape, quantise("q4_0", r.standard_normal(shape, dtype=np.float32) * np.float32(0.1)))
+        return Tensor(
+            name,
+            "q4_0",
+            shape,
+            quantise("q4_0", r.standard_normal(shape, dtype=np.float32) * np.float32(0.1)),
+        )
 
     ones = np.ones(hidden, np.float32)
     words = np.arange(ByteTokenizer().vocab_size, dtype=np.int32)
-    return DraftHead(matrix("up", 2 * inner, 2 * hidden), matrix("down", hidden, inner), ones, ones, ones, ones, words)
+    return DraftHead(
+        matrix("up", 2 * inner, 2 * hidden),
+        matrix("down", hidden, inner),
+        ones,
+        ones,
+        ones,
+        ones,
+        words,
+    )
 
 
-def engine(backend: str, mode: str, draft: Backend | None = None, head: DraftHead | None = None, **options: Any) -> LLM:
+def engine(
+    backend: str,
+    mode: str,
+    draft: Backend | None = None,
+    head: DraftHead | None = None,
+    **options: Any,
+) -> LLM:
     words = ByteTokenizer()
-    parts = Parts(backend_of(backend), words, (words.EOS,), name="tiny", digest="tiny", draft=draft, head=head)
-    llm = LLM.from_parts(parts, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options)
+    parts = Parts(
+        backend_of(backend), words, (words.EOS,), name="tiny", digest="tiny", draft=draft, head=head
+    )
+    llm = LLM.from_parts(
+        parts, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options
+    )
     llm.core.drafting.adaptive = False
     llm.core.drafting.longest = 5
     return llm
@@ -87,28 +117,48 @@ def compare(backend: str, count: int, seed: int) -> None:
     crowds = [r.randrange(1, 17) for _ in range(count)]
     drafts = {"draft random": {"seed": 5}, "draft itself": {}, "draft between": {"noise": 0.05}}
     head = head_of_its_own() if backend == "cpu" else None  # the reference backend runs none
-    modes = ["off", "ngram", "suffix", "suffix remembered", *drafts, *(["head", "auto"] if head else [])]
+    modes = [
+        "off",
+        "ngram",
+        "suffix",
+        "suffix remembered",
+        *drafts,
+        *(["head", "auto"] if head else []),
+    ]
     answers: dict[str, list[Any]] = {}
     for mode in modes:
         draft = backend_of(backend, **drafts[mode]) if mode in drafts else None
         answers[mode], at = [], 0
         accepted = drafted = 0
-        tenants = ("*",) if mode == "suffix remembered" else ()  # guesses from earlier answers as well
+        tenants = (
+            ("*",) if mode == "suffix remembered" else ()
+        )  # guesses from earlier answers as well
         with engine(backend, mode.split()[0], draft, head, suffix_tenants=tenants) as llm:
             for crowd in crowds:
                 for done in llm.generate(prompts[at : at + crowd], params[at : at + crowd]):
                     answers[mode].append(answer(done))
-                    drafted, accepted = drafted + done.usage.drafted_tokens, accepted + done.usage.accepted_tokens
+                    drafted, accepted = (
+                        drafted + done.usage.drafted_tokens,
+                        accepted + done.usage.accepted_tokens,
+                    )
                 at += crowd
                 if at >= count:
                     break
-            assert mode == "off" or accepted > 0, f"{mode}: no guess ever came true, so the test shows nothing"
-            assert mode in ("off", "draft itself") or accepted < drafted, f"{mode}: no guess was ever rejected"
+            assert mode == "off" or accepted > 0, (
+                f"{mode}: no guess ever came true, so the test shows nothing"
+            )
+            assert mode in ("off", "draft itself") or accepted < drafted, (
+                f"{mode}: no guess was ever rejected"
+            )
             if mode == "off":
-                assert llm.core.scheduler.preemptions > 0, "the cache should be too small for these crowds"
-                assert any(c[2] == Finish("error", NOTHING_LEFT) for choices in answers[mode] for c in choices), (
-                    "no bans ran out"
+                assert llm.core.scheduler.preemptions > 0, (
+                    "the cache should be too small for these crowds"
                 )
+                assert any(
+                    c[2] == Finish("error", NOTHING_LEFT)
+                    for choices in answers[mode]
+                    for c in choices
+                ), "no bans ran out"
     for mode in modes[1:]:
         for i, (plain, guessed) in enumerate(zip(answers["off"], answers[mode], strict=True)):
             assert guessed == plain, f"{mode}, request {i}: {params[i]}"
@@ -137,7 +187,10 @@ def draft_rates(same_noise: bool) -> tuple[int, int]:
             llm.core.drafting._draft.propose = other_noise  # type: ignore[union-attr, method-assign]
         done = llm.generate(
             [[97 + i] for i in range(12)],
-            [SamplingParams(temperature=1.0, max_tokens=30, seed=i, ignore_eos=True) for i in range(12)],
+            [
+                SamplingParams(temperature=1.0, max_tokens=30, seed=i, ignore_eos=True)
+                for i in range(12)
+            ],
         )
     return sum(d.usage.drafted_tokens for d in done), sum(d.usage.accepted_tokens for d in done)
 
@@ -166,37 +219,56 @@ def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None
         p, q = (np.exp(x) / np.exp(x).sum() for x in (target, guess))
         tv = 0.5 * np.abs(p - q).sum()
         bound.append((1 - tv) / (1 + tv))
-        same.append(draw(ids, target - target.max(), 7, position)[0] == draw(ids, guess - guess.max(), 7, position)[0])
+        same.append(
+            draw(ids, target - target.max(), 7, position)[0]
+            == draw(ids, guess - guess.max(), 7, position)[0]
+        )
     assert masses(np.zeros(1))[0] > 0
     # The mean of 4,000 yes-or-no answers has a standard deviation of at most 0.008: a false alarm is a 4-sigma event (odds under 1 in 30,000).
     assert np.mean(same) >= np.mean(bound) - 4 * 0.008
 
 
 @pytest.mark.parametrize(
-    "ends", [{"stop": ("e", "t", "ab")}, {"choice": ("alpha", "beta")}, {"on_loop": "stop", "logit_bias": {98: 90.0}}]
+    "ends",
+    [
+        {"stop": ("e", "t", "ab")},
+        {"choice": ("alpha", "beta")},
+        {"on_loop": "stop", "logit_bias": {98: 90.0}},
+    ],
 )
 def test_what_was_drafted_behind_the_end_of_a_text_leaves_no_trace(ends: dict[str, Any]) -> None:
     """A stop string, a structure or a loop ends a text in the middle of drafts that were all right. Nothing behind it is counted, cached or remembered."""
     asked = [
-        SamplingParams(**{"temperature": 1.0, "max_tokens": 100, "seed": i, "ignore_eos": True, **ends}) for i in range(14)
+        SamplingParams(
+            **{"temperature": 1.0, "max_tokens": 100, "seed": i, "ignore_eos": True, **ends}
+        )
+        for i in range(14)
     ]
     left: dict[str, Any] = {}
     for mode in ("off", "draft"):
         with engine("reference", mode, backend_of("reference") if mode == "draft" else None) as llm:
             left[mode] = [trace(llm, [97 + i % 5] * 5, params) for i, params in enumerate(asked)]
     assert left["draft"] == left["off"]
-    assert any(choice[2].reason != "length" for choices, _ in left["off"] for choice in choices), "none ended early"
+    assert any(choice[2].reason != "length" for choices, _ in left["off"] for choice in choices), (
+        "none ended early"
+    )
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_bans_that_leave_nothing_end_one_answer_and_not_the_engine(backend: str) -> None:
     """The draft model meets the end of what may be drawn before the target does. What came true on the way there is counted."""
-    asked = SamplingParams(allowed_token_ids=(97, 98), no_repeat_ngram=2, max_tokens=40, temperature=1.0, seed=3)
+    asked = SamplingParams(
+        allowed_token_ids=(97, 98), no_repeat_ngram=2, max_tokens=40, temperature=1.0, seed=3
+    )
     with engine(backend, "draft", backend_of(backend)) as llm:
-        done, beside = llm.generate([[97], [98]], [asked, SamplingParams(max_tokens=5, seed=1, ignore_eos=True)])
+        done, beside = llm.generate(
+            [[97], [98]], [asked, SamplingParams(max_tokens=5, seed=1, ignore_eos=True)]
+        )
         assert done.choices[0].finish == Finish("error", NOTHING_LEFT)
         assert done.token_ids == (97, 98, 98, 97)
-        assert done.usage.drafted_tokens == done.usage.accepted_tokens == 3, "its own draft, and all that it could draw"
+        assert done.usage.drafted_tokens == done.usage.accepted_tokens == 3, (
+            "its own draft, and all that it could draw"
+        )
         assert len(beside.token_ids) == 5
 
 
@@ -205,10 +277,15 @@ def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> Non
     """Learnt positions end where their table does: beyond that there are no guesses, and the answer is the same."""
     words, answers = ByteTokenizer(), []
     config = EngineConfig(backend=backend, threads=1)
-    for draft in (None, open_backend(tiny_model("gpt2", seed=0, type="q8_0", n_positions=32), config)):
+    for draft in (
+        None,
+        open_backend(tiny_model("gpt2", seed=0, type="q8_0", n_positions=32), config),
+    ):
         target = open_backend(tiny_model("gpt2", seed=0, type="q8_0"), config)
         parts = Parts(target, words, (words.EOS,), draft=draft)
-        with LLM.from_parts(parts, context=128, kv_blocks=16, speculate="draft" if draft else "off", check=True) as llm:
+        with LLM.from_parts(
+            parts, context=128, kv_blocks=16, speculate="draft" if draft else "off", check=True
+        ) as llm:
             llm.core.drafting.adaptive = False
             asked = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
             done = llm.generate([[97] * 20, [98] * 30, [99] * 50], asked)
@@ -218,7 +295,9 @@ def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> Non
     assert drafted[0] > drafted[1] > 0 == drafted[2]
 
 
-def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from verbatim.engine.loaded_model import _load_draft
 
     def load(path: str, *, context: int | None = None, quant: str | None = None) -> Any:
@@ -238,7 +317,11 @@ def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.Mon
     """Whether a text ends by its end token, a stop string, a limit or for want of tokens: the time saved is that of the accepted drafts."""
     settled: list[int] = []
     settle = Purse.settle
-    monkeypatch.setattr(Purse, "settle", lambda purse, won, *costs: (settled.append(won), settle(purse, won, *costs)))
+    monkeypatch.setattr(
+        Purse,
+        "settle",
+        lambda purse, won, *costs: (settled.append(won), settle(purse, won, *costs)),
+    )
     r = random.Random(5)
     with engine("reference", "draft", backend_of("reference")) as llm:
         for _ in range(60):
@@ -252,9 +335,13 @@ def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.Mon
 def test_a_draft_models_cache_is_part_of_the_memory(target: dict[str, int], heads: int) -> None:
     config, words = EngineConfig(backend="reference", threads=1), ByteTokenizer()
     memory = 400_000
-    draft = open_backend(tiny_model("llama", num_key_value_heads=heads, num_hidden_layers=5), config)
+    draft = open_backend(
+        tiny_model("llama", num_key_value_heads=heads, num_hidden_layers=5), config
+    )
     family = "gemma3" if target else "llama"
-    parts = Parts(open_backend(tiny_model(family, **target), config), words, (words.EOS,), draft=draft)
+    parts = Parts(
+        open_backend(tiny_model(family, **target), config), words, (words.EOS,), draft=draft
+    )
     allocated: list[tuple[int, ...]] = []
     allocate = draft.allocate
     draft.allocate = lambda blocks: (allocated.append(blocks), allocate(blocks))[1]  # type: ignore[method-assign]
@@ -264,7 +351,10 @@ def test_a_draft_models_cache_is_part_of_the_memory(target: dict[str, int], head
         assert 0.8 * memory < ours + theirs <= memory
         assert "for the draft model" in str(llm.core.cache_plan)
         most = llm.core.config.max_running * draft.spec.context // draft.block_size
-        assert llm.core.drafting._draft_blocks(parts, EngineConfig(max_running=1)) <= most // llm.core.config.max_running
+        assert (
+            llm.core.drafting._draft_blocks(parts, EngineConfig(max_running=1))
+            <= most // llm.core.config.max_running
+        )
 
 
 def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
@@ -275,21 +365,28 @@ def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
         end = scheduler._end
         patch.setattr(scheduler, "_end", lambda seq: (known.append(list(seq.tokens)), end(seq)))
         done = llm.generate(prompt, params)
-    assert known == [prompt + list(done.token_ids)], "the scheduler knows tokens that the answer has not"
+    assert known == [prompt + list(done.token_ids)], (
+        "the scheduler knows tokens that the answer has not"
+    )
     assert done.usage.accepted_tokens < done.usage.output_tokens == len(done.token_ids)
     return answer(done), [len(pool.cached) for pool in scheduler.cache.pools]
 
 
 def test_settings_that_would_do_nothing_are_refused_by_name() -> None:
     for mode in ("off", "ngram"):
-        with pytest.raises(ParameterError, match="suffix_tenants: only speculate=suffix or auto reuses answers"):
+        with pytest.raises(
+            ParameterError, match="suffix_tenants: only speculate=suffix or auto reuses answers"
+        ):
             engine("reference", mode, suffix_tenants=("me",))
     for mode in ("ngram", "suffix", "head", "draft"):
         with pytest.raises(UnsupportedError, match=r"speculate: .* needs the cache"):
             engine("reference", mode, use_cache=False)
     for mode in ("off", "auto"):
         with engine("reference", mode, use_cache=False) as llm:
-            assert llm.generate("abababab", SamplingParams(max_tokens=8, seed=1)).usage.drafted_tokens == 0
+            assert (
+                llm.generate("abababab", SamplingParams(max_tokens=8, seed=1)).usage.drafted_tokens
+                == 0
+            )
             with pytest.raises(UnsupportedError, match="speculate: 'suffix' needs the cache"):
                 llm.generate("abababab", SamplingParams(max_tokens=8, seed=1, speculate="suffix"))
 
@@ -302,7 +399,10 @@ def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
         (None, "no draft head comes with this model"),
         (head_of_its_own(), "the reference backend runs no draft"),
     ):
-        with engine("reference", "head", head=head) as llm, pytest.raises(UnsupportedError, match=why):
+        with (
+            engine("reference", "head", head=head) as llm,
+            pytest.raises(UnsupportedError, match=why),
+        ):
             llm.generate("a", SamplingParams(max_tokens=2))
     with engine("reference", "auto") as llm:
         with pytest.raises(UnsupportedError, match="speculate"):
@@ -311,5 +411,12 @@ def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
             llm.generate("a", SamplingParams(speculate="guess", max_tokens=2))
         with pytest.raises(ParameterError, match="speculate"):
             SamplingParams(num_beams=2, speculate="ngram")
-        assert SamplingParams(num_beams=2, speculate="off").speculate == "off"  # which says what beams do anyway
-        assert llm.generate("abababab", SamplingParams(speculate="off", max_tokens=8, seed=1)).usage.drafted_tokens == 0
+        assert (
+            SamplingParams(num_beams=2, speculate="off").speculate == "off"
+        )  # which says what beams do anyway
+        assert (
+            llm.generate(
+                "abababab", SamplingParams(speculate="off", max_tokens=8, seed=1)
+            ).usage.drafted_tokens
+            == 0
+        )

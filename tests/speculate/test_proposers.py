@@ -28,13 +28,17 @@ from verbatim.testing import fake_spec
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
-def view(tokens: list[int], *, room: int = 100, seq_id: int = 0, tenant: str = "", prompt_len: int = 0) -> SeqView:
+def view(
+    tokens: list[int], *, room: int = 100, seq_id: int = 0, tenant: str = "", prompt_len: int = 0
+) -> SeqView:
     return SeqView(seq_id, tokens, prompt_len, SamplingParams(), 0, room, tenant)
 
 
 def longest_earlier(tokens: list[int]) -> int:
     for length in range(len(tokens) - 1, 0, -1):
-        if any(tokens[end - length : end] == tokens[-length:] for end in range(length, len(tokens))):
+        if any(
+            tokens[end - length : end] == tokens[-length:] for end in range(length, len(tokens))
+        ):
             return length
     return 0
 
@@ -96,8 +100,12 @@ def test_nothing_is_guessed_behind_the_end_of_a_text() -> None:
     text = [5, 6, 7, 8, 99, 3, 4, 5, 6]
     speculator = Speculator([SuffixProposer()], adaptive=False)
     assert speculator.drafts([view(text)]) == {0: (7, 8, 99, 3, 4, 5, 6, 7, 8, 99, 3, 4, 5, 6, 7)}
-    assert speculator.drafts([view(text, seq_id=1)._replace(ends={99: "eos"})]) == {1: (7, 8)}, "the target ends it by itself"
-    assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).until((99,), 100) == Draft((7, 99), "head", 0, (0.9, 0.8))
+    assert speculator.drafts([view(text, seq_id=1)._replace(ends={99: "eos"})]) == {1: (7, 8)}, (
+        "the target ends it by itself"
+    )
+    assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).until((99,), 100) == Draft(
+        (7, 99), "head", 0, (0.9, 0.8)
+    )
     ended = view([*text, 7, 8], seq_id=2)._replace(ends={99: "eos"})
     assert Speculator([SuffixProposer(), Saying(5, 6)], adaptive=False).drafts([ended]) == {}, (
         "a good guess, and no row is worth it"
@@ -120,7 +128,10 @@ class Counting:
     def allocate(self, blocks: tuple[int, ...]) -> None: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return StepResult(plan.step, tuple(SeqResult(s.seq_id, (Drawn(s.tokens[-1] + 1, 0.0),)) for s in plan.sequences))
+        return StepResult(
+            plan.step,
+            tuple(SeqResult(s.seq_id, (Drawn(s.tokens[-1] + 1, 0.0),)) for s in plan.sequences),
+        )
 
 
 def test_a_draft_model_stops_where_it_ends_the_text() -> None:
@@ -135,7 +146,8 @@ def test_a_draft_model_stops_where_bans_leave_it_nothing_to_draw() -> None:
             done = super().execute(plan)
             return done._replace(
                 sequences=tuple(
-                    r if r.drawn[0].token < 13 else r._replace(drawn=(Drawn(NOTHING, 0.0),)) for r in done.sequences
+                    r if r.drawn[0].token < 13 else r._replace(drawn=(Drawn(NOTHING, 0.0),))
+                    for r in done.sequences
                 )
             )
 
@@ -165,7 +177,9 @@ def test_a_draft_cache_that_does_not_fit_is_told_in_words() -> None:
         def allocate(self, blocks: tuple[int, ...]) -> None:
             raise MemoryError
 
-    with pytest.raises(ParameterError, match="speculate: the draft model's cache of 8 MiB does not fit into memory"):
+    with pytest.raises(
+        ParameterError, match="speculate: the draft model's cache of 8 MiB does not fit into memory"
+    ):
         DraftProposer(cast("Backend", Full()), blocks=8 << 20)
 
 
@@ -187,7 +201,9 @@ class Saying:
 
 def test_whatever_a_proposer_says_only_tokens_are_submitted() -> None:
     for said, submitted in (((5, -1, 6), (5,)), ((5, 6, 260), (5, 6)), ((259, 0), (259, 0))):
-        assert Speculator([Saying(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {0: submitted}
+        assert Speculator([Saying(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {
+            0: submitted
+        }
     for said in ((-1,), (260, 5), ()):
         assert Speculator([Saying(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {}
 
@@ -205,7 +221,9 @@ def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> Non
     )
     assert proposer.propose([view([8, 4], seq_id=7, tenant="a")], 9) == {}
     assert proposer.propose([view([1, 5, 6], seq_id=4, tenant="b")], 3) == {}
-    assert proposer.propose([view([1, 9, 9], seq_id=5, tenant="a")], 3) == {}, "prompts are not remembered"
+    assert proposer.propose([view([1, 9, 9], seq_id=5, tenant="a")], 3) == {}, (
+        "prompts are not remembered"
+    )
 
 
 def test_of_many_tenants_those_who_came_last_are_remembered() -> None:
@@ -276,11 +294,15 @@ def test_draft_length_by_the_rule() -> None:
     chances = {rate: [rate**j for j in rows] for rate in (0.0, 0.8, 1.0)}
     cheap = [0.3 * j for j in rows]
     assert draft_length(chances[0.8], 4.0, cheap) == 8
-    assert draft_length(chances[0.8], 4.0, [4.0 * j for j in rows]) == 0, "a compute-bound batch drafts nothing"
+    assert draft_length(chances[0.8], 4.0, [4.0 * j for j in rows]) == 0, (
+        "a compute-bound batch drafts nothing"
+    )
     assert draft_length(chances[1.0], 4.0, cheap) == 16
     assert draft_length(chances[0.0], 4.0, cheap) == 0
     stepped = [0.3 * j + 9 * (j > 7) for j in rows]
-    assert draft_length(chances[0.8], 4.0, stepped) == 7, "a step in the cost is not climbed for little"
+    assert draft_length(chances[0.8], 4.0, stepped) == 7, (
+        "a step in the cost is not climbed for little"
+    )
 
 
 def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
@@ -308,11 +330,16 @@ def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
     for _ in range(40):
         speculator.cost.learn(1, 0.0040)
         speculator.cost.learn(2, 0.0048)
-    speculator.acceptance.chances = lambda seq_id, draft, limit: [0.9**j for j in range(1, limit + 1)]  # type: ignore[method-assign]
+    speculator.acceptance.chances = lambda seq_id, draft, limit: [
+        0.9**j for j in range(1, limit + 1)
+    ]  # type: ignore[method-assign]
     text, lost, drafted = [1, 2, 9, 1, 2], 0.0, 0
     for step in range(400):
         rows = len(speculator.drafts([view(text)._replace(drafted=drafted)]).get(0, ()))
-        lost, drafted = lost + speculator.cost.seconds(1 + rows) / speculator.cost.seconds(1) - 1, drafted + rows
+        lost, drafted = (
+            lost + speculator.cost.seconds(1 + rows) / speculator.cost.seconds(1) - 1,
+            drafted + rows,
+        )
         text = [*text, 100 + step, 1, 2]
         assert lost <= START + DEBT + SHARE * len(text) + 0.2
     assert lost > 1, "it did try"
@@ -328,7 +355,9 @@ def test_what_drafts_saved_is_told_at_the_end() -> None:
                 speculator.cost.learn(rows, 0.0040 + 0.0008 * (rows - 1))
         drafts = speculator.drafts([view(text)])[0]
         rows, won = len(drafts), int(came * len(drafts))
-        saved = speculator.finish(view([*text, *(drafts or (77,))])._replace(drafted=rows, accepted=won))
+        saved = speculator.finish(
+            view([*text, *(drafts or (77,))])._replace(drafted=rows, accepted=won)
+        )
         assert abs(saved - (won * 0.004 - rows * 0.0008)) < 1e-4
         assert (saved > 0) == (won > 0)
 
@@ -345,7 +374,9 @@ def test_drafts_of_one_do_not_slow_the_others() -> None:
     """Four write, one of them repeats itself: its drafts would win it much, and cost the three others time. All four may draft together."""
     repeating, other = [1, 2, 3, 4] * 4, [5, 6, 7, 8, 9]
     speculator = _four_writing(dear=True)
-    speculator.acceptance.chances = lambda seq_id, draft, limit: [0.9**j for j in range(1, limit + 1)]  # type: ignore[method-assign]
+    speculator.acceptance.chances = lambda seq_id, draft, limit: [
+        0.9**j for j in range(1, limit + 1)
+    ]  # type: ignore[method-assign]
     assert speculator.drafts([view(repeating), *(view(other, seq_id=i) for i in (1, 2, 3))]) == {}
     assert set(speculator.drafts([view(repeating, seq_id=i) for i in range(4)])) == {0, 1, 2, 3}
     assert speculator.drafts([view(repeating)]) != {}, "alone it drafts"
@@ -355,12 +386,16 @@ def test_looking_for_drafts_in_vain_is_left_for_longer_and_longer() -> None:
     speculator, asked = _four_writing(dear=True), []
     proposer = speculator.proposers[0]
     propose = proposer.propose
-    proposer.propose = lambda views, limit, floor=0.0: asked.append(1) or propose(views, limit, floor)  # type: ignore[method-assign,func-returns-value]
+    proposer.propose = lambda views, limit, floor=0.0: (
+        asked.append(1) or propose(views, limit, floor)
+    )  # type: ignore[method-assign,func-returns-value]
     for step in range(400):
         if speculator.looks(4):
             speculator.drafts([view([step, i, 7], seq_id=i) for i in range(4)])
     assert 8 <= len(asked) < 24
-    assert speculator._barren <= 12, "and not for ever longer: years of steps later it still looks now and then"
+    assert speculator._barren <= 12, (
+        "and not for ever longer: years of steps later it still looks now and then"
+    )
     before = len(asked)
     for step in range(20):
         assert speculator.looks(1)
@@ -399,7 +434,10 @@ def test_finished_sequences_leave_nothing() -> None:
     assert not speculator._records
     assert not any(speculator._resting.values())
     assert not speculator.acceptance._own
-    assert all(not getattr(p, "_index", None) and not getattr(p, "_texts", None) for p in speculator.proposers)
+    assert all(
+        not getattr(p, "_index", None) and not getattr(p, "_texts", None)
+        for p in speculator.proposers
+    )
 
 
 def test_acceptance_starts_from_what_others_showed() -> None:
@@ -414,7 +452,9 @@ def test_what_comes_true_is_better_evidence_for_what_follows() -> None:
     """A match of two is chance half of the time; where it was none, the copy goes on."""
     acceptance = Acceptance()
     for seq_id in range(200):
-        acceptance.learn(seq_id, Draft((5, 6, 7, 8), "suffix", 2), (5, 6, 7, 8) if seq_id % 2 else (9,))
+        acceptance.learn(
+            seq_id, Draft((5, 6, 7, 8), "suffix", 2), (5, 6, 7, 8) if seq_id % 2 else (9,)
+        )
     first, second, third = acceptance.chances(999, Draft((1, 2, 3), "suffix", 2), 3)
     assert abs(first - 0.5) < 0.1
     assert second > 0.95 * first

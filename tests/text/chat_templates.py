@@ -101,13 +101,26 @@ STYLES = {
     "chatml": (CHATML, ["<|im_start|>", "<|im_end|>"], [], "<|im_start|>", "<|im_end|>", "bytes"),
     "llama3": (
         LLAMA3,
-        ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+        [
+            "<|begin_of_text|>",
+            "<|end_of_text|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|eot_id|>",
+        ],
         [],
         "<|begin_of_text|>",
         "<|eot_id|>",
         "bytes",
     ),
-    "gemma": (GEMMA, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], ["<table>"], "<bos>", "<eos>", "pieces"),
+    "gemma": (
+        GEMMA,
+        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+        ["<table>"],
+        "<bos>",
+        "<eos>",
+        "pieces",
+    ),
     "mistral": (MISTRAL, ["<s>", "</s>"], [], "<s>", "</s>", "pieces-prefix"),
     "phi3": (
         PHI3,
@@ -117,6 +130,13 @@ STYLES = {
         "<|endoftext|>",
         "pieces-prefix",
     ),
-    "qwen-tools": (QWEN_TOOLS, ["<|im_start|>", "<|im_end|>"], ["<think>", "</think>"], "<|im_start|>", "<|im_end|>", "bytes"),
+    "qwen-tools": (
+        QWEN_TOOLS,
+        ["<|im_start|>", "<|im_end|>"],
+        ["<think>", "</think>"],
+        "<|im_start|>",
+        "<|im_end|>",
+        "bytes",
+    ),
     "parts": (PARTS, ["<|im_start|>", "<|im_end|>"], [], "<|im_start|>", "<|im_end|>", "bytes"),
 }

@@ -27,7 +27,9 @@ class Bytes:
 @given(st.lists(st.integers(0, 256), max_size=40), st.booleans())
 def test_bytes_of_any_kind_decode_as_the_whole_does(ids: list[int], skip: bool) -> None:
     tokenizer = Bytes()
-    want = b"".join(tokenizer.token_bytes(i) for i in ids if not (skip and i == 256)).decode("utf-8", errors="replace")
+    want = b"".join(tokenizer.token_bytes(i) for i in ids if not (skip and i == 256)).decode(
+        "utf-8", errors="replace"
+    )
     decoder = TextDecoder(tokenizer, skip)
     assert "".join(decoder.push(i) for i in ids) + decoder.flush() == want
     assert decode_all(tokenizer, ids, skip) == want
@@ -54,7 +56,9 @@ def test_ten_thousand_random_token_sequences(default_tokenizer: Tokenizer) -> No
     for turn in range(10_000):
         ids = rng.choices(broken if turn % 2 else range(tokenizer.vocab_size), k=rng.randint(1, 24))
         skip = rng.random() < 0.5
-        data = b"".join(tokenizer.token_bytes(i) for i in ids if not (skip and tokenizer.is_control(i)))
+        data = b"".join(
+            tokenizer.token_bytes(i) for i in ids if not (skip and tokenizer.is_control(i))
+        )
         want = data.decode("utf-8", errors="replace")
         decoder = TextDecoder(tokenizer, skip)
         out = ""
@@ -67,7 +71,9 @@ def test_ten_thousand_random_token_sequences(default_tokenizer: Tokenizer) -> No
 def test_a_skipped_control_token_does_not_break_a_character() -> None:
     decoder = TextDecoder(Bytes())
     data = "é".encode()
-    assert decoder.push(data[0]) + decoder.push(256) + decoder.push(data[1]) + decoder.flush() == "é"
+    assert (
+        decoder.push(data[0]) + decoder.push(256) + decoder.push(data[1]) + decoder.flush() == "é"
+    )
 
 
 def _whole(data: bytes) -> bool:

@@ -110,7 +110,9 @@ def test_a_broken_vocabulary_is_named(name: str) -> None:
     assert str(error.value).startswith("some.gguf: ")
 
 
-@pytest.mark.parametrize("merges", [["P A", "PA D"], ["P A"]], ids=["by merging", "as a whole word"])
+@pytest.mark.parametrize(
+    "merges", [["P A", "PA D"], ["P A"]], ids=["by merging", "as a whole word"]
+)
 def test_a_control_token_that_is_an_ordinary_word_is_not_typed(merges: list[str]) -> None:
     """Llama 3's rule takes whole words from the vocabulary; a control token spelled like a word is one of them."""
     meta = byte_level()
@@ -199,7 +201,11 @@ def mutate(rng: random.Random, value: Any, depth: int = 0) -> Any:
         return out2
     if isinstance(value, str) and value:
         at = rng.randrange(len(value))
-        return value[:at] + rng.choice(["", "\x00", "é", "\u2581", "\ufffd", " ", "Ġ", "{{", value]) + value[at + 1 :]
+        return (
+            value[:at]
+            + rng.choice(["", "\x00", "é", "\u2581", "\ufffd", " ", "Ġ", "{{", value])
+            + value[at + 1 :]
+        )
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -231,8 +237,12 @@ def test_mutated_gguf_metadata() -> None:
 
 
 def write_directory(folder: Path, spec: Any, config: Any) -> None:
-    (folder / "tokenizer.json").write_text(json.dumps(spec, default=str), encoding="utf-8", errors="replace")
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, default=str), encoding="utf-8", errors="replace")
+    (folder / "tokenizer.json").write_text(
+        json.dumps(spec, default=str), encoding="utf-8", errors="replace"
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, default=str), encoding="utf-8", errors="replace"
+    )
 
 
 def specs() -> list[dict[str, Any]]:
@@ -240,11 +250,22 @@ def specs() -> list[dict[str, Any]]:
     found = []
     for make in (byte_level, pieces):
         spec = json.loads(from_gguf(make())._vocab.special.to_str())
-        spec["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+        spec["decoder"] = {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
         spec["post_processor"] = {
             "type": "TemplateProcessing",
-            "single": [{"SpecialToken": {"id": "BOS", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "single": [
+                {"SpecialToken": {"id": "BOS", "type_id": 0}},
+                {"Sequence": {"id": "A", "type_id": 0}},
+            ],
+            "pair": [
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 1}},
+            ],
             "special_tokens": {"BOS": {"id": "BOS", "ids": [1], "tokens": ["BOS"]}},
         }
         found.append(spec)
@@ -258,7 +279,12 @@ def specs() -> list[dict[str, Any]]:
     }
     metaspace = copy.deepcopy(found[1])
     metaspace["normalizer"] = None
-    metaspace["pre_tokenizer"] = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    metaspace["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "\u2581",
+        "prepend_scheme": "first",
+        "split": False,
+    }
     return [*found, metaspace]
 
 
@@ -279,7 +305,11 @@ def fuzz_directories(folder: Path, count: int, seed: int) -> dict[str, int]:
         for _ in range(rng.randint(1, 2)):
             if rng.random() < 0.8:
                 part = rng.choice(list(spec))
-                spec = mutate(rng, spec) if rng.random() < 0.2 else {**spec, part: mutate(rng, spec[part])}
+                spec = (
+                    mutate(rng, spec)
+                    if rng.random() < 0.2
+                    else {**spec, part: mutate(rng, spec[part])}
+                )
             else:
                 config = mutate(rng, config)
             if not isinstance(spec, dict) or not spec:
@@ -316,13 +346,17 @@ def test_metaspace_first_puts_its_space_only_at_the_beginning(tmp_path: Path) ->
     write_directory(tmp_path, specs()[2], CONFIG)
     tokenizer = from_directory(tmp_path)
     for text in ("hello<s>hello</s> w", "</s>hello", "hello w"):
-        assert tokenizer.encode_parts(tokenizer.split_control(text)) == tokenizer.encode(text, special=True)
+        assert tokenizer.encode_parts(tokenizer.split_control(text)) == tokenizer.encode(
+            text, special=True
+        )
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
     assert tokenizer.encode_prompt("hello")[0] == tokenizer.bos_id
 
 
 @pytest.mark.parametrize(("flag", "begins"), [(True, True), (False, False), (None, True)])
-def test_the_configuration_has_the_last_word_about_bos(tmp_path: Path, flag: bool | None, begins: bool) -> None:
+def test_the_configuration_has_the_last_word_about_bos(
+    tmp_path: Path, flag: bool | None, begins: bool
+) -> None:
     write_directory(tmp_path, specs()[1], CONFIG | {"add_bos_token": flag})
     tokenizer = from_directory(tmp_path)
     assert (tokenizer.encode_prompt("hello")[0] == tokenizer.bos_id) is begins
@@ -333,7 +367,8 @@ HOSTILE_PARTS: dict[str, tuple[dict[str, Any], str]] = {
         {
             "normalizer": {
                 "type": "Sequence",
-                "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40,
+                "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}]
+                * 40,
             }
         },
         "times longer",
@@ -346,20 +381,37 @@ HOSTILE_PARTS: dict[str, tuple[dict[str, Any], str]] = {
         {
             "pre_tokenizer": {
                 "type": "Sequence",
-                "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]
+                "pretokenizers": [
+                    {
+                        "type": "ByteLevel",
+                        "add_prefix_space": False,
+                        "trim_offsets": True,
+                        "use_regex": False,
+                    }
+                ]
                 * 40,
             }
         },
         "times longer",
     ),
-    "too many steps": ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100}}, "steps"),
-    "other kind": ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "WordLevel"),
+    "too many steps": (
+        {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFC"}] * 100}},
+        "steps",
+    ),
+    "other kind": (
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+        "WordLevel",
+    ),
     "a bomb as prefix": (
         {
             "post_processor": {
                 "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "B", "type_id": 0}}] * 100 + [{"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "single": [{"SpecialToken": {"id": "B", "type_id": 0}}] * 100
+                + [{"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                    {"Sequence": {"id": "B", "type_id": 1}},
+                ],
                 "special_tokens": {"B": {"id": "B", "ids": [1], "tokens": ["B"]}},
             }
         },
@@ -393,8 +445,15 @@ def test_dropout_would_make_tokens_random(tmp_path: Path) -> None:
         from_directory(tmp_path)
 
 
-def test_a_pattern_without_end_is_the_models_fault(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+def test_a_pattern_without_end_is_the_models_fault(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    split = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
     spec = specs()[0]
     spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, spec["pre_tokenizer"]]}
     write_directory(tmp_path, spec, CONFIG)
@@ -413,7 +472,9 @@ def test_prompts_equal_transformers_with_a_post_processor(tmp_path: Path) -> Non
         theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
         for text in ("hello world", "é🤯", " hello", "a</s>b<|im_end|> w"):
             assert ours.encode_prompt(text, special=True) == theirs(text).input_ids
-            assert ours.encode(text, special=True) == theirs(text, add_special_tokens=False).input_ids
+            assert (
+                ours.encode(text, special=True) == theirs(text, add_special_tokens=False).input_ids
+            )
 
 
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError
-from verbatim.text.pretokenize import BYTES_GPT2, CUTS, DIGIT, GPT2, cut_named, normalizer_of, pre_tokenizer_of
+from verbatim.text.pretokenize import (
+    BYTES_GPT2,
+    CUTS,
+    DIGIT,
+    GPT2,
+    cut_named,
+    normalizer_of,
+    pre_tokenizer_of,
+)
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
 NAMED_IN_THE_PLAN = [
@@ -71,7 +79,9 @@ texts = st.one_of(
     st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
     # Characters of an old Unicode version only, so that the two engines' tables agree about them.
     st.text(
-        alphabet=st.characters(exclude_categories=["Cs", "Cn"]).filter(lambda c: unicodedata.ucd_3_2_0.category(c) != "Cn"),
+        alphabet=st.characters(exclude_categories=["Cs", "Cn"]).filter(
+            lambda c: unicodedata.ucd_3_2_0.category(c) != "Cn"
+        ),
         max_size=20,
     ),
 )
@@ -82,7 +92,10 @@ def cut_by_us(name: str, text: str) -> list[bytes]:
     normalizer = normalizer_of(cut)
     if normalizer is not None:
         text = normalizer.normalize_str(text)
-    return [bytes(BYTE_ALPHABET[c] for c in piece) for piece, _ in pre_tokenizer_of(cut).pre_tokenize_str(text)]
+    return [
+        bytes(BYTE_ALPHABET[c] for c in piece)
+        for piece, _ in pre_tokenizer_of(cut).pre_tokenize_str(text)
+    ]
 
 
 def cut_by_regex(steps: list[str], text: str) -> list[bytes]:
@@ -111,7 +124,9 @@ def test_an_unknown_name_is_an_error_that_names_it() -> None:
 
 
 # Names whose steps are patterns all the way; falcon cuts inside the byte alphabet and has its own test.
-@pytest.mark.parametrize("name", sorted({cut: name for name, cut in CUTS.items() if name != "falcon"}.values()))
+@pytest.mark.parametrize(
+    "name", sorted({cut: name for name, cut in CUTS.items() if name != "falcon"}.values())
+)
 @settings(max_examples=100)
 @given(text=texts)
 def test_another_engine_cuts_the_same_pieces(name: str, text: str) -> None:
@@ -124,12 +139,25 @@ def test_another_engine_cuts_the_same_pieces(name: str, text: str) -> None:
 
 
 def transformers_cutters() -> dict[str, Any]:
-    from transformers import CodeGenTokenizer, CohereTokenizer, GPT2Tokenizer, GPTNeoXTokenizer, Qwen2Tokenizer
+    from transformers import (
+        CodeGenTokenizer,
+        CohereTokenizer,
+        GPT2Tokenizer,
+        GPTNeoXTokenizer,
+        Qwen2Tokenizer,
+    )
 
     vocab = {c: i for i, c in enumerate([*BYTE_ALPHABET, "<|endoftext|>"])}
-    classes = {"gpt-2": GPT2Tokenizer, "phi-2": CodeGenTokenizer, "olmo": GPTNeoXTokenizer, "mpt": GPTNeoXTokenizer}
+    classes = {
+        "gpt-2": GPT2Tokenizer,
+        "phi-2": CodeGenTokenizer,
+        "olmo": GPTNeoXTokenizer,
+        "mpt": GPTNeoXTokenizer,
+    }
     classes |= {"qwen2": Qwen2Tokenizer, "command-r": CohereTokenizer}
-    return {name: kind(vocab=dict(vocab), merges=[]).backend_tokenizer for name, kind in classes.items()}
+    return {
+        name: kind(vocab=dict(vocab), merges=[]).backend_tokenizer for name, kind in classes.items()
+    }
 
 
 @pytest.mark.torch
@@ -140,21 +168,32 @@ def test_transformers_classes_cut_the_same_pieces() -> None:
     @given(text=texts)
     def check(text: str) -> None:
         for name, theirs in cutters.items():
-            normal = theirs.normalizer.normalize_str(text) if theirs.normalizer is not None else text
-            want = [bytes(BYTE_ALPHABET[c] for c in piece) for piece, _ in theirs.pre_tokenizer.pre_tokenize_str(normal)]
+            normal = (
+                theirs.normalizer.normalize_str(text) if theirs.normalizer is not None else text
+            )
+            want = [
+                bytes(BYTE_ALPHABET[c] for c in piece)
+                for piece, _ in theirs.pre_tokenizer.pre_tokenize_str(normal)
+            ]
             assert cut_by_us(name, text) == want, name
 
     check()
 
 
 EXAMPLES = {
-    "llama-bpe": ("I'LL pay $1234.5!\n\n ok", ["I", "'LL", " pay", " $", "123", "4", ".", "5", "!\n\n", " ok"]),
+    "llama-bpe": (
+        "I'LL pay $1234.5!\n\n ok",
+        ["I", "'LL", " pay", " $", "123", "4", ".", "5", "!\n\n", " ok"],
+    ),
     "qwen2": ("a 12\n  b", ["a", " ", "1", "2", "\n", " ", " b"]),
     "tekken": ("HelloWORLDfoo x/\n12", ["Hello", "WORLDfoo", " x", "/\n", "1", "2"]),
     "smollm": ("a 12 b's", ["a", " ", "1", "2", " b", "'s"]),
     "deepseek-coder": ("x = 12\ny日本", ["x", " = ", "1", "2", "\n", "y", "日本"]),
     "deepseek-llm": ("don't 日本 12  ", ["don", "'", "t", " ", "日本", " ", "1", "2", "  "]),
-    "falcon": ("price: 12,3456 don't", ["price", ":", " ", "12", ",", "345", "6", " don", "'", "t"]),
+    "falcon": (
+        "price: 12,3456 don't",
+        ["price", ":", " ", "12", ",", "345", "6", " don", "'", "t"],
+    ),
     "default": ("a==b 1234", ["a", "==", "b", " ", "123", "4"]),
     "gpt-4o": ("It's 12345", ["It's", " ", "123", "45"]),
     "stablelm2": ("e\u0301 12", ["e", "\u0301", " ", "1", "2"]),

@@ -186,7 +186,9 @@ def test_a_long_conversation_fits_the_budget() -> None:
     assert ChatTemplate(rest).render(messages[:200]).endswith(",1,0,")
 
 
-def test_the_longest_source_looks_at_the_clock_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_source_looks_at_the_clock_while_it_compiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without the clock it would compile for minutes. Here every look is 10 ms, so 40 looks are the whole budget."""
     looks = itertools.count()
     monkeypatch.setattr("verbatim.text.template_budget.clock", lambda: next(looks) / 100)
@@ -224,7 +226,9 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
 def test_renderings_in_threads_do_not_share_a_budget() -> None:
     template = ChatTemplate("{% for i in range(20000) %}{{ messages[0].content }}{% endfor %}")
     results: list[int] = []
-    threads = [threading.Thread(target=lambda: results.append(len(template.render(HI)))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(len(template.render(HI)))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -240,7 +244,14 @@ def mutated(rng: random.Random, sources: list[str]) -> str:
         other = rng.choice(sources)
         begin = rng.randrange(len(other) + 1)
         insert = rng.choice(
-            ["", other[begin : begin + size], rng.choice("{}%#'\"|.()[]~*+-=0 \n"), "range(99999)", "__class__", "* 10**8"]
+            [
+                "",
+                other[begin : begin + size],
+                rng.choice("{}%#'\"|.()[]~*+-=0 \n"),
+                "range(99999)",
+                "__class__",
+                "* 10**8",
+            ]
         )
         text = text[:at] + insert + text[at + size * rng.randint(0, 1) :]
     return text
@@ -285,4 +296,6 @@ def test_plain_subclasses_lose_their_methods() -> None:
             return "!"
 
     with pytest.raises(RequestError):
-        ChatTemplate("{% if thing is defined %}{{ thing.shout() }}{% endif %}").render(HI, thing=Loud("a"))
+        ChatTemplate("{% if thing is defined %}{{ thing.shout() }}{% endif %}").render(
+            HI, thing=Loud("a")
+        )

@@ -90,7 +90,17 @@ def metadata_of(sp: Any, *, prefix: bool) -> dict[str, Any]:
     """What a converter writes into a GGUF file. User-defined pieces are written with plain spaces."""
     kinds, tokens = [], []
     for i in range(len(sp)):
-        kind = 2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 5 if sp.is_unused(i) else 1
+        kind = (
+            2
+            if sp.is_unknown(i)
+            else 3
+            if sp.is_control(i)
+            else 6
+            if sp.is_byte(i)
+            else 5
+            if sp.is_unused(i)
+            else 1
+        )
         text = sp.id_to_piece(i)
         if kind == 1 and sp.get_score(i) == 0.0 and text in DEFINED:
             kind = 4
@@ -145,10 +155,16 @@ def test_user_defined_pieces_are_found_first() -> None:
     spelled = {
         **meta,
         "tokenizer.ggml.tokens": [
-            _plain_spaces(t, k) for t, k in zip(meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"], strict=True)
+            _plain_spaces(t, k)
+            for t, k in zip(
+                meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"], strict=True
+            )
         ],
     }
-    for each in (meta, spelled):  # older files spell the spaces of user-defined pieces, newer ones write them
+    for each in (
+        meta,
+        spelled,
+    ):  # older files spell the spaces of user-defined pieces, newer ones write them
         tokenizer = from_gguf(each)
         for text in ["a  b", "x<table>y", "a\n\nb", "  the  fox\n\n<table>"]:
             assert tokenizer.encode(text) == sp.encode(text), text
@@ -175,13 +191,19 @@ def test_typed_control_and_byte_tokens_stay_text(llama: Tokenizer) -> None:
 def test_a_control_token_that_merging_could_reach_is_cut() -> None:
     """Vocabularies made for code have "</" and "s>" as pieces; joining them would give the end of the sequence."""
     meta = metadata_of(trained(prefix=True), prefix=True)
-    tokens, scores, kinds = (list(meta[f"tokenizer.ggml.{k}"]) for k in ("tokens", "scores", "token_type"))
+    tokens, scores, kinds = (
+        list(meta[f"tokenizer.ggml.{k}"]) for k in ("tokens", "scores", "token_type")
+    )
     for text in ("</", "s>", "<", "/", ">"):
         if text not in tokens:
             tokens.append(text)
             scores.append(-1.0)
             kinds.append(1)
-    meta |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": kinds}
+    meta |= {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+    }
     tokenizer = from_gguf(meta)
     ids = tokenizer.encode("a</s>b")
     assert tokenizer.eos_id not in ids
@@ -194,7 +216,9 @@ def test_bytes_of_pieces_and_the_space_rule(llama: Tokenizer) -> None:
     assert llama.token_bytes(llama.find("<0x0A>")) == b"\n"  # type: ignore[arg-type]
     assert llama.decode(ids) == "the fox 🤯"  # a text from its beginning: the added space is gone
     continued = TextDecoder(llama)
-    assert "".join(map(continued.push, ids)) + continued.flush() == " the fox 🤯"  # a continuation keeps its space
+    assert (
+        "".join(map(continued.push, ids)) + continued.flush() == " the fox 🤯"
+    )  # a continuation keeps its space
     start = TextDecoder(llama, start=True)
     assert "".join(map(start.push, [llama.bos_id, *ids])) == "the fox 🤯"  # type: ignore[list-item]
 
@@ -204,7 +228,9 @@ def test_beginning_of_sequence_is_added_once(llama: Tokenizer) -> None:
     assert llama.encode_prompt("<s>the", special=True)[:1] == [llama.bos_id]
     assert llama.encode_prompt("<s>the", special=True).count(llama.bos_id) == 1  # type: ignore[arg-type]
     assert llama.encode_prompt("<s>the").count(llama.bos_id) == 1  # type: ignore[arg-type]  # typed: text
-    without = from_gguf(metadata_of(trained(prefix=True), prefix=True) | {"tokenizer.ggml.add_bos_token": False})
+    without = from_gguf(
+        metadata_of(trained(prefix=True), prefix=True) | {"tokenizer.ggml.add_bos_token": False}
+    )
     assert without.encode_prompt("the fox") == without.encode("the fox")
 
 
@@ -213,7 +239,9 @@ def test_scores_must_fit_the_vocabulary() -> None:
     with pytest.raises(ModelError, match="scores has 5 entries"):
         from_gguf(meta | {"tokenizer.ggml.scores": [0.0] * 5})
     with pytest.raises(ModelError, match="not a number"):
-        from_gguf(meta | {"tokenizer.ggml.scores": [float("nan")] * len(meta["tokenizer.ggml.tokens"])})
+        from_gguf(
+            meta | {"tokenizer.ggml.scores": [float("nan")] * len(meta["tokenizer.ggml.tokens"])}
+        )
 
 
 @pytest.mark.torch
@@ -222,13 +250,17 @@ def test_merges_equal_those_that_transformers_derives() -> None:
     from transformers.convert_slow_tokenizer import generate_merges
 
     rng = random.Random(9)
-    pieces = list(dict.fromkeys("".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(400)))
+    pieces = list(
+        dict.fromkeys("".join(rng.choices("ab", k=rng.randint(1, 6))) for _ in range(400))
+    )
     ids = {piece: i for i, piece in enumerate(pieces)}
     for levels in (3, 10**6):
         scores = [-float(rng.randrange(levels)) for _ in pieces]
         theirs = generate_merges(ids, dict(zip(pieces, scores, strict=True)))
         assert sorted(merges_from_scores(pieces, ids, scores)) == sorted(theirs)
-        ranks = [(scores[ids[a + b]], len(a), len(b)) for a, b in merges_from_scores(pieces, ids, scores)]
+        ranks = [
+            (scores[ids[a + b]], len(a), len(b)) for a, b in merges_from_scores(pieces, ids, scores)
+        ]
         assert ranks == [(scores[ids[a + b]], len(a), len(b)) for a, b in theirs]
 
 

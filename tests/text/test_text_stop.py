@@ -38,7 +38,9 @@ def test_ten_thousand_random_texts_match_brute_force() -> None:
     matched = 0
     for _ in range(10_000):
         alphabet = rng.choice(["ab", "abc", "aé😀", "xyz\n"])
-        stops = ["".join(rng.choices(alphabet, k=rng.randint(1, 5))) for _ in range(rng.randint(1, 4))]
+        stops = [
+            "".join(rng.choices(alphabet, k=rng.randint(1, 5))) for _ in range(rng.randint(1, 4))
+        ]
         text = "".join(rng.choices(alphabet, k=rng.randint(0, 30)))
         include = rng.random() < 0.3
         want, which = whole(text, stops, include)
@@ -106,6 +108,8 @@ def test_sixty_four_long_stops_stay_linear(text: str) -> None:
     stops = [Counted("a" * 1000 + f"{i:02d}" + "b" * 22) for i in range(64)]
     matcher = StopMatcher(stops)
     Counted.looks = 0
-    out = "".join(matcher.push(text[i : i + 4])[0] for i in range(0, len(text), 4)) + matcher.flush()
+    out = (
+        "".join(matcher.push(text[i : i + 4])[0] for i in range(0, len(text), 4)) + matcher.flush()
+    )
     assert out == text
     assert Counted.looks <= 3 * len(text) * len(stops)

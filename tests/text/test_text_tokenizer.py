@@ -76,18 +76,34 @@ def published(metadata: dict[str, Any], folder: Path) -> Path:
     """The tokenizer.json that is published with this model, written out from its parts: digits one by one, then GPT-2's rule."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], list(metadata["tokenizer.ggml.token_type"])
     added = [
-        {"id": i, "content": t, "special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+        {
+            "id": i,
+            "content": t,
+            "special": True,
+            "normalized": False,
+            "lstrip": False,
+            "rstrip": False,
+            "single_word": False,
+        }
         for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind == 3
     ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     spec = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level]},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "Digits", "individual_digits": True}, byte_level],
+        },
         "post_processor": None,
         "decoder": {**byte_level, "add_prefix_space": True},
         "model": {
@@ -115,7 +131,9 @@ def published(metadata: dict[str, Any], folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def published_folder(default_metadata: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published_folder(
+    default_metadata: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     return published(default_metadata, tmp_path_factory.mktemp("published"))
 
 
@@ -143,15 +161,21 @@ def test_ten_thousand_strings_encode_as_hugging_face_does(
 
 @pytest.mark.torch
 @pytest.mark.soak
-def test_transformers_own_gguf_conversion_agrees(default_tokenizer: Tokenizer, default_model: Path) -> None:
+def test_transformers_own_gguf_conversion_agrees(
+    default_tokenizer: Tokenizer, default_model: Path
+) -> None:
     """A second, independent reading of the same file. It leaves out the rule for digits, so the texts here have none."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(default_model.parent, gguf_file=default_model.name)
     rng = random.Random(3)
     for _ in range(1000):
-        text = "".join(rng.choices([w for w in WORDS if not any(map(str.isnumeric, w))], k=rng.randint(0, 12)))
-        assert default_tokenizer.encode(text, special=True) == theirs.encode(text, add_special_tokens=False)
+        text = "".join(
+            rng.choices([w for w in WORDS if not any(map(str.isnumeric, w))], k=rng.randint(0, 12))
+        )
+        assert default_tokenizer.encode(text, special=True) == theirs.encode(
+            text, add_special_tokens=False
+        )
 
 
 def textbook(metadata: dict[str, Any]) -> Any:
@@ -163,7 +187,10 @@ def textbook(metadata: dict[str, Any]) -> Any:
     def word(text: str) -> list[int]:
         parts = [letters[b] for b in text.encode("utf-8")]
         while len(parts) > 1:
-            rank, at = min((ranks.get((a, b), 1 << 30), i) for i, (a, b) in enumerate(itertools.pairwise(parts)))
+            rank, at = min(
+                (ranks.get((a, b), 1 << 30), i)
+                for i, (a, b) in enumerate(itertools.pairwise(parts))
+            )
             if rank == 1 << 30:
                 break
             pair = parts[at], parts[at + 1]
@@ -185,11 +212,15 @@ def textbook(metadata: dict[str, Any]) -> Any:
     return encode
 
 
-def test_the_textbook_algorithm_gives_the_same_ids(default_tokenizer: Tokenizer, default_metadata: dict[str, Any]) -> None:
+def test_the_textbook_algorithm_gives_the_same_ids(
+    default_tokenizer: Tokenizer, default_metadata: dict[str, Any]
+) -> None:
     encode = textbook(default_metadata)
     rng = random.Random(8)
     for _ in range(1500):
-        text = "".join(rng.choices([*WORDS, "word", " and", " x", "ing", "é"], k=rng.randint(0, 14)))
+        text = "".join(
+            rng.choices([*WORDS, "word", " and", " x", "ing", "é"], k=rng.randint(0, 14))
+        )
         assert default_tokenizer.encode(text) == encode(text)
 
 
@@ -209,7 +240,9 @@ def test_token_bytes_of_every_id(default_tokenizer: Tokenizer) -> None:
     back = {b: c for c, b in BYTE_ALPHABET.items()}
     for i in range(default_tokenizer.vocab_size):
         data = default_tokenizer.token_bytes(i)
-        spelled = data.decode() if default_tokenizer.is_control(i) else "".join(back[b] for b in data)
+        spelled = (
+            data.decode() if default_tokenizer.is_control(i) else "".join(back[b] for b in data)
+        )
         assert spelled == default_tokenizer.token_text(i)
 
 
@@ -225,7 +258,9 @@ def test_what_the_vocabulary_cannot_write_is_told(default_tokenizer: Tokenizer) 
     for code in [*range(0x3000), *range(0x10000, 0x110000, 4099)]:
         character = chr(code)
         gone = default_tokenizer.decode(default_tokenizer.encode(character)) != character
-        assert default_tokenizer.lost(f"a{character}b{character}") == (character if gone else ""), hex(code)
+        assert default_tokenizer.lost(f"a{character}b{character}") == (character if gone else ""), (
+            hex(code)
+        )
         told += gone
     assert told > 6
     assert default_tokenizer.lost("a\x06b\x13\x06") == "\x06\x13"
@@ -244,12 +279,16 @@ def test_a_lone_surrogate_is_refused_by_name(default_tokenizer: Tokenizer) -> No
 def test_what_the_file_says_about_ends_and_beginnings(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.bos_id == 1
     assert default_tokenizer.eos_ids == (2, 0)  # declared: <|im_end|>; known end: <|endoftext|>
-    assert default_tokenizer.encode_prompt("Hello") == default_tokenizer.encode("Hello")  # add_bos_token is false
+    assert default_tokenizer.encode_prompt("Hello") == default_tokenizer.encode(
+        "Hello"
+    )  # add_bos_token is false
     assert default_tokenizer.special_tokens["eos_token"] == "<|im_end|>"
     assert default_tokenizer.vocab_size == 49152
 
 
-def test_the_published_directory_gives_the_same_tokenizer(default_tokenizer: Tokenizer, published_folder: Path) -> None:
+def test_the_published_directory_gives_the_same_tokenizer(
+    default_tokenizer: Tokenizer, published_folder: Path
+) -> None:
     theirs = from_directory(published_folder)
     rng = random.Random(5)
     for _ in range(300):
@@ -259,10 +298,14 @@ def test_the_published_directory_gives_the_same_tokenizer(default_tokenizer: Tok
     assert theirs.eos_ids == default_tokenizer.eos_ids
     assert theirs.control_tokens == default_tokenizer.control_tokens
     assert theirs.special_tokens == default_tokenizer.special_tokens
-    assert all(theirs.token_bytes(i) == default_tokenizer.token_bytes(i) for i in range(theirs.vocab_size))
+    assert all(
+        theirs.token_bytes(i) == default_tokenizer.token_bytes(i) for i in range(theirs.vocab_size)
+    )
 
 
-def test_a_model_with_more_or_fewer_ids_than_the_tokenizer(default_metadata: dict[str, Any]) -> None:
+def test_a_model_with_more_or_fewer_ids_than_the_tokenizer(
+    default_metadata: dict[str, Any],
+) -> None:
     tokenizer = from_gguf(default_metadata)
     tokenizer.fit(49160)
     assert tokenizer.vocab_size == 49160

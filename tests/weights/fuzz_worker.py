@@ -37,9 +37,54 @@ from verbatim.weights.tensor import BLOCKS, Tensor
 
 ALLOWANCE = 64 << 20
 MAX_CPU = 60  # seconds of CPU time of this process, not of the clock: for a file that loops; chosen, not measured
-EXTREMES = [0, 1, 2, 3, 7, 8, 9, 12, 13, 31, 32, 33, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**48]
-EXTREMES += [2**61, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64 - 8, 2**64 - 32, 2**64 // 18, 2**64 // 32, 2**59 + 1]
-LITERALS = ["null", "true", "-1", "0", "1", "1e999", "-0.0", "NaN", "18446744073709551615", "18446744073709551616", "9" * 5000]
+EXTREMES = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    9,
+    12,
+    13,
+    31,
+    32,
+    33,
+    255,
+    256,
+    65535,
+    65536,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+    2**32,
+    2**48,
+]
+EXTREMES += [
+    2**61,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    2**64 - 8,
+    2**64 - 32,
+    2**64 // 18,
+    2**64 // 32,
+    2**59 + 1,
+]
+LITERALS = [
+    "null",
+    "true",
+    "-1",
+    "0",
+    "1",
+    "1e999",
+    "-0.0",
+    "NaN",
+    "18446744073709551615",
+    "18446744073709551616",
+    "9" * 5000,
+]
 LITERALS += [
     '""',
     '"F32"',
@@ -83,7 +128,9 @@ def mutate_bytes(base: bytes, rng: random.Random, head: int) -> bytes:
         elif kind == 2:
             del raw[at if rng.random() < 0.5 else rng.randrange(len(raw)) :]
         elif kind in (3, 4):
-            value = rng.choice(EXTREMES) if rng.random() < 0.8 else len(raw) + rng.randrange(-40, 41)
+            value = (
+                rng.choice(EXTREMES) if rng.random() < 0.8 else len(raw) + rng.randrange(-40, 41)
+            )
             width = rng.choice((4, 8))
             raw[at : at + width] = (value % (1 << 8 * width)).to_bytes(width, "little")
         elif kind == 5:
@@ -138,7 +185,9 @@ def mutate_document(document: dict[str, Any], rng: random.Random) -> bytes:
         else:
             node[key] = copy.deepcopy(rng.choice(places)[0])
     text = json.dumps(document)
-    return re.sub('"@@([0-9]+)@@"', lambda found: LITERALS[int(found[1])], text).encode(errors="surrogatepass")
+    return re.sub('"@@([0-9]+)@@"', lambda found: LITERALS[int(found[1])], text).encode(
+        errors="surrogatepass"
+    )
 
 
 def count_fields(base: bytes, where: list[int], rng: random.Random) -> bytes:
@@ -148,7 +197,19 @@ def count_fields(base: bytes, where: list[int], rng: random.Random) -> bytes:
         at = rng.choice(where)
         old = int.from_bytes(raw[at : at + 8], "little")
         value = (
-            rng.choice([*EXTREMES, old + 1, old - 1, old * 2, old ^ 32, len(raw), len(raw) - at, (len(raw) - at) // 8]) % 2**64
+            rng.choice(
+                [
+                    *EXTREMES,
+                    old + 1,
+                    old - 1,
+                    old * 2,
+                    old ^ 32,
+                    len(raw),
+                    len(raw) - at,
+                    (len(raw) - at) // 8,
+                ]
+            )
+            % 2**64
         )
         width = rng.choice((4, 8))
         raw[at : at + width] = struct.pack("<Q", value)[:width]
@@ -177,7 +238,12 @@ def small_gguf(file: Path, rng: random.Random) -> None:
     for kind in rng.sample(list(BLOCKS), 5):
         shape = (rng.randrange(1, 4), BLOCKS[kind][0] * rng.randrange(1, 3))
         tensors.append(
-            Tensor(f"blk.{kind}.weight", kind, shape, np.frombuffer(rng.randbytes(nbytes(kind, shape)), dtype=np.uint8))
+            Tensor(
+                f"blk.{kind}.weight",
+                kind,
+                shape,
+                np.frombuffer(rng.randbytes(nbytes(kind, shape)), dtype=np.uint8),
+            )
         )
     write_gguf(file, metadata, tensors)
 
@@ -195,35 +261,64 @@ def whole_gguf(file: Path) -> int:
         "vocab_size": len(tokens),
     }
     numbers |= {"attention.head_count": 2, "attention.head_count_kv": 1, "rope.dimension_count": 16}
-    metadata: dict[str, Any] = {"general.architecture": "llama", **{f"llama.{name}": value for name, value in numbers.items()}}
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama",
+        **{f"llama.{name}": value for name, value in numbers.items()},
+    }
     metadata |= {"llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0}
-    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.eos_token_id": 1}
+    metadata |= {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.eos_token_id": 1,
+    }
     metadata |= {"tokenizer.chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     metadata |= {"tokenizer.ggml.token_type": [3, 3] + [1] * (len(tokens) - 2)}
     metadata |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": ["h e", "Ġ w"]}
-    shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
-    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32)}
+    shapes = {
+        "token_embd": (len(tokens), 32),
+        "output_norm": (32,),
+        "blk.0.attn_norm": (32,),
+        "blk.0.ffn_norm": (32,),
+    }
+    shapes |= {
+        "blk.0.attn_q": (32, 32),
+        "blk.0.attn_k": (16, 32),
+        "blk.0.attn_v": (16, 32),
+        "blk.0.attn_output": (32, 32),
+    }
     shapes |= {"blk.0.ffn_gate": (32, 32), "blk.0.ffn_up": (32, 32), "blk.0.ffn_down": (32, 32)}
     tensors = []
     for name, shape in shapes.items():
         kind = "q8_0" if len(shape) > 1 else "f32"
-        tensors.append(Tensor(f"{name}.weight", kind, shape, np.zeros(nbytes(kind, shape), dtype=np.uint8)))
+        tensors.append(
+            Tensor(f"{name}.weight", kind, shape, np.zeros(nbytes(kind, shape), dtype=np.uint8))
+        )
     write_gguf(file, metadata, tensors)
     return file.stat().st_size - sum(-(-t.data.size // 32) * 32 for t in tensors)
 
 
 def number_fields(raw: bytes, end: int = 1400) -> list[int]:
     """Offsets at which a small little-endian u64 or u32 seems to stand: counts, lengths, dimensions, types, offsets."""
-    return [at for at in range(4, min(len(raw) - 8, end)) if raw[at] and raw[at + 1 : at + 4] == b"\0\0\0"]
+    return [
+        at
+        for at in range(4, min(len(raw) - 8, end))
+        if raw[at] and raw[at + 1 : at + 4] == b"\0\0\0"
+    ]
 
 
 def small_safetensors(rng: random.Random) -> tuple[str, bytes]:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for index, (dtype, size) in enumerate((("F32", 4), ("BF16", 2), ("F16", 2), ("I64", 8), ("BOOL", 1))):
+    for index, (dtype, size) in enumerate(
+        (("F32", 4), ("BF16", 2), ("F16", 2), ("I64", 8), ("BOOL", 1))
+    ):
         shape = [rng.randrange(1, 4), rng.randrange(1, 4)]
         end = position + shape[0] * shape[1] * size
-        header[f"model.layers.{index}.weight"] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        header[f"model.layers.{index}.weight"] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [position, end],
+        }
         position = end
     return json.dumps(header), rng.randbytes(position)
 
@@ -248,7 +343,12 @@ def gguf_case(index: int, directory: Path) -> Callable[[], object]:
     if not base_file.exists():
         small_gguf(base_file, random.Random(index % 50))
     base = base_file.read_bytes()
-    put(file, mutate_bytes(base, rng, 1400) if index % 2 else count_fields(base, number_fields(base), rng))
+    put(
+        file,
+        mutate_bytes(base, rng, 1400)
+        if index % 2
+        else count_fields(base, number_fields(base), rng),
+    )
 
     def read() -> object:
         found = read_gguf(file)
@@ -275,7 +375,9 @@ def split_case(index: int, directory: Path) -> Callable[[], object]:
                 else count_fields(raw, number_fields(raw), rng)
             )
         put(file, raw)
-    return lambda: [tensor.to_f32().shape for tensor in read_gguf(files[rng.randrange(3)]).tensors.values()]
+    return lambda: [
+        tensor.to_f32().shape for tensor in read_gguf(files[rng.randrange(3)]).tensors.values()
+    ]
 
 
 def safetensors_file(index: int) -> bytes:
@@ -305,7 +407,12 @@ def directory_case(index: int, directory: Path) -> Callable[[], object]:
         put(directory / name, content.encode())
     target = which[index % 3]
     content = INDEX if index % 3 == 2 else CONFIG
-    put(directory / target, mutate_json(content, rng) if rng.random() < 0.7 else mutate_bytes(content.encode(), rng, 10**6))
+    put(
+        directory / target,
+        mutate_json(content, rng)
+        if rng.random() < 0.7
+        else mutate_bytes(content.encode(), rng, 10**6),
+    )
     return lambda: read_directory(directory)
 
 
@@ -329,7 +436,9 @@ def whole_case(index: int, directory: Path) -> Callable[[], object]:
         assert isinstance(model.source, GGUFFile)
         tokenizer = from_gguf(model.source.metadata)
         template_from_gguf(model.source.metadata)
-        return tokenizer.encode("he was"), [model.weights[name].to_f32().shape for name in model.weights]
+        return tokenizer.encode("he was"), [
+            model.weights[name].to_f32().shape for name in model.weights
+        ]
 
     return read
 
@@ -351,7 +460,10 @@ def limit_memory(file_bytes: int, kind: str) -> None:
     import resource
 
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + file_bytes + ALLOWANCE, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_AS,
+        (now + file_bytes + ALLOWANCE, resource.getrlimit(resource.RLIMIT_AS)[1]),
+    )
 
 
 def main(kind: str, first: int, count: int, directory: Path) -> None:

@@ -16,7 +16,9 @@ def part_name(stem: str, number: int, count: int) -> str:
     return f"{stem}-{number:05d}-of-{count:05d}.gguf"
 
 
-def split_gguf(source: Path, folder: Path, stem: str, sizes: Sequence[int], **changes: Any) -> list[Path]:
+def split_gguf(
+    source: Path, folder: Path, stem: str, sizes: Sequence[int], **changes: Any
+) -> list[Path]:
     """Parts of so many tensors each. `changes`: values of the keys for every part, such as split_count=7."""
     file = read_gguf(source)
     tensors = list(file.tensors.values())
@@ -24,10 +26,19 @@ def split_gguf(source: Path, folder: Path, stem: str, sizes: Sequence[int], **ch
     folder.mkdir(exist_ok=True)
     paths = []
     for number, size in enumerate(sizes):
-        keys = {"split.no": number, "split.count": len(sizes), "split.tensors.count": len(file.tensors)}
+        keys = {
+            "split.no": number,
+            "split.count": len(sizes),
+            "split.tensors.count": len(file.tensors),
+        }
         keys |= {key.replace("_", "."): value for key, value in changes.items()}
         path = folder / part_name(stem, number + 1, len(sizes))
-        write_gguf(path, (file.metadata if number == 0 else {}) | keys, tensors[:size], types=file.types | SPLIT_TYPES)
+        write_gguf(
+            path,
+            (file.metadata if number == 0 else {}) | keys,
+            tensors[:size],
+            types=file.types | SPLIT_TYPES,
+        )
         del tensors[:size]
         paths.append(path)
     return paths

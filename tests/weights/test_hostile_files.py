@@ -34,13 +34,30 @@ def array(kind: int, count: int, body: bytes = b"") -> bytes:
     return struct.pack("<IQ", kind, count) + body
 
 
-def info(name: str | bytes, dims: tuple[int, ...], kind: int = F32, offset: int = 0, axes: int | None = None) -> bytes:
-    return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims) if axes is None else axes, *dims, kind, offset)
+def info(
+    name: str | bytes,
+    dims: tuple[int, ...],
+    kind: int = F32,
+    offset: int = 0,
+    axes: int | None = None,
+) -> bytes:
+    return text(name) + struct.pack(
+        f"<I{len(dims)}QIQ", len(dims) if axes is None else axes, *dims, kind, offset
+    )
 
 
-def gguf(pairs: tuple[bytes, ...] = (), infos: tuple[bytes, ...] = (), data: bytes = bytes(4096), **header: int) -> bytes:
+def gguf(
+    pairs: tuple[bytes, ...] = (),
+    infos: tuple[bytes, ...] = (),
+    data: bytes = bytes(4096),
+    **header: int,
+) -> bytes:
     """A file whose parts are given raw; `version`, `tensors` and `keys` override the header's numbers."""
-    version, tensors, keys = header.get("version", 3), header.get("tensors", len(infos)), header.get("keys", len(pairs))
+    version, tensors, keys = (
+        header.get("version", 3),
+        header.get("tensors", len(infos)),
+        header.get("keys", len(pairs)),
+    )
     head = b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(pairs) + b"".join(infos)
     return head + bytes(-len(head) % 32) + data
 
@@ -60,14 +77,23 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "key that wraps around 64 bits": (gguf((struct.pack("<Q", 2**64 - 8),)), "metadata key 0"),
     "key that is not text": (gguf((pair(b"\xff\xfe", U8, b"\0"),)), "not UTF-8"),
     "value that is not text": (gguf((pair("k", STRING, text(b"\xc3")),)), "'k' is not UTF-8"),
-    "text longer than the file": (gguf((pair("k", STRING, struct.pack("<Q", 2**40)),)), "value of 'k'"),
+    "text longer than the file": (
+        gguf((pair("k", STRING, struct.pack("<Q", 2**40)),)),
+        "value of 'k'",
+    ),
     "key twice": (gguf((pair("k", U8, b"\0"), pair("k", U8, b"\1"))), "appears twice"),
     "unknown value type": (gguf((pair("k", 13, b"\0"),)), "unknown value type 13"),
     "bool of 2": (gguf((pair("k", 7, b"\2"),)), "bool"),
     "unknown element type": (gguf((pair("k", ARRAY, array(99, 1)),)), "unknown value type 99"),
     "array longer than the file": (gguf((pair("k", ARRAY, array(U8, 2**50)),)), "array 'k'"),
-    "array whose bytes wrap around 64 bits": (gguf((pair("k", ARRAY, array(U64, 2**61 + 1)),)), "array 'k'"),
-    "array of strings beyond the file": (gguf((pair("k", ARRAY, array(STRING, 2**40)),)), "array 'k'"),
+    "array whose bytes wrap around 64 bits": (
+        gguf((pair("k", ARRAY, array(U64, 2**61 + 1)),)),
+        "array 'k'",
+    ),
+    "array of strings beyond the file": (
+        gguf((pair("k", ARRAY, array(STRING, 2**40)),)),
+        "array 'k'",
+    ),
     "string in an array beyond the file": (
         gguf((pair("k", ARRAY, array(STRING, 2, text("a") + struct.pack("<Q", HUGE))),)),
         r"'k'\[1\]",
@@ -76,11 +102,17 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf((pair("k", ARRAY, array(STRING, 2, text("a") + text(b"\x80"))),)),
         r"'k'\[1\] is not UTF-8",
     ),
-    "array of arrays beyond the file": (gguf((pair("k", ARRAY, array(ARRAY, 2**40)),)), "array 'k'"),
+    "array of arrays beyond the file": (
+        gguf((pair("k", ARRAY, array(ARRAY, 2**40)),)),
+        "array 'k'",
+    ),
     "arrays nested without end": (gguf((pair("k", ARRAY, array(ARRAY, 1) * 10_000),)), "deeper"),
     "alignment 0": (gguf((pair("general.alignment", U32, struct.pack("<I", 0)),)), "alignment"),
     "alignment 24": (gguf((pair("general.alignment", U32, struct.pack("<I", 24)),)), "alignment"),
-    "alignment of 2 GiB": (gguf((pair("general.alignment", U32, struct.pack("<I", 2**31)),)), "alignment"),
+    "alignment of 2 GiB": (
+        gguf((pair("general.alignment", U32, struct.pack("<I", 2**31)),)),
+        "alignment",
+    ),
     "alignment as text": (gguf((pair("general.alignment", STRING, text("32")),)), "alignment"),
     "no dimensions": (gguf((), (info("w", ()),)), "0 dimensions"),
     "five dimensions": (gguf((), (info("w", (1, 1, 1, 1, 1)),)), "5 dimensions"),
@@ -92,15 +124,27 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf((), (info("a", (2**61,)), info("b", (2**61,), offset=2**63))),
         "ends at byte",
     ),
-    "a row that is no multiple of its block": (gguf((), (info("w", (31, 2), kind=2),)), "multiple of 32"),
+    "a row that is no multiple of its block": (
+        gguf((), (info("w", (31, 2), kind=2),)),
+        "multiple of 32",
+    ),
     "a type that is not read": (gguf((), (info("w", (32,), kind=23),)), "iq4_xs"),
     "a type that no one knows": (gguf((), (info("w", (32,), kind=12345),)), "number 12345"),
     "a removed type": (gguf((), (info("w", (32,), kind=4),)), "number 4"),
     "offset beyond the file": (gguf((), (info("w", (8,), offset=2**40),)), "ends at byte"),
-    "offset that wraps around 64 bits": (gguf((), (info("w", (8,), offset=2**64 - 32),)), "ends at byte"),
+    "offset that wraps around 64 bits": (
+        gguf((), (info("w", (8,), offset=2**64 - 32),)),
+        "ends at byte",
+    ),
     "offset off the alignment": (gguf((), (info("w", (8,), offset=4),)), "alignment 32"),
-    "two tensors in one place": (gguf((), (info("a", (16,)), info("b", (16,), offset=32))), "overlap"),
-    "the same tensor twice": (gguf((), (info("a", (8,)), info("a", (8,), offset=32))), "appears twice"),
+    "two tensors in one place": (
+        gguf((), (info("a", (16,)), info("b", (16,), offset=32))),
+        "overlap",
+    ),
+    "the same tensor twice": (
+        gguf((), (info("a", (8,)), info("a", (8,), offset=32))),
+        "appears twice",
+    ),
     "one byte of data too few": (gguf((), (info("w", (1024,)),), bytes(4095)), "cut short"),
     "a name that is not text": (gguf((), (info(b"\xe2\x82", (8,)),)), "not UTF-8"),
     "a name of 70 kB": (gguf((), (info("n" * 70_000, (8,)),)), "long"),
@@ -124,7 +168,12 @@ def test_hostile_gguf(case: str, tmp_path: Path) -> None:
 def test_the_cases_are_hostile_for_the_reason_given(tmp_path: Path) -> None:
     """The same builder with nothing wrong gives a file that is read."""
     file = tmp_path / "fine.gguf"
-    file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 1, text("a"))),), (info("a", (8,)), info("b", (16,), offset=32))))
+    file.write_bytes(
+        gguf(
+            (pair("k", ARRAY, array(STRING, 1, text("a"))),),
+            (info("a", (8,)), info("b", (16,), offset=32)),
+        )
+    )
     found = read_gguf(file)
     assert found.metadata == {"k": ["a"]}
     assert found.tensors["b"].shape == (16,)
@@ -191,7 +240,9 @@ MANY: dict[str, tuple[Callable[[Path], None], str]] = {
     "numbers in a small file": (greedy(1 << 22, pair("k", ARRAY, array(U8, 3 << 20))), "memory"),
     "arrays": (greedy(1 << 30, pair("k", ARRAY, array(ARRAY, MAX_ARRAYS + 1))), "more than"),
     "one long string of wide characters": (
-        lambda path: path.write_bytes(gguf((pair("k", STRING, text("\U0001f600" + "a" * (30 << 20))),))),
+        lambda path: path.write_bytes(
+            gguf((pair("k", STRING, text("\U0001f600" + "a" * (30 << 20))),))
+        ),
         "memory",
     ),
 }
@@ -224,11 +275,15 @@ def test_short_strings_cannot_multiply(tmp_path: Path, monkeypatch: pytest.Monke
     assert peak < (1 + reader.ARRAY_MEMORY) * file.stat().st_size + (4 << 20)
 
 
-def test_long_strings_in_an_array_do_not_raise_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_strings_in_an_array_do_not_raise_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The share for arrays is for tokens; strings of a megabyte, each with one wide character, are charged as any text is."""
     monkeypatch.setattr(reader, "METADATA_MEMORY", 4 << 20)
     file = tmp_path / "greedy.gguf"
-    file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 8, text("\U0001f600" + "a" * (1 << 20)) * 8)),)))
+    file.write_bytes(
+        gguf((pair("k", ARRAY, array(STRING, 8, text("\U0001f600" + "a" * (1 << 20)) * 8)),))
+    )
     tracemalloc.start()
     with pytest.raises(ModelError, match="memory"):
         read_gguf(file)
@@ -243,9 +298,17 @@ def test_a_large_vocabulary_is_read(data: int, tmp_path: Path) -> None:
     tensors too: the first part of a split model, and llama.cpp's vocabularies (command-r, gemma-4)."""
     tokens = b"".join(text(f"token{i}") for i in range(1 << 18))
     merges = b"".join(text(f"a{i} b") for i in range(514_906))
-    pairs = (pair("t", ARRAY, array(STRING, 1 << 18, tokens)), pair("m", ARRAY, array(STRING, 514_906, merges)))
-    pairs += (pair("s", ARRAY, array(6, 1 << 18, bytes(1 << 20))), pair("y", ARRAY, array(5, 1 << 18, bytes(1 << 20))))
-    (tmp_path / "x").write_bytes(gguf(pairs, (info("w", (data // 4,)),) if data else (), bytes(data)))
+    pairs = (
+        pair("t", ARRAY, array(STRING, 1 << 18, tokens)),
+        pair("m", ARRAY, array(STRING, 514_906, merges)),
+    )
+    pairs += (
+        pair("s", ARRAY, array(6, 1 << 18, bytes(1 << 20))),
+        pair("y", ARRAY, array(5, 1 << 18, bytes(1 << 20))),
+    )
+    (tmp_path / "x").write_bytes(
+        gguf(pairs, (info("w", (data // 4,)),) if data else (), bytes(data))
+    )
     found = read_gguf(tmp_path / "x").metadata
     assert found["t"][-1] == "token262143"
     assert len(found["m"]) == 514_906
@@ -255,7 +318,10 @@ def test_a_vocabulary_of_one_letter_tokens_is_read(tmp_path: Path) -> None:
     """255,029 tokens and 253,333 merges as in command-r, as short as they can be."""
     tokens = text("a") * 255_029
     merges = text("a b") * 253_333
-    pairs = (pair("t", ARRAY, array(STRING, 255_029, tokens)), pair("m", ARRAY, array(STRING, 253_333, merges)))
+    pairs = (
+        pair("t", ARRAY, array(STRING, 255_029, tokens)),
+        pair("m", ARRAY, array(STRING, 253_333, merges)),
+    )
     pairs += (pair("y", ARRAY, array(5, 255_029, bytes(4 * 255_029))),)
     (tmp_path / "x").write_bytes(gguf(pairs, (), b""))
     assert len(read_gguf(tmp_path / "x").metadata["t"]) == 255_029
@@ -287,9 +353,18 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "count"), [("gguf", 20_000), ("split", 6_000), ("safetensors", 8_000), ("directory", 8_000), ("whole", 2_000)]
+    ("kind", "count"),
+    [
+        ("gguf", 20_000),
+        ("split", 6_000),
+        ("safetensors", 8_000),
+        ("directory", 8_000),
+        ("whole", 2_000),
+    ],
 )
-def test_mutated_files_give_a_model_error_or_a_model(kind: str, count: int, quick_path: Path) -> None:
+def test_mutated_files_give_a_model_error_or_a_model(
+    kind: str, count: int, quick_path: Path
+) -> None:
     read, refused = fuzz(kind, 0, count, quick_path)
     assert read + refused == count
     assert refused > count // 2  # the mutations are hostile
@@ -300,7 +375,13 @@ def test_mutated_files_give_a_model_error_or_a_model(kind: str, count: int, quic
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [("gguf", 1_000_000), ("split", 200_000), ("safetensors", 200_000), ("directory", 200_000), ("whole", 100_000)],
+    [
+        ("gguf", 1_000_000),
+        ("split", 200_000),
+        ("safetensors", 200_000),
+        ("directory", 200_000),
+        ("whole", 100_000),
+    ],
 )
 def test_a_million_mutated_files(kind: str, count: int, quick_path: Path) -> None:
     read, refused = fuzz(kind, 1_000_000, count, quick_path)

@@ -15,7 +15,15 @@ from verbatim.weights.tensor import BLOCKS, Tensor
 
 WRITTEN_BY_BOTH = ("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 # root mean square error over that of the numbers, for normally distributed ones; measured, with a little on top: less than the search for scales gains
-ERROR = {"bf16": 0.0019, "f16": 0.0003, "q8_0": 0.006, "q6_k": 0.0178, "q5_k": 0.0366, "q5_1": 0.042, "q5_0": 0.048}
+ERROR = {
+    "bf16": 0.0019,
+    "f16": 0.0003,
+    "q8_0": 0.006,
+    "q6_k": 0.0178,
+    "q5_k": 0.0366,
+    "q5_1": 0.042,
+    "q5_0": 0.048,
+}
 ERROR |= {"q4_k": 0.0736, "q4_1": 0.086, "q4_0": 0.096, "f32": 0.0}
 
 
@@ -54,14 +62,18 @@ def test_reading_equals_the_gguf_package(kind: str) -> None:
 def test_a_block_is_broken_where_its_values_are_not_numbers(kind: str) -> None:
     """By the values themselves: whatever a format's scales are and wherever they lie, one that is not finite spoils its block."""
     values, size = BLOCKS[kind]
-    raw = np.random.default_rng(3).integers(0, 256, (60_000 if values == 1 else 4000, size), dtype=np.uint8)
+    raw = np.random.default_rng(3).integers(
+        0, 256, (60_000 if values == 1 else 4000, size), dtype=np.uint8
+    )
     if kind == "q8_k":
         # an exponent of all ones, or a middling one: no overflow of d * q
         raw[:, 3] = np.where(raw[:, 3] % 32 == 0, 0x7F, 0x3F)
         raw[:, 2] |= 0x80
     spoilt = ~np.isfinite(dequantise(kind, raw, (len(raw), values))).all(axis=1)
     assert spoilt.any()
-    assert broken_block(Tensor("w", kind, (len(raw), values), raw.reshape(-1))) == int(np.argmax(spoilt))
+    assert broken_block(Tensor("w", kind, (len(raw), values), raw.reshape(-1))) == int(
+        np.argmax(spoilt)
+    )
     good = np.ascontiguousarray(raw[~spoilt])
     assert broken_block(Tensor("w", kind, (len(good), values), good.reshape(-1))) is None
     for block in raw[spoilt][:50]:
@@ -74,7 +86,9 @@ def test_q8_k_by_its_definition() -> None:
     d = rng.standard_normal(6).astype("<f4")
     q = rng.integers(-128, 128, (6, 256)).astype(np.int8)
     sums = q.reshape(6, 16, 16).sum(axis=2).astype("<i2")
-    raw = np.concatenate([d.reshape(6, 1).view(np.uint8), q.view(np.uint8), sums.view(np.uint8)], axis=1)
+    raw = np.concatenate(
+        [d.reshape(6, 1).view(np.uint8), q.view(np.uint8), sums.view(np.uint8)], axis=1
+    )
     assert raw.shape == (6, BLOCKS["q8_k"][1])
     found = dequantise("q8_k", raw, (3, 512))
     np.testing.assert_array_equal(found.reshape(6, 256), d[:, None] * q.astype(np.float32))
@@ -83,7 +97,9 @@ def test_q8_k_by_its_definition() -> None:
 def test_reading_does_not_depend_on_chunks_or_alignment() -> None:
     raw = np.random.default_rng(2).integers(0, 60, 3000 * 144 + 1, dtype=np.uint8)
     whole = dequantise("q4_k", raw[1:], (3000, 256))
-    np.testing.assert_array_equal(whole[2999:], dequantise("q4_k", raw[1 + 2999 * 144 :].copy(), (1, 256)))
+    np.testing.assert_array_equal(
+        whole[2999:], dequantise("q4_k", raw[1 + 2999 * 144 :].copy(), (1, 256))
+    )
 
 
 @pytest.mark.parametrize("kind", WRITTEN_BY_BOTH)

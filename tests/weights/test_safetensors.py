@@ -71,7 +71,9 @@ def sharded(path: Path, index: Any = None) -> Path:
     save_file({"a": A}, model / "model-00001-of-00002.safetensors")
     save_file({"b": B}, model / "model-00002-of-00002.safetensors")
     weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    content = {"metadata": {"total_size": 106}, "weight_map": weight_map} if index is None else index
+    content = (
+        {"metadata": {"total_size": 106}, "weight_map": weight_map} if index is None else index
+    )
     (model / "model.safetensors.index.json").write_text(json.dumps(content))
     return model
 
@@ -178,7 +180,11 @@ HOSTILE: dict[str, tuple[Any, bytes, str]] = {
     "a shape that is text": ({"a": entry(shape="22")}, bytes(8), "shape"),
     "thousands of dimensions": ({"a": entry(shape=[1] * 5000)}, bytes(8), "shape"),
     "a dimension beyond 64 bits": ({"a": entry(shape=[10**100])}, bytes(8), "shape"),
-    "a product that wraps around 64 bits": ({"a": entry(shape=[2**62 + 1, 2**2])}, bytes(16), "takes"),
+    "a product that wraps around 64 bits": (
+        {"a": entry(shape=[2**62 + 1, 2**2])},
+        bytes(16),
+        "takes",
+    ),
     "an empty weight": ({"a": entry(shape=[0], offsets=[0, 0])}, b"", "empty"),
     "offsets that are text": ({"a": entry(offsets="08")}, bytes(8), "offsets"),
     "three offsets": ({"a": entry(offsets=[0, 8, 8])}, bytes(8), "offsets"),
@@ -216,7 +222,9 @@ def test_hostile_header_length(length: int, tmp_path: Path) -> None:
 def test_names_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
     """JSON can spell half a surrogate pair; such a name is a name that no weight has."""
     model = directory(tmp_path / "m")
-    raw_file(model / "model.safetensors", b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", bytes(8))
+    raw_file(
+        model / "model.safetensors", b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", bytes(8)
+    )
     assert list(read_directory(model).tensors) == ["\ud800"]
 
 
@@ -226,7 +234,10 @@ def test_json_cannot_multiply_memory(filling: bytes, tmp_path: Path) -> None:
     body = b'{"x":[' + filling * ((8 << 20) // len(filling)) + b"0]}"
     (tmp_path / "config.json").write_bytes(body)
     raw_file(tmp_path / "x.safetensors", body)
-    for read in (lambda: read_json(tmp_path / "config.json"), lambda: read_safetensors(tmp_path / "x.safetensors")):
+    for read in (
+        lambda: read_json(tmp_path / "config.json"),
+        lambda: read_safetensors(tmp_path / "x.safetensors"),
+    ):
         tracemalloc.start()
         with pytest.raises(ModelError, match="memory"):
             read()

@@ -117,7 +117,9 @@ def test_a_first_part_without_tensors(whole: Path, tmp_path: Path) -> None:
         same(read_gguf(split_gguf(whole, tmp_path, "n", sizes)[0]), read_gguf(whole))
 
 
-def test_a_relative_name_and_links(parts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_name_and_links(
+    parts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The hub's cache is a folder of links to files with other names."""
     links = tmp_path / "snapshot"
     links.mkdir()
@@ -187,7 +189,12 @@ def test_a_merged_file_is_a_whole_one(count: int, whole: Path, tmp_path: Path) -
     """gguf-split --merge leaves the keys of the first part and a split.count of 0."""
     file = read_gguf(whole)
     keys = {"split.no": 0, "split.count": count, "split.tensors.count": 11}
-    write_gguf(tmp_path / "m.gguf", file.metadata | keys, file.tensors.values(), types=file.types | SPLIT_TYPES)
+    write_gguf(
+        tmp_path / "m.gguf",
+        file.metadata | keys,
+        file.tensors.values(),
+        types=file.types | SPLIT_TYPES,
+    )
     assert len(read_gguf(tmp_path / "m.gguf").tensors) == 11
 
 
@@ -213,14 +220,19 @@ def test_the_digest_names_all_parts(whole: Path, parts: list[Path], tmp_path: Pa
         part.write_bytes(kept)
     assert len(digests) == 5
     moved = split_gguf(whole, tmp_path / "elsewhere", "other", (4, 5, 2))
-    assert read_gguf(moved[0]).digest == read_gguf(parts[0]).digest, "names the content, not the place"
+    assert read_gguf(moved[0]).digest == read_gguf(parts[0]).digest, (
+        "names the content, not the place"
+    )
 
 
 def test_the_digest_of_a_whole_file_is_what_it_was_before_parts_were_read(tmp_path: Path) -> None:
     """Receipts and the draft head that comes with the default model know files by it."""
     raw = np.arange(64 * 256 // 32 * 34, dtype=np.uint64).astype(np.uint8)
     write_gguf(tmp_path / "x", {"k": 1, "split.count": 1}, [Tensor("w", "q8_0", (64, 256), raw)])
-    assert read_gguf(tmp_path / "x").digest == "68be374b2e3a024bb4c1ae7502cda9c396548da1b235c624072040a5257e6036"
+    assert (
+        read_gguf(tmp_path / "x").digest
+        == "68be374b2e3a024bb4c1ae7502cda9c396548da1b235c624072040a5257e6036"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals
@@ -228,7 +240,9 @@ def test_the_digest_of_a_whole_file_is_what_it_was_before_parts_were_read(tmp_pa
 Spoil = Callable[[list[Path], Path], object]
 
 
-def rewritten(number: int, tensors: Callable[[dict[str, Tensor]], list[Tensor]] | None = None, **keys: Any) -> Spoil:
+def rewritten(
+    number: int, tensors: Callable[[dict[str, Tensor]], list[Tensor]] | None = None, **keys: Any
+) -> Spoil:
     """One part anew, with other keys (None: without it) or other tensors."""
 
     def spoil(parts: list[Path], whole: Path) -> None:
@@ -239,13 +253,20 @@ def rewritten(number: int, tensors: Callable[[dict[str, Tensor]], list[Tensor]] 
         metadata = {key: value for key, value in metadata.items() if value is not None}
         types = {key: kind for key, kind in file.types.items() if key.replace(".", "_") not in keys}
         kept = tensors(dict(file.tensors)) if tensors else list(file.tensors.values())
-        write_gguf(parts[number], metadata, [Tensor(t.name, t.type, t.shape, t.data.copy()) for t in kept], types=types)
+        write_gguf(
+            parts[number],
+            metadata,
+            [Tensor(t.name, t.type, t.shape, t.data.copy()) for t in kept],
+            types=types,
+        )
 
     return spoil
 
 
 def cut(number: int, keep: Callable[[int], int]) -> Spoil:
-    return lambda parts, whole: parts[number].write_bytes(parts[number].read_bytes()[: keep(parts[number].stat().st_size)])
+    return lambda parts, whole: parts[number].write_bytes(
+        parts[number].read_bytes()[: keep(parts[number].stat().st_size)]
+    )
 
 
 def of_another(number: int) -> Spoil:
@@ -259,7 +280,10 @@ def of_another(number: int) -> Spoil:
 
 
 def foreign_tensor(tensors: dict[str, Tensor]) -> list[Tensor]:
-    return [*tensors.values(), Tensor("token_embd.weight", "f32", (4,), np.zeros(16, dtype=np.uint8))]
+    return [
+        *tensors.values(),
+        Tensor("token_embd.weight", "f32", (4,), np.zeros(16, dtype=np.uint8)),
+    ]
 
 
 def exchanged(parts: list[Path], whole: Path) -> None:
@@ -270,18 +294,50 @@ def exchanged(parts: list[Path], whole: Path) -> None:
 
 # what is done, the part that is named in the error, what it says
 REFUSED: dict[str, tuple[Spoil, int, str]] = {
-    "a part is missing": (lambda p, w: p[1].unlink(), 1, "part 2 of 3 is missing; put all parts into one folder"),
+    "a part is missing": (
+        lambda p, w: p[1].unlink(),
+        1,
+        "part 2 of 3 is missing; put all parts into one folder",
+    ),
     "the first is missing": (lambda p, w: p[0].unlink(), 0, "part 1 of 3 is missing"),
-    "two are missing": (lambda p, w: [p[1].unlink(), p[2].unlink()], 1, r"part 2 of 3 is missing \(and 1 more\)"),
-    "a link without its file": (lambda p, w: [p[2].unlink(), p[2].symlink_to("gone")], 2, "part 3 of 3 is missing"),
-    "a part without data": (cut(1, lambda size: size - 300), 1, r"ends at byte .* \(cut short\? get it again\)"),
+    "two are missing": (
+        lambda p, w: [p[1].unlink(), p[2].unlink()],
+        1,
+        r"part 2 of 3 is missing \(and 1 more\)",
+    ),
+    "a link without its file": (
+        lambda p, w: [p[2].unlink(), p[2].symlink_to("gone")],
+        2,
+        "part 3 of 3 is missing",
+    ),
+    "a part without data": (
+        cut(1, lambda size: size - 300),
+        1,
+        r"ends at byte .* \(cut short\? get it again\)",
+    ),
     "a part of half a header": (cut(2, lambda size: 100), 2, "cut short"),
     "an empty part": (cut(1, lambda size: 0), 1, "0 bytes are too few"),
     "another kind of file": (lambda p, w: p[1].write_bytes(b"PK" * 50), 1, "not a GGUF file"),
-    "a whole model as a part": (lambda p, w: shutil.copy(w, p[1]), 1, "it has no split.count: it is no part of this model"),
-    "a part of another model": (of_another(1), 1, r"split.tensors.count is 12, and in m-00001-of-00003.gguf 11"),
-    "another count": (rewritten(2, split_count=4), 2, r"split.count is 4, and by its name \(part 3 of 3\) it should be 3"),
-    "one part twice": (lambda p, w: shutil.copy(p[1], p[2]), 2, r"split.no is 1, and by its name .* it should be 2"),
+    "a whole model as a part": (
+        lambda p, w: shutil.copy(w, p[1]),
+        1,
+        "it has no split.count: it is no part of this model",
+    ),
+    "a part of another model": (
+        of_another(1),
+        1,
+        r"split.tensors.count is 12, and in m-00001-of-00003.gguf 11",
+    ),
+    "another count": (
+        rewritten(2, split_count=4),
+        2,
+        r"split.count is 4, and by its name \(part 3 of 3\) it should be 3",
+    ),
+    "one part twice": (
+        lambda p, w: shutil.copy(p[1], p[2]),
+        2,
+        r"split.no is 1, and by its name .* it should be 2",
+    ),
     "parts exchanged": (exchanged, 1, r"split.no is 2, and by its name .* it should be 1"),
     "another model's metadata": (
         rewritten(1, general_architecture="qwen2"),
@@ -289,16 +345,40 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
         "'general.architecture' is not that of m-00001",
     ),
     "metadata that the first has not": (rewritten(1, a_b=3), 1, "'a.b' is not that of"),
-    "a tensor twice": (rewritten(2, foreign_tensor), 2, "'token_embd.weight' is in m-00001-of-00003.gguf too; get all parts"),
-    "a tensor too few": (rewritten(1, lambda t: list(t.values())[1:]), 0, "hold 10 tensors, and split.tensors.count says 11"),
+    "a tensor twice": (
+        rewritten(2, foreign_tensor),
+        2,
+        "'token_embd.weight' is in m-00001-of-00003.gguf too; get all parts",
+    ),
+    "a tensor too few": (
+        rewritten(1, lambda t: list(t.values())[1:]),
+        0,
+        "hold 10 tensors, and split.tensors.count says 11",
+    ),
     "no number": (rewritten(1, split_no=None), 1, "split.no is missing; get this part again"),
-    "no tensor count": (rewritten(1, split_tensors_count=None), 1, "split.tensors.count is missing"),
-    "no count in the first": (rewritten(0, split_tensors_count=None), 0, "split.tensors.count is missing"),
+    "no tensor count": (
+        rewritten(1, split_tensors_count=None),
+        1,
+        "split.tensors.count is missing",
+    ),
+    "no count in the first": (
+        rewritten(0, split_tensors_count=None),
+        0,
+        "split.tensors.count is missing",
+    ),
     "a number as text": (rewritten(1, split_no="1"), 1, "split.no is '1', which is no such number"),
     "a negative number": (rewritten(2, split_no=-1), 2, "split.no is -1, which is no such number"),
-    "a negative count": (rewritten(1, split_tensors_count=-11), 1, "split.tensors.count is -11, which is no such number"),
+    "a negative count": (
+        rewritten(1, split_tensors_count=-11),
+        1,
+        "split.tensors.count is -11, which is no such number",
+    ),
     "a number beyond the count": (rewritten(1, split_no=3), 1, "split.no is 3, beyond the 3 parts"),
-    "too many parts": (rewritten(1, split_count=MAX_PARTS + 1), 1, f"split.count is {MAX_PARTS + 1}; .* up to {MAX_PARTS}"),
+    "too many parts": (
+        rewritten(1, split_count=MAX_PARTS + 1),
+        1,
+        f"split.count is {MAX_PARTS + 1}; .* up to {MAX_PARTS}",
+    ),
 }
 
 
@@ -313,24 +393,31 @@ def test_refused(case: str, whole: Path, parts: list[Path]) -> None:
 
 @pytest.mark.parametrize("named", [1, 2])
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_whichever_part_is_named(case: str, named: int, whole: Path, parts: list[Path]) -> None:
+def test_refused_whichever_part_is_named(
+    case: str, named: int, whole: Path, parts: list[Path]
+) -> None:
     spoil, guilty, _ = REFUSED[case]
     spoil(parts, whole)
     if case == "a whole model as a part" and named == guilty:
         return  # it is one, see above
     with pytest.raises(ModelError) as caught:
         read_gguf(parts[named])
-    if named != guilty and parts[named].exists() and case != "parts exchanged":  # else both are wrong
+    if (
+        named != guilty and parts[named].exists() and case != "parts exchanged"
+    ):  # else both are wrong
         assert caught.value.file == str(parts[guilty])
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
-    "name", ["x.gguf", NAMES[1], "m-00001-of-00004.gguf", "m-00001-of-00002.gguf", "m-00001-of-00001.gguf"]
+    "name",
+    ["x.gguf", NAMES[1], "m-00001-of-00004.gguf", "m-00001-of-00002.gguf", "m-00001-of-00001.gguf"],
 )
 def test_the_part_that_is_named_is_checked_against_its_name(name: str, parts: list[Path]) -> None:
     path = parts[0].rename(parts[0].with_name(name))
-    with pytest.raises(ModelError, match=r"this is part 1 of 3 .* call it NAME-00001-of-00003\.gguf") as caught:
+    with pytest.raises(
+        ModelError, match=r"this is part 1 of 3 .* call it NAME-00001-of-00003\.gguf"
+    ) as caught:
         read_gguf(path)
     assert caught.value.file == str(path)
 
@@ -339,7 +426,10 @@ def test_a_shape_that_does_not_fit_is_the_loaders_to_see(parts: list[Path]) -> N
     """A part of a model of the same names and other sizes: the header cannot tell, the architecture can."""
 
     def other(tensors: dict[str, Tensor]) -> list[Tensor]:
-        return [*list(tensors.values())[:-1], Tensor(list(tensors)[-1], "f32", (64,), np.zeros(256, dtype=np.uint8))]
+        return [
+            *list(tensors.values())[:-1],
+            Tensor(list(tensors)[-1], "f32", (64,), np.zeros(256, dtype=np.uint8)),
+        ]
 
     rewritten(1, other)(parts, parts[0])
     with pytest.raises(ModelError, match=r"64"):
@@ -358,14 +448,18 @@ def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, str
     return ended.value.code, said.out, said.err
 
 
-def test_convert_joins_the_parts(whole: Path, parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_joins_the_parts(
+    whole: Path, parts: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     joined = tmp_path / "joined.gguf"
     assert call(["convert", str(parts[1]), str(joined)], capsys)[0] == 0
     same(read_gguf(joined), read_gguf(whole))
     assert joined.read_bytes() == whole.read_bytes(), "nothing of the splitting is left"
 
 
-def test_convert_does_not_write_over_a_part(parts: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_does_not_write_over_a_part(
+    parts: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     for target in parts:
         code, _, err = call(["convert", str(parts[0]), str(target), "--force"], capsys)
         assert code == 2
@@ -373,7 +467,9 @@ def test_convert_does_not_write_over_a_part(parts: list[Path], capsys: pytest.Ca
     assert len(read_gguf(parts[0]).tensors) == 11
 
 
-def test_the_command_line_says_which_part(parts: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_which_part(
+    parts: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     parts[2].unlink()
     code, _, err = call(["run", "-m", str(parts[0]), "--raw", "Hi"], capsys)
     assert code == 3

@@ -33,10 +33,14 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
     if name in ("auto", "cpu"):
         reason = _cpu_refuses(model)
         if reason is None:
-            opened: Backend = import_module("verbatim.backend.cpu").CpuBackend(model, config, note=gpu_note)
+            opened: Backend = import_module("verbatim.backend.cpu").CpuBackend(
+                model, config, note=gpu_note
+            )
             return opened
         if name == "cpu":
-            raise BackendError(f"the cpu backend cannot run this model: {reason}; ask for the backend auto or reference")
+            raise BackendError(
+                f"the cpu backend cannot run this model: {reason}; ask for the backend auto or reference"
+            )
         note = f"no cpu kernels: {reason}"
     from verbatim.backend.reference import ReferenceBackend
 

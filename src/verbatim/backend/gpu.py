@@ -41,7 +41,9 @@ def missing() -> str | None:
         verb = "are" if len(absent) > 1 else "is"
         return f"{' and '.join(absent)} {verb} not installed; {EXTRA}"
     if cpu_only():
-        return f"the installed PyTorch is a build without CUDA; {EXTRA} with a CUDA build of PyTorch"
+        return (
+            f"the installed PyTorch is a build without CUDA; {EXTRA} with a CUDA build of PyTorch"
+        )
     return None
 
 

@@ -32,7 +32,9 @@ class Batch:
     tokens: np.ndarray  # [rows]
     positions: np.ndarray  # [rows]
     first: np.ndarray  # [sequences + 1]
-    tables: tuple[np.ndarray, ...]  # per cache group [sequences, most blocks]: block ids, -1 where none
+    tables: tuple[
+        np.ndarray, ...
+    ]  # per cache group [sequences, most blocks]: block ids, -1 where none
     outputs: np.ndarray  # [outputs]
     logits: np.ndarray  # [logits]
 
@@ -55,7 +57,8 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
     return Batch(
         tokens=np.array([t for s in plan.sequences for t in s.tokens], np.int32),
         positions=np.concatenate(
-            [np.arange(s.start, s.end, dtype=np.int32) for s in plan.sequences] or [np.zeros(0, np.int32)]
+            [np.arange(s.start, s.end, dtype=np.int32) for s in plan.sequences]
+            or [np.zeros(0, np.int32)]
         ),
         first=first,
         tables=tuple(_table(plan, g) for g in range(groups)),
@@ -96,7 +99,9 @@ def share_out(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
     return StepResult(plan.step, tuple(results))
 
 
-def collect(plan: StepPlan, hidden: np.ndarray, logits: np.ndarray, sampler: Sampler = sample_rows) -> StepResult:
+def collect(
+    plan: StepPlan, hidden: np.ndarray, logits: np.ndarray, sampler: Sampler = sample_rows
+) -> StepResult:
     """Draw, score and cut: `hidden` [outputs, H] and `logits` [logits, V] of make_batch's rows -> the step's result."""
     results: list[SeqResult] = []
     h = r = 0

@@ -21,13 +21,21 @@ class EngineConfig:
     step_tokens: int = 512  # most tokens one step computes: the chunk of a long prompt
     max_running: int = 256  # sequences in one step
     max_waiting: int = 4096  # requests in the queue; one more is refused
-    kv_memory: int | None = None  # bytes for keys and values, a draft model's included; None: the rule in schedule/sizing.py
+    kv_memory: int | None = (
+        None  # bytes for keys and values, a draft model's included; None: the rule in schedule/sizing.py
+    )
     kv_blocks: int | None = None  # exact number of blocks for each group (tests)
     kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference always keeps f32
     prefix_cache: bool = True
-    use_cache: bool = True  # False: recompute everything each step (examples/cache_cost.py shows the price)
-    speculate: str = "auto"  # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
-    suffix_tenants: tuple[str, ...] = ()  # tenants whose recent answers the suffix proposer may reuse for them; "*": each
+    use_cache: bool = (
+        True  # False: recompute everything each step (examples/cache_cost.py shows the price)
+    )
+    speculate: str = (
+        "auto"  # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
+    )
+    suffix_tenants: tuple[
+        str, ...
+    ] = ()  # tenants whose recent answers the suffix proposer may reuse for them; "*": each
     quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
     check: bool = False  # prove the block accounting after every step
 
@@ -44,10 +52,10 @@ class EngineConfig:
         processors = os.cpu_count() or 1
         most = max(64, 4 * processors)
         if self.threads is not None and self.threads > most:
-            here = (
-                f"this machine has {processors} processor{'s' if processors > 1 else ''}, and more threads than that only wait"
+            here = f"this machine has {processors} processor{'s' if processors > 1 else ''}, and more threads than that only wait"
+            raise ParameterError(
+                "threads", f"{self.threads} is more than the {most} that are possible; {here}"
             )
-            raise ParameterError("threads", f"{self.threads} is more than the {most} that are possible; {here}")
 
 
 # the annotations above -> the type that must come, and its name in an error; what counts as an int (NumPy's do) has __index__
@@ -64,5 +72,7 @@ def _check_type(name: str, annotation: str, value: object) -> None:
         return
     types, words = _TYPES[annotation.removesuffix(" | None")]
     wrong = not isinstance(value, types) or (isinstance(value, bool) and types is not bool)
-    if wrong or (isinstance(value, (tuple, list)) and not all(isinstance(item, str) for item in value)):
+    if wrong or (
+        isinstance(value, (tuple, list)) and not all(isinstance(item, str) for item in value)
+    ):
         raise ParameterError(name, f"{value!r:.60} is not {words}")

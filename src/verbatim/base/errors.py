@@ -57,7 +57,9 @@ class UnknownParameterError(ParameterError, TypeError):
 
     def __init__(self, param: str, known: Iterable[str] = ()) -> None:
         near = difflib.get_close_matches(param, list(known), n=1)
-        super().__init__(param, "no such parameter" + (f"; did you mean {near[0]}?" if near else ""))
+        super().__init__(
+            param, "no such parameter" + (f"; did you mean {near[0]}?" if near else "")
+        )
 
 
 class ContextError(RequestError):

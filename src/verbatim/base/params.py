@@ -60,14 +60,22 @@ class SamplingParams:
     """
 
     # length and stopping
-    max_tokens: int | None = declared("int", None, "most tokens to write; missing: up to the context's end", low=0, high=MOST)
-    min_tokens: int = declared("int", 0, "no end-of-sequence or stop before this many tokens", low=0, high=MOST)
-    stop: str | Sequence[str] = declared("strings", (), "strings that end the answer; they are not part of it")
+    max_tokens: int | None = declared(
+        "int", None, "most tokens to write; missing: up to the context's end", low=0, high=MOST
+    )
+    min_tokens: int = declared(
+        "int", 0, "no end-of-sequence or stop before this many tokens", low=0, high=MOST
+    )
+    stop: str | Sequence[str] = declared(
+        "strings", (), "strings that end the answer; they are not part of it"
+    )
     stop_token_ids: Sequence[int] = declared("ids", (), "token ids that end the answer")
     include_stop: bool = declared("bool", False, "keep the stop string in the text")
     ignore_eos: bool = declared("bool", False, "do not end at the model's end-of-sequence tokens")
     skip_special: bool = declared("bool", True, "leave control tokens out of the text")
-    on_loop: str = declared("choice", "report", "what to do when the output repeats itself", choices=("report", "stop"))
+    on_loop: str = declared(
+        "choice", "report", "what to do when the output repeats itself", choices=("report", "stop")
+    )
     # the distribution, in the order in which it is applied
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = declared(
         "bias", (), "token id -> number added to its logit", low=-100, high=100
@@ -75,69 +83,154 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = declared("ids", None, "only these ids may be drawn")
     banned_token_ids: Sequence[int] = declared("ids", (), "these ids are never drawn")
     repetition_penalty: float = declared(
-        "float", 1.0, "divides positive, multiplies negative logits of seen ids", above=0, high=10, history=True
+        "float",
+        1.0,
+        "divides positive, multiplies negative logits of seen ids",
+        above=0,
+        high=10,
+        history=True,
     )
     frequency_penalty: float = declared(
-        "float", 0.0, "subtracted once for each time the id was written", low=-2, high=2, history=True
+        "float",
+        0.0,
+        "subtracted once for each time the id was written",
+        low=-2,
+        high=2,
+        history=True,
     )
-    presence_penalty: float = declared("float", 0.0, "subtracted once if the id was written", low=-2, high=2, history=True)
+    presence_penalty: float = declared(
+        "float", 0.0, "subtracted once if the id was written", low=-2, high=2, history=True
+    )
     dry_multiplier: float = declared(
-        "float", 0.0, "DRY: strength of the penalty on continuing a repeat; 0 is off", low=0, high=100, history=True
+        "float",
+        0.0,
+        "DRY: strength of the penalty on continuing a repeat; 0 is off",
+        low=0,
+        high=100,
+        history=True,
     )
-    dry_base: float = declared("float", 1.75, "DRY: growth for each further token of the repeat", low=1, high=8)
-    dry_allowed_length: int = declared("int", 2, "DRY: repeats up to this length are free", low=1, high=1000)
-    dry_range: int = declared("int", 0, "DRY: look back this many tokens; 0 is all", low=0, high=MOST)
+    dry_base: float = declared(
+        "float", 1.75, "DRY: growth for each further token of the repeat", low=1, high=8
+    )
+    dry_allowed_length: int = declared(
+        "int", 2, "DRY: repeats up to this length are free", low=1, high=1000
+    )
+    dry_range: int = declared(
+        "int", 0, "DRY: look back this many tokens; 0 is all", low=0, high=MOST
+    )
     dry_breakers: str | Sequence[str] = declared(
         "strings", ("\n", ":", '"', "*"), "DRY: a repeat never reaches across these strings"
     )
     no_repeat_ngram: int = declared(
-        "int", 0, "no run of this many tokens appears twice; 0 is off", low=0, high=1000, history=True
+        "int",
+        0,
+        "no run of this many tokens appears twice; 0 is off",
+        low=0,
+        high=1000,
+        history=True,
     )
     temperature: float = declared(
-        "float", 1.0, "0 is the most likely token, always; 1 the model's own distribution", low=0, high=100
+        "float",
+        1.0,
+        "0 is the most likely token, always; 1 the model's own distribution",
+        low=0,
+        high=100,
     )
     top_k: int = declared("int", 0, "keep the k most likely; 0 is off", low=0, high=MOST)
-    top_p: float = declared("float", 1.0, "keep the smallest set with at least this mass", above=0, high=1)
-    min_p: float = declared("float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1)
-    typical_p: float = declared("float", 1.0, "keep the most typical set with at least this mass", above=0, high=1)
-    top_n_sigma: float = declared(
-        "float", 0.0, "keep logits within n standard deviations of the best; 0 is off", low=0, high=1000
+    top_p: float = declared(
+        "float", 1.0, "keep the smallest set with at least this mass", above=0, high=1
     )
-    xtc_probability: float = declared("float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1)
-    xtc_threshold: float = declared("float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1)
+    min_p: float = declared(
+        "float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1
+    )
+    typical_p: float = declared(
+        "float", 1.0, "keep the most typical set with at least this mass", above=0, high=1
+    )
+    top_n_sigma: float = declared(
+        "float",
+        0.0,
+        "keep logits within n standard deviations of the best; 0 is off",
+        low=0,
+        high=1000,
+    )
+    xtc_probability: float = declared(
+        "float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1
+    )
+    xtc_threshold: float = declared(
+        "float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1
+    )
     seed: int | None = declared(
-        "int", None, "makes the draw repeatable; missing: one is chosen and reported", low=0, high=2**63 - 1
+        "int",
+        None,
+        "makes the draw repeatable; missing: one is chosen and reported",
+        low=0,
+        high=2**63 - 1,
     )
     # how many answers
     n: int = declared("int", 1, "answers to return", low=1, high=1024)
     best_of: int | None = declared(
-        "int", None, "write this many, return the n with the best mean log-probability", low=1, high=1024
+        "int",
+        None,
+        "write this many, return the n with the best mean log-probability",
+        low=1,
+        high=1024,
     )
-    num_beams: int = declared("int", 1, "beam search with this many beams; 1 is off", low=1, high=256)
-    num_return_sequences: int | None = declared("int", None, "beams to return (beam search only)", low=1, high=256)
-    length_penalty: float = declared("float", 1.0, "beam search: score is divided by length to this power", low=-10, high=10)
-    early_stopping: bool | str = declared("choice", False, "beam search: when to stop", choices=(True, False, "never"))
-    num_beam_groups: int = declared("int", 1, "beam search: groups that avoid each other's tokens", low=1, high=256)
+    num_beams: int = declared(
+        "int", 1, "beam search with this many beams; 1 is off", low=1, high=256
+    )
+    num_return_sequences: int | None = declared(
+        "int", None, "beams to return (beam search only)", low=1, high=256
+    )
+    length_penalty: float = declared(
+        "float", 1.0, "beam search: score is divided by length to this power", low=-10, high=10
+    )
+    early_stopping: bool | str = declared(
+        "choice", False, "beam search: when to stop", choices=(True, False, "never")
+    )
+    num_beam_groups: int = declared(
+        "int", 1, "beam search: groups that avoid each other's tokens", low=1, high=256
+    )
     diversity_penalty: float = declared(
-        "float", 0.0, "beam search: subtracted for each earlier group's use of the token", low=0, high=100
+        "float",
+        0.0,
+        "beam search: subtracted for each earlier group's use of the token",
+        low=0,
+        high=100,
     )
     # structure
-    json_schema: str | Mapping[str, Any] | bool | None = declared("schema", None, "the answer is JSON valid under this schema")
+    json_schema: str | Mapping[str, Any] | bool | None = declared(
+        "schema", None, "the answer is JSON valid under this schema"
+    )
     regex: str | None = declared("str", None, "the answer matches this regular expression")
-    grammar: str | None = declared("str", None, "the answer is in the language of this Lark grammar")
+    grammar: str | None = declared(
+        "str", None, "the answer is in the language of this Lark grammar"
+    )
     choice: Sequence[str] | None = declared("strings", None, "the answer is one of these strings")
     # reports
     logprobs: int | None = declared(
-        "int", None, "report each token's log-probability and this many alternatives", low=0, high=MAX_LOGPROBS
+        "int",
+        None,
+        "report each token's log-probability and this many alternatives",
+        low=0,
+        high=MAX_LOGPROBS,
     )
-    prompt_logprobs: int | None = declared("int", None, "the same for the prompt's tokens", low=0, high=MAX_LOGPROBS)
+    prompt_logprobs: int | None = declared(
+        "int", None, "the same for the prompt's tokens", low=0, high=MAX_LOGPROBS
+    )
     logprobs_mode: str = declared(
-        "choice", "raw", "the model's distribution, or the one drawn from", choices=("raw", "processed")
+        "choice",
+        "raw",
+        "the model's distribution, or the one drawn from",
+        choices=("raw", "processed"),
     )
-    explain: int = declared("int", 0, "explain each token with this many top candidates", low=0, high=MAX_LOGPROBS)
+    explain: int = declared(
+        "int", 0, "explain each token with this many top candidates", low=0, high=MAX_LOGPROBS
+    )
     receipt: bool = declared("bool", False, "return all that is needed to replay the answer")
     # the engine
-    speculate: str | None = declared("str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting")
+    speculate: str | None = declared(
+        "str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting"
+    )
     priority: int = declared("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1)
     cache_salt: str = declared("str", "", "requests share cached prefixes only under the same salt")
 
@@ -150,34 +243,59 @@ class SamplingParams:
         """Rules between parameters. Contradictions are refused; risky mixes only warn (see sampling/warnings.py)."""
         named = [f for f in STRUCTURE if getattr(self, f) is not None]
         if len(named) > 1:
-            raise ParameterError(named[1], f"only one structure at a time, and {named[0]} is set too")
+            raise ParameterError(
+                named[1], f"only one structure at a time, and {named[0]} is set too"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ParameterError("min_tokens", f"{self.min_tokens} is more than max_tokens ({self.max_tokens})")
+            raise ParameterError(
+                "min_tokens", f"{self.min_tokens} is more than max_tokens ({self.max_tokens})"
+            )
         if self.best_of is not None and self.best_of < self.n:
             raise ParameterError("best_of", f"{self.best_of} is less than n ({self.n})")
-        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(self.banned_token_ids):
-            raise ParameterError("allowed_token_ids", "every allowed id is banned, so nothing could be drawn")
+        if self.allowed_token_ids is not None and set(self.allowed_token_ids) <= set(
+            self.banned_token_ids
+        ):
+            raise ParameterError(
+                "allowed_token_ids", "every allowed id is banned, so nothing could be drawn"
+            )
         if self.num_beams > 1:
             self._check_beams()
         else:
-            for name in ("num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"):
+            for name in (
+                "num_return_sequences",
+                "length_penalty",
+                "early_stopping",
+                "num_beam_groups",
+                "diversity_penalty",
+            ):
                 if getattr(self, name) != FIELDS[name].default:
-                    raise ParameterError(name, "belongs to beam search; set num_beams above 1, or leave it out")
+                    raise ParameterError(
+                        name, "belongs to beam search; set num_beams above 1, or leave it out"
+                    )
 
     def _check_beams(self) -> None:
         """Beam search looks for the most likely sequences; what draws, or reshapes a draw, has no meaning there."""
         for name in BEAM_REFUSES:
             value, default = getattr(self, name), FIELDS[name].default
             if value != default and value not in BEAM_AGREES.get(name, ()):
-                raise ParameterError(name, f"cannot be combined with beam search (num_beams={self.num_beams}); leave one out")
+                raise ParameterError(
+                    name,
+                    f"cannot be combined with beam search (num_beams={self.num_beams}); leave one out",
+                )
         if (self.num_return_sequences or 1) > self.num_beams:
             raise ParameterError(
-                "num_return_sequences", f"{self.num_return_sequences} is more than num_beams ({self.num_beams})"
+                "num_return_sequences",
+                f"{self.num_return_sequences} is more than num_beams ({self.num_beams})",
             )
         if self.num_beams % self.num_beam_groups:
-            raise ParameterError("num_beam_groups", f"{self.num_beam_groups} does not divide num_beams ({self.num_beams})")
+            raise ParameterError(
+                "num_beam_groups",
+                f"{self.num_beam_groups} does not divide num_beams ({self.num_beams})",
+            )
         if self.diversity_penalty and self.num_beam_groups == 1:
-            raise ParameterError("diversity_penalty", "has no effect with one group; set num_beam_groups above 1")
+            raise ParameterError(
+                "diversity_penalty", "has no effect with one group; set num_beam_groups above 1"
+            )
 
     def with_(self, **changes: Any) -> SamplingParams:
         return replace(self, **changes)
@@ -193,7 +311,13 @@ class SamplingParams:
         for f in fields(self):
             value = getattr(self, f.name)
             if value != FIELDS[f.name].default:
-                out[f.name] = dict(value) if f.name == "logit_bias" else list(value) if isinstance(value, tuple) else value
+                out[f.name] = (
+                    dict(value)
+                    if f.name == "logit_bias"
+                    else list(value)
+                    if isinstance(value, tuple)
+                    else value
+                )
         return out
 
     @property
@@ -280,7 +404,9 @@ def _int(name: str, rule: Field, value: Any) -> int:
 
 
 def _float(name: str, rule: Field, value: Any) -> float:
-    if isinstance(value, (bool, str, bytes)) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
+    if isinstance(value, (bool, str, bytes)) or not (
+        hasattr(value, "__float__") or hasattr(value, "__index__")
+    ):
         raise ParameterError(name, f"{_show(value)} is not a number")
     try:
         number = float(value)
@@ -317,7 +443,9 @@ def _strings(name: str, rule: Field, value: Any) -> tuple[str, ...]:
         if not item:
             raise ParameterError(name, "an empty string would match at once")
         if len(item) > MAX_STOP_LENGTH:
-            raise ParameterError(name, f"a string of {len(item)} characters is longer than {MAX_STOP_LENGTH}")
+            raise ParameterError(
+                name, f"a string of {len(item)} characters is longer than {MAX_STOP_LENGTH}"
+            )
         _sound(name, item)
     if name == "choice" and not items:
         raise ParameterError(name, "an empty list leaves nothing to choose")
@@ -347,7 +475,9 @@ def _bias(name: str, rule: Field, value: Any) -> tuple[tuple[int, float], ...]:
     try:
         items = [(key, number) for key, number in pairs]
     except (TypeError, ValueError):
-        raise ParameterError(name, f"{_show(value)} is not a mapping from token id to number") from None
+        raise ParameterError(
+            name, f"{_show(value)} is not a mapping from token id to number"
+        ) from None
     for key, number in items:
         if isinstance(key, str):  # JSON has only string keys
             if not (key.isascii() and key.isdigit() and len(key) < 10):
@@ -385,7 +515,11 @@ def _schema(name: str, rule: Field, value: Any) -> str:
     except RecursionError:
         raise ParameterError(name, "is nested too deeply") from None
     except ValueError as error:
-        why = "contains itself, and so has no end" if "ircular" in str(error) else "holds a number that is not finite"
+        why = (
+            "contains itself, and so has no end"
+            if "ircular" in str(error)
+            else "holds a number that is not finite"
+        )
         raise ParameterError(name, f"{why}; it cannot be written as JSON") from None
     except TypeError as error:
         raise ParameterError(name, f"cannot be written as JSON: {error}") from None

@@ -30,7 +30,9 @@ class CacheGroup:
     """Layers that share one block table. Layers with a sliding window form a group of their own, so that
     blocks behind the window can be released while the full-attention layers keep theirs."""
 
-    window: int | None  # None: every earlier position is visible; w: positions p-w+1 .. p are visible at p
+    window: (
+        int | None
+    )  # None: every earlier position is visible; w: positions p-w+1 .. p are visible at p
     layers: tuple[int, ...]
 
 
@@ -42,11 +44,21 @@ class DrawSpec:
     params: SamplingParams
     key: int  # 64-bit noise key, made from (seed, choice index) by sampling.draw.noise_key
     prompt_len: int  # tokens before this position belong to the prompt
-    history: tuple[int, ...] = ()  # all known tokens except drafts; empty unless params.needs_history
-    withheld: tuple[int, ...] = ()  # ids that may not be drawn while fewer than min_tokens are out (EOS, stop ids)
-    masks: tuple[bytes | None, ...] = ()  # grammar: for each draw, a bitmask over ids (bit i of byte i//8, LSB first)
-    beam: int = 0  # > 0: return this many best (id, log-probability) of the processed row instead of a draw
-    breakers: tuple[tuple[int, ...], ...] = ()  # DRY: params.dry_breakers as ids or runs of ids (sampling.breakers)
+    history: tuple[
+        int, ...
+    ] = ()  # all known tokens except drafts; empty unless params.needs_history
+    withheld: tuple[
+        int, ...
+    ] = ()  # ids that may not be drawn while fewer than min_tokens are out (EOS, stop ids)
+    masks: tuple[
+        bytes | None, ...
+    ] = ()  # grammar: for each draw, a bitmask over ids (bit i of byte i//8, LSB first)
+    beam: int = (
+        0  # > 0: return this many best (id, log-probability) of the processed row instead of a draw
+    )
+    breakers: tuple[
+        tuple[int, ...], ...
+    ] = ()  # DRY: params.dry_breakers as ids or runs of ids (sampling.breakers)
 
 
 class SeqStep(NamedTuple):
@@ -61,10 +73,14 @@ class SeqStep(NamedTuple):
     seq_id: int
     tokens: tuple[int, ...]
     start: int
-    blocks: tuple[tuple[int, ...], ...]  # per CacheGroup: block id of each run of block_size positions; -1: released
+    blocks: tuple[
+        tuple[int, ...], ...
+    ]  # per CacheGroup: block id of each run of block_size positions; -1: released
     draws: int = 0
     draw: DrawSpec | None = None
-    targets: tuple[int, ...] = ()  # score targets[i] with the logits of tokens[i] (prompt log-probabilities)
+    targets: tuple[
+        int, ...
+    ] = ()  # score targets[i] with the logits of tokens[i] (prompt log-probabilities)
     target_top: int = 0  # how many best alternatives to report for each scored target
     hidden: bool = False  # also return the final hidden state (after the last norm) of every token of this step
 
@@ -76,7 +92,9 @@ class SeqStep(NamedTuple):
 class StepPlan(NamedTuple):
     step: int
     sequences: tuple[SeqStep, ...]
-    copies: tuple[tuple[int, int, int], ...] = ()  # (group, from block, to block), done before anything is computed
+    copies: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # (group, from block, to block), done before anything is computed
 
     @property
     def rows(self) -> int:
@@ -101,7 +119,9 @@ class Drawn(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
     explain: dict[str, Any] | None = None  # observe/explanation.py documents the keys; plain data
     candidates: tuple[tuple[int, float], ...] = ()  # beam: the best ids with their log-probability
-    reported: tuple[float, ...] = ()  # beam, where logprobs are asked for: of each candidate, by logprobs_mode
+    reported: tuple[
+        float, ...
+    ] = ()  # beam, where logprobs are asked for: of each candidate, by logprobs_mode
 
 
 class SeqResult(NamedTuple):
@@ -210,7 +230,9 @@ class Completion:
     seed: int
     fingerprint: str
     warnings: tuple[str, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # one for each prompt token; the first is None
+    prompt_logprobs: tuple[
+        TokenLogprob | None, ...
+    ] = ()  # one for each prompt token; the first is None
     receipt: dict[str, Any] | None = field(default=None, repr=False)
 
     @property

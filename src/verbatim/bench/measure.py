@@ -89,11 +89,20 @@ class Row:
 
 
 def jobs(
-    prefills: Sequence[int], contexts: Sequence[int], batches: Sequence[int], steps: int, step_tokens: int, limit: int
+    prefills: Sequence[int],
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    steps: int,
+    step_tokens: int,
+    limit: int,
 ) -> list[Job]:
     """`limit` is the model's context: what does not fit is left out, and the caller says so."""
     out = [Job("prefill", n, n, lambda r, n=n: r.prefill(n)) for n in prefills if n < limit]  # type: ignore[misc]
-    out += [Job("decode", c, steps, lambda r, c=c: r.decode(c, steps)) for c in contexts if c + steps < limit]  # type: ignore[misc]
+    out += [
+        Job("decode", c, steps, lambda r, c=c: r.decode(c, steps))
+        for c in contexts
+        if c + steps < limit
+    ]  # type: ignore[misc]
     for b in batches:
         # every prompt fits the first step, so that all sequences begin together
         context = max(1, min(32, step_tokens // b))
@@ -105,7 +114,9 @@ def measure(job: Job, runners: Sequence[Runner], repeats: int) -> Row:
     """Rounds of ours, theirs, ours, theirs: a slow minute of the machine hits both."""
     row = Row(job, {r.name: [] for r in runners})
     for runner in runners:
-        first = job.run(runner)  # touches pages and buffers; counts only where it is too long to repeat
+        first = job.run(
+            runner
+        )  # touches pages and buffers; counts only where it is too long to repeat
         if first > PATIENCE:
             row.seconds[runner.name].append(first)
     for _ in range(repeats):
@@ -117,11 +128,25 @@ def measure(job: Job, runners: Sequence[Runner], repeats: int) -> Row:
 
 def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
     """Seconds from starting `verbatim run` in a new process to the first byte of its answer, the model being in the page cache."""
-    command = [sys.executable, "-m", "verbatim", "run", "Hi", "--max-tokens", "8", "--quiet", "--model", model, *extra]
+    command = [
+        sys.executable,
+        "-m",
+        "verbatim",
+        "run",
+        "Hi",
+        "--max-tokens",
+        "8",
+        "--quiet",
+        "--model",
+        model,
+        *extra,
+    ]
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
             assert process.stdout is not None
             os.read(process.stdout.fileno(), 1)
             times.append(time.perf_counter() - began)
@@ -136,6 +161,10 @@ def first_token(llm: LLM, repeats: int) -> float:
     for i in range(repeats + 1):
         text = f"Question {i} of {repeats}: why is the sky blue?"
         params = SamplingParams(temperature=0, max_tokens=1, cache_salt=str(i))
-        done: Any = llm.chat([{"role": "user", "content": text}], params) if llm.has_template else llm.generate(text, params)
+        done: Any = (
+            llm.chat([{"role": "user", "content": text}], params)
+            if llm.has_template
+            else llm.generate(text, params)
+        )
         times.append(done.timings.first_token)
     return statistics.median(times[1:])

@@ -85,7 +85,19 @@ def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -
     out: dict[int, list[float]] = {k: [] for k in lengths}
     for turn in range(repeats + 1):  # the first round only warms up
         for k in lengths:
-            plan = StepPlan(0, (SeqStep(0, tokens[context : context + 1 + k], context, blocks, draws=1 + k, draw=draw),))
+            plan = StepPlan(
+                0,
+                (
+                    SeqStep(
+                        0,
+                        tokens[context : context + 1 + k],
+                        context,
+                        blocks,
+                        draws=1 + k,
+                        draw=draw,
+                    ),
+                ),
+            )
             began = time.perf_counter()
             backend.execute(plan)
             if turn:
@@ -98,7 +110,11 @@ def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, 
     out = {}
     for name, text in PROMPTS.items():
         params = GREEDY.with_(max_tokens=tokens, speculate="off")
-        done: Any = llm.chat([{"role": "user", "content": text}], params) if llm.has_template else llm.generate(text, params)
+        done: Any = (
+            llm.chat([{"role": "user", "content": text}], params)
+            if llm.has_template
+            else llm.generate(text, params)
+        )
         out[name] = (done.prompt_ids, done.token_ids)
     return out
 
@@ -128,7 +144,11 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any
                 }
             )
         tasks[name] = rows
-    return {"proposer": mode, "pass_seconds": [{"drafts": k, "seconds": costs[k]} for k in LENGTHS], "tasks": tasks}
+    return {
+        "proposer": mode,
+        "pass_seconds": [{"drafts": k, "seconds": costs[k]} for k in LENGTHS],
+        "tasks": tasks,
+    }
 
 
 def _between(costs: Sequence[float], drafts: int) -> float:

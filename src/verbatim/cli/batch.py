@@ -23,7 +23,14 @@ import click
 
 from verbatim.base.errors import BackendError, ModelError, ParameterError
 from verbatim.base.params import no_key_twice
-from verbatim.cli.options import Command, Option, check_output, engine_of, engine_options, model_options
+from verbatim.cli.options import (
+    Command,
+    Option,
+    check_output,
+    engine_of,
+    engine_options,
+    model_options,
+)
 from verbatim.cli.terminal import note
 
 if TYPE_CHECKING:
@@ -39,7 +46,13 @@ Line = dict[str, Any]
 @click.command(cls=Command)
 @click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False))
 @click.argument("target", metavar="OUT", type=click.Path(dir_okay=False))
-@click.option("--concurrency", cls=Option, default=64, type=click.IntRange(1, 4096), help="requests at once [64]")
+@click.option(
+    "--concurrency",
+    cls=Option,
+    default=64,
+    type=click.IntRange(1, 4096),
+    help="requests at once [64]",
+)
 @click.option(
     "--served-model-name",
     "names",
@@ -50,12 +63,22 @@ Line = dict[str, Any]
 )
 @click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress bar, no closing line")
 @click.option(
-    "--test-engine", cls=Option, default="", hidden=True, help="tests: an engine of verbatim.testing instead of a model"
+    "--test-engine",
+    cls=Option,
+    default="",
+    hidden=True,
+    help="tests: an engine of verbatim.testing instead of a model",
 )
 @model_options
 @engine_options
 def command(
-    source: str, target: str, concurrency: int, names: tuple[str, ...], quiet: bool, test_engine: str, **flags: Any
+    source: str,
+    target: str,
+    concurrency: int,
+    names: tuple[str, ...],
+    quiet: bool,
+    test_engine: str,
+    **flags: Any,
 ) -> int:
     """Answer every request of IN (OpenAI's batch format, one a line) into OUT. Interrupted, it goes on where it stopped.
 
@@ -83,7 +106,10 @@ def command(
     if quiet:  # the engine's process has a log of its own
         os.environ.setdefault("VERBATIM_LOG", "WARNING")
     if todo:
-        with open(target, "a", encoding="utf-8") as out, progress(len(lines), len(held), quiet) as advance:
+        with (
+            open(target, "a", encoding="utf-8") as out,
+            progress(len(lines), len(held), quiet) as advance,
+        ):
 
             def write(answer: Line) -> None:
                 out.write(json.dumps(answer, ensure_ascii=False) + "\n")
@@ -94,7 +120,9 @@ def command(
             asyncio.run(answer_all(settings, todo, concurrency, write))
     good = sum(status == 200 for status in held.values())
     if not quiet:
-        note(f"{len(lines)} requests: {there} were there, {good - there} answered, {len(lines) - good} refused")
+        note(
+            f"{len(lines)} requests: {there} were there, {good - there} answered, {len(lines) - good} refused"
+        )
     return 0 if good == len(lines) else 1
 
 
@@ -109,7 +137,9 @@ def read_requests(path: Path) -> list[Line]:
             try:
                 line = json.loads(raw.decode("utf-8"), object_pairs_hook=no_key_twice)
             except UnicodeDecodeError:
-                raise ParameterError("IN", f"line {number} is not UTF-8; save the file in that encoding") from None
+                raise ParameterError(
+                    "IN", f"line {number} is not UTF-8; save the file in that encoding"
+                ) from None
             except (json.JSONDecodeError, RecursionError):
                 raise ParameterError("IN", f"line {number} is not JSON") from None
             except ValueError as error:
@@ -119,15 +149,26 @@ def read_requests(path: Path) -> list[Line]:
                 or not isinstance(line.get("custom_id"), str)
                 or not isinstance(line.get("body"), dict)
             ):
-                raise ParameterError("IN", f"line {number} needs custom_id (a string) and body (an object)")
+                raise ParameterError(
+                    "IN", f"line {number} needs custom_id (a string) and body (an object)"
+                )
             if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
-                raise ParameterError("IN", f"line {number}: no such key of a request: {min(unknown)[:40]!r}")
+                raise ParameterError(
+                    "IN", f"line {number}: no such key of a request: {min(unknown)[:40]!r}"
+                )
             if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
-                raise ParameterError("IN", f"line {number}: method must be POST and url one of {', '.join(URLS)}")
+                raise ParameterError(
+                    "IN", f"line {number}: method must be POST and url one of {', '.join(URLS)}"
+                )
             if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
-                raise ParameterError("IN", f"line {number}: custom_id {line['custom_id'][:40]!a} holds half a character")
+                raise ParameterError(
+                    "IN",
+                    f"line {number}: custom_id {line['custom_id'][:40]!a} holds half a character",
+                )
             if line["custom_id"] in seen:
-                raise ParameterError("IN", f"line {number}: custom_id {line['custom_id'][:40]!r} appears twice")
+                raise ParameterError(
+                    "IN", f"line {number}: custom_id {line['custom_id'][:40]!r} appears twice"
+                )
             if line["body"].get("stream"):
                 raise ParameterError("IN", f"line {number}: a batch cannot be streamed")
             seen.add(line["custom_id"])
@@ -158,7 +199,9 @@ def answered(path: Path, wanted: set[str]) -> dict[str, int]:
             answer = json.loads(text)
             ours, settled = answer["custom_id"] in wanted, not unsettled(status_of(answer))
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ParameterError("OUT", f"line {number} of {path} is not an answer of a batch; choose another file") from None
+            raise ParameterError(
+                "OUT", f"line {number} of {path} is not an answer of a batch; choose another file"
+            ) from None
         if settled or not ours:
             kept.append(text + b"\n")
         if settled and ours:
@@ -185,7 +228,13 @@ class progress:
 
     def __init__(self, total: int, before: int, quiet: bool) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
 
         console = Console(stderr=True)
         columns = (TextColumn("batch"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -200,7 +249,9 @@ class progress:
         self._bar.stop()
 
 
-async def answer_all(settings: Settings, todo: list[Line], concurrency: int, write: Callable[[Line], None]) -> None:
+async def answer_all(
+    settings: Settings, todo: list[Line], concurrency: int, write: Callable[[Line], None]
+) -> None:
     """Starts the engine, asks, ends it."""
     from verbatim.server.app import make_app
     from verbatim.server.process.supervisor import Supervisor
@@ -212,7 +263,8 @@ async def answer_all(settings: Settings, todo: list[Line], concurrency: int, wri
     supervisor.start()
     try:
         await asyncio.wait(
-            (asyncio.ensure_future(supervisor.ready.wait()), supervisor.fatal), return_when=asyncio.FIRST_COMPLETED
+            (asyncio.ensure_future(supervisor.ready.wait()), supervisor.fatal),
+            return_when=asyncio.FIRST_COMPLETED,
         )
         if supervisor.fatal.done():
             raise ModelError(supervisor.fatal.result())
@@ -236,7 +288,10 @@ async def restarted(ready: asyncio.Event) -> None:
 
 
 async def answer_in_rounds(
-    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]], todo: list[Line], concurrency: int, write: Callable[[Line], None]
+    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]],
+    todo: list[Line],
+    concurrency: int,
+    write: Callable[[Line], None],
 ) -> None:
     """A queue that is too short for all is long enough for some: what one round refuses for now, the next asks with half as many at once. The last
     rounds ask one by one: nothing else of ours is in the way then, and an engine that dies there died of this very request."""
@@ -250,7 +305,10 @@ async def answer_in_rounds(
 
 
 async def one_round(
-    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]], todo: list[Line], limit: int, write: Callable[[Line], None]
+    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]],
+    todo: list[Line],
+    limit: int,
+    write: Callable[[Line], None],
 ) -> list[tuple[Line, Line]]:
     """`limit` workers take lines in order, and write each answer when it is there. Returns the lines that are refused for now, and the refusals."""
     waiting = iter(todo)
@@ -276,14 +334,23 @@ async def ask(app: Any, model: str, line: Line) -> tuple[Line, float]:
         asked = {**asked, "model": model}
     status, headers, body = await call(app, line["url"], asked)
     response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
-    answer = {"id": "batch_req_" + secrets.token_hex(12), "custom_id": line["custom_id"], "response": response, "error": None}
+    answer = {
+        "id": "batch_req_" + secrets.token_hex(12),
+        "custom_id": line["custom_id"],
+        "response": response,
+        "error": None,
+    }
     return answer, float(headers.get("retry-after", 1))
 
 
 async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any]:
     """The application as a function: no socket, the same checks and the same answer."""
     raw = json.dumps(body).encode()
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+    headers = [
+        (b"host", b"localhost"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(raw)).encode()),
+    ]
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": url,
              "raw_path": url.encode(), "query_string": b"", "headers": headers, "client": None, "server": ("localhost", 0), "root_path": ""}  # fmt: skip
     sent: list[dict[str, Any]] = []
@@ -301,4 +368,8 @@ async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any
 
     await app(scope, receive, send)
     text = b"".join(m.get("body", b"") for m in sent[1:])
-    return sent[0]["status"], {k.decode(): v.decode() for k, v in sent[0]["headers"]}, json.loads(text)
+    return (
+        sent[0]["status"],
+        {k.decode(): v.decode() for k, v in sent[0]["headers"]},
+        json.loads(text),
+    )

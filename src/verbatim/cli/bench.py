@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.cli.options import Command, Option, check_output, engine_options_without, model_options
+from verbatim.cli.options import (
+    Command,
+    Option,
+    check_output,
+    engine_options_without,
+    model_options,
+)
 from verbatim.cli.terminal import note
 
 if TYPE_CHECKING:
@@ -26,11 +32,27 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
 
 
 @click.command(cls=Command)
-@click.option("--quick", cls=Option, section=SECTION, is_flag=True, help="fewer sizes and rounds: a minute instead of several")
 @click.option(
-    "--against", cls=Option, section=SECTION, type=click.Choice(["llama.cpp", "transformers"]), help="a rival, in turns"
+    "--quick",
+    cls=Option,
+    section=SECTION,
+    is_flag=True,
+    help="fewer sizes and rounds: a minute instead of several",
 )
-@click.option("--rival-python", cls=Option, section=SECTION, metavar="PATH", help="the Python that has the rival installed")
+@click.option(
+    "--against",
+    cls=Option,
+    section=SECTION,
+    type=click.Choice(["llama.cpp", "transformers"]),
+    help="a rival, in turns",
+)
+@click.option(
+    "--rival-python",
+    cls=Option,
+    section=SECTION,
+    metavar="PATH",
+    help="the Python that has the rival installed",
+)
 @click.option(
     "--rival-model",
     cls=Option,
@@ -38,13 +60,34 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
     metavar="FILE",
     help="what the rival runs, if not the same file: its best format",
 )
-@click.option("--prefills", cls=Option, section=SECTION, metavar="N,N", help="prompt lengths [32,512,2000]")
-@click.option("--contexts", cls=Option, section=SECTION, metavar="N,N", help="contexts of decoding [32,512,2000]")
-@click.option("--batches", cls=Option, section=SECTION, metavar="N,N", help="sequences at once [1,4,16,32]")
 @click.option(
-    "--repeats", cls=Option, section=SECTION, type=click.IntRange(1, 1000), metavar="N", help="rounds; medians count [5]"
+    "--prefills", cls=Option, section=SECTION, metavar="N,N", help="prompt lengths [32,512,2000]"
 )
-@click.option("--plot", cls=Option, section=SECTION, metavar="FILE", help="write a plot, .svg or .png; needs the extra 'bench'")
+@click.option(
+    "--contexts",
+    cls=Option,
+    section=SECTION,
+    metavar="N,N",
+    help="contexts of decoding [32,512,2000]",
+)
+@click.option(
+    "--batches", cls=Option, section=SECTION, metavar="N,N", help="sequences at once [1,4,16,32]"
+)
+@click.option(
+    "--repeats",
+    cls=Option,
+    section=SECTION,
+    type=click.IntRange(1, 1000),
+    metavar="N",
+    help="rounds; medians count [5]",
+)
+@click.option(
+    "--plot",
+    cls=Option,
+    section=SECTION,
+    metavar="FILE",
+    help="write a plot, .svg or .png; needs the extra 'bench'",
+)
 @click.option(
     "--speculate",
     cls=Option,
@@ -93,21 +136,36 @@ def command(
             raise ParameterError(name, "no rival was asked for; add --against")
     if flags["e_backend"] == "cuda":
         raise UnsupportedError(
-            "backend", "the limits that bench measures are a processor's; bench/cuda.py in the sources measures a GPU"
+            "backend",
+            "the limits that bench measures are a processor's; bench/cuda.py in the sources measures a GPU",
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto is the cpu backend here, also on a machine with a GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # auto is the cpu backend here, also on a machine with a GPU
+    )
     flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
         if against:
-            raise ParameterError("against", "drafts are measured against plain decoding; leave out --against")
-        for name, sizes_given in (("prefills", prefills), ("contexts", contexts), ("batches", batches)):
+            raise ParameterError(
+                "against", "drafts are measured against plain decoding; leave out --against"
+            )
+        for name, sizes_given in (
+            ("prefills", prefills),
+            ("contexts", contexts),
+            ("batches", batches),
+        ):
             if sizes_given:
-                raise ParameterError(name, f"--speculate has sizes of its own, of one sequence; leave out --{name}")
+                raise ParameterError(
+                    name, f"--speculate has sizes of its own, of one sequence; leave out --{name}"
+                )
         with open_llm(flags) as llm:
             return _speculation(llm, speculate, rounds, plot)
     with open_llm(flags) as llm:
-        rival = _open_rival(against, rival_python, rival_model or flags["model"], flags, llm) if against else None
+        rival = (
+            _open_rival(against, rival_python, rival_model or flags["model"], flags, llm)
+            if against
+            else None
+        )
         try:
             limits, card, rows = _measure(llm, rival, sizes, rounds, quick)
         finally:
@@ -133,7 +191,9 @@ def _measure(
     runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
     _header(rival)
     rows = []
-    for job in jobs(**sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context):
+    for job in jobs(
+        **sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context
+    ):
         rows.append(measure(job, runners, rounds))
         _print_row(rows[-1], card, limits, rival)
     if over := above_limit(rows, card, limits):
@@ -143,7 +203,11 @@ def _measure(
 
 def above_limit(rows: list[Row], card: CostCard, limits: Limits) -> str:
     """The rows that beat the limit, by their labels."""
-    over = [row for row in rows if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling]
+    over = [
+        row
+        for row in rows
+        if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling
+    ]
     return ", ".join(_label(row) for row in over)
 
 
@@ -152,7 +216,12 @@ def _cold_start(flags: dict[str, Any], rounds: int) -> float:
     from verbatim.weights.catalog import resolve
 
     path = str(resolve(flags["model"], revision=flags.get("revision"), offline=True))
-    extra = [word for name in ("threads", "backend") if flags[f"e_{name}"] for word in (f"--{name}", str(flags[f"e_{name}"]))]
+    extra = [
+        word
+        for name in ("threads", "backend")
+        if flags[f"e_{name}"]
+        for word in (f"--{name}", str(flags[f"e_{name}"]))
+    ]
     cold = cold_start(path, extra, min(rounds, 3))
     print(f"{'cold start':16} {cold * 1000:8.1f} ms   from typing to the first text, model on disk")
     return cold
@@ -168,12 +237,16 @@ def _numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
-def _open_rival(name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM) -> Rival:
+def _open_rival(
+    name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM
+) -> Rival:
     from verbatim.bench.rivals.client import Rival, find_python
     from verbatim.weights.catalog import resolve
     from verbatim.weights.split import with_siblings
 
-    path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[0]  # llama.cpp takes the first part only
+    path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[
+        0
+    ]  # llama.cpp takes the first part only
     rival = Rival(name, find_python(name, python))
     try:
         rival.open(str(path), llm.parts.backend.info.threads, min(llm.context, 2304))
@@ -187,19 +260,31 @@ def _open_rival(name: str, python: str | None, model: str, flags: dict[str, Any]
 
 
 def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
-    from verbatim.observe.roofline import cost_card, forget_buffers, measure_limits, native_probes, save_limits
+    from verbatim.observe.roofline import (
+        cost_card,
+        forget_buffers,
+        measure_limits,
+        native_probes,
+        save_limits,
+    )
     from verbatim.weights.catalog import cache_dir
 
     info = llm.parts.backend.info
     read, ops = native_probes()
-    limits = measure_limits(info.threads, native_read=read, native_ops=ops, repeats=3 if quick else 7)
+    limits = measure_limits(
+        info.threads, native_read=read, native_ops=ops, repeats=3 if quick else 7
+    )
     forget_buffers()
     card = cost_card(llm.parts.backend.spec, info)
     try:
         save_limits(cache_dir(), limits)
     except OSError as error:
         note(f"warning: the limits could not be kept: {error.strerror}")
-    one = f" ({limits.one_thread_bytes / 1e9:.1f} with one)" if limits.one_thread_bytes and info.threads > 1 else ""
+    one = (
+        f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
+        if limits.one_thread_bytes and info.threads > 1
+        else ""
+    )
     peak = (
         f"{limits.int8_ops / 1e9:.0f} GOP/s of 8-bit products"
         if limits.int8_ops
@@ -236,7 +321,9 @@ def _print_row(row: Row, card: CostCard, limits: Limits, rival: Rival | None) ->
 
 
 def _label(row: Row) -> str:
-    return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[row.job.kind] + f" {row.job.size}"
+    return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[
+        row.job.kind
+    ] + f" {row.job.size}"
 
 
 def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:
@@ -248,17 +335,26 @@ def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:
     return card.decode_ceiling(limits, 32, row.job.size)
 
 
-def _summary(llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: Rival | None) -> dict[str, Any]:
+def _summary(
+    llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: Rival | None
+) -> dict[str, Any]:
     from dataclasses import asdict
 
     info = llm.parts.backend.info
     measured = []
     for row in rows:
-        entry: dict[str, Any] = {"kind": row.job.kind, "size": row.job.size, "rate": row.rate("verbatim")}
+        entry: dict[str, Any] = {
+            "kind": row.job.kind,
+            "size": row.job.size,
+            "rate": row.rate("verbatim"),
+        }
         entry["ceiling"] = ceiling_of(row, card, limits)
         entry["seconds"] = row.seconds["verbatim"]
         if rival:
-            entry["rival_rate"], entry["rival_seconds"] = row.rate(rival.name), row.seconds[rival.name]
+            entry["rival_rate"], entry["rival_seconds"] = (
+                row.rate(rival.name),
+                row.seconds[rival.name],
+            )
         measured.append(entry)
     return {
         "model": llm.parts.name,
@@ -266,7 +362,9 @@ def _summary(llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: R
         "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
         "limits": asdict(limits),
         "card": asdict(card),
-        "rival": {"name": rival.name, "version": rival.version, "file": rival.file} if rival else None,
+        "rival": {"name": rival.name, "version": rival.version, "file": rival.file}
+        if rival
+        else None,
         "rows": measured,
     }
 
@@ -284,10 +382,16 @@ def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Riv
         if not chosen:
             continue
         names = ["verbatim", *([rival.name] if rival else [])]
-        lines = [Line(name, tuple((row.job.size, row.rate(name)) for row in chosen)) for name in names]
+        lines = [
+            Line(name, tuple((row.job.size, row.rate(name)) for row in chosen)) for name in names
+        ]
         roof = [(row.job.size, ceiling_of(row, card, limits)) for row in chosen]
         if all(y for _, y in roof):
-            lines.append(Line("limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True))
+            lines.append(
+                Line(
+                    "limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True
+                )
+            )
         charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
     draw(charts, path)
 
@@ -298,16 +402,37 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
 
     found = curve(llm, mode, 4 * rounds)
     info = llm.parts.backend.info
-    print(f"engine    {info.name} {info.detail}; proposer {mode}; a pass with k drafts gains between 1 and k + 1 tokens")
+    print(
+        f"engine    {info.name} {info.detail}; proposer {mode}; a pass with k drafts gains between 1 and k + 1 tokens"
+    )
     names = list(found["tasks"])
-    print(f"{'drafts':>6} {'ms a pass':>10}   " + "   ".join(f"{name + ': tokens, ms a token':>26}" for name in names))
+    print(
+        f"{'drafts':>6} {'ms a pass':>10}   "
+        + "   ".join(f"{name + ': tokens, ms a token':>26}" for name in names)
+    )
     for i, cost in enumerate(found["pass_seconds"]):
         cells = [found["tasks"][name][i] for name in names]
-        shown = "   ".join(f"{c['tokens_a_pass']:14.2f} {c['seconds_a_token'] * 1e3:11.2f}" for c in cells)
+        shown = "   ".join(
+            f"{c['tokens_a_pass']:14.2f} {c['seconds_a_token'] * 1e3:11.2f}" for c in cells
+        )
         print(f"{cost['drafts']:6} {cost['seconds'] * 1e3:10.2f}   {shown}")
     if plot:
-        passes = tuple(Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n])) for n in names)
-        times = tuple(Line(n, tuple((r["drafts"], r["seconds_a_token"] * 1e3) for r in found["tasks"][n])) for n in names)
-        draw([Chart("tokens a pass", "drafts", "tokens", passes), Chart("time a token", "drafts", "ms", times)], plot)
-    sys.stdout.write(json.dumps({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found}) + "\n")
+        passes = tuple(
+            Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n]))
+            for n in names
+        )
+        times = tuple(
+            Line(n, tuple((r["drafts"], r["seconds_a_token"] * 1e3) for r in found["tasks"][n]))
+            for n in names
+        )
+        draw(
+            [
+                Chart("tokens a pass", "drafts", "tokens", passes),
+                Chart("time a token", "drafts", "ms", times),
+            ],
+            plot,
+        )
+    sys.stdout.write(
+        json.dumps({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found}) + "\n"
+    )
     return 0

@@ -13,7 +13,15 @@ import click
 from verbatim.base.errors import RequestError, UnsupportedError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.options import Command, Option, engine_options, model_options, parse_parameter, sampling_of, sampling_options
+from verbatim.cli.options import (
+    Command,
+    Option,
+    engine_options,
+    model_options,
+    parse_parameter,
+    sampling_of,
+    sampling_options,
+)
 from verbatim.cli.terminal import BOLD, GREEN, RED, note, paint, warn, write
 
 if TYPE_CHECKING:
@@ -48,13 +56,24 @@ def command(system: str | None, quiet: bool, **flags: Any) -> int:
     _check_place(params)
     with open_llm(flags, quiet=quiet) as llm:
         if not llm.has_template:
-            raise UnsupportedError("model", f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text")
+            raise UnsupportedError(
+                "model",
+                f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text",
+            )
         return Conversation(llm, params, system and typed(system, "system"), quiet=quiet).loop()
 
 
 def _check_place(params: SamplingParams) -> None:
     """Refuse what asks for several answers, or for a report that is not shown here."""
-    for name in ("n", "best_of", "num_return_sequences", "logprobs", "prompt_logprobs", "explain", "receipt"):
+    for name in (
+        "n",
+        "best_of",
+        "num_return_sequences",
+        "logprobs",
+        "prompt_logprobs",
+        "explain",
+        "receipt",
+    ):
         if getattr(params, name) != FIELDS[name].default:
             raise UnsupportedError(name, "a conversation has no place for it; use `verbatim run`")
 
@@ -62,24 +81,32 @@ def _check_place(params: SamplingParams) -> None:
 class Conversation:
     """History, parameters and the loop of one chat. Every line typed is either a /command or a turn."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool) -> None:
+    def __init__(
+        self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool
+    ) -> None:
         self.llm = llm
         self.params = params
         self.system = system
         self.turns: list[dict[str, str]] = []
-        self.last: tuple[list[dict[str, str]], SamplingParams, Completion] | None = None  # asked, how, and what came
+        self.last: tuple[list[dict[str, str]], SamplingParams, Completion] | None = (
+            None  # asked, how, and what came
+        )
         self.quiet = quiet
         self.typed = sys.stdin.isatty()
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        return ([] if self.system is None else [{"role": "system", "content": self.system}]) + self.turns
+        return (
+            [] if self.system is None else [{"role": "system", "content": self.system}]
+        ) + self.turns
 
     def loop(self) -> int:
         if self.typed:
             _editing()
             if not self.quiet:
-                note(f"{self.llm.parts.name}, context {self.llm.context} tokens. /help for commands, Ctrl-D to leave.")
+                note(
+                    f"{self.llm.parts.name}, context {self.llm.context} tokens. /help for commands, Ctrl-D to leave."
+                )
         while True:
             line = self._read()
             if line is None:
@@ -168,7 +195,10 @@ class Conversation:
             case _:
                 near = get_close_matches(name, COMMANDS, 1)
                 hint = f"did you mean /{near[0]}?" if near else "/help lists them"
-                note(f"verbatim: no command /{name}; {hint} (begin with a space to send a line that starts with /)", RED)
+                note(
+                    f"verbatim: no command /{name}; {hint} (begin with a space to send a line that starts with /)",
+                    RED,
+                )
         return False
 
     def _explain(self) -> None:
@@ -184,7 +214,9 @@ class Conversation:
         if before.finish_reason == "cancel" and before.token_ids:
             again = again.with_(max_tokens=len(before.token_ids))  # as far as it came
         code, completion = collect(self.llm.chat_stream(asked, again), show=False)
-        assert code or completion.token_ids == before.token_ids, "the same request gave other tokens"
+        assert code or completion.token_ids == before.token_ids, (
+            "the same request gave other tokens"
+        )
         for record in completion.choices[0].explain:
             write(headline(record, self.llm.tokenizer.token_bytes) + "\n")
 
@@ -208,13 +240,17 @@ class Conversation:
                 note(f"verbatim: {word!r} is not NAME=VALUE, such as temperature=0.7", RED)
                 return
             changes[name.replace("-", "_")] = parse_parameter(name, value)
-        if changes.get("num_beams", 1) > 1:  # beams cannot be stopped in the middle; what is in force is shown below
+        if (
+            changes.get("num_beams", 1) > 1
+        ):  # beams cannot be stopped in the middle; what is in force is shown below
             changes.setdefault("on_loop", "report")
         changed = self.params.with_(**changes)
         _check_place(changed)
         self.params = changed
         shown = self.params.to_mapping() or {"temperature": self.params.temperature}
-        note(" ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else "2")
+        note(
+            " ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else "2"
+        )
 
     def _save(self, name: str) -> None:
         if not name:
@@ -227,10 +263,18 @@ class Conversation:
             "messages": self.messages,
         }
         try:
-            Path(name).expanduser().write_text(json.dumps(record, ensure_ascii=False, indent=1) + "\n", "utf-8")
+            Path(name).expanduser().write_text(
+                json.dumps(record, ensure_ascii=False, indent=1) + "\n", "utf-8"
+            )
             note(f"saved {len(self.turns) // 2} turns to {name}")
-        except (OSError, RuntimeError, ValueError) as error:  # Runtime: ~ of nobody; Value: no possible name of a file
-            note(f"verbatim: cannot write {name!r}: {getattr(error, 'strerror', None) or error}", RED)
+        except (
+            OSError,
+            RuntimeError,
+            ValueError,
+        ) as error:  # Runtime: ~ of nobody; Value: no possible name of a file
+            note(
+                f"verbatim: cannot write {name!r}: {getattr(error, 'strerror', None) or error}", RED
+            )
 
 
 def _next_line() -> str:

@@ -31,22 +31,46 @@ FILE_TYPES = {
     "q6_k": 18,
     "bf16": 32,
 }
-NARROW = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}  # for rows that blocks of 256 do not divide
+NARROW = {
+    "q4_k": "q5_0",
+    "q5_k": "q5_1",
+    "q6_k": "q8_0",
+}  # for rows that blocks of 256 do not divide
 WINDOW = 512  # tokens scored at once for the perplexity
 
 
 @click.command(cls=Command)
 @click.argument("source")
 @click.argument("target", type=click.Path(dir_okay=False))
-@click.option("--quant", cls=Option, type=click.Choice(TYPES), help="type of the matrices; missing: as they are")
 @click.option(
-    "--head", "head", cls=Option, type=click.Choice(TYPES), help="type of embedding and head [q8_0 where --quant is smaller]"
+    "--quant",
+    cls=Option,
+    type=click.Choice(TYPES),
+    help="type of the matrices; missing: as they are",
 )
-@click.option("--perplexity", cls=Option, metavar="FILE", help="score this text with the model before and after")
+@click.option(
+    "--head",
+    "head",
+    cls=Option,
+    type=click.Choice(TYPES),
+    help="type of embedding and head [q8_0 where --quant is smaller]",
+)
+@click.option(
+    "--perplexity",
+    cls=Option,
+    metavar="FILE",
+    help="score this text with the model before and after",
+)
 @click.option("--force", cls=Option, is_flag=True, help="overwrite TARGET")
 @click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
 def command(
-    source: str, target: str, quant: str | None, head: str | None, perplexity: str | None, force: bool, offline: bool
+    source: str,
+    target: str,
+    quant: str | None,
+    head: str | None,
+    perplexity: str | None,
+    force: bool,
+    offline: bool,
 ) -> int:
     """Write the model SOURCE (a .gguf file, a safetensors directory, a catalog name, org/name) as the GGUF file TARGET.
 
@@ -68,10 +92,17 @@ def command(
     if out.exists() and any(file.exists() and out.samefile(file) for file in with_siblings(path)):
         raise ParameterError("target", "is the source itself; choose another name")
     metadata, kinds, tensors = _read_model(path)
-    chosen = {name: _type_for(name, tensor.type, tensor.shape, quant, head) for name, tensor in tensors.items()}
+    chosen = {
+        name: _type_for(name, tensor.type, tensor.shape, quant, head)
+        for name, tensor in tensors.items()
+    }
     _explain_types(tensors, chosen, quant)
     if quant:
-        metadata = {**metadata, "general.file_type": FILE_TYPES[quant], "general.quantization_version": 2}
+        metadata = {
+            **metadata,
+            "general.file_type": FILE_TYPES[quant],
+            "general.quantization_version": 2,
+        }
         kinds = {**kinds, "general.file_type": "u32", "general.quantization_version": "u32"}
     try:
         write_gguf(out, metadata, _converted(tensors, chosen, progress), types=kinds)
@@ -89,7 +120,8 @@ def _read(file: str) -> str:
         return Path(file).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(
-            "perplexity", f"cannot read {file!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+            "perplexity",
+            f"cannot read {file!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
         ) from None
 
 
@@ -104,7 +136,12 @@ def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, T
 
         file = read_gguf(path)
         return dict(file.metadata), dict(file.types), dict(file.tensors)
-    from verbatim.convert.export_model import ARCHITECTURE, check_round_trip, model_metadata, model_tensors
+    from verbatim.convert.export_model import (
+        ARCHITECTURE,
+        check_round_trip,
+        model_metadata,
+        model_tensors,
+    )
     from verbatim.convert.export_tokenizer import tokenizer_metadata
     from verbatim.model.load import load_model
     from verbatim.text.chat_template import template_from_directory
@@ -127,7 +164,9 @@ def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, T
 # ----------------------------------------------------------------------------------------------------------- the types
 
 
-def _type_for(name: str, type: str, shape: tuple[int, ...], quant: str | None, head: str | None) -> str:
+def _type_for(
+    name: str, type: str, shape: tuple[int, ...], quant: str | None, head: str | None
+) -> str:
     """Matrices become `quant`; norms, biases, routers, positions and rope tables stay as they are (1-D ones as f32)."""
     from verbatim.weights.tensor import BLOCKS
 
@@ -158,7 +197,9 @@ def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: st
         )
 
 
-def _converted(tensors: dict[str, Tensor], chosen: dict[str, str], progress: Progress) -> Iterator[Tensor | LazyTensor]:
+def _converted(
+    tensors: dict[str, Tensor], chosen: dict[str, str], progress: Progress
+) -> Iterator[Tensor | LazyTensor]:
     from verbatim.weights.gguf_write import LazyTensor, converted
 
     total = len(tensors)

@@ -18,7 +18,12 @@ from verbatim.cli.options import Command, Option
 from verbatim.cli.terminal import GREEN, RED, YELLOW, paint, write_json
 from verbatim.cli.version import cpu_facts, cuda_facts
 
-EXTRAS = {"hub": "huggingface_hub", "server": "starlette", "grammar": "llguidance", "bench": "matplotlib"}
+EXTRAS = {
+    "hub": "huggingface_hub",
+    "server": "starlette",
+    "grammar": "llguidance",
+    "bench": "matplotlib",
+}
 Finding = tuple[str, str, str]  # good | note | bad, what, the finding
 
 
@@ -31,9 +36,14 @@ def command(as_json: bool) -> int:
         rows = [{"state": state, "what": what, "finding": text} for state, what, text in found]
         write_json(rows)
     else:
-        marks = {"good": paint("ok  ", GREEN, sys.stdout), "note": paint("note", YELLOW, sys.stdout)}
+        marks = {
+            "good": paint("ok  ", GREEN, sys.stdout),
+            "note": paint("note", YELLOW, sys.stdout),
+        }
         for state, what, text in found:
-            sys.stdout.write(f"{marks.get(state) or paint('BAD ', RED, sys.stdout)}  {what:12} {text}\n")
+            sys.stdout.write(
+                f"{marks.get(state) or paint('BAD ', RED, sys.stdout)}  {what:12} {text}\n"
+            )
     return int(any(state == "bad" for state, _, _ in found))
 
 
@@ -48,7 +58,11 @@ def findings() -> Iterator[Finding]:
         try:
             yield "good", extra, f"{package} {version(package)}"
         except PackageNotFoundError:
-            yield "note", extra, f"{package} is not installed; if you need it: pip install '.[{extra}]' in the checkout"
+            yield (
+                "note",
+                extra,
+                f"{package} is not installed; if you need it: pip install '.[{extra}]' in the checkout",
+            )
     yield from _cache()
 
 
@@ -64,7 +78,10 @@ def _cuda() -> tuple[str, str]:
         state = "bad" if isinstance(error, gpu.WrongResult) else "note"
         return state, f"an NVIDIA GPU is here, but {error}; backend=auto uses the cpu"
     except Exception as error:  # a broken installation of PyTorch or Triton raises what it likes
-        return "bad", f"PyTorch or Triton cannot be imported: {error}; install verbatim-engine[cuda] again"
+        return (
+            "bad",
+            f"PyTorch or Triton cannot be imported: {error}; install verbatim-engine[cuda] again",
+        )
     return "good", f"{found}: a test kernel ran and its result is right; backend=auto uses this GPU"
 
 
@@ -82,15 +99,31 @@ def _cache() -> Iterator[Finding]:
         with tempfile.TemporaryFile(dir=there):
             free = shutil.disk_usage(there).free
     except OSError as error:
-        lost = "" if default.ready else "; set VERBATIM_CACHE to another place"  # a cache that has it all may be read-only
-        yield "note" if default.ready else "bad", "cache", f"{place} (not writable: {error.strerror}{lost})"
+        lost = (
+            "" if default.ready else "; set VERBATIM_CACHE to another place"
+        )  # a cache that has it all may be read-only
+        yield (
+            "note" if default.ready else "bad",
+            "cache",
+            f"{place} (not writable: {error.strerror}{lost})",
+        )
     else:
-        short = not default.ready and free < 3 * default.bytes  # the download, the file, and room to breathe
-        yield "note" if short else "good", "cache", f"{place} ({free / 1e9:.1f} GB free{'; too little' if short else ''})"
+        short = (
+            not default.ready and free < 3 * default.bytes
+        )  # the download, the file, and room to breathe
+        yield (
+            "note" if short else "good",
+            "cache",
+            f"{place} ({free / 1e9:.1f} GB free{'; too little' if short else ''})",
+        )
     if default.ready:
         yield "good", "model", f"{default.name} is here ({default.bytes / 1e6:.0f} MB)"
     else:
         yield "note", "model", f"{default.name} is not fetched yet; `verbatim pull {default.name}`"
     limits = Path(place, "limits.json")
     measured = os.path.exists(limits)
-    yield "good" if measured else "note", "limits", "measured" if measured else "not yet; `verbatim bench` measures them"
+    yield (
+        "good" if measured else "note",
+        "limits",
+        "measured" if measured else "not yet; `verbatim bench` measures them",
+    )

@@ -32,7 +32,9 @@ DEFAULT_TOKENS = 16
 
 @click.command(cls=Command)
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]")
-@click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
+@click.option(
+    "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
+)
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--brief", cls=Option, is_flag=True, help="one line a token")
@@ -66,7 +68,9 @@ def command(
     from verbatim.cli.open_model import open_llm, read_prompt
     from verbatim.cli.run import check_shown, collect, start
 
-    params = sampling_of(flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=bool(what_ifs))
+    params = sampling_of(
+        flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=bool(what_ifs)
+    )
     if not params.explain:
         raise ParameterError("explain", "0 explains nothing; ask for 1 or more candidates")
     if not as_json:
@@ -76,7 +80,10 @@ def command(
         _check_what_if(params)
     text = read_prompt(prompt)
     with open_llm(flags, quiet=as_json) as llm:
-        code, completion = collect(start(llm, text, params, raw=raw, system=system, parse_special=parse_special), show=False)
+        code, completion = collect(
+            start(llm, text, params, raw=raw, system=system, parse_special=parse_special),
+            show=False,
+        )
         results = [_what_if(llm, completion, params, change) for change in changes]
         if as_json:
             _print_json(llm, completion, list(zip(what_ifs, results, strict=True)))
@@ -97,7 +104,9 @@ def _changes(text: str) -> dict[str, Any]:
         changes[name.strip().replace("-", "_")] = parse_parameter(name, value)
     for name in changes:
         if name not in CHANGEABLE:
-            raise ParameterError(name, "cannot be changed by a what-if: it does not decide how a token is drawn")
+            raise ParameterError(
+                name, "cannot be changed by a what-if: it does not decide how a token is drawn"
+            )
     return changes
 
 
@@ -106,14 +115,20 @@ def _check_what_if(params: SamplingParams) -> None:
     from verbatim.sampling.record import WHOLE_ROWS
 
     if params.num_beams > 1:
-        raise ParameterError("what_if", "needs drawn tokens, and beam search draws none; leave out --num-beams")
+        raise ParameterError(
+            "what_if", "needs drawn tokens, and beam search draws none; leave out --num-beams"
+        )
     if params.width > 1:
         raise ParameterError("what_if", "draws a single answer again; leave out --n and --best-of")
     if params.max_tokens is None or params.max_tokens > WHOLE_ROWS:
-        raise ParameterError("what_if", f"remembers {WHOLE_ROWS} tokens; set --max-tokens to {WHOLE_ROWS} or less")
+        raise ParameterError(
+            "what_if", f"remembers {WHOLE_ROWS} tokens; set --max-tokens to {WHOLE_ROWS} or less"
+        )
 
 
-def _what_if(llm: LLM, completion: Completion, params: SamplingParams, changes: dict[str, Any]) -> list[WhatIf]:
+def _what_if(
+    llm: LLM, completion: Completion, params: SamplingParams, changes: dict[str, Any]
+) -> list[WhatIf]:
     from verbatim.observe.explanation import what_if
 
     breakers = None
@@ -122,10 +137,18 @@ def _what_if(llm: LLM, completion: Completion, params: SamplingParams, changes: 
 
         breakers = breakers_of(params.with_(**changes).dry_breakers, llm.tokenizer)
     recorded = params.with_(seed=completion.seed)
-    return what_if(completion.choices[0].explain, recorded, changes, prompt_ids=completion.prompt_ids, breakers=breakers)
+    return what_if(
+        completion.choices[0].explain,
+        recorded,
+        changes,
+        prompt_ids=completion.prompt_ids,
+        breakers=breakers,
+    )
 
 
-def _print(llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[str, list[WhatIf]]]) -> None:
+def _print(
+    llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[str, list[WhatIf]]]
+) -> None:
     from verbatim.cli.report import choice_head, closing_line, loop_line
     from verbatim.observe.explanation import headline, render, render_what_if
 
@@ -147,7 +170,11 @@ def _print(llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[s
 
 def completion_greedy(completion: Completion) -> bool:
     """No token was drawn with noise: temperature 0, or beams."""
-    return all(record.get("final_prob") is None for choice in completion.choices for record in choice.explain)
+    return all(
+        record.get("final_prob") is None
+        for choice in completion.choices
+        for record in choice.explain
+    )
 
 
 def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list[WhatIf]]]) -> None:
@@ -156,7 +183,12 @@ def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list
     out = completion_json(llm, completion)
     if what_ifs:
         out["what_if"] = [
-            {"changes": asked, "tokens": [{"position": r.position, "before": r.before, "after": r.after} for r in results]}
+            {
+                "changes": asked,
+                "tokens": [
+                    {"position": r.position, "before": r.before, "after": r.after} for r in results
+                ],
+            }
             for asked, results in what_ifs
         ]
     write_json(out)

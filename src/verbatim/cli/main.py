@@ -84,7 +84,9 @@ class LazyGroup(click.Group):
                 formatter.write(f"{'':{formatter.current_indent}}{line}\n")
         click.Command.format_options(self, ctx, formatter)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import shlex
             from difflib import get_close_matches
@@ -92,7 +94,9 @@ class LazyGroup(click.Group):
             near = get_close_matches(args[0], COMMANDS, 1)
             hint = f"did you mean {near[0]}?" if near else "verbatim --help lists the commands"
             if " " in args[0]:  # a question, most likely
-                hint = "to ask it: verbatim run " + (shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'")
+                hint = "to ask it: verbatim run " + (
+                    shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'"
+                )
             raise click.UsageError(f"no command {args[0]!r:.100}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -106,7 +110,9 @@ class LazyGroup(click.Group):
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
-@click.version_option(__version__, "-V", "--version", prog_name="verbatim", message="%(prog)s %(version)s")
+@click.version_option(
+    __version__, "-V", "--version", prog_name="verbatim", message="%(prog)s %(version)s"
+)
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
     """Verbatim runs language models on this machine: the same request, the same tokens, always."""
@@ -119,7 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if argv is None else argv)
     flags = words[: words.index("--")] if "--" in words else words
     debug = "--debug" in flags or os.environ.get("VERBATIM_DEBUG", "") not in ("", "0")
-    if "--debug" in flags:  # welcome anywhere, so that it can be added to the end of a line that just failed
+    if (
+        "--debug" in flags
+    ):  # welcome anywhere, so that it can be added to the end of a line that just failed
         words.remove("--debug")
     if words[:1] == ["help"]:  # `verbatim help run`, as elsewhere
         words = [*words[1:2], "--help"]
@@ -173,7 +181,9 @@ def _report(error: BaseException) -> int:
         complain(error.message)
         return code_of(error)
     if isinstance(error, MemoryError):
-        complain("out of memory; the model and its cache do not fit; try a smaller --context, --kv-memory or model")
+        complain(
+            "out of memory; the model and its cache do not fit; try a smaller --context, --kv-memory or model"
+        )
         return FAILED
     if isinstance(error, OSError) and error.errno in SYSTEM:
         complain(_system_line(error))
@@ -194,7 +204,12 @@ SYSTEM = {
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "close some programs: the system has no more files to open",
 }
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # of writing a model: nothing is wrong with the model
+NO_ROOM = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+)  # of writing a model: nothing is wrong with the model
 
 
 def _system_line(error: OSError) -> str:
@@ -214,7 +229,9 @@ def code_of(error: VerbatimError) -> int:
 
 def _usage_line(error: click.ClickException) -> str:
     text = " ".join(error.format_message().split()).rstrip(".")
-    text = re.sub(r"[.;]? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$", r"; did you mean \1?", text)
+    text = re.sub(
+        r"[.;]? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$", r"; did you mean \1?", text
+    )
     ctx = getattr(error, "ctx", None)
     if ctx is not None and "; " not in text:
         text += f"; see {ctx.command_path} --help"

@@ -20,7 +20,14 @@ def command(as_json: bool) -> None:
     records = list_models()
     if as_json:
         rows: list[dict[str, Any]] = [
-            {"name": r.name, "kind": r.kind, "bytes": r.bytes, "ready": r.ready, "path": str(r.path), "note": r.note}
+            {
+                "name": r.name,
+                "kind": r.kind,
+                "bytes": r.bytes,
+                "ready": r.ready,
+                "path": str(r.path),
+                "note": r.note,
+            }
             for r in records
         ]
         write_json(rows)
@@ -29,6 +36,8 @@ def command(as_json: bool) -> None:
     for r in records:
         state = "ready" if r.ready else "to fetch"
         size = f"{r.bytes / 1e6:.{0 if r.bytes >= 10_000_000 else 1}f} MB"
-        sys.stdout.write(f"{r.name:{width}}  {r.kind:11}  {size:>11}  {state:8}  {r.note}".rstrip() + "\n")
+        sys.stdout.write(
+            f"{r.name:{width}}  {r.kind:11}  {size:>11}  {state:8}  {r.note}".rstrip() + "\n"
+        )
     sys.stdout.flush()
     note(f"cache: {cache_dir()}; any path to a .gguf file or a safetensors directory works too")

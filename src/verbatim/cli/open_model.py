@@ -28,7 +28,11 @@ def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
     log.addHandler(shown)
     try:
         llm = LLM(
-            flags["model"], revision=flags.get("revision"), offline=bool(flags.get("offline")), progress=progress, **settings
+            flags["model"],
+            revision=flags.get("revision"),
+            offline=bool(flags.get("offline")),
+            progress=progress,
+            **settings,
         )
     finally:
         log.removeHandler(shown)
@@ -60,17 +64,25 @@ def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:
         raise ParameterError(param, _too_many(words, param))
     if words and words != ("-",):
         if not words[0]:
-            raise ParameterError(param, f'is empty; type the {param} in quotes, or "-" to read stdin')
+            raise ParameterError(
+                param, f'is empty; type the {param} in quotes, or "-" to read stdin'
+            )
         return typed(words[0], param)
     if sys.stdin is None or (not words and sys.stdin.isatty()):
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ParameterError(param, f"stdin is not UTF-8 text (byte {error.start}); convert it first") from None
-    text = text.removesuffix("\n")  # the newline that ends a line of a shell is not part of the prompt, as with $(...)
+        raise ParameterError(
+            param, f"stdin is not UTF-8 text (byte {error.start}); convert it first"
+        ) from None
+    text = text.removesuffix(
+        "\n"
+    )  # the newline that ends a line of a shell is not part of the prompt, as with $(...)
     if not text:
-        raise ParameterError(param, f"stdin was empty; type the {param} in quotes, or send it through a pipe")
+        raise ParameterError(
+            param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
+        )
     return text
 
 
@@ -83,7 +95,8 @@ def typed(text: str, param: str) -> str:
             return os.fsencode(text).decode("utf-8")
         except UnicodeError:
             raise ParameterError(
-                param, "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe"
+                param,
+                "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe",
             ) from None
     return text
 
@@ -99,7 +112,11 @@ def _too_many(words: tuple[str, ...], param: str) -> str:
     if _names_a_model(words[0]):
         return f"{many}; the model goes behind -m: {called} -m {shlex.quote(words[0])} …"
     whole = shlex.quote(" ".join(words))
-    return f"{many}; put it in quotes: {called} {whole}" if len(whole) <= 100 else f"{many}; put it in quotes"
+    return (
+        f"{many}; put it in quotes: {called} {whole}"
+        if len(whole) <= 100
+        else f"{many}; put it in quotes"
+    )
 
 
 def _names_a_model(word: str) -> bool:

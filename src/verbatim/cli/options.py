@@ -48,7 +48,9 @@ ENGINE_HELP = {
 HIDDEN = {"kv_blocks", "check"}
 FROM_FILE = {"json_schema", "grammar"}  # a value that starts with @ names a file
 PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
-NOT_FLAGS = {"speculate"}  # the engine's --speculate says the same for a single request, and more (draft:MODEL)
+NOT_FLAGS = {
+    "speculate"
+}  # the engine's --speculate says the same for a single request, and more (draft:MODEL)
 
 
 class Option(click.Option):
@@ -85,7 +87,9 @@ def sampling_options(command: F) -> F:
 def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
     flag, dest = "--" + name.replace("_", "-"), "p_" + name
     shown = DEFAULTS.get(name, rule.default)
-    text = rule.help + (f" [{shown:g}]" if isinstance(shown, (int, float)) and not isinstance(shown, bool) else "")
+    text = rule.help + (
+        f" [{shown:g}]" if isinstance(shown, (int, float)) and not isinstance(shown, bool) else ""
+    )
     text += f" [{shown}]" if name in DEFAULTS and isinstance(shown, str) else ""
     common: Values = {"cls": Option, "section": "Sampling", "default": None, "help": text}
     match rule.kind:
@@ -96,18 +100,26 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
         case "bool":
             return click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
         case "choice":
-            return click.option(flag, dest, type=click.Choice([_word(c) for c in rule.choices]), **common)
+            return click.option(
+                flag, dest, type=click.Choice([_word(c) for c in rule.choices]), **common
+            )
         case "ids":
             return click.option(flag, dest, metavar="ID,ID", **common)
         case "strings":
             common["help"] += " (may be repeated)"
-            return click.option(flag, dest, multiple=True, metavar="TEXT", **{**common, "default": ()})
+            return click.option(
+                flag, dest, multiple=True, metavar="TEXT", **{**common, "default": ()}
+            )
         case "bias":
-            return click.option(flag, dest, multiple=True, metavar="ID=X", **{**common, "default": ()})
+            return click.option(
+                flag, dest, multiple=True, metavar="ID=X", **{**common, "default": ()}
+            )
         case "schema":
             return click.option(flag, dest, metavar="JSON|@FILE", **common)
         case "str":
-            return click.option(flag, dest, metavar="TEXT|@FILE" if name in FROM_FILE else "TEXT", **common)
+            return click.option(
+                flag, dest, metavar="TEXT|@FILE" if name in FROM_FILE else "TEXT", **common
+            )
 
 
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
@@ -115,11 +127,16 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     typed = typed_sampling(flags)
     values: Values = {**DEFAULTS, **defaults, **typed}
     if values.get("num_beams", 1) > 1:  # which has neither
-        values = {name: value for name, value in values.items() if name not in DEFAULTS or name in typed}
+        values = {
+            name: value for name, value in values.items() if name not in DEFAULTS or name in typed
+        }
     if "on_loop" not in typed and (typed.get("ignore_eos") or typed.get("min_tokens")):
         values.pop("on_loop", None)  # who asks for more than the model wants to say gets it
     params = SamplingParams.from_mapping(values)
-    if params.num_beams > 1 and flags.get("e_speculate") not in (None, "off"):  # typed beside beams it is meant for them
+    if params.num_beams > 1 and flags.get("e_speculate") not in (
+        None,
+        "off",
+    ):  # typed beside beams it is meant for them
         params.with_(speculate=flags["e_speculate"])  # which raises, and names it
     return params
 
@@ -142,7 +159,9 @@ def parse_parameter(name: str, text: str) -> Any:
 
         near = get_close_matches(name, FIELDS, 1)
         raise ParameterError(
-            name, "no such parameter; " + (f"did you mean {near[0]}?" if near else "`verbatim run --help` lists them")
+            name,
+            "no such parameter; "
+            + (f"did you mean {near[0]}?" if near else "`verbatim run --help` lists them"),
         )
     rule = FIELDS[name]
     if rule.optional and text.strip().lower() == "none":
@@ -154,7 +173,14 @@ def parse_parameter(name: str, text: str) -> Any:
             case "float":
                 return float(text)
             case "bool":
-                return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text.strip().lower()]
+                return {
+                    "true": True,
+                    "yes": True,
+                    "1": True,
+                    "false": False,
+                    "no": False,
+                    "0": False,
+                }[text.strip().lower()]
             case "strings":
                 return (text,)
             case "bias":
@@ -205,7 +231,9 @@ def _file(name: str, path: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(name, f"cannot read {path!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}") from None
+        raise ParameterError(
+            name, f"cannot read {path!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
+        ) from None
 
 
 def check_output(name: str, file: str) -> None:
@@ -216,9 +244,14 @@ def check_output(name: str, file: str) -> None:
         raise ParameterError(name, f"{file!r} is a folder; name a file in it")
     if not folder.is_dir():
         why = "is not a folder" if folder.exists() else "does not exist"
-        raise ParameterError(name, f"cannot write {file!r}: {str(folder)!r} {why}; make it (mkdir -p), or choose another place")
+        raise ParameterError(
+            name,
+            f"cannot write {file!r}: {str(folder)!r} {why}; make it (mkdir -p), or choose another place",
+        )
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ParameterError(name, f"cannot write {file!r}: permission denied; choose another place")
+        raise ParameterError(
+            name, f"cannot write {file!r}: permission denied; choose another place"
+        )
 
 
 # -------------------------------------------------------------------------------------------------- model and engine
@@ -238,8 +271,20 @@ def model_options(command: F) -> F:
             metavar="MODEL",
             help=f"a .gguf file, a safetensors directory, a catalog name or org/name on the hub [{DEFAULT_MODEL}]",
         ),
-        click.option("--revision", cls=Option, section=section, metavar="REV", help="revision of a model on the hub"),
-        click.option("--offline", cls=Option, section=section, is_flag=True, help="use the cache only, never the network"),
+        click.option(
+            "--revision",
+            cls=Option,
+            section=section,
+            metavar="REV",
+            help="revision of a model on the hub",
+        ),
+        click.option(
+            "--offline",
+            cls=Option,
+            section=section,
+            is_flag=True,
+            help="use the cache only, never the network",
+        ),
     ]
     for option in reversed(add):
         command = option(command)
@@ -261,14 +306,21 @@ def _engine_flags(command: F, without: tuple[str, ...]) -> F:
         if field.name in without:
             continue
         flag, dest, kind = "--" + field.name.replace("_", "-"), "e_" + field.name, str(field.type)
-        common: Values = {"cls": Option, "section": "Model and engine", "default": None, "hidden": field.name in HIDDEN}
+        common: Values = {
+            "cls": Option,
+            "section": "Model and engine",
+            "default": None,
+            "hidden": field.name in HIDDEN,
+        }
         common["help"] = ENGINE_HELP.get(field.name, "")
         if field.name == "kv_memory":
             option = click.option(flag, dest, metavar="SIZE", **common)
         elif kind.startswith("bool"):
             option = click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
         elif kind.startswith("tuple"):
-            option = click.option(flag, dest, multiple=True, metavar="NAME", **{**common, "default": ()})
+            option = click.option(
+                flag, dest, multiple=True, metavar="NAME", **{**common, "default": ()}
+            )
         elif kind.startswith("int"):
             option = click.option(flag, dest, type=int, metavar="N", **common)
         else:
@@ -283,7 +335,9 @@ def engine_of(flags: Values) -> Values:
     for field in fields(EngineConfig):
         value = flags.get("e_" + field.name)
         if value is not None and value != ():
-            settings[field.name] = parse_size(field.name, value) if field.name == "kv_memory" else value
+            settings[field.name] = (
+                parse_size(field.name, value) if field.name == "kv_memory" else value
+            )
     EngineConfig(**settings)
     return settings
 

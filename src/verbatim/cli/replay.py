@@ -36,15 +36,26 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
         flags["model"] = receipt["model"]
     flags["e_context"] = flags["e_context"] or receipt["context"]
     if flags["e_backend"] in (None, "auto") and receipt["backend"] == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto would use a GPU here, whose numerics are others
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # auto would use a GPU here, whose numerics are others
+        )
     params = SamplingParams.from_mapping(receipt["params"])
     with open_llm(flags, quiet=as_json) as llm:
         info = llm.parts.backend.info
         done = llm.generate(list(receipt["prompt_ids"]), params)
-        makers = {"digest": llm.parts.digest, "backend": info.name, "numerics": info.numerics, "context": llm.context}
+        makers = {
+            "digest": llm.parts.digest,
+            "backend": info.name,
+            "numerics": info.numerics,
+            "context": llm.context,
+        }
     verdict = compare(receipt, done.choices, makers)
     if as_json:
-        out = {"identical": verdict.identical, "tokens": sum(len(c.token_ids) for c in done.choices), "message": str(verdict)}
+        out = {
+            "identical": verdict.identical,
+            "tokens": sum(len(c.token_ids) for c in done.choices),
+            "message": str(verdict),
+        }
         sys.stdout.write(json.dumps(out) + "\n")
     else:
         sys.stdout.write(f"{verdict}\n")

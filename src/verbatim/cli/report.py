@@ -18,7 +18,9 @@ def finish_words(finish: Finish | None) -> str:
     return f"{finish.reason} ({finish.detail})" if finish.detail else finish.reason
 
 
-def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: float | None = None) -> str:
+def closing_line(
+    llm: LLM, completion: Completion, *, sampled: bool, limit: float | None = None
+) -> str:
     """What the answer cost: tokens, time to first token, speed (beside this machine's limit where it was measured), and why it ended."""
     usage, timings = completion.usage, completion.timings
     parts = [f"{usage.prompt_tokens} prompt + {usage.output_tokens} output tokens"]
@@ -28,14 +30,21 @@ def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: floa
         parts.append(f"first token {timings.first_token:.2f} s")
     rate = timings.decode_rate(usage.output_tokens)
     if rate:
-        parts.append(f"{rate:.1f} tokens/s" + (f" of {limit:.0f} possible" if limit and rate <= limit else ""))
+        parts.append(
+            f"{rate:.1f} tokens/s"
+            + (f" of {limit:.0f} possible" if limit and rate <= limit else "")
+        )
     if usage.drafted_tokens:
         effect = (
-            f", {abs(timings.saved):.2f} s {'saved' if timings.saved > 0 else 'lost'}" if abs(timings.saved) >= 0.005 else ""
+            f", {abs(timings.saved):.2f} s {'saved' if timings.saved > 0 else 'lost'}"
+            if abs(timings.saved) >= 0.005
+            else ""
         )
         pace = f" ({usage.mean_accepted_length:.1f} tokens a step{effect})"
         parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted{pace}")
-    parts.append("; ".join(dict.fromkeys(finish_words(choice.finish) for choice in completion.choices)))
+    parts.append(
+        "; ".join(dict.fromkeys(finish_words(choice.finish) for choice in completion.choices))
+    )
     parts.append(backend_words(llm))
     if sampled:
         parts.append(f"seed {completion.seed}")
@@ -44,9 +53,13 @@ def closing_line(llm: LLM, completion: Completion, *, sampled: bool, limit: floa
 
 def loop_line(completion: Completion, go_on: str, stop: str) -> str | None:
     """What is said about an answer whose end repeats. `go_on` and `stop` are how a person here asks for the other."""
-    stopped = max((choice.loop for choice in completion.choices if choice.finish.reason == "loop"), default=0)
+    stopped = max(
+        (choice.loop for choice in completion.choices if choice.finish.reason == "loop"), default=0
+    )
     if stopped:
-        return f"stopped, because the end repeats a run of {_tokens(stopped)}; {go_on} lets it go on"
+        return (
+            f"stopped, because the end repeats a run of {_tokens(stopped)}; {go_on} lets it go on"
+        )
     loop = max((choice.loop for choice in completion.choices), default=0)
     return f"the end repeats a run of {_tokens(loop)}; {stop} ends such an answer" if loop else None
 
@@ -67,7 +80,9 @@ def backend_words(llm: LLM) -> str:
     return f"{info.name} {info.detail}".strip() + threads
 
 
-def completion_json(llm: LLM, completion: Completion, notices: Sequence[str] = ()) -> dict[str, Any]:
+def completion_json(
+    llm: LLM, completion: Completion, notices: Sequence[str] = ()
+) -> dict[str, Any]:
     """The one object that --json prints. With n = 1 the answer is at the top; `choices` has all of them."""
     first = choice_json(completion.choices[0])
     info = llm.parts.backend.info
@@ -85,7 +100,11 @@ def completion_json(llm: LLM, completion: Completion, notices: Sequence[str] = (
         "seed": completion.seed,
         "timings": {**asdict(completion.timings), "tokens_per_second": rate},
         "model": llm.parts.name,
-        "backend": {"name": info.name, "detail": info.detail, **({"note": info.note} if info.note else {})},
+        "backend": {
+            "name": info.name,
+            "detail": info.detail,
+            **({"note": info.note} if info.note else {}),
+        },
         "fingerprint": completion.fingerprint,
         "warnings": [*llm.warnings, *notices, *completion.warnings],
         "prompt_token_ids": list(completion.prompt_ids),
@@ -123,6 +142,8 @@ def choice_json(choice: Choice) -> dict[str, Any]:
 
 def token_logprobs(rows: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
     return [
-        None if row is None else {"token": row.token, "logprob": row.logprob, "top": [list(pair) for pair in row.top]}
+        None
+        if row is None
+        else {"token": row.token, "logprob": row.logprob, "top": [list(pair) for pair in row.top]}
         for row in rows
     ]

@@ -30,17 +30,33 @@ if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Stream
 
 NO_TEMPLATE = "this model has no chat template: the prompt is continued as plain text (--raw does so without this notice)"
-REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")  # parameters whose result only --json can show
+REPORTS = (
+    "logprobs",
+    "prompt_logprobs",
+    "explain",
+    "receipt",
+)  # parameters whose result only --json can show
 
 
-@click.command(cls=Command, epilog="Exit codes: 0 done, 1 failure, 2 wrong flag or value, 3 model, 130 interrupted.")
+@click.command(
+    cls=Command,
+    epilog="Exit codes: 0 done, 1 failure, 2 wrong flag or value, 3 model, 130 interrupted.",
+)
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]")
-@click.option("--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template")
+@click.option(
+    "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
+)
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text")
-@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress, no warnings")
-@click.option("--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`")
+@click.option(
+    "--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text"
+)
+@click.option(
+    "-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress, no warnings"
+)
+@click.option(
+    "--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`"
+)
 @model_options
 @engine_options
 @sampling_options
@@ -69,7 +85,9 @@ def command(
     if not as_json:
         check_shown(params, REPORTS if save_receipt is None else REPORTS[:-1])
     if raw and system is not None:
-        raise ParameterError("system", "has no place in a raw continuation; leave out --raw or --system")
+        raise ParameterError(
+            "system", "has no place in a raw continuation; leave out --raw or --system"
+        )
     text = read_prompt(prompt)
     with open_llm(flags, quiet=quiet or as_json) as llm:
         if not (raw or llm.has_template or quiet or as_json):
@@ -80,26 +98,53 @@ def command(
         else:
             code, completion = collect(stream, show=_streams(params))
         notices = () if raw or llm.has_template else (NO_TEMPLATE,)
-        _finish(llm, completion, params, as_json=as_json, quiet=quiet, save_receipt=save_receipt, notices=notices)
+        _finish(
+            llm,
+            completion,
+            params,
+            as_json=as_json,
+            quiet=quiet,
+            save_receipt=save_receipt,
+            notices=notices,
+        )
         return code
 
 
 def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
     """Refuse what was asked for and would be computed, but that plain text does not show."""
-    remedies = {"explain": "; or use `verbatim explain`", "receipt": "; or --save-receipt FILE with `verbatim run`"}
+    remedies = {
+        "explain": "; or use `verbatim explain`",
+        "receipt": "; or --save-receipt FILE with `verbatim run`",
+    }
     for name in reports:
         if getattr(params, name) != FIELDS[name].default:
-            raise ParameterError(name, f"its report does not fit plain text; add --json{remedies.get(name, '')}")
+            raise ParameterError(
+                name, f"its report does not fit plain text; add --json{remedies.get(name, '')}"
+            )
 
 
-def start(llm: LLM, text: str, params: SamplingParams, *, raw: bool, system: str | None, parse_special: bool = False) -> Stream:
+def start(
+    llm: LLM,
+    text: str,
+    params: SamplingParams,
+    *,
+    raw: bool,
+    system: str | None,
+    parse_special: bool = False,
+) -> Stream:
     """A chat turn where the model has a template, a continuation otherwise; never the one for the other in silence."""
     if raw or not llm.has_template:
         if system is not None:
-            raise ParameterError("system", "this model has no chat template, so there is no place for a system message")
+            raise ParameterError(
+                "system",
+                "this model has no chat template, so there is no place for a system message",
+            )
         return llm.stream(llm.encode(text, parse_special=parse_special), params)
     if parse_special:
-        raise ParameterError("parse_special", "belongs to --raw: in a chat turn the template writes the control tokens")
+        raise ParameterError(
+            "parse_special",
+            "belongs to --raw: in a chat turn the template writes the control tokens",
+        )
     from verbatim.cli.open_model import typed
 
     messages = [{"role": "user", "content": text}]
@@ -169,8 +214,14 @@ def _finish(
     loop = loop_line(completion, "--on-loop report", "--on-loop stop")
     if loop:
         warn(loop)
-    limit = speed_limit(llm, len(completion.prompt_ids)) if completion.usage.output_tokens > 1 else None
-    note(closing_line(llm, completion, sampled=not params.greedy and params.num_beams == 1, limit=limit))
+    limit = (
+        speed_limit(llm, len(completion.prompt_ids)) if completion.usage.output_tokens > 1 else None
+    )
+    note(
+        closing_line(
+            llm, completion, sampled=not params.greedy and params.num_beams == 1, limit=limit
+        )
+    )
 
 
 def _show_choices(completion: Completion, *, shown: bool) -> None:
@@ -189,4 +240,6 @@ def _save(path: Path, receipt: dict[str, Any]) -> None:
     except OSError as error:
         if error.errno in SYSTEM:  # a full disk is no wrong word of the person's
             raise
-        raise ParameterError("save_receipt", f"cannot write {path}: {error.strerror}; choose another file") from None
+        raise ParameterError(
+            "save_receipt", f"cannot write {path}: {error.strerror}; choose another file"
+        ) from None

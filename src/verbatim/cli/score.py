@@ -20,16 +20,39 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @click.argument("text", nargs=-1, metavar="[TEXT]")
 @click.option(
-    "--top", cls=Option, type=click.IntRange(0, 1024), default=0, metavar="N", help="alternatives to report a token [0]"
+    "--top",
+    cls=Option,
+    type=click.IntRange(0, 1024),
+    default=0,
+    metavar="N",
+    help="alternatives to report a token [0]",
 )
 @click.option("--tokens", cls=Option, is_flag=True, help="one line a token: log-probability, token")
-@click.option("--window", cls=Option, type=int, metavar="N", help="read a text of any length in windows of so many tokens")
-@click.option("--stride", cls=Option, type=int, metavar="N", help="tokens from one window to the next [half a window]")
+@click.option(
+    "--window",
+    cls=Option,
+    type=int,
+    metavar="N",
+    help="read a text of any length in windows of so many tokens",
+)
+@click.option(
+    "--stride",
+    cls=Option,
+    type=int,
+    metavar="N",
+    help="tokens from one window to the next [half a window]",
+)
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
 @engine_options
 def command(
-    text: tuple[str, ...], top: int, tokens: bool, window: int | None, stride: int | None, as_json: bool, **flags: Any
+    text: tuple[str, ...],
+    top: int,
+    tokens: bool,
+    window: int | None,
+    stride: int | None,
+    as_json: bool,
+    **flags: Any,
 ) -> int:
     """Log-probability of every token of TEXT, and its perplexity. TEXT is one argument, in quotes; `-`, or none and a pipe, reads stdin.
 
@@ -43,10 +66,15 @@ def command(
         try:
             score = llm.score(content, top=top, window=window, stride=stride)
         except ContextError as error:
-            raise ContextError(f"{error.message}, or read it in windows (--window {llm.context})", param=error.param) from None
+            raise ContextError(
+                f"{error.message}, or read it in windows (--window {llm.context})",
+                param=error.param,
+            ) from None
         if as_json:
             out = {
-                "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,  # one token has nothing to score
+                "perplexity": score.perplexity
+                if math.isfinite(score.perplexity)
+                else None,  # one token has nothing to score
                 "total_logprob": score.total,
                 "tokens": list(score.token_ids),
                 "logprobs": token_logprobs(score.logprobs),
@@ -63,7 +91,9 @@ def command(
             warn(line)
         scored = sum(row is not None for row in score.logprobs)
         if not scored:
-            note("a text of one token has no perplexity: nothing comes before it that could foresee it; give a longer text")
+            note(
+                "a text of one token has no perplexity: nothing comes before it that could foresee it; give a longer text"
+            )
         else:
             note(
                 f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · {score.total / scored:.4f} a token"
@@ -76,5 +106,9 @@ def _table(llm: LLM, score: Score) -> None:
 
     for token, row in zip(score.token_ids, score.logprobs, strict=True):
         number = "       -" if row is None else f"{row.logprob:8.4f}"
-        others = "" if row is None else "".join(f"\t{quoted(llm.tokenizer.token_bytes(t))} {lp:.3f}" for t, lp in row.top)
+        others = (
+            ""
+            if row is None
+            else "".join(f"\t{quoted(llm.tokenizer.token_bytes(t))} {lp:.3f}" for t, lp in row.top)
+        )
         write(f"{number}\t{token}\t{quoted(llm.tokenizer.token_bytes(token))}{others}\n")

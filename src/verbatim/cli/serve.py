@@ -24,49 +24,114 @@ def limit_options(command: F) -> F:
         kind = float if isinstance(field.default, float) else int
         text = f"{field.metadata['help']} [{field.default if kind is int else format(field.default, 'g')}]"
         flag, dest = "--" + field.name.replace("_", "-"), "l_" + field.name
-        command = click.option(flag, dest, type=kind, default=None, cls=Option, section="Limits", help=text, metavar="N")(
-            command
-        )
+        command = click.option(
+            flag,
+            dest,
+            type=kind,
+            default=None,
+            cls=Option,
+            section="Limits",
+            help=text,
+            metavar="N",
+        )(command)
     return command
 
 
 @click.command(cls=Command)
 @click.option(
-    "--host", cls=Option, default="127.0.0.1", help="address to listen on; beyond loopback a key is needed [127.0.0.1]"
+    "--host",
+    cls=Option,
+    default="127.0.0.1",
+    help="address to listen on; beyond loopback a key is needed [127.0.0.1]",
 )
 @click.option("--port", cls=Option, default=8000, type=int, help="port to listen on; 0: any [8000]")
 @click.option(
-    "--served-model-name", "names", cls=Option, multiple=True, metavar="NAME", help="name clients may use (may be repeated)"
+    "--served-model-name",
+    "names",
+    cls=Option,
+    multiple=True,
+    metavar="NAME",
+    help="name clients may use (may be repeated)",
 )
-@click.option("--api-key-file", cls=Option, metavar="FILE", help="one key a line; VERBATIM_API_KEY holds one too")
-@click.option("--allow-host", cls=Option, multiple=True, metavar="NAME", help="further name accepted in the Host header")
 @click.option(
-    "--cors-origin", cls=Option, multiple=True, metavar="ORIGIN", help="origin that browsers may call from; off unless named"
+    "--api-key-file",
+    cls=Option,
+    metavar="FILE",
+    help="one key a line; VERBATIM_API_KEY holds one too",
+)
+@click.option(
+    "--allow-host",
+    cls=Option,
+    multiple=True,
+    metavar="NAME",
+    help="further name accepted in the Host header",
+)
+@click.option(
+    "--cors-origin",
+    cls=Option,
+    multiple=True,
+    metavar="ORIGIN",
+    help="origin that browsers may call from; off unless named",
 )
 @click.option("--tls-cert", cls=Option, metavar="FILE", help="certificate chain (PEM)")
 @click.option("--tls-key", cls=Option, metavar="FILE", help="its private key (PEM)")
-@click.option("--drain-seconds", cls=Option, default=30.0, type=float, help="time for running answers after SIGTERM [30]")
 @click.option(
-    "--keepalive-seconds", cls=Option, default=15.0, type=float, help="a comment on a silent stream after this long [15]"
+    "--drain-seconds",
+    cls=Option,
+    default=30.0,
+    type=float,
+    help="time for running answers after SIGTERM [30]",
 )
 @click.option(
-    "--engine-silence-seconds", cls=Option, default=60.0, type=float, help="a silent engine is killed after this long [60]"
+    "--keepalive-seconds",
+    cls=Option,
+    default=15.0,
+    type=float,
+    help="a comment on a silent stream after this long [15]",
 )
 @click.option(
-    "--backoff-seconds", cls=Option, default=0.5, type=float, help="wait before a dead engine is started again; doubles [0.5]"
-)
-@click.option("--backoff-limit", cls=Option, default=30.0, type=float, help="the longest such wait [30]")
-@click.option(
-    "--store-items", cls=Option, default=1000, type=int, help="answers kept in memory for store: true; 0 refuses it [1000]"
-)
-@click.option(
-    "--log-format", cls=Option, type=click.Choice(["text", "json"]), default="text", help="form of the log on stderr [text]"
+    "--engine-silence-seconds",
+    cls=Option,
+    default=60.0,
+    type=float,
+    help="a silent engine is killed after this long [60]",
 )
 @click.option(
-    "--log-prompts", cls=Option, is_flag=True, help="write request bodies to the log; without it no prompt text is ever logged"
+    "--backoff-seconds",
+    cls=Option,
+    default=0.5,
+    type=float,
+    help="wait before a dead engine is started again; doubles [0.5]",
 )
 @click.option(
-    "--test-engine", cls=Option, default="", hidden=True, help="tests: an engine of verbatim.testing instead of a model"
+    "--backoff-limit", cls=Option, default=30.0, type=float, help="the longest such wait [30]"
+)
+@click.option(
+    "--store-items",
+    cls=Option,
+    default=1000,
+    type=int,
+    help="answers kept in memory for store: true; 0 refuses it [1000]",
+)
+@click.option(
+    "--log-format",
+    cls=Option,
+    type=click.Choice(["text", "json"]),
+    default="text",
+    help="form of the log on stderr [text]",
+)
+@click.option(
+    "--log-prompts",
+    cls=Option,
+    is_flag=True,
+    help="write request bodies to the log; without it no prompt text is ever logged",
+)
+@click.option(
+    "--test-engine",
+    cls=Option,
+    default="",
+    hidden=True,
+    help="tests: an engine of verbatim.testing instead of a model",
 )
 @limit_options
 @model_options
@@ -83,7 +148,9 @@ def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> i
         raise BackendError(
             f"the server needs {error.name}; install the extra 'server': pip install '.[server]' in the checkout"
         ) from None
-    limits = {f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None}
+    limits = {
+        f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None
+    }
     settings = Settings(
         model=flags["model"],
         served_names=names,
@@ -119,7 +186,9 @@ def read_keys(path: str | None) -> tuple[str, ...]:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
             raise ParameterError("api_key_file", f"{path} cannot be read as text") from None
-        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        found = [
+            line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
+        ]
         if not found:
             raise ParameterError("api_key_file", f"{path} holds no key; put one on a line")
         keys += found

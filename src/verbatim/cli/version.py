@@ -42,8 +42,16 @@ def facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
-        "backends": {"cpu": cpu, "cuda": cuda_facts(), "reference": "ready (NumPy; slow, the specification)"},
-        "default_backend": "cuda" if gpu.present() and not gpu.missing() else "reference" if state == "note" else "cpu",
+        "backends": {
+            "cpu": cpu,
+            "cuda": cuda_facts(),
+            "reference": "ready (NumPy; slow, the specification)",
+        },
+        "default_backend": "cuda"
+        if gpu.present() and not gpu.missing()
+        else "reference"
+        if state == "note"
+        else "cpu",
     }
 
 
@@ -53,7 +61,9 @@ def cuda_facts() -> str:
 
     lacks = gpu.missing()
     if not gpu.present():
-        return f"not usable: {gpu.hidden_or_absent()}" + ("" if lacks else "; PyTorch and Triton are installed")
+        return f"not usable: {gpu.hidden_or_absent()}" + (
+            "" if lacks else "; PyTorch and Triton are installed"
+        )
     if lacks:
         return f"not usable: an NVIDIA GPU is here, but {lacks}"
     return "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test kernel"
@@ -67,7 +77,10 @@ def cpu_facts() -> tuple[str, str]:
     try:
         native: Any = import_module("verbatim.backend.cpu._native")
     except ImportError as error:
-        return "note", f"not built: {_reason() or error}; install a C++ compiler and install verbatim again"
+        return (
+            "note",
+            f"not built: {_reason() or error}; install a C++ compiler and install verbatim again",
+        )
     forced, runs = os.environ.get("VERBATIM_ISA", ""), native.isas()
     if forced and forced not in runs:
         return (

@@ -40,7 +40,9 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         "feed_forward_length": spec.mlp or spec.expert_mlp,
         "attention.head_count": spec.heads,
         "attention.head_count_kv": spec.kv_heads,
-        "attention.layer_norm_epsilon" if spec.norm == "layer" else "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        "attention.layer_norm_epsilon"
+        if spec.norm == "layer"
+        else "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
         "vocab_size": spec.vocab,
     }
     if not spec.learned_positions:
@@ -58,7 +60,11 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
     count = max(layer.experts for layer in spec.layers)
     if not count:
         return {}
-    return {"expert_count": count, "expert_used_count": spec.experts_used, "expert_feed_forward_length": spec.expert_mlp}
+    return {
+        "expert_count": count,
+        "expert_used_count": spec.experts_used,
+        "expert_feed_forward_length": spec.expert_mlp,
+    }
 
 
 def _windows(spec: ModelSpec) -> dict[str, Any]:
@@ -67,20 +73,31 @@ def _windows(spec: ModelSpec) -> dict[str, Any]:
         return {}
     keys: dict[str, Any] = {"attention.sliding_window": max(w for w in windows if w)}
     if spec.family == "gemma3":
-        keys["attention.sliding_window_pattern"] = [layer.window is not None for layer in spec.layers]
+        keys["attention.sliding_window_pattern"] = [
+            layer.window is not None for layer in spec.layers
+        ]
     return keys
 
 
 def _softcaps(spec: ModelSpec) -> dict[str, Any]:
     if not spec.family.startswith("gemma"):
         return {}
-    caps = {"attn_logit_softcapping": spec.attention_softcap, "final_logit_softcapping": spec.logit_softcap}
+    caps = {
+        "attn_logit_softcapping": spec.attention_softcap,
+        "final_logit_softcapping": spec.logit_softcap,
+    }
     return {key: float(cap) for key, cap in caps.items() if cap or spec.family == "gemma2"}
 
 
-def _rope(spec: ModelSpec, config: Mapping[str, Any], file: str) -> tuple[dict[str, Any], list[Tensor]]:
+def _rope(
+    spec: ModelSpec, config: Mapping[str, Any], file: str
+) -> tuple[dict[str, Any], list[Tensor]]:
     whole, local = rope_records(config, file)
-    rope = next(layer.rope for layer in reversed(spec.layers) if layer.rope and (layer.window is None or local is whole))
+    rope = next(
+        layer.rope
+        for layer in reversed(spec.layers)
+        if layer.rope and (layer.window is None or local is whole)
+    )
     theta = float(whole["rope_theta"])
     keys: dict[str, Any] = {"rope.dimension_count": rope.dim, "rope.freq_base": theta}
     if spec.family == "gemma3":
@@ -100,13 +117,21 @@ def _rope(spec: ModelSpec, config: Mapping[str, Any], file: str) -> tuple[dict[s
             names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
             keys |= {f"rope.scaling.{key}": float(whole[ours]) for ours, key in names.items()}
             # GGUF's attn_factor multiplies yarn's own magnitude
-            keys["rope.scaling.attn_factor"] = rope.attention_factor / (1 + 0.1 * math.log(max(factor, 1.0)))
+            keys["rope.scaling.attn_factor"] = rope.attention_factor / (
+                1 + 0.1 * math.log(max(factor, 1.0))
+            )
         case "longrope":
             keys |= _original(whole)
             keys["rope.scaling.attn_factor"] = rope.attention_factor
-            extra += [_vector(f"rope_factors_{n}.weight", np.array(whole[f"{n}_factor"])) for n in ("long", "short")]
+            extra += [
+                _vector(f"rope_factors_{n}.weight", np.array(whole[f"{n}_factor"]))
+                for n in ("long", "short")
+            ]
         case _:
-            raise ModelError(f"rope scaling {kind!r} has no GGUF keys, so this model cannot be written as GGUF", file=file)
+            raise ModelError(
+                f"rope scaling {kind!r} has no GGUF keys, so this model cannot be written as GGUF",
+                file=file,
+            )
     return keys, extra
 
 
@@ -153,7 +178,12 @@ def model_tensors(model: Model) -> Iterator[Tensor]:
 def _interleaved(tensor: Tensor, half: int) -> Tensor:
     """Rows j and j + d/2 of each head side by side: the inverse of what the loader does for GGUF's llama."""
     pairs = tensor.data.reshape(tensor.shape[0] // (2 * half), 2, half, -1)
-    return Tensor(tensor.name, tensor.type, tensor.shape, np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(-1))
+    return Tensor(
+        tensor.name,
+        tensor.type,
+        tensor.shape,
+        np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(-1),
+    )
 
 
 def _joined(name: str, parts: list[Tensor]) -> Tensor:
@@ -167,7 +197,9 @@ def _joined(name: str, parts: list[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------------- read it back
 
 
-def check_round_trip(model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def check_round_trip(
+    model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     """The ModelSpec that a reader of the new file will see must be ours."""
     file = str(model.path)
     seen = spec_from_gguf(metadata, tensors, file=file)
@@ -181,15 +213,22 @@ def check_round_trip(model: Model, metadata: Mapping[str, Any], tensors: Mapping
             same = abs(ours.scale - seen.scale) <= 1e-6 * ours.scale
         if not same:
             raise ModelError(
-                f"GGUF has no key for {field.name} = {a!r} of this {ours.family} model (it would become {b!r})", file=file
+                f"GGUF has no key for {field.name} = {a!r} of this {ours.family} model (it would become {b!r})",
+                file=file,
             )
     for i, (a, b) in enumerate(zip(ours.layers, seen.layers, strict=True)):
         if a.window != b.window or a.experts != b.experts or not _same_rope(a.rope, b.rope):
-            raise ModelError(f"GGUF has no keys for what layer {i} of this {ours.family} model is", file=file)
+            raise ModelError(
+                f"GGUF has no keys for what layer {i} of this {ours.family} model is", file=file
+            )
 
 
 def _same_rope(a: RopeSpec | None, b: RopeSpec | None) -> bool:
     if a is None or b is None:
         return a is b
-    close = np.allclose(a.inv_freq, b.inv_freq, rtol=1e-6, atol=0) if len(a.inv_freq) == len(b.inv_freq) else False
+    close = (
+        np.allclose(a.inv_freq, b.inv_freq, rtol=1e-6, atol=0)
+        if len(a.inv_freq) == len(b.inv_freq)
+        else False
+    )
     return a.dim == b.dim and close and abs(a.attention_factor - b.attention_factor) < 1e-6

@@ -34,17 +34,27 @@ PROBES = (
 )
 
 
-def tokenizer_metadata(path: Path, words: Tokenizer, vocab: int, architecture: str) -> dict[str, Any]:
+def tokenizer_metadata(
+    path: Path, words: Tokenizer, vocab: int, architecture: str
+) -> dict[str, Any]:
     """Keys for a file whose embedding has `vocab` rows. Raises ModelError where GGUF cannot say the same."""
     data = read_json(path / "tokenizer.json", 256 << 20)
     model = data.get("model")
     if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, Mapping) else None
-        raise ModelError(f"its {kind} tokenizer has no GGUF form here; only BPE tokenizers can be written", file=str(path))
+        raise ModelError(
+            f"its {kind} tokenizer has no GGUF form here; only BPE tokenizers can be written",
+            file=str(path),
+        )
     inner: Vocabulary = words._vocab
     meta = _tokens(inner, vocab, byte_fallback=bool(model.get("byte_fallback")))
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    for key, value in (("bos", inner.bos_id), ("eos", inner.eos_id), ("unknown", inner.unk_id), ("padding", inner.pad_id)):
+    for key, value in (
+        ("bos", inner.bos_id),
+        ("eos", inner.eos_id),
+        ("unknown", inner.unk_id),
+        ("padding", inner.pad_id),
+    ):
         if value is not None:
             meta[f"{K}{key}_token_id"] = value
     further = [i for i in inner.eos_ids if i != inner.eos_id]
@@ -55,14 +65,21 @@ def tokenizer_metadata(path: Path, words: Tokenizer, vocab: int, architecture: s
     meta["general.architecture"] = architecture
     if model.get("byte_fallback"):
         tokens = meta[f"{K}tokens"]
-        meta |= {f"{K}model": "llama", f"{K}scores": _scores(tokens, merges), f"{K}add_space_prefix": words.space_prefix}
+        meta |= {
+            f"{K}model": "llama",
+            f"{K}scores": _scores(tokens, merges),
+            f"{K}add_space_prefix": words.space_prefix,
+        }
         return _checked(meta, words, path)
     meta |= {f"{K}model": "gpt2", f"{K}merges": merges}
     for name in CUTS:
         candidate = {**meta, f"{K}pre": name}
         if _difference(from_gguf(candidate), words) is None:
             return candidate
-    raise ModelError("its pre-tokenizer is none that GGUF has a name for; keep the safetensors directory", file=str(path))
+    raise ModelError(
+        "its pre-tokenizer is none that GGUF has a name for; keep the safetensors directory",
+        file=str(path),
+    )
 
 
 def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, Any]:
@@ -77,8 +94,12 @@ def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, 
             continue
         tokens.append(text)
         is_byte = byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
-        kind = UNKNOWN if i == inner.unk_id and byte_fallback else CONTROL if i in controls else NORMAL
-        types.append(BYTE if is_byte else USER_DEFINED if i in inner.added and kind == NORMAL else kind)
+        kind = (
+            UNKNOWN if i == inner.unk_id and byte_fallback else CONTROL if i in controls else NORMAL
+        )
+        types.append(
+            BYTE if is_byte else USER_DEFINED if i in inner.added and kind == NORMAL else kind
+        )
     return {f"{K}tokens": tokens, f"{K}token_type": types}
 
 
@@ -93,13 +114,18 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 def _checked(meta: dict[str, Any], words: Tokenizer, path: Path) -> dict[str, Any]:
     bad = _difference(from_gguf(meta), words)
     if bad is not None:
-        raise ModelError(f"its tokenizer cannot be said in GGUF: {bad[:40]!r} would be cut differently", file=str(path))
+        raise ModelError(
+            f"its tokenizer cannot be said in GGUF: {bad[:40]!r} would be cut differently",
+            file=str(path),
+        )
     return meta
 
 
 def _difference(candidate: Tokenizer, words: Tokenizer) -> str | None:
     """The first probe that the two cut differently."""
     for text in PROBES:
-        if candidate.encode(text) != words.encode(text) or candidate.encode_prompt(text) != words.encode_prompt(text):
+        if candidate.encode(text) != words.encode(text) or candidate.encode_prompt(
+            text
+        ) != words.encode_prompt(text):
             return text
     return None

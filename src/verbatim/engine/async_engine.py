@@ -26,7 +26,13 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError, VerbatimError
+from verbatim.base.errors import (
+    BackendError,
+    OverloadedError,
+    ParameterError,
+    UnavailableError,
+    VerbatimError,
+)
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Completion, Finish
 from verbatim.engine.async_stream import AsyncStream, Feed, Line
@@ -65,9 +71,13 @@ class AsyncEngine(OpenedModel):
         # As many threads as the pool has slots. Of two, one tenant has at most one at a time, so an
         # expensive structure delays another tenant's by one compile at most.
         self._compilers = Workers(SIZE, "verbatim-compile")
-        self._compilers.submit("", partial(prepare, parts.tokenizer))  # now, while nobody's answer waits for it
+        self._compilers.submit(
+            "", partial(prepare, parts.tokenizer)
+        )  # now, while nobody's answer waits for it
         self._inbox: deque[tuple[str, Any]] = deque()
-        self._dropped: deque[tuple[str, Any]] = deque()  # requests whose streams were collected, and what held those
+        self._dropped: deque[tuple[str, Any]] = (
+            deque()
+        )  # requests whose streams were collected, and what held those
         self._lock = threading.RLock()  # guards the inbox, the streams and the flags
         self._awake = threading.Event()
         self._arriving = 0  # accepted by submit() and not yet seen by the loop
@@ -149,7 +159,9 @@ class AsyncEngine(OpenedModel):
     ) -> tuple[np.ndarray, int]:
         """One vector of the final hidden states, as LLM.embed() (float32 [hidden]), and how many tokens there were."""
         params = SamplingParams(max_tokens=0)
-        stream = await self._submit(partial(_same, prompt), params, request_id, tenant, self._stream, hidden=True)
+        stream = await self._submit(
+            partial(_same, prompt), params, request_id, tenant, self._stream, hidden=True
+        )
         completion = await stream.result()
         return stream._hidden.vector(), len(completion.prompt_ids)
 
@@ -182,7 +194,9 @@ class AsyncEngine(OpenedModel):
                     if isinstance(reader, AsyncStream)
                     else partial(_same, reader)
                 )
-                self._inbox.append(("add", request))  # in one go with the question whether anybody still reads it
+                self._inbox.append(
+                    ("add", request)
+                )  # in one go with the question whether anybody still reads it
         except BaseException as error:
             self._give_up(request_id)
             if isinstance(error, asyncio.CancelledError) and self._not_begun():
@@ -191,13 +205,17 @@ class AsyncEngine(OpenedModel):
         self._awake.set()
         return reader
 
-    async def _made(self, make: Callable[[], Request], params: SamplingParams | None, tenant: str) -> Request:
+    async def _made(
+        self, make: Callable[[], Request], params: SamplingParams | None, tenant: str
+    ) -> Request:
         """Grammar compiles have threads of their own, so that no other prompt waits behind them.
         Waiting for a thread counts towards PATIENCE."""
         if not (isinstance(params, SamplingParams) and params.structured):
             return await asyncio.get_running_loop().run_in_executor(self._encoders, make)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(self._compilers.submit(tenant, make)), PATIENCE + 0.1)
+            return await asyncio.wait_for(
+                asyncio.wrap_future(self._compilers.submit(tenant, make)), PATIENCE + 0.1
+            )
         except TimeoutError:
             field = next(name for name in STRUCTURE if getattr(params, name) is not None)
             raise busy(field) from None
@@ -224,7 +242,9 @@ class AsyncEngine(OpenedModel):
             waiting = len(self.core.scheduler.waiting) + self._arriving
             if waiting >= self.config.max_waiting:
                 self.core.metrics.refused.add()
-                raise OverloadedError(f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}")
+                raise OverloadedError(
+                    f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}"
+                )
             self._streams[request_id] = _nobody
             self._arriving += 1
             self._idle.clear()
@@ -325,7 +345,9 @@ class AsyncEngine(OpenedModel):
 
     def _read_inbox(self) -> None:
         self._awake.clear()
-        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]  # first: what they asked for has come in by now
+        dropped = [
+            self._dropped.popleft() for _ in range(len(self._dropped))
+        ]  # first: what they asked for has come in by now
         for _ in range(len(self._inbox)):  # one by one: what is left when one fails is told so
             what, value = self._inbox.popleft()
             if what == "add":
@@ -374,7 +396,9 @@ class AsyncEngine(OpenedModel):
         for request_id, items in by_request.items():
             with self._lock:
                 held = (
-                    self._streams.pop(request_id, None) if isinstance(items[-1], Completion) else self._streams.get(request_id)
+                    self._streams.pop(request_id, None)
+                    if isinstance(items[-1], Completion)
+                    else self._streams.get(request_id)
                 )
             reader = held() if held is not None else None
             if isinstance(reader, Line):

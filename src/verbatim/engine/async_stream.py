@@ -106,7 +106,9 @@ class AsyncStream:
         self._waiter = self._loop.create_future()
         try:
             with self._lock:
-                ready = bool(self._pending) or self.completion is not None or self._error is not None
+                ready = (
+                    bool(self._pending) or self.completion is not None or self._error is not None
+                )
             if not ready:
                 await self._waiter
         except asyncio.CancelledError:
@@ -148,7 +150,9 @@ class Feed:
             wake = not self._pending
             self._pending += items
         if wake:
-            with contextlib.suppress(RuntimeError):  # the reader's loop is closed: nobody will read this
+            with contextlib.suppress(
+                RuntimeError
+            ):  # the reader's loop is closed: nobody will read this
                 self._loop.call_soon_threadsafe(self._arrive)
 
     def _arrive(self) -> None:

@@ -20,7 +20,10 @@ class BeamJob(Job):
     def open(self, new_id: Callable[[], int]) -> Sequence:
         request, self._new_id = self.request, new_id
         self.search = BeamSearch(
-            request.params, end_ids=tuple(self.ends), max_new=self.limit - len(request.prompt_ids), ends=self._ends
+            request.params,
+            end_ids=tuple(self.ends),
+            max_new=self.limit - len(request.prompt_ids),
+            ends=self._ends,
         )
         first = self.sequence(new_id(), 0, beam=self.search.needed)
         self.sequences, self._live = [first], [first]
@@ -57,13 +60,19 @@ class BeamJob(Job):
                 self._preemptions += seq.preemptions if seq is not self.sequences[0] else 0
         taken: set[int] = set()
         nexts: list[Sequence] = []
-        for parent, _ in moves:  # all forks before any token: a fork copies what its parent knows now
+        for (
+            parent,
+            _,
+        ) in moves:  # all forks before any token: a fork copies what its parent knows now
             nexts.append(self._fork(self._live[parent]) if parent in taken else self._live[parent])
             taken.add(parent)
         for seq, (_, token) in zip(nexts, moves, strict=True):
             self.scheduler.extend(seq.id, token)
         self._live = nexts
-        self.sequences = [self.sequences[0], *(seq for seq in nexts if seq is not self.sequences[0])]
+        self.sequences = [
+            self.sequences[0],
+            *(seq for seq in nexts if seq is not self.sequences[0]),
+        ]
         self._stream_agreed()
 
     def _fork(self, parent: Sequence) -> Sequence:
@@ -81,9 +90,13 @@ class BeamJob(Job):
                 self._feed(out, line, self._agreed, len(agreed))
             self._agreed = len(agreed)
 
-    def _feed(self, out: ChoiceStream, line: Beam, start: int, end: int, finish: Finish | None = None) -> None:
+    def _feed(
+        self, out: ChoiceStream, line: Beam, start: int, end: int, finish: Finish | None = None
+    ) -> None:
         for i in range(start, end):
-            logprob, top = (line.logprobs[i].logprob, line.logprobs[i].top) if line.logprobs else (0.0, ())
+            logprob, top = (
+                (line.logprobs[i].logprob, line.logprobs[i].top) if line.logprobs else (0.0, ())
+            )
             explain = line.explain[i] if line.explain else None
             out.push(Drawn(line.tokens[i], logprob, top, explain), finish if i == end - 1 else None)
 

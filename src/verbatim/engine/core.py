@@ -121,7 +121,9 @@ class EngineCore:
         ends = {token: str(token) for token in request.params.stop_token_ids}
         if not request.params.ignore_eos:
             ends |= dict.fromkeys(self.parts.eos_ids, "eos")
-        return kind_of(request.params)(request, self.parts.tokenizer, self.scheduler, ends, self.context)
+        return kind_of(request.params)(
+            request, self.parts.tokenizer, self.scheduler, ends, self.context
+        )
 
     def _new_id(self) -> int:
         return next(self._ids)
@@ -157,7 +159,9 @@ class EngineCore:
                 return self._take_ready()
             planned = time.perf_counter()
             result = self.backend.execute(plan)
-        except BaseException:  # Ctrl-C too: nobody knows how far it came, so nothing of it is trusted
+        except (
+            BaseException
+        ):  # Ctrl-C too: nobody knows how far it came, so nothing of it is trusted
             self.scheduler.recompute()
             raise
         executed = time.perf_counter()
@@ -277,8 +281,12 @@ class EngineCore:
         lost = set(self.scheduler.sequences) - set(self._by_seq)
         assert not lost, f"sequences {lost} belong to no request"
         if not self.jobs:
-            assert not self.scheduler.sequences, "nothing runs and the scheduler still holds sequences"
-            assert all(pool.used == 0 for pool in self.scheduler.cache.pools), "nothing runs and blocks are still used"
+            assert not self.scheduler.sequences, (
+                "nothing runs and the scheduler still holds sequences"
+            )
+            assert all(pool.used == 0 for pool in self.scheduler.cache.pools), (
+                "nothing runs and blocks are still used"
+            )
 
     def stats(self) -> dict[str, Any]:
         scheduler, pools = self.scheduler, self.scheduler.cache.pools
@@ -310,7 +318,10 @@ class EngineCore:
 def _context(parts: Parts, config: EngineConfig) -> int:
     most = parts.context or parts.backend.spec.context
     if config.context is not None and config.context > most:
-        raise ParameterError("context", f"{config.context} is more than this model's {most} positions; ask for at most that")
+        raise ParameterError(
+            "context",
+            f"{config.context} is more than this model's {most} positions; ask for at most that",
+        )
     return config.context or most
 
 

@@ -48,11 +48,13 @@ class Drafting:
         self.default, colon, _ = config.speculate.partition(":")
         if self.default not in MODES or (colon and self.default not in ("head", "draft")):
             raise ParameterError(
-                "speculate", f"{config.speculate!r} is not one of off, ngram, suffix, head, head:FILE, draft:MODEL, auto"
+                "speculate",
+                f"{config.speculate!r} is not one of off, ngram, suffix, head, head:FILE, draft:MODEL, auto",
             )
         if config.suffix_tenants and self.default not in ("suffix", "auto"):
             raise ParameterError(
-                "suffix_tenants", f"only speculate=suffix or auto reuses answers, and speculate is {config.speculate!r}"
+                "suffix_tenants",
+                f"only speculate=suffix or auto reuses answers, and speculate is {config.speculate!r}",
             )
         self._use_cache = config.use_cache
         self._check_cache(self.default)
@@ -77,14 +79,17 @@ class Drafting:
         """As many as the target's cache is worth, so that both stay within the memory that cache_share() split; and no more than could be used."""
         draft, sizes = parts.draft, parts.backend.block_bytes()
         assert draft is not None
-        worth = sum(pool.total * size for pool, size in zip(self._scheduler.cache.pools, sizes, strict=True)) // sum(sizes)
+        worth = sum(
+            pool.total * size for pool, size in zip(self._scheduler.cache.pools, sizes, strict=True)
+        ) // sum(sizes)
         return max(1, min(worth, config.max_running * -(-draft.spec.context // draft.block_size)))
 
     def check(self, params: SamplingParams) -> None:
         self._check_cache(self._mode(params))
         if self._mode(params) == "draft" and self._draft is None:
             raise UnsupportedError(
-                "speculate", "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)"
+                "speculate",
+                "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)",
             )
         if self._mode(params) == "head" and self._head is None:
             raise UnsupportedError("speculate", self._headless)
@@ -102,7 +107,9 @@ class Drafting:
     def _speculator(self, mode: str) -> Speculator:
         found = self._speculators.get(mode)
         if found is None:
-            found = self._speculators[mode] = Speculator(self._proposers(mode), adaptive=self.adaptive, vocab=self._vocab)
+            found = self._speculators[mode] = Speculator(
+                self._proposers(mode), adaptive=self.adaptive, vocab=self._vocab
+            )
             found.cost = self.cost
             found.longest = self.longest or found.longest
         return found
@@ -126,14 +133,24 @@ class Drafting:
         writing: dict[str, list[Sequence]] = {}
         for seq in self._scheduler.running:
             mode = seq.params.speculate or self.default
-            if not (mode == "off" or seq.beam or seq.siblings or seq.held or len(seq.tokens) - seq.computed != 1):
+            if not (
+                mode == "off"
+                or seq.beam
+                or seq.siblings
+                or seq.held
+                or len(seq.tokens) - seq.computed != 1
+            ):
                 writing.setdefault(mode, []).append(seq)
         running = len(self._scheduler.running)
         for mode, seqs in writing.items():
             speculator = self._speculator(mode)
             if not speculator.looks(running):
                 continue
-            views = [self._view(seq, jobs[seq.id]) for seq in seqs if jobs[seq.id].matchers or speculator.awake(seq.id)]
+            views = [
+                self._view(seq, jobs[seq.id])
+                for seq in seqs
+                if jobs[seq.id].matchers or speculator.awake(seq.id)
+            ]
             for seq_id, drafts in (speculator.drafts(views, running) if views else {}).items():
                 matcher = jobs[seq_id].matchers.get(seq_id)
                 if matcher is not None:

@@ -17,7 +17,13 @@ from verbatim.engine.request import EncodedText, encoded, lost_in
 log = logging.getLogger("verbatim.engine")
 Message = Mapping[str, Any]
 OURS = {"tokenizer", "template", "messages"}  # names that an option of the template cannot have
-INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # a message may hold these and no text
+INSTEAD = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # a message may hold these and no text
 
 
 class OpenedModel:
@@ -37,7 +43,9 @@ class OpenedModel:
         config = _config(type(self).__name__, options)
         parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
         for line in parts.warnings:
-            log.warning("%s: %s", parts.name, line)  # stderr, unless the program that uses this library says otherwise
+            log.warning(
+                "%s: %s", parts.name, line
+            )  # stderr, unless the program that uses this library says otherwise
         self._open(parts, config)
 
     @classmethod
@@ -89,13 +97,18 @@ class OpenedModel:
         """The token ids that a conversation is sent as, through the model's chat template; `template` holds its options
         (tools, ...). A control token typed by a user stays text."""
         if self.parts.template is None:
-            raise UnsupportedError("messages", f"{self.parts.name} has no chat template; use generate() with plain text")
+            raise UnsupportedError(
+                "messages",
+                f"{self.parts.name} has no chat template; use generate() with plain text",
+            )
         from verbatim.text.chat_template import encode_chat
         from verbatim.text.control_tokens import strings_in
 
         check_messages(messages)
         for name in OURS & template.keys():
-            raise ParameterError("chat_template_kwargs", f"{name!r} is set by the engine; leave it out")
+            raise ParameterError(
+                "chat_template_kwargs", f"{name!r} is set by the engine; leave it out"
+            )
         tokenizer: Any = self.parts.tokenizer
         ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
         ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
@@ -110,11 +123,15 @@ def check_messages(messages: Any) -> None:
     """A conversation is a list of messages with text in them. What else can be wrong with one, the template's room says."""
     shape = "[{'role': 'user', 'content': 'Hello'}]"
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
-        raise ParameterError("messages", f"{type(messages).__name__} is not a list of messages, such as {shape}")
+        raise ParameterError(
+            "messages", f"{type(messages).__name__} is not a list of messages, such as {shape}"
+        )
     if not messages:
         raise ParameterError("messages", f"there is none; give at least one, such as {shape}")
     for index, message in enumerate(messages):
-        silent = isinstance(message, Mapping) and "role" in message and message.get("content") is None
+        silent = (
+            isinstance(message, Mapping) and "role" in message and message.get("content") is None
+        )
         if silent and not any(message.get(name) for name in INSTEAD):
             raise ParameterError("messages", f"messages[{index}] has no content; give it text")
 

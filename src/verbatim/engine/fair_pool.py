@@ -25,7 +25,10 @@ class Workers:
         self._queue = FairQueue(slots=threads, tokens=threads, share=(threads - 1) / threads)
         self._changed = threading.Condition()
         self._closed = False
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True) for n in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{n}", daemon=True)
+            for n in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 

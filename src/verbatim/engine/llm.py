@@ -39,7 +39,9 @@ class Vote:
     """What `LLM.vote` returns: the answer that most continuations gave. Ties go to the answer that came first."""
 
     answer: str
-    counts: tuple[tuple[str, int], ...]  # most first; texts for which extract() gave None are not counted
+    counts: tuple[
+        tuple[str, int], ...
+    ]  # most first; texts for which extract() gave None are not counted
     completion: Completion
 
 
@@ -79,7 +81,10 @@ class Stream:
 
     def close(self) -> None:
         """Abort it, if it still runs. What was written so far is in `completion`, with finish reason "cancel"."""
-        with self._llm._lock, suppress(UnavailableError):  # the LLM is being closed: it steps no more
+        with (
+            self._llm._lock,
+            suppress(UnavailableError),
+        ):  # the LLM is being closed: it steps no more
             if self.completion is None and self._llm._abort(self.request_id):
                 self._llm._step()
         self._pending.clear()
@@ -104,19 +109,29 @@ class LLM(OpenedModel):
     def _open(self, parts: Parts, config: EngineConfig) -> None:
         super()._open(parts, config)
         self.closed = False
-        self._lock = threading.RLock()  # one step, one arrival, one abort at a time: threads may share an LLM, and take turns
+        self._lock = (
+            threading.RLock()
+        )  # one step, one arrival, one abort at a time: threads may share an LLM, and take turns
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
         self._done: dict[str, Completion] = {}  # of generate(), by request id
         self._wanted: set[str] = set()
-        self._dropped: deque[str] = deque()  # requests whose streams were collected; the next to hold the lock ends them
+        self._dropped: deque[str] = (
+            deque()
+        )  # requests whose streams were collected; the next to hold the lock ends them
 
     @overload
-    def generate(self, prompts: str | list[int] | tuple[int, ...], params: SamplingParams | None = None) -> Completion: ...
+    def generate(
+        self, prompts: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
+    ) -> Completion: ...
     @overload
     def generate(
-        self, prompts: list[str] | list[list[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]: ...
-    def generate(self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None) -> Any:
+    def generate(
+        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Any:
         """Write on. One prompt (a string, or a list of token ids) gives one Completion; a list of prompts gives a list,
         in order, computed together. `params` is one for all, or one for each prompt. Any prompt that is refused raises
         before anything runs."""
@@ -129,7 +144,9 @@ class LLM(OpenedModel):
         return Stream(self, self.core.request(prompt, params))
 
     @overload
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Completion: ...
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Completion: ...
     @overload
     def chat(
         self,
@@ -140,14 +157,22 @@ class LLM(OpenedModel):
     def chat(self, messages: Any, params: Any = None, **template: Any) -> Any:
         """Answer a conversation (or a list of them) through the model's chat template. `template` options (tools=...,
         enable_thinking=...) go to the template. A model without a template is an UnsupportedError."""
-        if not isinstance(messages, (list, tuple)) or all(isinstance(message, Mapping) for message in messages):
+        if not isinstance(messages, (list, tuple)) or all(
+            isinstance(message, Mapping) for message in messages
+        ):
             return self._run([self.encode_chat(messages, **template)], [_one(params)])[0]
-        return self._run([self.encode_chat(m, **template) for m in messages], _each(params, len(messages)))
+        return self._run(
+            [self.encode_chat(m, **template) for m in messages], _each(params, len(messages))
+        )
 
-    def chat_stream(self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any) -> Stream:
+    def chat_stream(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+    ) -> Stream:
         return self.stream(self.encode_chat(messages, **template), params)
 
-    def score(self, text: Prompt, *, top: int = 0, window: int | None = None, stride: int | None = None) -> Score:
+    def score(
+        self, text: Prompt, *, top: int = 0, window: int | None = None, stride: int | None = None
+    ) -> Score:
         """Teacher-forced log-probability of every token and the perplexity, in one pass. `top`: alternatives to report. `window`: read a
         text of any length in windows of so many tokens, each beginning `stride` (half a window) behind the one before."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=top)
@@ -157,7 +182,9 @@ class LLM(OpenedModel):
             done = self._run([text], [params])[0]
             return score_of(done.prompt_ids, done.prompt_logprobs, done.warnings)
         if window > self.context:
-            raise ParameterError("window", f"{window} is more than the context holds ({self.context})")
+            raise ParameterError(
+                "window", f"{window} is more than the context holds ({self.context})"
+            )
         ids, warnings = read_prompt(self.parts, text)
         parts = windows(len(ids), window, stride)
         read = self._run([ids[part.start : part.end] for part in parts], [params] * len(parts))
@@ -181,7 +208,9 @@ class LLM(OpenedModel):
             answer = extract(choice.text)
             if answer is not None:
                 counts[answer] = counts.get(answer, 0) + 1
-        ranked = tuple(sorted(counts.items(), key=lambda item: -item[1]))  # stable: ties to the one that came first
+        ranked = tuple(
+            sorted(counts.items(), key=lambda item: -item[1])
+        )  # stable: ties to the one that came first
         return Vote(ranked[0][0] if ranked else "", ranked, done)
 
     def embed(self, text: Prompt) -> np.ndarray:
@@ -282,7 +311,12 @@ class LLM(OpenedModel):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -291,7 +325,9 @@ def _is_one(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence):
-        raise ParameterError("prompts", f"{type(prompts).__name__} is neither a prompt nor a list of prompts")
+        raise ParameterError(
+            "prompts", f"{type(prompts).__name__} is neither a prompt nor a list of prompts"
+        )
     return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
 
 
@@ -305,5 +341,7 @@ def _each(params: Any, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [_one(params)] * count
     if len(params) != count:
-        raise ParameterError("params", f"{len(params)} for {count} prompts; give one for all, or one for each")
+        raise ParameterError(
+            "params", f"{len(params)} for {count} prompts; give one for all, or one for each"
+        )
     return [_one(p) for p in params]

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from verbatim.model.draft_head import DraftHead
     from verbatim.model.load import Model
 
-Progress = Callable[[str, int, int], None]  # (what is done, how much of it, of how much); 0 where it is not known
+Progress = Callable[
+    [str, int, int], None
+]  # (what is done, how much of it, of how much); 0 where it is not known
 
 
 class Tokenizer(Protocol):
@@ -59,8 +61,12 @@ class Parts:
     template: Any = None  # text.chat.ChatTemplate
     draft: Backend | None = None  # a smaller model with the same vocabulary, for speculation
     head: DraftHead | None = None  # a net that guesses from the model's own states, likewise
-    generation_config: dict[str, Any] = field(default_factory=dict)  # what the model's authors suggest; never applied silently
-    warnings: tuple[str, ...] = ()  # keys of the model's files that are ignored, or followed otherwise than in transformers
+    generation_config: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the model's authors suggest; never applied silently
+    warnings: tuple[
+        str, ...
+    ] = ()  # keys of the model's files that are ignored, or followed otherwise than in transformers
     pooling: str = "mean"  # how the hidden states of a text become one vector
 
 
@@ -79,12 +85,18 @@ def load_parts(
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     loaded = load_model(path, context=config.context, quant=config.quant)
-    text = _Aside(lambda: _read_text(loaded.source))  # a quarter of a second's work, done while the kernels pack the weights
+    text = _Aside(
+        lambda: _read_text(loaded.source)
+    )  # a quarter of a second's work, done while the kernels pack the weights
     backend = open_backend(loaded, config)
     try:
         words, template = text.result()
-        words.fit(loaded.spec.vocab)  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
-        draft, draft_warnings = _load_draft(config, loaded.spec.vocab, offline=offline, progress=progress)
+        words.fit(
+            loaded.spec.vocab
+        )  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
+        draft, draft_warnings = _load_draft(
+            config, loaded.spec.vocab, offline=offline, progress=progress
+        )
         head = _find_head(config, loaded)
     except BaseException:
         backend.close()
@@ -111,7 +123,9 @@ def _read_text(source: Any) -> tuple[Any, Any]:
     from verbatim.weights.gguf_file import GGUFFile
 
     if isinstance(source, GGUFFile):
-        return tokenizer.from_gguf(source.metadata), chat_template.template_from_gguf(source.metadata)
+        return tokenizer.from_gguf(source.metadata), chat_template.template_from_gguf(
+            source.metadata
+        )
     return tokenizer.from_directory(source.path), chat_template.template_from_directory(source.path)
 
 
@@ -145,7 +159,8 @@ def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
     mode, colon, file = config.speculate.partition(":")
     if mode == "head" and colon and not file:
         raise ParameterError(
-            "speculate", "'head:' needs a file: head:FILE, or head alone for the one that comes with the model"
+            "speculate",
+            "'head:' needs a file: head:FILE, or head alone for the one that comes with the model",
         )
     return read_head(file, model) if mode == "head" and file else find_head(model)
 
@@ -170,9 +185,14 @@ def _load_draft(
     except ParameterError as error:
         if error.param != "context":
             raise
-        model = load_model(path, quant=config.quant)  # fewer positions than were asked for: beyond its own it makes no guesses
+        model = load_model(
+            path, quant=config.quant
+        )  # fewer positions than were asked for: beyond its own it makes no guesses
     if model.spec.vocab != vocab:
         raise ParameterError(
-            "speculate", f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same"
+            "speculate",
+            f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same",
         )
-    return open_backend(model, config), tuple(f"draft model {name}: {line}" for line in model.warnings)
+    return open_backend(model, config), tuple(
+        f"draft model {name}: {line}" for line in model.warnings
+    )

@@ -14,7 +14,9 @@ LEAST = 64  # tokens that must be filled
 TIMES = 4  # and this many repeats
 LONGEST = 64  # longest n-gram looked for
 GLANCE = 16  # a loop repeats at least this many of its last tokens
-EVERY = 16  # look every so many tokens: the place depends on the text alone, never on how steps fell
+EVERY = (
+    16  # look every so many tokens: the place depends on the text alone, never on how steps fell
+)
 
 
 def loop_length(tokens: Sequence[int]) -> int:

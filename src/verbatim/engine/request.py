@@ -73,7 +73,9 @@ def make_request(
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
     if params.speculate is not None and params.speculate not in SPECULATE:
-        raise ParameterError("speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}")
+        raise ParameterError(
+            "speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}"
+        )
     return Request(
         id=request_id or f"req-{secrets.token_hex(8)}",
         prompt_ids=ids,
@@ -89,7 +91,9 @@ def make_request(
     )
 
 
-def read_prompt(parts: Parts, prompt: str | Sequence[int]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def read_prompt(
+    parts: Parts, prompt: str | Sequence[int]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Its token ids, and what the caller should know about how it was read."""
     if isinstance(prompt, str):
         ids = tuple(parts.tokenizer.encode_prompt(prompt))
@@ -100,16 +104,22 @@ def read_prompt(parts: Parts, prompt: str | Sequence[int]) -> tuple[tuple[int, .
 
 def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
     if isinstance(prompt, (bytes, bytearray)):
-        raise ParameterError("prompt", "bytes are neither text nor token ids; decode them, or give a list of ids")
+        raise ParameterError(
+            "prompt", "bytes are neither text nor token ids; decode them, or give a list of ids"
+        )
     try:
         ids = tuple(prompt)
     except TypeError:
-        raise ParameterError("prompt", f"{type(prompt).__name__} is neither a string nor a list of token ids") from None
+        raise ParameterError(
+            "prompt", f"{type(prompt).__name__} is neither a string nor a list of token ids"
+        ) from None
     for token in ids:
         if isinstance(token, bool) or not hasattr(token, "__index__"):
             raise ParameterError("prompt", f"{token!r:.40} is not a token id")
         if not 0 <= token < vocab:
-            raise ParameterError("prompt", f"{token} is not a token id of this model (0 to {vocab - 1})")
+            raise ParameterError(
+                "prompt", f"{token} is not a token id of this model (0 to {vocab - 1})"
+            )
     return tuple(int(token) for token in ids)
 
 
@@ -124,7 +134,9 @@ def _check_ids(params: SamplingParams, vocab: int) -> None:
     for name, ids in named.items():
         for token in ids:
             if token >= vocab:
-                raise ParameterError(name, f"{token} is not a token id of this model (0 to {vocab - 1})")
+                raise ParameterError(
+                    name, f"{token} is not a token id of this model (0 to {vocab - 1})"
+                )
 
 
 def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
@@ -135,10 +147,15 @@ def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
     if prompt + least <= context:
         return
     has = f"the prompt has {prompt} tokens"
-    if prompt + min(least, 1) > context:  # whatever is asked for, not one token of an answer has room
+    if (
+        prompt + min(least, 1) > context
+    ):  # whatever is asked for, not one token of an answer has room
         room = "" if prompt > context else ", which leaves no room for an answer"
         short = prompt + min(least, 1) - context
-        raise ContextError(f"{has} and the context holds {context}{room}; shorten it by at least {short}", param="prompt")
+        raise ContextError(
+            f"{has} and the context holds {context}{room}; shorten it by at least {short}",
+            param="prompt",
+        )
     raise ContextError(
         f"{has}, and with {least} tokens of answer it needs {prompt + least} of a context of {context}; "
         f"shorten the prompt or ask for at most {context - prompt}",
@@ -150,7 +167,11 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
     """What a request reports must fit in memory, times all its positions: a thousand alternatives for each of a hundred
     thousand tokens do not."""
     written = params.width * (context - prompt if params.max_tokens is None else params.max_tokens)
-    for name, positions, weight in (("prompt_logprobs", prompt, 1), ("logprobs", written, 1), ("explain", written, 8)):
+    for name, positions, weight in (
+        ("prompt_logprobs", prompt, 1),
+        ("logprobs", written, 1),
+        ("explain", written, 8),
+    ):
         asked = getattr(params, name)
         if asked and positions * asked * weight > MAX_REPORTED:
             most = MAX_REPORTED // weight // positions
@@ -158,10 +179,15 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
             if params.width > 1 and name != "prompt_logprobs":
                 fewer += " or n"
             remedy = f"ask for at most {most}, or {fewer}" if most else fewer
-            raise ParameterError(name, f"{asked} alternatives for {positions} tokens are too many to report; {remedy}")
+            raise ParameterError(
+                name,
+                f"{asked} alternatives for {positions} tokens are too many to report; {remedy}",
+            )
 
 
-def _structure(params: SamplingParams, tokenizer: Tokenizer, engine_busy: Busy, deadline: float | None) -> Any:
+def _structure(
+    params: SamplingParams, tokenizer: Tokenizer, engine_busy: Busy, deadline: float | None
+) -> Any:
     if not params.structured:
         return None
     try:
@@ -169,7 +195,8 @@ def _structure(params: SamplingParams, tokenizer: Tokenizer, engine_busy: Busy, 
     except ImportError:  # the extra is not installed
         named = next(f for f in STRUCTURE if getattr(params, f) is not None)
         raise UnsupportedError(
-            named, "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout"
+            named,
+            "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout",
         ) from None
     return compile_structure(params, tokenizer, engine_busy=engine_busy, deadline=deadline)
 
@@ -186,7 +213,9 @@ def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, 
     return kept[tuple(strings)]
 
 
-_BREAKERS: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = WeakKeyDictionary()
+_BREAKERS: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = (
+    WeakKeyDictionary()
+)
 
 
 def lost_in(tokenizer: Tokenizer, text: str) -> str:
@@ -195,9 +224,13 @@ def lost_in(tokenizer: Tokenizer, text: str) -> str:
     return "" if look is None else str(look(text))
 
 
-def encoded(tokenizer: Tokenizer, text: str, *, special: bool = False, bare: bool = False) -> EncodedText:
+def encoded(
+    tokenizer: Tokenizer, text: str, *, special: bool = False, bare: bool = False
+) -> EncodedText:
     """A plain prompt's ids. `special`: the text of a control token becomes that token; `bare`: nothing is put around it."""
-    ids = EncodedText((tokenizer.encode if bare else tokenizer.encode_prompt)(text, special=special))
+    ids = EncodedText(
+        (tokenizer.encode if bare else tokenizer.encode_prompt)(text, special=special)
+    )
     ids.lost, ids.plain = lost_in(tokenizer, text), "" if special else text
     return ids
 
@@ -208,17 +241,24 @@ def _lost(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
         return ()
     named = ", ".join(f"U+{ord(character):04X}" for character in lost)
     it, stands = ("it", "it stands") if len(lost) == 1 else ("them", "they stand")
-    return (f"prompt: the model's vocabulary cannot write {named}, so the model does not read {it} as {stands}",)
+    return (
+        f"prompt: the model's vocabulary cannot write {named}, so the model does not read {it} as {stands}",
+    )
 
 
 def typed_control(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
     """Typed control tokens stay text, which surprises whoever wrote a prompt in the model's own format: so they are told. Asked of a prompt
     that is no longer than the context."""
-    finder, text = getattr(tokenizer, "finder", None), prompt if isinstance(prompt, str) else getattr(prompt, "plain", "")
+    finder, text = (
+        getattr(tokenizer, "finder", None),
+        prompt if isinstance(prompt, str) else getattr(prompt, "plain", ""),
+    )
     token = finder.first(text) if finder is not None and text else None
     if token is None:
         return ()
-    return (f"prompt: the text of the control token {token!r} was read as plain text; parse_special makes it the token",)
+    return (
+        f"prompt: the text of the control token {token!r} was read as plain text; parse_special makes it the token",
+    )
 
 
 def _warnings(params: SamplingParams) -> tuple[str, ...]:

@@ -9,7 +9,17 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import VerbatimError
-from verbatim.base.records import Choice, Completion, Delta, Drawn, Finish, Timings, TokenEvent, TokenLogprob, Usage
+from verbatim.base.records import (
+    Choice,
+    Completion,
+    Delta,
+    Drawn,
+    Finish,
+    Timings,
+    TokenEvent,
+    TokenLogprob,
+    Usage,
+)
 from verbatim.engine.loaded_model import Tokenizer
 from verbatim.engine.request import Request
 from verbatim.engine.stream import ChoiceStream
@@ -41,7 +51,9 @@ class HiddenPool:
     def vector(self) -> np.ndarray:
         """float32 [hidden]"""
         assert self._sum is not None, "nothing was computed"
-        vector: np.ndarray = (self._sum / (self.count if self._pooling == "mean" else 1)).astype(np.float32)
+        vector: np.ndarray = (self._sum / (self.count if self._pooling == "mean" else 1)).astype(
+            np.float32
+        )
         return vector
 
 
@@ -49,16 +61,28 @@ class Job:
     """One request with one sequence for each choice. Beam search is another kind of job (engine/beam_request.py)."""
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, scheduler: Scheduler, ends: dict[int, str], context: int
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        ends: dict[int, str],
+        context: int,
     ) -> None:
         self.request = request
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.ends = ends
         params = request.params
-        asked = context if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
-        self.streams_as_it_goes = (params.best_of or params.n) == params.n  # else only the end tells which choices are returned
-        self.limit, self.limit_name = min(asked, context), "context" if params.max_tokens is None else "max_tokens"
+        asked = (
+            context if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
+        )
+        self.streams_as_it_goes = (
+            params.best_of or params.n
+        ) == params.n  # else only the end tells which choices are returned
+        self.limit, self.limit_name = (
+            min(asked, context),
+            "context" if params.max_tokens is None else "max_tokens",
+        )
         self.matchers: dict[int, Any] = {}  # by sequence id, where the answer has a structure
         self.scored: dict[int, TokenLogprob] = {}  # by prompt position
         self.hidden = HiddenPool(request.pooling)
@@ -68,7 +92,9 @@ class Job:
         self.sequences: list[Sequence] = []  # the first leads: it computed the prompt
         self.ids: list[int] = []  # of every sequence it ever had
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
-        self.paused: set[int] = set()  # sequences whose structure is being made anew beside the engine
+        self.paused: set[int] = (
+            set()
+        )  # sequences whose structure is being made anew beside the engine
         self._drawn = 0
         self._open = 0  # choices that are still being written
 

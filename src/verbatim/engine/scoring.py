@@ -15,7 +15,9 @@ class Score:
     """What `LLM.score` returns: the teacher-forced log-probability of every token, from one pass."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob | None, ...]  # one a token; None where nothing is before it: the first, or a window's first
+    logprobs: tuple[
+        TokenLogprob | None, ...
+    ]  # one a token; None where nothing is before it: the first, or a window's first
     total: float  # sum of the log-probabilities, in nats
     perplexity: float  # exp(-mean)
     warnings: tuple[str, ...] = ()  # as a Completion's
@@ -48,7 +50,15 @@ def windows(length: int, window: int, stride: int | None = None) -> list[Window]
     return found
 
 
-def score_of(ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], warnings: Sequence[str] = ()) -> Score:
+def score_of(
+    ids: Sequence[int], logprobs: Sequence[TokenLogprob | None], warnings: Sequence[str] = ()
+) -> Score:
     scored = [entry.logprob for entry in logprobs if entry is not None]
     total = math.fsum(scored)
-    return Score(tuple(ids), tuple(logprobs), total, math.exp(-total / len(scored)) if scored else math.nan, tuple(warnings))
+    return Score(
+        tuple(ids),
+        tuple(logprobs),
+        total,
+        math.exp(-total / len(scored)) if scored else math.nan,
+        tuple(warnings),
+    )

@@ -46,7 +46,9 @@ class ChoiceStream:
         "token_ids",
     )
 
-    def __init__(self, request_id: str, index: int, params: SamplingParams, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request_id: str, index: int, params: SamplingParams, tokenizer: Tokenizer
+    ) -> None:
         self.request_id = request_id
         self.index = index
         self._params = params
@@ -81,7 +83,12 @@ class ChoiceStream:
             stop = self._write(self._decoder.push(drawn.token))
             if stop is not None:
                 finish = Finish("stop", stop)
-        if finish is None and looped and self._params.on_loop == "stop" and len(self.token_ids) >= self._params.min_tokens:
+        if (
+            finish is None
+            and looped
+            and self._params.on_loop == "stop"
+            and len(self.token_ids) >= self._params.min_tokens
+        ):
             finish = Finish("loop", f"{self._loop.length} tokens repeat")
         if finish is not None:
             self.end(finish)

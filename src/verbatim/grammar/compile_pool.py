@@ -95,7 +95,9 @@ class Worker:
         null = subprocess.DEVNULL
         with theirs, contextlib.suppress(OSError):  # the system has no process to give
             # A process group of its own: Ctrl-C in the terminal must not kill a compile.
-            self.process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=null, stderr=null, process_group=0)
+            self.process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=null, stderr=null, process_group=0
+            )
         if self.process is not None:
             self.process.wait()
 
@@ -167,7 +169,12 @@ class CompilePool:
     ) -> None:
         command = worker_command(limits, memory, cpu_seconds)
         self._spawn = spawn or (lambda: Worker(command))
-        self._cpu_seconds, self._timeout, self._size, self._clock = cpu_seconds, timeout, size, clock
+        self._cpu_seconds, self._timeout, self._size, self._clock = (
+            cpu_seconds,
+            timeout,
+            size,
+            clock,
+        )
         self._changed = threading.Condition()
         self._active = 0  # slots in use
         self._idle: list[Worker] = []  # the last one used is the first one reused
@@ -253,7 +260,9 @@ class CompilePool:
 
     def _refusal(self, death: WorkerDied) -> TooExpensive:
         if death.code is not None and -death.code in _CPU_SIGNALS:
-            return TooExpensive(f"takes more than {self._cpu_seconds:g} seconds of CPU time to compile")
+            return TooExpensive(
+                f"takes more than {self._cpu_seconds:g} seconds of CPU time to compile"
+            )
         if death.code in (-signal.SIGABRT, -signal.SIGKILL):
             return TooExpensive("takes too much memory to compile")
         return TooExpensive("made the grammar compiler crash")

@@ -23,7 +23,9 @@ from typing import Any
 from verbatim.grammar.translate import byte_tokenizer, judge, parser_limits
 
 NICE = 10  # a tenth of a CPU beside one busy thread; at 19 a compile starves on a busy machine
-PARENT_CHECK = 2.0  # seconds; end-of-input tells sooner, unless a fork of the parent holds the socket
+PARENT_CHECK = (
+    2.0  # seconds; end-of-input tells sooner, unless a fork of the parent holds the socket
+)
 _PR_SET_PDEATHSIG = 1
 
 

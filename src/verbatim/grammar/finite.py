@@ -17,7 +17,16 @@ Known = Callable[[Any], bool]
 MOST_LOOKS = 200_000  # some tenths of a second
 
 _INSIDE_ONE = ("additionalProperties", "items")
-_INSIDE_MANY = ("allOf", "anyOf", "oneOf", "$defs", "definitions", "properties", "patternProperties", "prefixItems")
+_INSIDE_MANY = (
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "$defs",
+    "definitions",
+    "properties",
+    "patternProperties",
+    "prefixItems",
+)
 
 
 def endless(schema: Any) -> str | None:
@@ -26,7 +35,9 @@ def endless(schema: Any) -> str | None:
     finite: dict[int, bool] = {id(node): False for node in nodes}
 
     def known(part: Any) -> bool:
-        return finite.get(id(part), True)  # true and false are no nodes; false is llguidance's to refuse
+        return finite.get(
+            id(part), True
+        )  # true and false are no nodes; false is llguidance's to refuse
 
     changed, looked = True, 0
     while changed:
@@ -37,7 +48,11 @@ def endless(schema: Any) -> str | None:
         looked += len(nodes)
         if looked > MOST_LOOKS:
             return None
-    return _blocked(schema, schema, known) if isinstance(schema, Mapping) and not finite[id(schema)] else None
+    return (
+        _blocked(schema, schema, known)
+        if isinstance(schema, Mapping) and not finite[id(schema)]
+        else None
+    )
 
 
 def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
@@ -49,7 +64,13 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
             stack += [node[k] for k in _INSIDE_ONE if k in node]
             for k in _INSIDE_MANY:
                 value = node.get(k)
-                stack += value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else []
+                stack += (
+                    value.values()
+                    if isinstance(value, Mapping)
+                    else value
+                    if isinstance(value, list)
+                    else []
+                )
 
 
 def _blocked(node: Mapping[str, Any], root: Any, finite: Known) -> str | None:

@@ -39,7 +39,10 @@ class Kept:
             if name in self._done and not self._done[name].spent:
                 self._done.move_to_end(name)
                 return self._done[name]
-            if name in self._refused and self._clock() - self._refused[name][0] < MEMORY_OF_REFUSALS:
+            if (
+                name in self._refused
+                and self._clock() - self._refused[name][0] < MEMORY_OF_REFUSALS
+            ):
                 raise TooExpensive(self._refused[name][1])
             other = self._flying.get(name)
             if other is None:
@@ -57,7 +60,9 @@ class Kept:
         self._land(name, mine, found)
         return found
 
-    def _land(self, name: bytes, mine: Future[Any], found: Any = None, error: BaseException | None = None) -> None:
+    def _land(
+        self, name: bytes, mine: Future[Any], found: Any = None, error: BaseException | None = None
+    ) -> None:
         with self._lock:
             del self._flying[name]
             if error is None:

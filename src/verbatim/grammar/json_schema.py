@@ -48,7 +48,10 @@ def check_schema(schema: Any, field: str = "json_schema") -> None:
         if not isinstance(node, Mapping):
             raise ParameterError(field, f"at {path}: a schema is an object, true or false")
         if "additionalItems" in node and not isinstance(node.get("items"), list):
-            raise UnsupportedError(field, f"the keyword 'additionalItems' (at {path}) means nothing without a list of items")
+            raise UnsupportedError(
+                field,
+                f"the keyword 'additionalItems' (at {path}) means nothing without a list of items",
+            )
         _check_numbers(node, path, field)
         _check_least_properties(node, path, field)
         for keyword, value in node.items():
@@ -69,17 +72,27 @@ def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
     ):
         for bound in _bounds(node, open_end):
             for name in others:
-                near = [other for other in _bounds(node, name) if bound == int(bound) and 0 < sign * (other - bound) < 1]
+                near = [
+                    other
+                    for other in _bounds(node, name)
+                    if bound == int(bound) and 0 < sign * (other - bound) < 1
+                ]
                 if near:
                     why = f"{open_end} {bound} together with {name} {near[0]}, less than one away (at {path}), is not supported"
-                    raise UnsupportedError(field, f"{why}; use a bound that is not open, or a pattern")
+                    raise UnsupportedError(
+                        field, f"{why}; use a bound that is not open, or a pattern"
+                    )
 
 
 def _check_least_properties(node: Mapping[str, Any], path: str, field: str) -> None:
     """A name that the schema does not spell out may be written twice, and counts once for whoever reads the document: llguidance counts both."""
     least = max(_bounds(node, "minProperties"), default=0)
     required = node.get("required")
-    sure = len(set(required)) if isinstance(required, list) and all(isinstance(name, str) for name in required) else 0
+    sure = (
+        len(set(required))
+        if isinstance(required, list) and all(isinstance(name, str) for name in required)
+        else 0
+    )
     spelled = node.get("additionalProperties") is False and not node.get("patternProperties")
     if least > max(1, sure) and not spelled:
         why = f"the keyword 'minProperties' (at {path}) is not supported where names are free: one may be written twice and count once"
@@ -89,8 +102,16 @@ def _check_least_properties(node: Mapping[str, Any], path: str, field: str) -> N
 def _bounds(node: Mapping[str, Any], name: str) -> list[float]:
     """The numbers behind a keyword, here and in the parts that hold as well."""
     parts = node.get("allOf")
-    inner = [part.get(name) for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-    return [value for value in (node.get(name), *inner) if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    inner = (
+        [part.get(name) for part in parts if isinstance(part, Mapping)]
+        if isinstance(parts, list)
+        else []
+    )
+    return [
+        value
+        for value in (node.get(name), *inner)
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
 
 
 def _inside(keyword: str, value: Any, path: str, field: str) -> list[tuple[Any, str]]:

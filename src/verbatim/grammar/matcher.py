@@ -29,7 +29,17 @@ from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedErr
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.grammar.compile_pool import Busy, CompilePool, PoolBusy, TooExpensive, never_busy
 from verbatim.grammar.grammar_cache import Kept, digest
-from verbatim.grammar.private_matcher import Origin, Own, consumed, first_token, halved, masked, renew, renewable, used_up
+from verbatim.grammar.private_matcher import (
+    Origin,
+    Own,
+    consumed,
+    first_token,
+    halved,
+    masked,
+    renew,
+    renewable,
+    used_up,
+)
 from verbatim.grammar.translate import choice_text, first_line, refusal
 
 PATIENCE = 10.0  # seconds from arrival to the end of both compiles: twice the timeout of the pool
@@ -70,7 +80,9 @@ class Structure:
     Guesses are walked by scouts: copies of a second one, compiled when the first guess is looked for. What wrong guesses use up, no answer misses; the scouts'
     own end only ends guessing. A structure that takes more than BESIDE to compile has none, and its answers no drafts."""
 
-    def __init__(self, make: Callable[[dict[str, Any]], Any], field: str, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, make: Callable[[dict[str, Any]], Any], field: str, eos_ids: Sequence[int]
+    ) -> None:
         """`make`: compile it, with these limits."""
         self._make, self.field = make, field
         self.spent = False
@@ -134,12 +146,26 @@ class Structure:
 class Matcher:
     """Where one sequence stands in its structure."""
 
-    def __init__(self, structure: Structure, origin: Origin, eos: frozenset[int], mask: bytes | None) -> None:
-        self._structure, self._origin, self._inner, self._eos = structure, origin, origin.inner.deep_copy(), eos
+    def __init__(
+        self, structure: Structure, origin: Origin, eos: frozenset[int], mask: bytes | None
+    ) -> None:
+        self._structure, self._origin, self._inner, self._eos = (
+            structure,
+            origin,
+            origin.inner.deep_copy(),
+            eos,
+        )
         self._mask = mask
-        self._since: int | None = None  # tokens taken when a lexer of its own was begun; None: it shares the structure's
-        self.renewal: Future[Own] | None = None  # one of its own, or the next one, that is being made
-        self._ahead: tuple[tuple[int, ...], tuple[bytes | None, ...]] = ((), ())  # drafts and the masks along them
+        self._since: int | None = (
+            None  # tokens taken when a lexer of its own was begun; None: it shares the structure's
+        )
+        self.renewal: Future[Own] | None = (
+            None  # one of its own, or the next one, that is being made
+        )
+        self._ahead: tuple[tuple[int, ...], tuple[bytes | None, ...]] = (
+            (),
+            (),
+        )  # drafts and the masks along them
         self._taken: list[int] = []
         self._ended = False
         self._scouts: Origin | None = None  # where its scout began
@@ -150,7 +176,9 @@ class Matcher:
     def finished(self) -> bool:
         """The text is complete and nothing may follow it. The engine ends the sequence here, with or without an end token. While a renewal is needed it is not
         known, and False."""
-        return self._ended or bool(self.renewal is None and self._inner.is_stopped() and not self._inner.is_error())
+        return self._ended or bool(
+            self.renewal is None and self._inner.is_stopped() and not self._inner.is_error()
+        )
 
     @property
     def accepting(self) -> bool:
@@ -172,7 +200,10 @@ class Matcher:
         if self.renewal is not None:
             if not self.renewal.done():
                 return False
-            (self._inner, self._origin, self._since, self._mask), self.renewal = self.renewal.result(), None
+            (self._inner, self._origin, self._since, self._mask), self.renewal = (
+                self.renewal.result(),
+                None,
+            )
             self._check()
         if self._mask is not None or self.finished:
             return True
@@ -193,7 +224,9 @@ class Matcher:
         if not drafts:
             return (self.mask(),)
         tokens, masks = self._ahead
-        assert tuple(drafts) == tokens[: len(drafts)], "drafts of a structure are those that usable() let pass"
+        assert tuple(drafts) == tokens[: len(drafts)], (
+            "drafts of a structure are those that usable() let pass"
+        )
         return masks[: 1 + len(drafts)]
 
     def advance(self, token: int) -> None:
@@ -262,7 +295,11 @@ class Matcher:
     def copy(self) -> Matcher:
         """For a fork of the sequence, or to look ahead."""
         twin = Matcher(self._structure, self._origin, self._eos, self._mask)
-        twin._inner, twin._taken, twin._ended = self._inner.deep_copy(), list(self._taken), self._ended
+        twin._inner, twin._taken, twin._ended = (
+            self._inner.deep_copy(),
+            list(self._taken),
+            self._ended,
+        )
         return twin
 
     def _check(self) -> None:
@@ -271,7 +308,10 @@ class Matcher:
 
 
 def too_complex(field: str, inner: Any) -> UnsupportedError:
-    return UnsupportedError(field, f"became too complex to follow at this point of the text: {first_line(inner.get_error())}")
+    return UnsupportedError(
+        field,
+        f"became too complex to follow at this point of the text: {first_line(inner.get_error())}",
+    )
 
 
 def compile_structure(
@@ -310,7 +350,9 @@ def compile_structure(
 def busy(field: str) -> OverloadedError:
     """The structure was not compiled in time. Says nothing about the structure: a retry may succeed."""
     why = f"could not be compiled within {PATIENCE:g} seconds beside what else runs here"
-    return OverloadedError(f"{field}: {why}; try again, or make it simpler", param=field, retry_after=2.0)
+    return OverloadedError(
+        f"{field}: {why}; try again, or make it simpler", param=field, retry_after=2.0
+    )
 
 
 def prepare(tokenizer: GrammarTokenizer) -> None:
@@ -377,7 +419,9 @@ class _Wrapper:
     bos_token_id = None
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
-        self._tokenizer = ref(tokenizer)  # which keeps what is built for it, not the other way round
+        self._tokenizer = ref(
+            tokenizer
+        )  # which keeps what is built for it, not the other way round
         ids = range(tokenizer.vocab_size)
         self.eos_token_id = tokenizer.eos_ids[0]
         # Without this mark, a control token's literal text could be drawn as if it were text.
@@ -399,8 +443,13 @@ def _tokenizer(lib: Any, tokenizer: GrammarTokenizer) -> Any:
         found = _BUILT.get(tokenizer)
         if found is None:
             if not tokenizer.eos_ids:
-                raise UnsupportedError("structure", "this model has no end-of-sequence token to end a structured answer with")
-            found = lib.LLTokenizer(_Wrapper(tokenizer), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_ids))
+                raise UnsupportedError(
+                    "structure",
+                    "this model has no end-of-sequence token to end a structured answer with",
+                )
+            found = lib.LLTokenizer(
+                _Wrapper(tokenizer), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_ids)
+            )
             _BUILT[tokenizer] = found
         return found
 

@@ -20,10 +20,16 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 STRETCH = 1024  # tokens that a lexer must have lasted for another to be made: what bounds the compiling for one text
-SIGNS = ("too many states", "too many expressions", "PoisonError")  # of a lexer that can do no more, in llguidance's errors
+SIGNS = (
+    "too many states",
+    "too many expressions",
+    "PoisonError",
+)  # of a lexer that can do no more, in llguidance's errors
 HALVED = ("max_lexer_states", "step_lexer_fuel")
 
-_BESIDE = ThreadPoolExecutor(1, "own-matchers")  # one, so that however many wait, they take one processor at most
+_BESIDE = ThreadPoolExecutor(
+    1, "own-matchers"
+)  # one, so that however many wait, they take one processor at most
 
 
 class Origin(NamedTuple):
@@ -60,7 +66,12 @@ def renewable(inner: Any, since: int | None, taken: int) -> bool:
     return used_up(inner) and (since is None or taken - since >= STRETCH)
 
 
-def renew(make: Callable[[], Origin], taken: Sequence[int], since: int | None, wanted: Callable[[], object]) -> Future[Own]:
+def renew(
+    make: Callable[[], Origin],
+    taken: Sequence[int],
+    since: int | None,
+    wanted: Callable[[], object],
+) -> Future[Own]:
     """What follows after these tokens, in a while. `wanted`: None when nobody waits for it any more."""
     return _BESIDE.submit(_walk if since is None else _begin, make, tuple(taken), wanted)
 
@@ -118,5 +129,7 @@ def _begin(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[
 
 
 def _looked(inner: Any, origin: Origin, since: int) -> Own:
-    inner, mask = (inner, None) if inner.is_stopped() else masked(inner, origin)  # in an error it is stopped too
+    inner, mask = (
+        (inner, None) if inner.is_stopped() else masked(inner, origin)
+    )  # in an error it is stopped too
     return Own(inner, origin, since, mask)

@@ -46,10 +46,17 @@ def _json_text(schema: str) -> str:
     value = {} if value is True else value
     try:
         keyword = endless(value)
-    except (TypeError, ValueError, AttributeError):  # an ill-typed keyword, which llguidance will name
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # an ill-typed keyword, which llguidance will name
         keyword = None
     if keyword is not None:
-        raise ParameterError("json_schema", f"{keyword}: no finite text can satisfy it; every document would contain itself")
+        raise ParameterError(
+            "json_schema",
+            f"{keyword}: no finite text can satisfy it; every document would contain itself",
+        )
     options: Any = {"lenient": False, "whitespace_pattern": WHITESPACE, "coerce_one_of": False}
     return str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options))
 
@@ -58,7 +65,10 @@ def _regex_text(pattern: str) -> str:
     from llguidance import LLMatcher
 
     if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance would drop it
-        raise ParameterError("regex", "ends in a backslash that escapes nothing; write two of them for the character itself")
+        raise ParameterError(
+            "regex",
+            "ends in a backslash that escapes nothing; write two of them for the character itself",
+        )
     return str(LLMatcher.grammar_from_regex(pattern))
 
 
@@ -76,10 +86,17 @@ def _grammar_text(grammar: str) -> str:
         except Exception as error:
             raise ParameterError("grammar", f"is not GBNF that we can read: {error}") from None
     if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
-        raise UnsupportedError("grammar", "the attribute `temperature` inside a grammar is not offered; set the parameter")
-    for found in re.finditer(r"%json\s*(?=[{])", grammar):  # schemas inside a grammar are held to the same rule
+        raise UnsupportedError(
+            "grammar",
+            "the attribute `temperature` inside a grammar is not offered; set the parameter",
+        )
+    for found in re.finditer(
+        r"%json\s*(?=[{])", grammar
+    ):  # schemas inside a grammar are held to the same rule
         try:
-            schema, _ = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(grammar, found.end())
+            schema, _ = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(
+                grammar, found.end()
+            )
         except json.JSONDecodeError:
             continue  # llguidance will say what is wrong with it
         except ValueError as error:
@@ -88,7 +105,9 @@ def _grammar_text(grammar: str) -> str:
     return str(LLMatcher.grammar_from_lark(grammar))
 
 
-_LITERAL = {ord(sign): f"\\{sign}" for sign in r"\.+*?()|[]{}^$#&-~/"}  # what a regular expression would read as something else
+_LITERAL = {
+    ord(sign): f"\\{sign}" for sign in r"\.+*?()|[]{}^$#&-~/"
+}  # what a regular expression would read as something else
 
 
 def choice_text(choices: Sequence[str]) -> str:
@@ -114,25 +133,37 @@ _NOT_OFFERED = re.compile(
     r"unimplemented|not supported|unsupported|too complex|too large|too many|limit|fuel|unknown format|not disjoint|registry",
     re.I,
 )
-_BAD_REGEX = re.compile(r"regex parse error:\n    (?P<pattern>[^\n]*)\n    (?P<before> *)\^+\nerror: (?P<why>[^\n]*)")
+_BAD_REGEX = re.compile(
+    r"regex parse error:\n    (?P<pattern>[^\n]*)\n    (?P<before> *)\^+\nerror: (?P<why>[^\n]*)"
+)
 
 
 def refusal(field: str, message: str) -> ParameterError | UnsupportedError:
     """llguidance's complaint in our words."""
     if found := _BAD_REGEX.search(message):
         message = _about_regex(field, found["pattern"], len(found["before"]), found["why"])
-    elif "regex parse error" in message and (why := re.search(r"^error: (.*)$", message, re.M)):  # a pattern of several lines
+    elif "regex parse error" in message and (
+        why := re.search(r"^error: (.*)$", message, re.M)
+    ):  # a pattern of several lines
         message = f"is not a regular expression: {why[1]}; {_SYNTAX}"
     else:
         message = first_line(message)
     if "unknown special token" in message:
-        return UnsupportedError(field, "control tokens (<|...|>) inside a grammar are not offered; write text in quotes")
+        return UnsupportedError(
+            field, "control tokens (<|...|>) inside a grammar are not offered; write text in quotes"
+        )
     if "registry" in message:
         message = f"$ref outside the schema is not supported, nothing is ever fetched ({message.split(' is not')[0]})"
-    return UnsupportedError(field, message) if _NOT_OFFERED.search(message) else ParameterError(field, message)
+    return (
+        UnsupportedError(field, message)
+        if _NOT_OFFERED.search(message)
+        else ParameterError(field, message)
+    )
 
 
-_SYNTAX = "the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
+_SYNTAX = (
+    "the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
+)
 
 
 def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
@@ -141,7 +172,9 @@ def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
     "'ab(c' is not a regular expression: unclosed group, at character 3 ('(c'); the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
     """
     shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
-    what = f"{shown!r} is not a regular expression" + ("" if field == "regex" else " (a pattern inside)")
+    what = f"{shown!r} is not a regular expression" + (
+        "" if field == "regex" else " (a pattern inside)"
+    )
     return f"{what}: {why}, at character {at + 1} ({pattern[at : at + 12]!r}); {_SYNTAX}"
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from verbatim.base.errors import ModelError
 
-LIMIT = 1 << 27  # no count of any real model is larger; keeps hostile numbers from becoming allocations
+LIMIT = (
+    1 << 27
+)  # no count of any real model is larger; keeps hostile numbers from becoming allocations
 LARGEST = 1e300  # numbers beyond it are no setting of anything, and overflow when multiplied
 _MISSING: Any = object()
 
@@ -15,7 +17,13 @@ _MISSING: Any = object()
 class Fields:
     """Typed access to a mapping that somebody else wrote. `None` counts as missing, as in Hugging Face configs."""
 
-    def __init__(self, values: Mapping[str, Any], file: str, prefix: str = "", warnings: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        file: str,
+        prefix: str = "",
+        warnings: list[str] | None = None,
+    ) -> None:
         self.values, self.file, self.prefix = values, file, prefix
         self.warnings = [] if warnings is None else warnings  # to show at load
 
@@ -39,7 +47,9 @@ class Fields:
         return default
 
     def fail(self, key: str, rule: str) -> ModelError:
-        return ModelError(f"{self.prefix + key} is {short(self.raw(key, None))}: {rule}", file=self.file)
+        return ModelError(
+            f"{self.prefix + key} is {short(self.raw(key, None))}: {rule}", file=self.file
+        )
 
     def integer(self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = LIMIT) -> int:
         value = self.raw(key, default)
@@ -49,7 +59,11 @@ class Fields:
 
     def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
         value = self.raw(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not above < value < LARGEST:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not above < value < LARGEST
+        ):
             raise self.fail(key, f"a number above {above} is needed")
         return float(value)
 

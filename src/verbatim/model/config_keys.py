@@ -74,7 +74,9 @@ COMMON_KEYS: dict[str, Key] = {
     "tokenizer_class": no_effect("read with the tokenizer"),
     "auto_map": no_effect("names code beside the model, which is never run"),
     "prefix": _METADATA,
-    "task_specific_params": no_effect("default of a generation setting; requests set their own", private=True),
+    "task_specific_params": no_effect(
+        "default of a generation setting; requests set their own", private=True
+    ),
     "id2label": _LABELS,
     "label2id": _LABELS,
     "num_labels": _LABELS,
@@ -98,14 +100,20 @@ COMMON_KEYS: dict[str, Key] = {
     "initializer_range": _TRAINING,
     "gradient_checkpointing": _TRAINING,
     "attention_dropout": _TRAINING,
-    "pretraining_tp": no_effect("splits matrix products, with equal results; unused by transformers 5"),
+    "pretraining_tp": no_effect(
+        "splits matrix products, with equal results; unused by transformers 5"
+    ),
     "is_decoder": no_effect("decoder-only families are decoders", private=True),
     "is_encoder_decoder": must_equal(False, note="there is no encoder"),
     "add_cross_attention": must_equal(False, note="there is no encoder to attend to"),
     "is_causal": must_equal(True, note="attention is causal; encoders are not supported"),
-    "use_bidirectional_attention": must_equal(False, note="attention is causal; encoders are not supported"),
+    "use_bidirectional_attention": must_equal(
+        False, note="attention is causal; encoders are not supported"
+    ),
     "per_layer_config": must_equal({}, note="all layers share the config's numbers"),
-    "quantization_config": must_equal(note="the weights are read as they are; use a float or GGUF file"),
+    "quantization_config": must_equal(
+        note="the weights are read as they are; use a float or GGUF file"
+    ),
     "fusion_config": must_equal(note="the weights are read under their usual names"),
     "transformers_weights": must_equal(note="the weights are read from the usual files"),
     # leftovers of older versions and of tools, in many published configs
@@ -115,7 +123,9 @@ COMMON_KEYS: dict[str, Key] = {
     "use_bfloat16": no_effect("TensorFlow only", private=True),
     "tf_legacy_loss": no_effect("TensorFlow only", private=True),
     "tie_encoder_decoder": no_effect("there is no encoder", private=True),
-    "cross_attention_hidden_size": must_equal(note="there is no encoder to attend to", private=True),
+    "cross_attention_hidden_size": must_equal(
+        note="there is no encoder to attend to", private=True
+    ),
     "pruned_heads": must_equal({}, note="all heads of all layers are used", private=True),
     "compression_config": must_equal(note="the weights are read as they are", private=True),
     "is_llama_config": no_effect("metadata", private=True),
@@ -134,7 +144,9 @@ COMMON_KEYS: dict[str, Key] = {
     "bos_token": no_effect("the tokenizer's own setting decides", private=True),
     "eos_token": no_effect("the tokenizer's own setting decides", private=True),
     "pad_token": no_effect("sequences are not padded", private=True),
-    "rope_interleaved": must_equal(False, note="rotary halves, not interleaved pairs", private=True),
+    "rope_interleaved": must_equal(
+        False, note="rotary halves, not interleaved pairs", private=True
+    ),
     "use_mrope": must_equal(False, note="positions are one number per token", private=True),
     "qk_layernorm": must_equal(False, note="no layer norm of queries and keys", private=True),
     "lm_head_bias": must_equal(False, note="the head has no bias", private=True),
@@ -144,7 +156,9 @@ COMMON_KEYS: dict[str, Key] = {
 }
 
 
-def _sizes(vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int | None, context: int) -> dict[str, Key]:
+def _sizes(
+    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int | None, context: int
+) -> dict[str, Key]:
     same = "as many as query heads" if kv is None else ""
     return {
         "vocab_size": followed("rows of the embedding", vocab),
@@ -152,15 +166,21 @@ def _sizes(vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int |
         "intermediate_size": followed("inner width of the MLP", mlp),
         "num_hidden_layers": followed("layers", layers),
         "num_attention_heads": followed("query heads", heads),
-        "num_key_value_heads": followed(f"key and value heads; null: {same or 'as many as query heads'}", kv, nullable=True),
-        "max_position_embeddings": followed("context, and the trained length of rope scalings", context),
+        "num_key_value_heads": followed(
+            f"key and value heads; null: {same or 'as many as query heads'}", kv, nullable=True
+        ),
+        "max_position_embeddings": followed(
+            "context, and the trained length of rope scalings", context
+        ),
     }
 
 
 def _rope(theta: float, *, partial: bool = False, original: int | None = None) -> dict[str, Key]:
     return {
         "rope_parameters": followed("rotary positions; see the rope table"),
-        "rope_scaling": followed("older name of `rope_parameters`; replaces it where both are there"),
+        "rope_scaling": followed(
+            "older name of `rope_parameters`; replaces it where both are there"
+        ),
         "rope_theta": followed("where the rope record has none", theta),
         "partial_rotary_factor": followed("rotated share of a head, where the rope record has none")
         if partial
@@ -174,12 +194,16 @@ def _llama(head_dim: Key | None = None) -> dict[str, Key]:
         "rms_norm_eps": followed("epsilon of the norms", 1e-6),
         "hidden_act": followed("activation of the MLP", "silu"),
         "head_dim": head_dim or followed("size of a head; null: hidden_size / num_attention_heads"),
-        "tie_word_embeddings": followed("the head is the embedding, unless the file has another head", False),
+        "tie_word_embeddings": followed(
+            "the head is the embedding, unless the file has another head", False
+        ),
     }
 
 
 _FULL_ONLY = followed("checked: every layer is full_attention")
-_WINDOW_TYPES = followed("checked: sliding_attention in every layer with a window, else full_attention")
+_WINDOW_TYPES = followed(
+    "checked: sliding_attention in every layer with a window, else full_attention"
+)
 _NO_BIAS = must_equal(False, note="no biases in this family, as in transformers")
 _NO_WINDOW = must_equal(note="no sliding window in this family, as in transformers")
 
@@ -190,16 +214,22 @@ _ROUTER = {
 }
 _QWEN_WINDOWS = {
     "use_sliding_window": followed("turns the windows on", False),
-    "sliding_window": followed("window of the layers from max_window_layers on; null: none", 4096, nullable=True),
+    "sliding_window": followed(
+        "window of the layers from max_window_layers on; null: none", 4096, nullable=True
+    ),
     "max_window_layers": followed("first layer with a window", 28),
     "layer_types": followed("window or none, layer by layer"),
 }
 _GEMMA: dict[str, Key] = {
     "rms_norm_eps": followed("epsilon of the norms", 1e-6),
     "hidden_activation": followed("activation of the MLP", "gelu_pytorch_tanh"),
-    "hidden_act": no_effect("`hidden_activation` decides, also where it is absent, as in transformers"),
+    "hidden_act": no_effect(
+        "`hidden_activation` decides, also where it is absent, as in transformers"
+    ),
     "head_dim": followed("size of a head", 256),
-    "tie_word_embeddings": followed("the head is the embedding, unless the file has another head", True),
+    "tie_word_embeddings": followed(
+        "the head is the embedding, unless the file has another head", True
+    ),
     "attention_bias": followed("biases of q, k, v and o", False),
     "mlp_bias": _NO_BIAS,
     "query_pre_attn_scalar": followed("queries are divided by its square root", 256),
@@ -256,7 +286,9 @@ CONFIG_KEYS: dict[str, Table] = {
         "attention_bias": followed("biases of q, k, v and o", False),
         "mlp_bias": _NO_BIAS,
         "use_sliding_window": followed("turns the window on, in every layer", False),
-        "sliding_window": followed("window of every layer where use_sliding_window; null: none", 4096, nullable=True),
+        "sliding_window": followed(
+            "window of every layer where use_sliding_window; null: none", 4096, nullable=True
+        ),
         "max_window_layers": followed("checked: 0 where use_sliding_window; else without effect"),
         "layer_types": _WINDOW_TYPES,
         "num_experts": followed("experts of a layer", 128),
@@ -287,7 +319,9 @@ CONFIG_KEYS: dict[str, Table] = {
         **_sizes(256000, 2304, 9216, 26, 8, 4, 8192),
         **_rope(10000.0),
         **_GEMMA,
-        "attn_logit_softcapping": followed("cap of attention scores; null: none", 50.0, nullable=True),
+        "attn_logit_softcapping": followed(
+            "cap of attention scores; null: none", 50.0, nullable=True
+        ),
         "final_logit_softcapping": followed("cap of logits; null: none", 30.0, nullable=True),
     },
     "gemma3_text": {
@@ -295,13 +329,21 @@ CONFIG_KEYS: dict[str, Table] = {
         **_sizes(262208, 2304, 9216, 26, 8, 4, 131072),
         **_rope(1e6),
         **_GEMMA,
-        "rope_parameters": followed("one rope record per layer type: full_attention, sliding_attention"),
+        "rope_parameters": followed(
+            "one rope record per layer type: full_attention, sliding_attention"
+        ),
         "rope_scaling": followed("changes the record of full_attention"),
         "rope_theta": followed("of full_attention, where its record has none", 1e6),
-        "rope_local_base_freq": followed("theta of sliding_attention, where its record has none", 10000.0),
+        "rope_local_base_freq": followed(
+            "theta of sliding_attention, where its record has none", 10000.0
+        ),
         "original_max_position_embeddings": must_equal(note="belongs into the rope record"),
-        "sliding_window_pattern": followed("every so many layers one is full, where layer_types is absent", 6),
-        "_sliding_window_pattern": followed("checked: 6 where neither layer_types nor sliding_window_pattern is there"),
+        "sliding_window_pattern": followed(
+            "every so many layers one is full, where layer_types is absent", 6
+        ),
+        "_sliding_window_pattern": followed(
+            "checked: 6 where neither layer_types nor sliding_window_pattern is there"
+        ),
         "attn_logit_softcapping": must_equal(note="transformers ignores it in gemma3"),
         "final_logit_softcapping": followed("cap of logits; null: none", nullable=True),
     },
@@ -345,8 +387,12 @@ CONFIG_KEYS: dict[str, Table] = {
         "layer_norm_epsilon": followed("epsilon of the norms", 1e-5),
         "scale_attn_weights": followed("scores are divided by the root of a head's size", True),
         "scale_attn_by_inverse_layer_idx": must_equal(False, note="all layers scale scores alike"),
-        "reorder_and_upcast_attn": no_effect("order of a multiplication; attention is float32 here"),
-        "tie_word_embeddings": followed("the head is the embedding, unless the file has another head", True),
+        "reorder_and_upcast_attn": no_effect(
+            "order of a multiplication; attention is float32 here"
+        ),
+        "tie_word_embeddings": followed(
+            "the head is the embedding, unless the file has another head", True
+        ),
         "layer_types": _FULL_ONLY,
         "sliding_window": _NO_WINDOW,
         "summary_type": _LABELS,
@@ -400,7 +446,9 @@ ROPE_KEYS: dict[str, Table] = {
         **_FACTOR,
         **_ORIGINAL,
         **_ATTENTION,
-        "short_factor": followed("divisors where the engine's context is at most the trained length"),
+        "short_factor": followed(
+            "divisors where the engine's context is at most the trained length"
+        ),
         "long_factor": followed("divisors where the engine's context is longer"),
     },
 }

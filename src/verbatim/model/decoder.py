@@ -13,7 +13,9 @@ from typing import Literal, Protocol, TypeVar
 
 from verbatim.model.spec import ModelSpec
 
-Rows = TypeVar("Rows")  # a backend's handle on a matrix with one row for each token of the step: [rows, width] numbers
+Rows = TypeVar(
+    "Rows"
+)  # a backend's handle on a matrix with one row for each token of the step: [rows, width] numbers
 
 
 class Ops(Protocol[Rows]):

@@ -29,7 +29,9 @@ ARCHITECTURE = "verbatim-draft-head"
 SCALES = ("state_scale", "word_scale", "keep", "out")
 EPS = np.float32(1e-6)
 COLD = 0.05  # below this a text is as good as greedy, and the odds are those of temperature 0: divided by so little, every guess would seem sure
-SHIPPED = Path(__file__).parent / "heads"  # named by the digest of the file that they were trained for
+SHIPPED = (
+    Path(__file__).parent / "heads"
+)  # named by the digest of the file that they were trained for
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,9 @@ def read_head(path: str | Path, model: Model) -> DraftHead:
     source = read_gguf(path)
     file = str(path)
     if source.metadata.get("general.architecture") != ARCHITECTURE:
-        raise ModelError(f"this is no draft head (general.architecture is not {ARCHITECTURE})", file=file)
+        raise ModelError(
+            f"this is no draft head (general.architecture is not {ARCHITECTURE})", file=file
+        )
     missing = [name for name in ("up", "down", *SCALES) if name not in source.tensors]
     words = source.metadata.get("draft.words")
     if missing or not isinstance(words, list) or not words:
@@ -62,8 +66,16 @@ def read_head(path: str | Path, model: Model) -> DraftHead:
     hidden, vocab = model.spec.hidden, model.spec.vocab
     up, down = source.tensors["up"], source.tensors["down"]
     inner = down.shape[-1]
-    if up.shape != (2 * inner, 2 * hidden) or down.shape != (hidden, inner) or hidden % 32 or inner % 32:
-        raise ModelError(f"a draft head for states of {up.shape[-1] // 2}, and the model's are of {hidden}", file=file)
+    if (
+        up.shape != (2 * inner, 2 * hidden)
+        or down.shape != (hidden, inner)
+        or hidden % 32
+        or inner % 32
+    ):
+        raise ModelError(
+            f"a draft head for states of {up.shape[-1] // 2}, and the model's are of {hidden}",
+            file=file,
+        )
     for matrix in (up, down):
         if (block := broken_block(matrix)) is not None:
             raise ModelError(
@@ -71,9 +83,14 @@ def read_head(path: str | Path, model: Model) -> DraftHead:
                 "leave the draft head out (speculate without head)",
                 file=file,
             )
-    scales = {name: np.ascontiguousarray(source.tensors[name].to_f32().reshape(-1), np.float32) for name in SCALES}
+    scales = {
+        name: np.ascontiguousarray(source.tensors[name].to_f32().reshape(-1), np.float32)
+        for name in SCALES
+    }
     if any(s.size != hidden or not np.isfinite(s).all() for s in scales.values()):
-        raise ModelError("a scale of the draft head does not fit, or is not a finite number", file=file)
+        raise ModelError(
+            "a scale of the draft head does not fit, or is not a finite number", file=file
+        )
     if any(type(w) is not int for w in words):
         raise ModelError("the words of a draft head must be ids", file=file)
     if min(words) < 0 or max(words) >= vocab:
@@ -81,21 +98,36 @@ def read_head(path: str | Path, model: Model) -> DraftHead:
     return DraftHead(up, down, **scales, words=np.array(words, np.int32), file=file)
 
 
-def write_head(path: str | Path, arrays: dict[str, np.ndarray], type: str = "q4_0", **about: Any) -> None:
+def write_head(
+    path: str | Path, arrays: dict[str, np.ndarray], type: str = "q4_0", **about: Any
+) -> None:
     """`arrays`: up, down, the four scales and words, as trained. `about`: further metadata (what it was trained on)."""
     from verbatim.weights.gguf_write import write_gguf
     from verbatim.weights.quantise import quantise
 
     tensors = [
-        Tensor(n, type, arrays[n].shape, quantise(type, arrays[n].astype(np.float32)).reshape(-1)) for n in ("up", "down")
+        Tensor(n, type, arrays[n].shape, quantise(type, arrays[n].astype(np.float32)).reshape(-1))
+        for n in ("up", "down")
     ]
-    tensors += [Tensor(n, "f32", arrays[n].shape, arrays[n].astype("<f4").view(np.uint8).reshape(-1)) for n in SCALES]
-    metadata = {"general.architecture": ARCHITECTURE, "draft.words": [int(i) for i in arrays["words"]], **about}
+    tensors += [
+        Tensor(n, "f32", arrays[n].shape, arrays[n].astype("<f4").view(np.uint8).reshape(-1))
+        for n in SCALES
+    ]
+    metadata = {
+        "general.architecture": ARCHITECTURE,
+        "draft.words": [int(i) for i in arrays["words"]],
+        **about,
+    }
     write_gguf(path, metadata, tensors)
 
 
 def guess(
-    head: DraftHead, model: Model, state: np.ndarray, token: int, count: int, temperature: float = 0.0
+    head: DraftHead,
+    model: Model,
+    state: np.ndarray,
+    token: int,
+    count: int,
+    temperature: float = 0.0,
 ) -> tuple[list[int], list[float]]:
     """The definition, in plain floats: `count` guesses after `token`, and the odds that each and all before it come true. Slow; for tests."""
     up, down = head.up.to_f32(), head.down.to_f32()

@@ -33,7 +33,9 @@ _ACTIVATIONS = {
 }
 
 
-def spec_from_config(config: Mapping[str, Any], *, context: int | None = None, file: str = "config.json") -> ModelSpec:
+def spec_from_config(
+    config: Mapping[str, Any], *, context: int | None = None, file: str = "config.json"
+) -> ModelSpec:
     """The architecture that a Hugging Face config describes, for an engine with this context (None: the model's own)."""
     return read_config(config, context=context, file=file)[0]
 
@@ -49,11 +51,18 @@ def read_config(
         outer = _checked(fields, kind, warnings)
         text = outer.mapping("text_config")
         if text.get("model_type", "gemma3_text") != "gemma3_text":
-            raise ModelError(f"text_config.model_type is {text['model_type']!r}: gemma3_text is needed", file=file)
+            raise ModelError(
+                f"text_config.model_type is {text['model_type']!r}: gemma3_text is needed",
+                file=file,
+            )
         kind = "gemma3_text"
-        fields = Fields({**text, "tie_word_embeddings": outer.boolean("tie_word_embeddings", True)}, file)
+        fields = Fields(
+            {**text, "tie_word_embeddings": outer.boolean("tie_word_embeddings", True)}, file
+        )
     if kind not in _FAMILIES:
-        raise ModelError(f"model_type {kind!r} is unknown; known: {', '.join(sorted(_FAMILIES))}", file=file)
+        raise ModelError(
+            f"model_type {kind!r} is unknown; known: {', '.join(sorted(_FAMILIES))}", file=file
+        )
     if kind == "gemma3_text":
         _check_pattern(fields)
     spec = _FAMILIES[kind](_checked(fields, kind, warnings), context)
@@ -89,7 +98,8 @@ def check_spec(spec: ModelSpec, file: str, words: Mapping[str, str] = HF_WORDS) 
     for layer in spec.layers:
         if layer.rope is not None and layer.rope.dim > spec.head_dim:
             raise ModelError(
-                f"rotary dimension {layer.rope.dim} is larger than a head ({spec.head_dim}); see {words['rotary']}", file=file
+                f"rotary dimension {layer.rope.dim} is larger than a head ({spec.head_dim}); see {words['rotary']}",
+                file=file,
             )
         if layer.experts and not 0 < spec.experts_used <= layer.experts:
             raise ModelError(
@@ -97,14 +107,19 @@ def check_spec(spec: ModelSpec, file: str, words: Mapping[str, str] = HF_WORDS) 
                 file=file,
             )
     # a window as wide as the context hides nothing: those layers share the cache group of the full ones
-    layers = tuple(replace(a, window=None) if a.window is not None and a.window >= spec.context else a for a in spec.layers)
+    layers = tuple(
+        replace(a, window=None) if a.window is not None and a.window >= spec.context else a
+        for a in spec.layers
+    )
     return replace(spec, layers=layers)
 
 
 def pick_context(asked: int | None, own: int, limit: int) -> int:
     """The engine's context: what was asked, else the model's own; never beyond what the positions can express."""
     if asked is not None and asked > limit:
-        raise ParameterError("context", f"{asked} is more than this model's {limit} positions; ask for at most that")
+        raise ParameterError(
+            "context", f"{asked} is more than this model's {limit} positions; ask for at most that"
+        )
     return asked or own
 
 
@@ -115,7 +130,9 @@ def _context(f: Fields, asked: int | None, record: Record) -> int:
     own = f.integer("max_position_embeddings")
     factor = record.get("factor", 1)
     # dynamic scaling is made to go beyond the trained length, by its factor; the others say their whole length already
-    dynamic = record["rope_type"] == "dynamic" and isinstance(factor, (int, float)) and 1 < factor < 1e6
+    dynamic = (
+        record["rope_type"] == "dynamic" and isinstance(factor, (int, float)) and 1 < factor < 1e6
+    )
     return pick_context(asked, own, int(own * factor) if dynamic else own)
 
 
@@ -132,15 +149,22 @@ def _layer_types(f: Fields, layers: int) -> list[bool] | None:
     if not types:
         return None
     if len(types) != layers or any(t not in ("sliding_attention", "full_attention") for t in types):
-        raise f.fail("layer_types", f"{layers} entries are needed, each full_attention or sliding_attention")
+        raise f.fail(
+            "layer_types", f"{layers} entries are needed, each full_attention or sliding_attention"
+        )
     return [t == "sliding_attention" for t in types]
 
 
-def _windows(f: Fields, layers: int, default: Callable[[int], bool], window: int | None) -> list[int | None]:
+def _windows(
+    f: Fields, layers: int, default: Callable[[int], bool], window: int | None
+) -> list[int | None]:
     """Each layer's window: from `layer_types` where the config has it, else by the family's own rule."""
     sliding = _layer_types(f, layers) or [default(i) for i in range(layers)]
     if any(sliding) and window is None:
-        raise f.fail("layer_types" if f.has("layer_types") else "sliding_window", "sliding layers need sliding_window")
+        raise f.fail(
+            "layer_types" if f.has("layer_types") else "sliding_window",
+            "sliding layers need sliding_window",
+        )
     return [window if s else None for s in sliding]
 
 
@@ -149,14 +173,19 @@ def _check_one_window(f: Fields, layers: int, window: int | None) -> None:
     types = _layer_types(f, layers)
     if types is not None and any(sliding != (window is not None) for sliding in types):
         needed = "full_attention" if window is None else "sliding_attention"
-        raise f.fail("layer_types", f"all layers of this family are alike, and by sliding_window they are {needed}")
+        raise f.fail(
+            "layer_types",
+            f"all layers of this family are alike, and by sliding_window they are {needed}",
+        )
 
 
 def _check_pattern(f: Fields) -> None:
     """transformers writes `_sliding_window_pattern` and reads only `sliding_window_pattern`."""
     alone = not f.has("layer_types") and not f.has("sliding_window_pattern")
     if alone and f.raw("_sliding_window_pattern", 6) != 6:
-        raise f.fail("_sliding_window_pattern", "it is not read; give layer_types or sliding_window_pattern")
+        raise f.fail(
+            "_sliding_window_pattern", "it is not read; give layer_types or sliding_window_pattern"
+        )
 
 
 def _window(f: Fields) -> int | None:
@@ -171,9 +200,15 @@ def _llama(f: Fields, asked: int | None) -> ModelSpec:
     return _rotary(f, asked, flat_record(f))
 
 
-def _rotary(f: Fields, asked: int | None, record: Record, window: int | None = None, *, alike: bool = True) -> ModelSpec:
+def _rotary(
+    f: Fields, asked: int | None, record: Record, window: int | None = None, *, alike: bool = True
+) -> ModelSpec:
     """What all rotary families share. `alike`: no layer differs from the others."""
-    hidden, heads, layers = f.integer("hidden_size"), f.integer("num_attention_heads"), f.integer("num_hidden_layers")
+    hidden, heads, layers = (
+        f.integer("hidden_size"),
+        f.integer("num_attention_heads"),
+        f.integer("num_hidden_layers"),
+    )
     if layers > MAX_LAYERS:
         raise f.fail("num_hidden_layers", f"at most {MAX_LAYERS}")
     if alike:
@@ -219,7 +254,9 @@ def _windowed_qwen(f: Fields, spec: ModelSpec) -> ModelSpec:
     start = f.integer("max_window_layers", low=0)
     window = _window(f) if f.boolean("use_sliding_window", False) else None
     windows = _windows(f, len(spec.layers), lambda i: window is not None and i >= start, window)
-    return replace(spec, layers=tuple(replace(a, window=w) for a, w in zip(spec.layers, windows, strict=True)))
+    return replace(
+        spec, layers=tuple(replace(a, window=w) for a, w in zip(spec.layers, windows, strict=True))
+    )
 
 
 def _mixtral(f: Fields, asked: int | None) -> ModelSpec:
@@ -238,7 +275,10 @@ def _mixtral(f: Fields, asked: int | None) -> ModelSpec:
 def _qwen3_moe(f: Fields, asked: int | None) -> ModelSpec:
     window = _window(f) if f.boolean("use_sliding_window", False) else None
     if window is not None and f.integer("max_window_layers", 0, low=0):
-        raise f.fail("max_window_layers", "only 0 is supported with use_sliding_window: every layer has the window")
+        raise f.fail(
+            "max_window_layers",
+            "only 0 is supported with use_sliding_window: every layer has the window",
+        )
     base = replace(_rotary(f, asked, flat_record(f), window), family="qwen3moe", qk_norm=True)
     experts = f.integer("num_experts", high=4096)
     step, dense = f.integer("decoder_sparse_step"), f.items("mlp_only_layers")
@@ -248,7 +288,10 @@ def _qwen3_moe(f: Fields, asked: int | None) -> ModelSpec:
     return replace(
         base,
         mlp=0 if all(sparse) else base.mlp,
-        layers=tuple(replace(a, experts=experts if s else 0) for a, s in zip(base.layers, sparse, strict=True)),
+        layers=tuple(
+            replace(a, experts=experts if s else 0)
+            for a, s in zip(base.layers, sparse, strict=True)
+        ),
         experts_used=f.integer("num_experts_per_tok"),
         expert_mlp=f.integer("moe_intermediate_size"),
         experts_renormalised=f.boolean("norm_topk_prob", False),
@@ -279,7 +322,8 @@ def _gemma3(f: Fields, asked: int | None) -> ModelSpec:
         family="gemma3",
         qk_norm=True,
         layers=tuple(
-            LayerSpec(window=w, rope=a.rope if w is None else local) for a, w in zip(base.layers, windows, strict=True)
+            LayerSpec(window=w, rope=a.rope if w is None else local)
+            for a, w in zip(base.layers, windows, strict=True)
         ),
         logit_softcap=f.cap("final_logit_softcapping"),
     )

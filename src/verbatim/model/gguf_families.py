@@ -36,15 +36,22 @@ class Header:
     pooling: str = "mean"  # how `embed` makes one vector of a text
 
 
-def spec_from_gguf(metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str) -> ModelSpec:
+def spec_from_gguf(
+    metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str
+) -> ModelSpec:
     return read_header(metadata, tensors, context=context, file=file).spec
 
 
-def read_header(metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str) -> Header:
+def read_header(
+    metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str
+) -> Header:
     """The architecture, how texts are embedded, and what to warn of at load."""
     architecture = Fields(metadata, file).string("general.architecture")
     if architecture not in _ARCHITECTURES:
-        raise ModelError(f"architecture {architecture!r} is unknown; known: {', '.join(sorted(_ARCHITECTURES))}", file=file)
+        raise ModelError(
+            f"architecture {architecture!r} is unknown; known: {', '.join(sorted(_ARCHITECTURES))}",
+            file=file,
+        )
     prefix = f"{architecture}."
     warnings: list[str] = []
     others = {name: value for name, value in metadata.items() if not name.startswith(prefix)}
@@ -55,7 +62,9 @@ def read_header(metadata: Mapping[str, Any], tensors: Tensors, *, context: int |
         for name in others
         if name not in GENERAL_KEYS and not is_metadata(name)
     ]
-    checked = check_keys(metadata, GGUF_KEYS[architecture], what=architecture, file=file, prefix=prefix)
+    checked = check_keys(
+        metadata, GGUF_KEYS[architecture], what=architecture, file=file, prefix=prefix
+    )
     warnings += checked.warnings
     fields = Fields(checked.values, file, prefix, warnings)
     spec = check_spec(_ARCHITECTURES[architecture](fields, tensors, context), file, GGUF_WORDS)
@@ -71,7 +80,9 @@ def _llama(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
         raise f.fail("attention.value_length", f"values must be as long as keys ({head_dim})")
     context = pick_context(asked, f.integer("context_length"), f.integer("context_length"))
     rope = _rope(f, tensors, f.integer("rope.dimension_count", head_dim), context)
-    window = f.integer("attention.sliding_window", low=0) if f.has("attention.sliding_window") else 0
+    window = (
+        f.integer("attention.sliding_window", low=0) if f.has("attention.sliding_window") else 0
+    )
     experts = f.integer("expert_count", 0, low=0, high=4096)
     layer = LayerSpec(window=window or None, rope=rope, experts=experts)
     mlp = f.integer("feed_forward_length", 0 if experts else 1, low=0)
@@ -112,7 +123,9 @@ def _rope(f: Fields, tensors: Tensors, dim: int, context: int) -> RopeSpec:
     if factor:
         record["factor"] = factor
     if f.has("rope.scaling.original_context_length"):
-        record["original_max_position_embeddings"] = f.integer("rope.scaling.original_context_length")
+        record["original_max_position_embeddings"] = f.integer(
+            "rope.scaling.original_context_length"
+        )
     if f.has("rope.scaling.attn_factor"):
         record["attention_factor"] = _attention_factor(f, kind, record)
     record["beta_fast"] = f.number("rope.scaling.yarn_beta_fast")
@@ -123,8 +136,14 @@ def _rope(f: Fields, tensors: Tensors, dim: int, context: int) -> RopeSpec:
         record["short_factor"] = _numbers(tensors["rope_factors_short.weight"], f.file)
     elif "rope_freqs.weight" in tensors:
         if record["rope_type"] != "none":
-            raise f.fail("rope.scaling.type", "rope_freqs.weight is there too; one of the two scalings is supported")
-        record = {"rope_type": "divided", "divisors": _numbers(tensors["rope_freqs.weight"], f.file)}
+            raise f.fail(
+                "rope.scaling.type",
+                "rope_freqs.weight is there too; one of the two scalings is supported",
+            )
+        record = {
+            "rope_type": "divided",
+            "divisors": _numbers(tensors["rope_freqs.weight"], f.file),
+        }
     base = f.number("rope.freq_base")
     rope = make_rope(record, theta=base, dim=dim, context=context, trained=trained, file=f.file)
     if warning := length_warning(record, context=context, trained=trained):
@@ -135,14 +154,21 @@ def _rope(f: Fields, tensors: Tensors, dim: int, context: int) -> RopeSpec:
 def _attention_factor(f: Fields, kind: str, record: Mapping[str, Any]) -> float:
     """attn_factor multiplies what the scaling's own rule gives: for yarn 1 + 0.1 ln(factor), for the others 1."""
     factor = record.get("factor", 1)
-    grows = kind == "yarn" and isinstance(factor, (int, float)) and not isinstance(factor, bool) and 1 < factor < math.inf
+    grows = (
+        kind == "yarn"
+        and isinstance(factor, (int, float))
+        and not isinstance(factor, bool)
+        and 1 < factor < math.inf
+    )
     own = 1 + 0.1 * math.log(factor) if grows else 1.0
     return f.number("rope.scaling.attn_factor") * own
 
 
 def _numbers(tensor: Tensor, file: str) -> list[float]:
     if len(tensor.shape) != 1 or tensor.shape[0] > 4096:
-        raise ModelError(f"tensor {tensor.name} has shape {tensor.shape}: a short vector is needed", file=file)
+        raise ModelError(
+            f"tensor {tensor.name} has shape {tensor.shape}: a short vector is needed", file=file
+        )
     return [float(v) for v in tensor.to_f32()]
 
 
@@ -182,13 +208,18 @@ def _cap(f: Fields, key: str) -> float:
 def _gemma2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     base = _gemma(f, tensors, asked, "gemma2")
     window = f.integer("attention.sliding_window")
-    layers = tuple(replace(a, window=window if i % 2 == 0 else None) for i, a in enumerate(base.layers))
+    layers = tuple(
+        replace(a, window=window if i % 2 == 0 else None) for i, a in enumerate(base.layers)
+    )
     return replace(base, layers=layers)
 
 
 def _gemma3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     base = _gemma(f, tensors, asked, "gemma3")
-    window, pattern = f.integer("attention.sliding_window"), f.raw("attention.sliding_window_pattern")
+    window, pattern = (
+        f.integer("attention.sliding_window"),
+        f.raw("attention.sliding_window_pattern"),
+    )
     count = len(base.layers)
     if isinstance(pattern, int) and pattern > 0:
         sliding = [(i + 1) % pattern != 0 for i in range(count)]
@@ -198,9 +229,13 @@ def _gemma3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
             raise f.fail("attention.sliding_window_pattern", f"{count} entries are needed")
     dim = f.integer("rope.dimension_count", base.head_dim)
     theta = f.number("rope.freq_base_swa")
-    local = make_rope({}, theta=theta, dim=dim, context=base.context, trained=base.context, file=f.file)
+    local = make_rope(
+        {}, theta=theta, dim=dim, context=base.context, trained=base.context, file=f.file
+    )
     whole = _rope(f, tensors, dim, base.context)
-    layers = tuple(LayerSpec(window=window if s else None, rope=local if s else whole) for s in sliding)
+    layers = tuple(
+        LayerSpec(window=window if s else None, rope=local if s else whole) for s in sliding
+    )
     return replace(base, qk_norm=True, layers=layers)
 
 
@@ -209,11 +244,17 @@ def _phi3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
 
 
 def _gpt2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
-    hidden, heads, positions = f.integer("embedding_length"), f.integer("attention.head_count"), f.integer("context_length")
+    hidden, heads, positions = (
+        f.integer("embedding_length"),
+        f.integer("attention.head_count"),
+        f.integer("context_length"),
+    )
     if hidden % heads:
         raise f.fail("embedding_length", f"a multiple of the {heads} heads is needed")
     if f.integer("attention.head_count_kv", heads) != heads:
-        raise f.fail("attention.head_count_kv", f"gpt2 has as many key heads as query heads ({heads})")
+        raise f.fail(
+            "attention.head_count_kv", f"gpt2 has as many key heads as query heads ({heads})"
+        )
     return ModelSpec(
         family="gpt2",
         vocab=_vocab(f, tensors),

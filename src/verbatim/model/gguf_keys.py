@@ -21,7 +21,9 @@ _FIRST: dict[str, Key] = {
     "attention.head_count": followed("query heads"),
     "attention.head_count_kv": followed("key and value heads; absent: as many as query heads"),
     "attention.causal": must_equal(True, note="attention is causal; encoders are not supported"),
-    "pooling_type": followed("how `embed` makes one vector: 1 mean, 2 cls, 3 last; others are refused by `embed`"),
+    "pooling_type": followed(
+        "how `embed` makes one vector: 1 mean, 2 cls, 3 last; others are refused by `embed`"
+    ),
     "vocab_size": no_effect("the embedding's rows decide"),
     "tensor_data_layout": no_effect("metadata"),
     "rope.scaling.finetuned": no_effect("metadata"),
@@ -84,15 +86,21 @@ GGUF_KEYS: dict[str, Table] = {
         **_GEMMA,
         "attn_logit_softcapping": followed("cap of attention scores; 0: none", 50.0),
         "final_logit_softcapping": followed("cap of logits; 0: none", 30.0),
-        "attention.sliding_window": followed("window of every other layer, from the first on", 4096),
+        "attention.sliding_window": followed(
+            "window of every other layer, from the first on", 4096
+        ),
         "attention.sliding_window_pattern": must_equal(2, note="every other layer has a window"),
     },
     "gemma3": {
         **_ROTARY,
         **_GEMMA,
-        "attn_logit_softcapping": must_equal(0, note="llama.cpp and transformers ignore it in gemma3"),
+        "attn_logit_softcapping": must_equal(
+            0, note="llama.cpp and transformers ignore it in gemma3"
+        ),
         "attention.sliding_window": followed("window of the sliding layers", 1024),
-        "attention.sliding_window_pattern": followed("every so many layers one is full, or one flag per layer", 6),
+        "attention.sliding_window_pattern": followed(
+            "every so many layers one is full, or one flag per layer", 6
+        ),
         "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
         "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
     },

@@ -37,18 +37,27 @@ class Key:
     default: Any = None  # value of an absent key ("followed" only)
     nullable: bool = False  # an explicit null is a value of its own, not the default
     alias: str = ""  # another name of this key in the same family
-    private: bool = False  # in published files, unknown to transformers' class or to gguf's constants
+    private: bool = (
+        False  # in published files, unknown to transformers' class or to gguf's constants
+    )
 
 
 Table = Mapping[str, Key]
 
 
-def followed(note: str, default: Any = None, *, nullable: bool = False, private: bool = False) -> Key:
+def followed(
+    note: str, default: Any = None, *, nullable: bool = False, private: bool = False
+) -> Key:
     return Key("followed", note, default=default, nullable=nullable, private=private)
 
 
 def alias(of: str, *, private: bool = False) -> Key:
-    return Key("followed", f"another name of `{of}`; both with different values are refused", alias=of, private=private)
+    return Key(
+        "followed",
+        f"another name of `{of}`; both with different values are refused",
+        alias=of,
+        private=private,
+    )
 
 
 def must_equal(*values: Any, note: str, private: bool = False) -> Key:
@@ -67,7 +76,9 @@ class Checked:
     warnings: list[str] = field(default_factory=list)
 
 
-def check_keys(values: Mapping[str, Any], table: Table, *, what: str, file: str, prefix: str = "") -> Checked:
+def check_keys(
+    values: Mapping[str, Any], table: Table, *, what: str, file: str, prefix: str = ""
+) -> Checked:
     """Check every key of `values` that begins with `prefix` against `table` (whose keys have no prefix)."""
     checked = Checked(dict(values))
     reader = Fields(values, file, prefix)
@@ -79,7 +90,11 @@ def check_keys(values: Mapping[str, Any], table: Table, *, what: str, file: str,
         key = table.get(name)
         if key is None:
             _unknown(full, value, what, unknown, checked.warnings)
-        elif key.treatment == "must equal" and value is not None and not any(_same(value, v) for v in key.values):
+        elif (
+            key.treatment == "must equal"
+            and value is not None
+            and not any(_same(value, v) for v in key.values)
+        ):
             allowed = " or ".join(short(v) for v in key.values) or "null"
             raise reader.fail(name, f"only {allowed} is supported for {what} ({key.note})")
         elif key.alias and value is not None:
@@ -104,7 +119,9 @@ def _unknown(name: str, value: Any, what: str, unknown: list[str], warnings: lis
     if plain.startswith("_"):
         warnings.append(f"{spelled(name)} is not known for {what}; a private key, ignored")
     elif not value:
-        warnings.append(f"{spelled(name)} is not known for {what}; its value {short(value)} means off, ignored")
+        warnings.append(
+            f"{spelled(name)} is not known for {what}; its value {short(value)} means off, ignored"
+        )
     else:
         unknown.append(f"{spelled(name)} is {short(value)}")
 
@@ -114,7 +131,9 @@ def spelled(name: str) -> str:
     return name if name.isprintable() and len(name) <= 80 else short(name)
 
 
-def _resolve_alias(name: str, canonical: str, value: Any, values: dict[str, Any], file: str) -> None:
+def _resolve_alias(
+    name: str, canonical: str, value: Any, values: dict[str, Any], file: str
+) -> None:
     other = values.get(canonical)
     if other is not None and not _same(other, value):
         raise ModelError(

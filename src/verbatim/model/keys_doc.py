@@ -41,7 +41,9 @@ Two rules that no single key shows:
 
 
 def _value(value: Any) -> str:
-    return "null" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return (
+        "null" if value is None else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    )
 
 
 def _values(key: Key) -> str:
@@ -61,7 +63,12 @@ def _own(table: Table, common: Table) -> list[tuple[str, Key]]:
 
 
 def document() -> str:
-    lines = [_INTRO, "## config.json: keys of every family", "", *_table(sorted(COMMON_KEYS.items()))]
+    lines = [
+        _INTRO,
+        "## config.json: keys of every family",
+        "",
+        *_table(sorted(COMMON_KEYS.items())),
+    ]
     for family, table in CONFIG_KEYS.items():
         lines += [f"## config.json: {family}", "", *_table(_own(table, COMMON_KEYS))]
     lines += [
@@ -75,9 +82,17 @@ def document() -> str:
         lines += [f"### {kind}", "", *_table(sorted(table.items()))]
     lines += ["## GGUF: keys beside the architecture's", "", *_table(sorted(GENERAL_KEYS.items()))]
     lines += [f"- `{space}*`: {use}" for space, use in NAMESPACES.items()]
-    lines += ["", "Unknown keys of these and of other namespaces are named in a warning: they cannot change logits.", ""]
+    lines += [
+        "",
+        "Unknown keys of these and of other namespaces are named in a warning: they cannot change logits.",
+        "",
+    ]
     for architecture, table in GGUF_KEYS.items():
-        lines += [f"## GGUF: {architecture}", "", *_table(sorted(table.items()), f"key (`{architecture}.` before it)")]
+        lines += [
+            f"## GGUF: {architecture}",
+            "",
+            *_table(sorted(table.items()), f"key (`{architecture}.` before it)"),
+        ]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -101,7 +101,10 @@ def layout(spec: ModelSpec) -> dict[str, Shape]:
     if spec.learned_positions:
         weights["positions"] = (spec.trained_positions, spec.hidden)
     for i in range(len(spec.layers)):
-        weights |= {f"layers.{i}.{name}": shape for name, shape in _layer(spec, spec.layers[i].experts).items()}
+        weights |= {
+            f"layers.{i}.{name}": shape
+            for name, shape in _layer(spec, spec.layers[i].experts).items()
+        }
     weights |= _norm(spec, "final_norm")
     if not spec.tied:
         weights["head"] = (spec.vocab, spec.hidden)

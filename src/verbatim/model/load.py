@@ -18,7 +18,14 @@ import numpy as np
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
-from verbatim.model.layout import GGUF_WORDS, GPT2_WORDS, HF_WORDS, deciding_keys, is_quantisable, layout
+from verbatim.model.layout import (
+    GGUF_WORDS,
+    GPT2_WORDS,
+    HF_WORDS,
+    deciding_keys,
+    is_quantisable,
+    layout,
+)
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import GGUFFile, read_gguf
 from verbatim.weights.names import Source, find_prefix, gguf_source, harmless, hf_source
@@ -39,8 +46,12 @@ class Model:
     source: GGUFFile | SafetensorsDir
     eos_ids: tuple[int, ...] = ()
     generation_config: dict[str, Any] = field(default_factory=dict)
-    warnings: tuple[str, ...] = ()  # keys of the file that are ignored or that differ from transformers, to show at load
-    pooling: str = "mean"  # how `embed` makes one vector of a text: mean, cls, last, or a kind that it refuses
+    warnings: tuple[
+        str, ...
+    ] = ()  # keys of the file that are ignored or that differ from transformers, to show at load
+    pooling: str = (
+        "mean"  # how `embed` makes one vector of a text: mean, cls, last, or a kind that it refuses
+    )
 
     @property
     def path(self) -> Path:
@@ -57,7 +68,9 @@ def load_model(path: str | Path, *, context: int | None = None, quant: str | Non
     if not path.exists():
         raise ModelError("no such file or directory", file=str(path))
     if path.suffix == ".safetensors":
-        raise ModelError("give the directory that holds this file and its config.json", file=str(path))
+        raise ModelError(
+            "give the directory that holds this file and its config.json", file=str(path)
+        )
     return _from_gguf(path, context, quant)
 
 
@@ -68,10 +81,14 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     spec = header.spec
     architecture = source.metadata["general.architecture"]
     collector = _Collector(spec, source.tensors, file, quant, GGUF_WORDS)
-    weights = collector.collect(lambda name: gguf_source(architecture, name), harmless("gguf", tied=spec.tied, nested=False))
+    weights = collector.collect(
+        lambda name: gguf_source(architecture, name), harmless("gguf", tied=spec.tied, nested=False)
+    )
     digest = _digest(source.digest, spec, quant)
     eos = _gguf_eos(source.metadata)
-    return Model(spec, Weights(weights, file, digest), source, eos, {}, header.warnings, header.pooling)
+    return Model(
+        spec, Weights(weights, file, digest), source, eos, {}, header.warnings, header.pooling
+    )
 
 
 def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
@@ -111,7 +128,10 @@ def _has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
     if a.shape != b.shape or a.type != b.type:
         return True
     size = 1 << 24  # bytes compared at once: the weights may be larger than memory
-    return any(not np.array_equal(a.data[i : i + size], b.data[i : i + size]) for i in range(0, a.data.size, size))
+    return any(
+        not np.array_equal(a.data[i : i + size], b.data[i : i + size])
+        for i in range(0, a.data.size, size)
+    )
 
 
 def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
@@ -155,12 +175,21 @@ class _Collector:
         file: str,
         quant: str | None,
         words: dict[str, str],  # the file's names of the keys that decide shapes
-        others: Mapping[str, str] | None = None,  # tensors of types that are no weights: name -> type
+        others: Mapping[str, str]
+        | None = None,  # tensors of types that are no weights: name -> type
     ) -> None:
-        self.spec, self.tensors, self.file, self.quant, self.words = spec, tensors, file, quant, words
+        self.spec, self.tensors, self.file, self.quant, self.words = (
+            spec,
+            tensors,
+            file,
+            quant,
+            words,
+        )
         self.others = others or {}
 
-    def collect(self, find: Callable[[str], Source], ignorable: Callable[[str], bool]) -> dict[str, Tensor]:
+    def collect(
+        self, find: Callable[[str], Source], ignorable: Callable[[str], bool]
+    ) -> dict[str, Tensor]:
         shapes = layout(self.spec)
         sources = {name: find(name) for name in shapes}
         self._check_names(sources, ignorable)
@@ -169,13 +198,22 @@ class _Collector:
     def _check_names(self, sources: Mapping[str, Source], ignorable: Callable[[str], bool]) -> None:
         wanted = {file_name for source in sources.values() for file_name in source.names}
         if wrong := sorted(n for n in self.others if n in wanted or not ignorable(n)):
-            raise ModelError(f"tensor {wrong[0]} has the unsupported type {self.others[wrong[0]]}", file=self.file)
+            raise ModelError(
+                f"tensor {wrong[0]} has the unsupported type {self.others[wrong[0]]}",
+                file=self.file,
+            )
         if missing := sorted(wanted - set(self.tensors)):
             ours = next(name for name, source in sources.items() if missing[0] in source.names)
             keys = deciding_keys(ours, self.words)
-            raise ModelError(f"tensor {missing[0]} is missing{_more(missing)}; it is expected by {keys}", file=self.file)
+            raise ModelError(
+                f"tensor {missing[0]} is missing{_more(missing)}; it is expected by {keys}",
+                file=self.file,
+            )
         if extra := sorted(n for n in self.tensors if n not in wanted and not ignorable(n)):
-            keys = ", ".join(self.words[word] for word in ("layers", "experts", "attention_bias", "mlp_bias", "mixtures"))
+            keys = ", ".join(
+                self.words[word]
+                for word in ("layers", "experts", "attention_bias", "mlp_bias", "mixtures")
+            )
             raise ModelError(
                 f"tensor {extra[0]} is not known for {self.spec.family}{_more(extra)}; "
                 f"which tensors there are is decided by the family and by {keys}",
@@ -202,7 +240,9 @@ class _Collector:
     def _part(self, file_name: str, source: Source) -> Tensor:
         tensor = self.tensors[file_name]
         if tensor.type not in BLOCKS:
-            raise ModelError(f"tensor {file_name} has type {tensor.type}, which is not supported", file=self.file)
+            raise ModelError(
+                f"tensor {file_name} has type {tensor.type}, which is not supported", file=self.file
+            )
         if source.transpose:
             tensor = self._transposed(tensor)
         if source.part:
@@ -211,14 +251,23 @@ class _Collector:
 
     def _transposed(self, tensor: Tensor) -> Tensor:
         if tensor.type not in _FLOATS or len(tensor.shape) != 2:
-            raise ModelError(f"tensor {tensor.name} ({tensor.type}, {tensor.shape}) cannot be transposed", file=self.file)
-        matrix = tensor.data.view(np.uint32 if tensor.type == "f32" else np.uint16).reshape(tensor.shape)
+            raise ModelError(
+                f"tensor {tensor.name} ({tensor.type}, {tensor.shape}) cannot be transposed",
+                file=self.file,
+            )
+        matrix = tensor.data.view(np.uint32 if tensor.type == "f32" else np.uint16).reshape(
+            tensor.shape
+        )
         data = np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
         return Tensor(tensor.name, tensor.type, tensor.shape[::-1], data)
 
     def _rows(self, tensor: Tensor, part: str) -> Tensor:
         """The rows of q, k, v or of gate, up out of a matrix that holds them one after the other."""
-        q, kv, mlp = self.spec.heads * self.spec.head_dim, self.spec.kv_heads * self.spec.head_dim, self.spec.mlp
+        q, kv, mlp = (
+            self.spec.heads * self.spec.head_dim,
+            self.spec.kv_heads * self.spec.head_dim,
+            self.spec.mlp,
+        )
         first, last = {
             "q": (0, q),
             "k": (q, q + kv),
@@ -228,13 +277,20 @@ class _Collector:
         }[part]
         whole = q + 2 * kv if part in ("q", "k", "v") else 2 * mlp
         if tensor.shape[0] != whole:
-            keys = deciding_keys("layers.0.attn.q" if part in "qkv" else "layers.0.mlp.up", self.words)
+            keys = deciding_keys(
+                "layers.0.attn.q" if part in "qkv" else "layers.0.mlp.up", self.words
+            )
             raise ModelError(
                 f"tensor {tensor.name} has {tensor.shape[0]} rows, {whole} are needed, by {keys}, {self.words['kv_heads']}",
                 file=self.file,
             )
         row = tensor.data.nbytes // whole
-        return Tensor(tensor.name, tensor.type, (last - first, *tensor.shape[1:]), tensor.data[first * row : last * row])
+        return Tensor(
+            tensor.name,
+            tensor.type,
+            (last - first, *tensor.shape[1:]),
+            tensor.data[first * row : last * row],
+        )
 
     def _unpermuted(self, tensor: Tensor, permuted: bool) -> Tensor:
         """GGUF's llama keeps each rotated pair (j, j + d/2) side by side: rows 0, d/2, 1, d/2 + 1, … Put the halves back."""
@@ -249,7 +305,10 @@ class _Collector:
         if self.quant is None or not is_quantisable(name):
             return tensor
         if tensor.type not in _FLOATS:
-            raise ParameterError("quant", f"{self.file} is quantised already ({tensor.name} is {tensor.type}); leave quant out")
+            raise ParameterError(
+                "quant",
+                f"{self.file} is quantised already ({tensor.name} is {tensor.type}); leave quant out",
+            )
         if tensor.shape[-1] % BLOCKS[self.quant][0]:
             return tensor  # rows that blocks of 32 do not divide stay as they are
         return requantise(tensor, self.quant)

@@ -33,11 +33,15 @@ def plain_frequencies(theta: float, dim: int) -> list[Decimal]:
         return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)]
 
 
-def make_rope(scaling: Mapping[str, Any], *, theta: float, dim: int, context: int, trained: int, file: str) -> RopeSpec:
+def make_rope(
+    scaling: Mapping[str, Any], *, theta: float, dim: int, context: int, trained: int, file: str
+) -> RopeSpec:
     """`scaling` has rope_type (or type) and that type's numbers; `trained` is the config's max_position_embeddings."""
     kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise ModelError(f"rope scaling {kind!r} is unknown; known: {', '.join(sorted(_KINDS))}", file=file)
+        raise ModelError(
+            f"rope scaling {kind!r} is unknown; known: {', '.join(sorted(_KINDS))}", file=file
+        )
     if dim % 2 or not 2 <= dim <= MAX_DIM:
         raise ModelError(
             f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim times partial_rotary_factor, "
@@ -45,7 +49,9 @@ def make_rope(scaling: Mapping[str, Any], *, theta: float, dim: int, context: in
             file=file,
         )
     if not 0 < theta < math.inf:
-        raise ModelError(f"rope theta (rope_theta, rope.freq_base) is {theta}, and must be positive", file=file)
+        raise ModelError(
+            f"rope theta (rope_theta, rope.freq_base) is {theta}, and must be positive", file=file
+        )
     reader = _Reader(scaling, kind, file)
     with localcontext() as c:
         c.prec = _DIGITS
@@ -53,7 +59,9 @@ def make_rope(scaling: Mapping[str, Any], *, theta: float, dim: int, context: in
             frequencies, factor = _KINDS[kind](reader, theta, dim, context, trained)
             return RopeSpec(dim, tuple(float(f) for f in frequencies), float(factor))
         except ArithmeticError as error:
-            raise ModelError(f"rope scaling {dict(scaling)!r} cannot be computed ({error!r})", file=file) from error
+            raise ModelError(
+                f"rope scaling {dict(scaling)!r} cannot be computed ({error!r})", file=file
+            ) from error
 
 
 def length_warning(scaling: Mapping[str, Any], *, context: int, trained: int) -> str | None:
@@ -84,8 +92,16 @@ class _Reader:
     def number(self, name: str, default: float | None = None) -> Decimal:
         value = self._values.get(name)
         value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-            raise ModelError(f"rope scaling {self._kind!r}: {name} is {value!r}, a positive number is needed", file=self._file)
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+            or value <= 0
+        ):
+            raise ModelError(
+                f"rope scaling {self._kind!r}: {name} is {value!r}, a positive number is needed",
+                file=self._file,
+            )
         return Decimal(value)
 
     def optional(self, name: str) -> Decimal | None:
@@ -97,8 +113,13 @@ class _Reader:
     def numbers(self, name: str, count: int) -> list[Decimal]:
         values = self._values.get(name)
         ok = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == count
-        if not ok or not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in values or ()):
-            raise ModelError(f"rope scaling {self._kind!r}: {name} must be {count} positive numbers", file=self._file)
+        if not ok or not all(
+            isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in values or ()
+        ):
+            raise ModelError(
+                f"rope scaling {self._kind!r}: {name} must be {count} positive numbers",
+                file=self._file,
+            )
         return [Decimal(v) for v in values or ()]
 
 
@@ -127,7 +148,11 @@ def _dynamic(r: _Reader, theta: float, dim: int, context: int, trained: int) -> 
 
 def _llama3(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     """Fast pairs stay, slow ones are divided by factor, the band between is blended by wavelength."""
-    factor, low, high = r.number("factor"), r.number("low_freq_factor"), r.number("high_freq_factor")
+    factor, low, high = (
+        r.number("factor"),
+        r.number("low_freq_factor"),
+        r.number("high_freq_factor"),
+    )
     original = r.number("original_max_position_embeddings", trained)
     result = []
     for f in plain_frequencies(theta, dim):
@@ -157,7 +182,9 @@ def _yarn(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Sc
         high += Decimal("0.001")
     result = []
     for j, f in enumerate(plain_frequencies(theta, dim)):
-        ramp = min(max((j - low) / (high - low), Decimal(0)), _ONE)  # 0: keep the frequency, 1: divide it by factor
+        ramp = min(
+            max((j - low) / (high - low), Decimal(0)), _ONE
+        )  # 0: keep the frequency, 1: divide it by factor
         result.append(f / factor * ramp + f * (1 - ramp))
     return result, r.optional("attention_factor") or _yarn_magnitude(r, factor)
 
@@ -202,8 +229,14 @@ _KINDS = {
 # ------------------------------------------------------------------------------------------------------ cosines and sines
 
 # pi/2 in three pieces; the first two have 33 bits, so that k * piece is exact for |k| < 2**20
-_HALF_PI = (float.fromhex("0x1.921fb544p+0"), float.fromhex("0x1.0b4611a6p-34"), float.fromhex("0x1.3198a2e037073p-69"))
-_SIN = [(-1.0) ** n / math.factorial(2 * n + 1) for n in range(1, 9)]  # Taylor: |x| <= pi/4, error below 2**-60
+_HALF_PI = (
+    float.fromhex("0x1.921fb544p+0"),
+    float.fromhex("0x1.0b4611a6p-34"),
+    float.fromhex("0x1.3198a2e037073p-69"),
+)
+_SIN = [
+    (-1.0) ** n / math.factorial(2 * n + 1) for n in range(1, 9)
+]  # Taylor: |x| <= pi/4, error below 2**-60
 _COS = [(-1.0) ** n / math.factorial(2 * n) for n in range(1, 10)]
 
 

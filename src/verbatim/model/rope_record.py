@@ -22,7 +22,11 @@ from verbatim.model.rope import length_warning, make_rope
 from verbatim.model.spec import RopeSpec
 
 Record = dict[str, Any]
-_SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")  # kinds that read original_max_position_embeddings
+_SCALED_BY_LENGTH = (
+    "llama3",
+    "yarn",
+    "longrope",
+)  # kinds that read original_max_position_embeddings
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -30,7 +34,9 @@ def flat_record(f: Fields, *, phi3: bool = False) -> Record:
     """The one record of a family whose layers all rotate alike."""
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
     if old and new and old != new:
-        f.warn("rope_scaling and rope_parameters are both there and differ: rope_scaling is used, as in transformers")
+        f.warn(
+            "rope_scaling and rope_parameters are both there and differ: rope_scaling is used, as in transformers"
+        )
     where = "rope_scaling" if old else "rope_parameters"
     record = _checked(f, old or new, where, phi3=phi3)
     if record["rope_type"] in _SCALED_BY_LENGTH and f.has("original_max_position_embeddings"):
@@ -39,7 +45,13 @@ def flat_record(f: Fields, *, phi3: bool = False) -> Record:
     if record.get("partial_rotary_factor") is None:
         record["partial_rotary_factor"] = f.number("partial_rotary_factor", 1.0)
     if not phi3 and record["partial_rotary_factor"] != 1:
-        raise _fail(f, where, record, "partial_rotary_factor", "only 1.0 is supported: whole heads are rotated")
+        raise _fail(
+            f,
+            where,
+            record,
+            "partial_rotary_factor",
+            "only 1.0 is supported: whole heads are rotated",
+        )
     return record
 
 
@@ -48,21 +60,37 @@ def gemma3_record(f: Fields, layer_type: str) -> Record:
     records = f.mapping("rope_parameters")
     for name, value in records.items():
         if name not in LAYER_TYPES and value is not None:
-            raise _fail(f, "rope_parameters", records, name, f"gemma3 has one record for each of {', '.join(LAYER_TYPES)}")
+            raise _fail(
+                f,
+                "rope_parameters",
+                records,
+                name,
+                f"gemma3 has one record for each of {', '.join(LAYER_TYPES)}",
+            )
     where = f"rope_parameters.{layer_type}"
     record = records.get(layer_type) or {}
     if not isinstance(record, Mapping):
         raise _fail(f, "rope_parameters", records, layer_type, "an object is needed")
     record = dict(record)
     if layer_type == "full_attention" and (old := f.mapping("rope_scaling")):
-        if "rope_type" not in old and old.get("type", "default") != record.get("rope_type", "default"):
-            raise _fail(f, "rope_scaling", old, "type", "gemma3 reads rope_type, not type; rename it")
+        if "rope_type" not in old and old.get("type", "default") != record.get(
+            "rope_type", "default"
+        ):
+            raise _fail(
+                f, "rope_scaling", old, "type", "gemma3 reads rope_type, not type; rename it"
+            )
         record, where = {**record, **old}, "rope_scaling"
     record = _checked(f, record, where)
     theta = "rope_theta" if layer_type == "full_attention" else "rope_local_base_freq"
     record.setdefault("rope_theta", f.number(theta))
     if record.get("partial_rotary_factor", 1) not in (1, None):
-        raise _fail(f, where, record, "partial_rotary_factor", "only 1.0 is supported: whole heads are rotated")
+        raise _fail(
+            f,
+            where,
+            record,
+            "partial_rotary_factor",
+            "only 1.0 is supported: whole heads are rotated",
+        )
     if not record.get("truncate", True):
         raise _fail(f, where, record, "truncate", "only true is supported for gemma3")
     return record
@@ -72,7 +100,14 @@ def rope_of(f: Fields, record: Record, head_dim: int, context: int) -> RopeSpec:
     trained = f.integer("max_position_embeddings")
     inner = Fields(record, f.file)
     dim = int(head_dim * inner.number("partial_rotary_factor", 1.0))
-    rope = make_rope(record, theta=inner.number("rope_theta"), dim=dim, context=context, trained=trained, file=f.file)
+    rope = make_rope(
+        record,
+        theta=inner.number("rope_theta"),
+        dim=dim,
+        context=context,
+        trained=trained,
+        file=f.file,
+    )
     if warning := length_warning(record, context=context, trained=trained):
         f.warn(warning)
     return rope
@@ -85,9 +120,13 @@ def _checked(f: Fields, record: Mapping[str, Any], where: str, *, phi3: bool = F
         kind = "longrope"  # early phi3 configs say su or yarn and mean longrope
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         known = ", ".join(sorted(ROPE_KEYS))
-        raise ModelError(f"{where}.rope_type: rope scaling {short(kind)} is unknown; known: {known}", file=f.file)
+        raise ModelError(
+            f"{where}.rope_type: rope scaling {short(kind)} is unknown; known: {known}", file=f.file
+        )
     if phi3 and kind not in ("default", "longrope"):
-        raise ModelError(f"{where}.rope_type is {kind!r}: phi3 has default and longrope", file=f.file)
+        raise ModelError(
+            f"{where}.rope_type is {kind!r}: phi3 has default and longrope", file=f.file
+        )
     table, known_elsewhere = ROPE_KEYS[kind], all_rope_keys()
     kept: Record = {}
     for name, value in record.items():
@@ -107,7 +146,9 @@ def _checked(f: Fields, record: Mapping[str, Any], where: str, *, phi3: bool = F
     for text in checked.warnings:
         f.warn(text)
     # a null length counts as missing; a null factor means "from the lengths", which absence means too
-    return {name.removeprefix(f"{where}."): value for name, value in checked.values.items()} | {"rope_type": kind}
+    return {name.removeprefix(f"{where}."): value for name, value in checked.values.items()} | {
+        "rope_type": kind
+    }
 
 
 def _fail(f: Fields, where: str, record: Mapping[str, Any], key: str, rule: str) -> ModelError:

@@ -79,8 +79,13 @@ class ModelSpec:
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
         """Layers by window: full attention first. A model without windows has one group."""
-        windows = sorted({layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0))
-        return tuple(CacheGroup(w, tuple(i for i, layer in enumerate(self.layers) if layer.window == w)) for w in windows)
+        windows = sorted(
+            {layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0)
+        )
+        return tuple(
+            CacheGroup(w, tuple(i for i, layer in enumerate(self.layers) if layer.window == w))
+            for w in windows
+        )
 
     @property
     def kv_values(self) -> int:

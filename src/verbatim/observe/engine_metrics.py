@@ -88,9 +88,14 @@ class Registry:
             short = name.removeprefix("verbatim_")
             for labels, metric in series.items():
                 if isinstance(metric, Histogram):
-                    out[f"{short}_count{labels}"], out[f"{short}_sum{labels}"] = sum(metric.counts), metric.total
+                    out[f"{short}_count{labels}"], out[f"{short}_sum{labels}"] = (
+                        sum(metric.counts),
+                        metric.total,
+                    )
                 else:
-                    out[short + labels] = int(metric.value) if metric.value == int(metric.value) else metric.value
+                    out[short + labels] = (
+                        int(metric.value) if metric.value == int(metric.value) else metric.value
+                    )
         return out
 
     def render(self) -> str:
@@ -120,30 +125,50 @@ class EngineMetrics:
     def __init__(self) -> None:
         r = self.registry = Registry()
         self.requests = r.number("verbatim_requests_total", "requests accepted")
-        self.refused = r.number("verbatim_requests_refused_total", "requests refused because the queue was full")
+        self.refused = r.number(
+            "verbatim_requests_refused_total", "requests refused because the queue was full"
+        )
         self.finished = {
             reason: r.number(
-                "verbatim_requests_finished_total", "requests ended, by the reason of their first choice", reason=reason
+                "verbatim_requests_finished_total",
+                "requests ended, by the reason of their first choice",
+                reason=reason,
             )
             for reason in ("stop", "length", "loop", "cancel", "error")
         }
-        self.prompt_tokens = r.number("verbatim_prompt_tokens_total", "prompt tokens of requests that ended")
-        self.output_tokens = r.number("verbatim_output_tokens_total", "output tokens of requests that ended")
-        self.cached_tokens = r.number("verbatim_cached_tokens_total", "prompt tokens taken from the prefix cache")
+        self.prompt_tokens = r.number(
+            "verbatim_prompt_tokens_total", "prompt tokens of requests that ended"
+        )
+        self.output_tokens = r.number(
+            "verbatim_output_tokens_total", "output tokens of requests that ended"
+        )
+        self.cached_tokens = r.number(
+            "verbatim_cached_tokens_total", "prompt tokens taken from the prefix cache"
+        )
         self.drafted = r.number("verbatim_drafted_tokens_total", "tokens drafted by speculation")
         self.accepted_drafts = r.number("verbatim_accepted_tokens_total", "drafted tokens accepted")
         self.accepted_length = r.number(
-            "verbatim_mean_accepted_length", "mean tokens per sequence and step; 1 without speculation"
+            "verbatim_mean_accepted_length",
+            "mean tokens per sequence and step; 1 without speculation",
         )
-        self.saved = r.number("verbatim_speculation_saved_seconds", "estimated time saved by speculation; below zero: lost")
+        self.saved = r.number(
+            "verbatim_speculation_saved_seconds",
+            "estimated time saved by speculation; below zero: lost",
+        )
         self.steps = r.number("verbatim_steps_total", "steps of the engine")
         self.rows = r.number("verbatim_computed_tokens_total", "tokens computed by the model")
         self.step_seconds = r.histogram("verbatim_step_seconds", "time of a whole step")
         self.plan_seconds = r.histogram("verbatim_plan_seconds", "planning a step", PLAN_SECONDS)
-        self.compute_seconds = r.histogram("verbatim_compute_seconds", "the backend's part of a step")
+        self.compute_seconds = r.histogram(
+            "verbatim_compute_seconds", "the backend's part of a step"
+        )
         self.step_rows = r.histogram("verbatim_step_tokens", "tokens computed in one step", ROWS)
-        self.first_token = r.histogram("verbatim_first_token_seconds", "from arrival to the first token")
-        self.between = r.histogram("verbatim_between_tokens_seconds", "mean time between the tokens of a request")
+        self.first_token = r.histogram(
+            "verbatim_first_token_seconds", "from arrival to the first token"
+        )
+        self.between = r.histogram(
+            "verbatim_between_tokens_seconds", "mean time between the tokens of a request"
+        )
         self.queued = r.histogram("verbatim_queue_seconds", "from arrival to the first step")
         self.total = r.histogram("verbatim_request_seconds", "from arrival to the end")
         self._sampled = {name: r.number(f"verbatim_{name}", help) for name, help in SAMPLED.items()}
@@ -166,7 +191,10 @@ class EngineMetrics:
         self.drafted.add(usage.drafted_tokens)
         self.accepted_drafts.add(usage.accepted_tokens)
         if self.output_tokens.value:
-            written = Usage(output_tokens=int(self.output_tokens.value), accepted_tokens=int(self.accepted_drafts.value))
+            written = Usage(
+                output_tokens=int(self.output_tokens.value),
+                accepted_tokens=int(self.accepted_drafts.value),
+            )
             self.accepted_length.value = written.mean_accepted_length
         self.saved.add(times.saved)
         self.queued.observe(times.queued)

@@ -79,15 +79,23 @@ def what_if(
         if name not in FIELDS:
             raise ParameterError(name, "no such parameter")
         if name not in CHANGEABLE:
-            raise ParameterError(name, "cannot be changed by a what-if: it does not decide how a token is drawn")
+            raise ParameterError(
+                name, "cannot be changed by a what-if: it does not decide how a token is drawn"
+            )
     then = params.with_(**changes)
     if params.num_beams > 1:
-        raise ParameterError("num_beams", "a what-if needs drawn tokens, and beam search draws none")
+        raise ParameterError(
+            "num_beams", "a what-if needs drawn tokens, and beam search draws none"
+        )
     if params.dry_multiplier and "dry_breakers" in changes:
-        raise ParameterError("dry_breakers", "cannot be changed by a what-if where the record was made with DRY on")
+        raise ParameterError(
+            "dry_breakers", "cannot be changed by a what-if where the record was made with DRY on"
+        )
     past = _past(records, prompt_ids, needed=params.needs_history or then.needs_history)
     if breakers is None and (params.dry_multiplier or then.dry_multiplier):
-        raise ParameterError("dry_breakers", "a what-if with DRY needs `breakers`, the breaker strings as token ids")
+        raise ParameterError(
+            "dry_breakers", "a what-if with DRY needs `breakers`, the breaker strings as token ids"
+        )
     out = []
     for record, history in zip(records, past, strict=True):
         again = _draw(record, params, history, breakers or (), key=int(record["key"], 16))
@@ -124,9 +132,13 @@ def _draw(
 
     row, mask = _inputs(record, params)
     if params.min_tokens and not record["withheld"]:
-        raise ParameterError("min_tokens", "the record does not hold the end tokens; record it with min_tokens set")
+        raise ParameterError(
+            "min_tokens", "the record does not hold the end tokens; record it with min_tokens set"
+        )
     shown = params.with_(explain=max(1, len(record["top"])), receipt=True)
-    spec = DrawSpec(shown, key, record["prompt_len"], withheld=tuple(record["withheld"]), breakers=breakers)
+    spec = DrawSpec(
+        shown, key, record["prompt_len"], withheld=tuple(record["withheld"]), breakers=breakers
+    )
     drawn = sample_rows(row[None, :], [Row(spec, record["position"], history, mask)])[0]
     if drawn.token == NOTHING:
         raise RequestError(f"at position {record['position']} these settings leave nothing to draw")
@@ -149,16 +161,22 @@ def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarr
         )
     row = np.frombuffer(data, "<f4")
     if params.structured and record["mask"] is None:
-        raise RequestError("the record holds no grammar mask, and these settings ask for a structure")
+        raise RequestError(
+            "the record holds no grammar mask, and these settings ask for a structure"
+        )
     return row.astype(np.float32), base64.b64decode(record["mask"]) if params.structured else None
 
 
-def _past(records: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int] | None, *, needed: bool) -> list[tuple[int, ...]]:
+def _past(
+    records: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int] | None, *, needed: bool
+) -> list[tuple[int, ...]]:
     """The tokens before each record. Only asked for where a penalty looks at them; then every record must be there."""
     if not needed:
         return [()] * len(records)
     if prompt_ids is None:
-        raise RequestError("a penalty looks at the tokens so far: give prompt_ids, and the records from the first token on")
+        raise RequestError(
+            "a penalty looks at the tokens so far: give prompt_ids, and the records from the first token on"
+        )
     known = list(prompt_ids)
     out = []
     for record in records:
@@ -193,7 +211,12 @@ def headline(record: Mapping[str, Any], text: Text) -> str:
 def stage_table(record: Mapping[str, Any], text: Text) -> str:
     """What each stage removed; stages that were switched off are not listed."""
     rows = [
-        (s["name"], str(s["removed"]), str(s["left"]), " ".join(_shown(text, i) for i in s["removed_top"]))
+        (
+            s["name"],
+            str(s["removed"]),
+            str(s["left"]),
+            " ".join(_shown(text, i) for i in s["removed_top"]),
+        )
         for s in record["stages"]
     ]
     return columns(("stage", "removed", "left", "of the top"), rows, left=(0, 3))
@@ -217,7 +240,18 @@ def top_table(record: Mapping[str, Any], text: Text) -> str:
                 c["removed_by"] or "",
             )
         )
-    names = ("", "token", "id", "logit", "p", "processed", "final p", "noise", "score", "removed by")
+    names = (
+        "",
+        "token",
+        "id",
+        "logit",
+        "p",
+        "processed",
+        "final p",
+        "noise",
+        "score",
+        "removed by",
+    )
     return columns(names, rows, left=(0, 1, 9))
 
 
@@ -239,7 +273,9 @@ def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
                 _shown(text, r.before),
                 _shown(text, r.after) if r.changed else "same",
                 _percent(p) if p is not None else "-",
-                str(r.record["stages"][-1]["left"]) if r.record["stages"] else str(r.record["vocab"]),
+                str(r.record["stages"][-1]["left"])
+                if r.record["stages"]
+                else str(r.record["vocab"]),
             )
         )
     changed = sum(r.changed for r in results)
@@ -252,7 +288,10 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
     lines = []
     for row in (names, *rows):
-        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            c.ljust(w) if i in left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

@@ -39,7 +39,9 @@ def make_receipt(
     choices: Sequence[Choice],
 ) -> dict[str, Any]:
     asked = {
-        k: v for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items() if k not in NOT_REPLAYED
+        k: v
+        for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items()
+        if k not in NOT_REPLAYED
     }
     body: dict[str, Any] = {
         "receipt": VERSION,
@@ -53,7 +55,12 @@ def make_receipt(
         "prompt_ids": list(prompt_ids),
         "params": _json_ready(asked),
         "choices": [
-            {"index": c.index, "token_ids": list(c.token_ids), "finish": [c.finish.reason, c.finish.detail]} for c in choices
+            {
+                "index": c.index,
+                "token_ids": list(c.token_ids),
+                "finish": [c.finish.reason, c.finish.detail],
+            }
+            for c in choices
         ],
     }
     return {**body, "sha256": digest_of(body)}
@@ -62,7 +69,9 @@ def make_receipt(
 def digest_of(body: Mapping[str, Any]) -> str:
     """Of everything but the digest itself, in one fixed spelling. It finds accidents, not forgers."""
     plain = {k: v for k, v in body.items() if k != "sha256"}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def read_receipt(data: Any) -> dict[str, Any]:
@@ -70,16 +79,27 @@ def read_receipt(data: Any) -> dict[str, Any]:
     if isinstance(data, Mapping) and isinstance(data.get("receipt"), Mapping):
         data = data["receipt"]
     if not isinstance(data, Mapping) or data.get("receipt") != VERSION:
-        raise ParameterError("receipt", f'is not a receipt of version {VERSION}: expected an object with "receipt": {VERSION}')
-    shapes: dict[str, type | tuple[type, ...]] = {"prompt_ids": list, "params": dict, "choices": list}
+        raise ParameterError(
+            "receipt",
+            f'is not a receipt of version {VERSION}: expected an object with "receipt": {VERSION}',
+        )
+    shapes: dict[str, type | tuple[type, ...]] = {
+        "prompt_ids": list,
+        "params": dict,
+        "choices": list,
+    }
     shapes.update((maker, (str, int)) for maker in MAKERS)
     for name, shape in shapes.items():
         if not isinstance(data.get(name), shape):
             raise ParameterError("receipt", f"has no usable {name!r}")
-    if not _ids(data["prompt_ids"]) or not all(isinstance(c, dict) and _ids(c.get("token_ids")) for c in data["choices"]):
+    if not _ids(data["prompt_ids"]) or not all(
+        isinstance(c, dict) and _ids(c.get("token_ids")) for c in data["choices"]
+    ):
         raise ParameterError("receipt", "holds token ids that are not whole numbers")
     if data.get("sha256") != digest_of(data):
-        raise ParameterError("receipt", "was changed after it was written (its sha256 does not match)")
+        raise ParameterError(
+            "receipt", "was changed after it was written (its sha256 does not match)"
+        )
     for name in data["params"]:
         if name not in FIELDS:
             raise ParameterError("receipt", f"asks for {name!r}, which this version does not know")
@@ -109,7 +129,9 @@ class Verdict:
         return "\n".join(lines)
 
 
-def compare(receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mapping[str, Any]) -> Verdict:
+def compare(
+    receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mapping[str, Any]
+) -> Verdict:
     """Token by token. `makers` are this run's values of MAKERS; those that differ are the reasons why tokens may."""
     reasons = tuple(
         f"{name} differs: {receipt[name]!r} then, {makers[name]!r} now"
@@ -122,7 +144,10 @@ def compare(receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mappi
         old, new = then["token_ids"], list(choice.token_ids) if choice else []
         if old == new:
             continue
-        at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
+            min(len(old), len(new)),
+        )
         return Verdict(
             False,
             then["index"],

@@ -62,17 +62,25 @@ class CostCard:
         """Prompt tokens a second from the integer peak; None where that was not measured. Token i looks at i positions: tokens/2 on average."""
         if limits.int8_ops is None:
             return None
-        return limits.int8_ops / ((self.prompt_ops_token or self.ops_token) + tokens / 2 * self.ops_position)
+        return limits.int8_ops / (
+            (self.prompt_ops_token or self.ops_token) + tokens / 2 * self.ops_position
+        )
 
     def bandwidth_share(self, limits: Limits, rate: float, context: int, batch: int = 1) -> float:
         """MBU: bytes that had to be read at this speed, as a share of what the memory can give. rate is of all sequences together."""
         steps = rate / batch
-        return steps * (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
+        return (
+            steps * (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
+        )
 
     def peak_share(self, limits: Limits, rate: float, context: float) -> float | None:
         if limits.int8_ops is None:
             return None
-        return rate * ((self.prompt_ops_token or self.ops_token) + context * self.ops_position) / limits.int8_ops
+        return (
+            rate
+            * ((self.prompt_ops_token or self.ops_token) + context * self.ops_position)
+            / limits.int8_ops
+        )
 
 
 def cost_card(spec: Any, info: Any) -> CostCard:
@@ -112,11 +120,17 @@ def measure_limits(
     read = native_read or _numpy_read
     both = max(read(threads, size) for _ in range(repeats))
     one = max(read(1, size) for _ in range(repeats)) if threads > 1 else both
-    ops = max(native_ops(threads) for _ in range(repeats)) or None if native_ops else None  # 0: no instruction for it is known
-    return Limits(max(both, one), threads, "native" if native_read else "numpy", ops, one, size, time.time())
+    ops = (
+        max(native_ops(threads) for _ in range(repeats)) or None if native_ops else None
+    )  # 0: no instruction for it is known
+    return Limits(
+        max(both, one), threads, "native" if native_read else "numpy", ops, one, size, time.time()
+    )
 
 
-def native_probes() -> tuple[Callable[[int, int], float], Callable[[int], float]] | tuple[None, None]:
+def native_probes() -> (
+    tuple[Callable[[int, int], float], Callable[[int], float]] | tuple[None, None]
+):
     """The two functions of probe.cpp, where they were built. They share nothing with the kernels that are judged by them."""
     import ctypes
     from importlib.util import find_spec

@@ -74,7 +74,14 @@ class _Group:
 
 
 class BeamSearch:
-    def __init__(self, params: SamplingParams, *, end_ids: Sequence[int] = (), max_new: int, ends: Ends | None = None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        end_ids: Sequence[int] = (),
+        max_new: int,
+        ends: Ends | None = None,
+    ) -> None:
         """`ends(tokens)` says whether a line of output tokens ends with its last one (end ids, stop strings); when left
         out, end_ids end it. A line of max_new tokens always ends, with reason "length"."""
         self.params = params
@@ -93,7 +100,9 @@ class BeamSearch:
         """How many candidates each live beam must bring: enough that no better extension can be missing, even after
         the tokens that other groups chose have been pushed down."""
         groups = self.params.num_beam_groups
-        return self._wide * (self.params.num_beams // groups) + (self.params.num_beams if groups > 1 else 0)
+        return self._wide * (self.params.num_beams // groups) + (
+            self.params.num_beams if groups > 1 else 0
+        )
 
     @property
     def done(self) -> bool:
@@ -115,7 +124,11 @@ class BeamSearch:
 
     def agreed(self) -> tuple[int, ...]:
         """Tokens with which every answer that can still be returned begins: what may be streamed."""
-        lines = [b.tokens for g in self._groups for b in ((*g.finished,) if g.done else (*g.finished, *g.live))]
+        lines = [
+            b.tokens
+            for g in self._groups
+            for b in ((*g.finished,) if g.done else (*g.finished, *g.live))
+        ]
         if not lines:
             return ()
         first, last = min(lines), max(lines)  # the common prefix of the extremes is that of all
@@ -146,14 +159,18 @@ class BeamSearch:
             offset += 0 if first else len(rows)
         return tuple(moves)
 
-    def _step_group(self, group: _Group, rows: Sequence[Drawn], chosen: Counter[int]) -> list[tuple[int, int]]:
+    def _step_group(
+        self, group: _Group, rows: Sequence[Drawn], chosen: Counter[int]
+    ) -> list[tuple[int, int]]:
         top = self._best(group, rows, chosen)
         lines = [_extended(group.live[e.parent], e, rows[e.parent]) for e in top]
         lines = [replace(line, finish=self._finish(line.tokens)) for line in lines]
         for line in lines[: group.size]:
             if line.finish:
                 self._keep(group, line)
-        going = [(e, line) for e, line in zip(top, lines, strict=True) if line.finish is None][: group.size]
+        going = [(e, line) for e, line in zip(top, lines, strict=True) if line.finish is None][
+            : group.size
+        ]
         group.live = [line for _, line in going]
         group.done = not going or not self._may_improve(group)
         return [(e.parent, e.token) for e, _ in going]
@@ -162,7 +179,13 @@ class BeamSearch:
         """The K best extensions over the group's live beams; ties to the earlier beam, then the lower id."""
         penalty = self.params.diversity_penalty
         found = [
-            _Extension(beam.score + logprob - penalty * chosen[token], parent, place, token, beam.score + logprob)
+            _Extension(
+                beam.score + logprob - penalty * chosen[token],
+                parent,
+                place,
+                token,
+                beam.score + logprob,
+            )
             for parent, (beam, row) in enumerate(zip(group.live, rows, strict=True))
             for place, (token, logprob) in enumerate(row.candidates)
         ]
@@ -183,7 +206,9 @@ class BeamSearch:
         if self.params.early_stopping is True:
             return False
         penalty = self.params.length_penalty
-        length = self.max_new if self.params.early_stopping == "never" and penalty > 0 else self._length
+        length = (
+            self.max_new if self.params.early_stopping == "never" and penalty > 0 else self._length
+        )
         return group.live[0].score / power(float(length), penalty) > group.finished[-1].score
 
     def _finish(self, tokens: tuple[int, ...]) -> Finish | None:

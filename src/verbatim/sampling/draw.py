@@ -39,7 +39,12 @@ def philox(c0: U64, c1: U64, c2: U64, c3: U64, key: int) -> tuple[U64, U64, U64,
     k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (p1 >> _32) ^ c1 ^ np.uint64(k0), p1 & _LOW, (p0 >> _32) ^ c3 ^ np.uint64(k1), p0 & _LOW
+        c0, c1, c2, c3 = (
+            (p1 >> _32) ^ c1 ^ np.uint64(k0),
+            p1 & _LOW,
+            (p0 >> _32) ^ c3 ^ np.uint64(k1),
+            p0 & _LOW,
+        )
         k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
@@ -86,5 +91,7 @@ def draw_many(ids: I64, d: F64, key: int, positions: I64) -> I64:
     chunk = max(1, 32_768 // max(1, len(ids)))  # what fits a core's cache
     for start in range(0, len(positions), chunk):
         at = positions[start : start + chunk, None]
-        out[start : start + chunk] = ids[np.argmax(d[None, :] + gumbel(key, at, ids[None, :]), axis=1)]
+        out[start : start + chunk] = ids[
+            np.argmax(d[None, :] + gumbel(key, at, ids[None, :]), axis=1)
+        ]
     return out

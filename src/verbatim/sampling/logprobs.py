@@ -22,7 +22,9 @@ def as_row(logits: NDArray[np.float32]) -> F64:
     row = logits.astype(np.float64)
     assert 0 < len(row) <= MAX_VOCAB, "a row holds 1 to 2^20 logits"
     if not np.isfinite(row.max()):
-        raise BackendError("the model computed logits that are not finite numbers; its file or a kernel is broken")
+        raise BackendError(
+            "the model computed logits that are not finite numbers; its file or a kernel is broken"
+        )
     return row
 
 
@@ -31,7 +33,9 @@ def log_normaliser(row: F64) -> float:
     return log_mass(int(masses(row - row.max()).sum()))
 
 
-def token_logprobs(row: F64, token: int, top: int = 0, *, norm: float | None = None) -> TokenLogprob:
+def token_logprobs(
+    row: F64, token: int, top: int = 0, *, norm: float | None = None
+) -> TokenLogprob:
     """The log-probability of one id and of the `top` best. Ids that cannot be drawn (-inf) are never listed."""
     norm = log_normaliser(row) if norm is None else norm
     peak = float(row.max())
@@ -40,6 +44,8 @@ def token_logprobs(row: F64, token: int, top: int = 0, *, norm: float | None = N
     return TokenLogprob(token, (float(row[token]) - peak) - norm, listed)
 
 
-def score_targets(logits: NDArray[np.float32], targets: Sequence[int], top: int = 0) -> tuple[TokenLogprob, ...]:
+def score_targets(
+    logits: NDArray[np.float32], targets: Sequence[int], top: int = 0
+) -> tuple[TokenLogprob, ...]:
     """Row i scores targets[i]: the prompt's log-probabilities. The prompt is never drawn, so they are always raw."""
     return tuple(token_logprobs(as_row(logits[i]), target, top) for i, target in enumerate(targets))

@@ -17,7 +17,9 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 LOG2E = float.fromhex("0x1.71547652b82fep+0")
-LN2_HI = float.fromhex("0x1.62e42fee00000p-1")  # 32 significant bits: k * LN2_HI is exact for |k| < 2^21
+LN2_HI = float.fromhex(
+    "0x1.62e42fee00000p-1"
+)  # 32 significant bits: k * LN2_HI is exact for |k| < 2^21
 LN2_LO = float.fromhex("0x1.a39ef35793c76p-33")
 ROUND = float.fromhex("0x1.8p+52")  # t + ROUND - ROUND rounds t to a whole number, ties to even
 SQRT2_MANTISSA = 0x6A09E667F3BCD  # mantissa bits of sqrt(2)

@@ -52,10 +52,18 @@ def rows_of(step: SeqStep) -> list[Row]:
         return []
     spec = step.draw
     assert spec is not None, "a step that draws must say how"
-    before = len(step.tokens) - step.draws + 1  # tokens that the first draw has seen; the others are drafts
-    first, drafts, history, masks = step.start + before, step.tokens[before:], spec.history, spec.masks
+    before = (
+        len(step.tokens) - step.draws + 1
+    )  # tokens that the first draw has seen; the others are drafts
+    first, drafts, history, masks = (
+        step.start + before,
+        step.tokens[before:],
+        spec.history,
+        spec.masks,
+    )
     return [
-        Row(spec, first + i, history + drafts[:i] if history else (), masks[i] if masks else None) for i in range(step.draws)
+        Row(spec, first + i, history + drafts[:i] if history else (), masks[i] if masks else None)
+        for i in range(step.draws)
     ]
 
 
@@ -111,7 +119,9 @@ def _run(stages: Sequence[Stage], state: RowState, recorder: Recorder | None) ->
                 recorder.after(stage.name)
 
 
-def _report(raw: F64, state: RowState, processed: F64, token: int, use_processed: bool) -> tuple[float, Any]:
+def _report(
+    raw: F64, state: RowState, processed: F64, token: int, use_processed: bool
+) -> tuple[float, Any]:
     """(log-probability, best alternatives) from the model's own distribution or from the one that was drawn from."""
     if not state.params.wants_logprob:
         return 0.0, ()

@@ -102,7 +102,9 @@ class Grammar:
 
     def apply(self, row: RowState) -> None:
         assert row.mask is not None
-        bits = np.unpackbits(np.frombuffer(row.mask, np.uint8), bitorder="little")[: len(row.logits)].astype(bool)
+        bits = np.unpackbits(np.frombuffer(row.mask, np.uint8), bitorder="little")[
+            : len(row.logits)
+        ].astype(bool)
         row.logits[: len(bits)][~bits] = NONE
         row.logits[len(bits) :] = NONE
 
@@ -175,7 +177,9 @@ class Frequency:
         return row.params.frequency_penalty != 0.0 and len(row.history) > row.prompt_len
 
     def apply(self, row: RowState) -> None:
-        written, count = np.unique(np.asarray(row.history[row.prompt_len :], np.int64), return_counts=True)
+        written, count = np.unique(
+            np.asarray(row.history[row.prompt_len :], np.int64), return_counts=True
+        )
         row.logits[written] -= row.params.frequency_penalty * count.astype(np.float64)
 
 
@@ -188,7 +192,9 @@ class Presence:
         return row.params.presence_penalty != 0.0 and len(row.history) > row.prompt_len
 
     def apply(self, row: RowState) -> None:
-        row.logits[np.unique(np.asarray(row.history[row.prompt_len :], np.int64))] -= row.params.presence_penalty
+        row.logits[np.unique(np.asarray(row.history[row.prompt_len :], np.int64))] -= (
+            row.params.presence_penalty
+        )
 
 
 class Dry:
@@ -208,7 +214,9 @@ class Dry:
     def apply(self, row: RowState) -> None:
         p = row.params
         text = np.asarray(row.history[-p.dry_range :] if p.dry_range else row.history, np.int64)
-        lengths = repeat_lengths(text, breaker_places(text, row.breakers), p.dry_allowed_length + DRY_GROWTH)
+        lengths = repeat_lengths(
+            text, breaker_places(text, row.breakers), p.dry_allowed_length + DRY_GROWTH
+        )
         for token, n in sorted(lengths.items()):
             if n >= p.dry_allowed_length:
                 growth = 1.0
@@ -363,7 +371,9 @@ class Xtc:
         if not chance(row.key, row.position) < row.params.xtc_probability:
             return
         mass = row.mass
-        top = np.flatnonzero(mass.astype(np.float64) >= row.params.xtc_threshold * float(int(mass.sum())))
+        top = np.flatnonzero(
+            mass.astype(np.float64) >= row.params.xtc_threshold * float(int(mass.sum()))
+        )
         if len(top) < 2:
             return
         order = top[np.argsort(-row.d[top], kind="stable")]
@@ -429,7 +439,9 @@ def repeat_lengths(text: I64, breaker: NDArray[np.bool_], limit: int) -> dict[in
     out: dict[int, int] = {}
     length = 1
     while len(ends):
-        out.update(dict.fromkeys(text[ends + 1].tolist(), length))  # longer runs come later and overwrite
+        out.update(
+            dict.fromkeys(text[ends + 1].tolist(), length)
+        )  # longer runs come later and overwrite
         if length >= limit or last - length < 0 or breaker[last - length]:
             break
         ends = ends[ends >= length]

@@ -31,21 +31,28 @@ class Recorder:
     def after(self, stage: str) -> None:
         """Note what is left, and which of the top ids went."""
         state = self.state
-        alive = set(state.ids.tolist()) if len(state.ids) else None  # None: before the temperature, logits say it
+        alive = (
+            set(state.ids.tolist()) if len(state.ids) else None
+        )  # None: before the temperature, logits say it
         left = len(alive) if alive is not None else int(np.count_nonzero(state.logits > NONE))
         gone = [
             i
             for i in self.top
-            if i not in self.removed_by and not (i in alive if alive is not None else state.logits[i] > NONE)
+            if i not in self.removed_by
+            and not (i in alive if alive is not None else state.logits[i] > NONE)
         ]
         self.removed_by.update(dict.fromkeys(gone, stage))
-        self.stages.append({"name": stage, "removed": self.left - left, "left": left, "removed_top": gone})
+        self.stages.append(
+            {"name": stage, "removed": self.left - left, "left": left, "removed_top": gone}
+        )
         self.left = left
 
     def noise(self, g: F64, scores: F64) -> None:
         self.g, self.scores = g, scores
 
-    def finish(self, token: int | None, candidates: tuple[tuple[int, float], ...] = ()) -> dict[str, Any]:
+    def finish(
+        self, token: int | None, candidates: tuple[tuple[int, float], ...] = ()
+    ) -> dict[str, Any]:
         state, raw = self.state, self.raw
         d = raw - raw.max()
         mass = masses(d)
@@ -64,16 +71,28 @@ class Recorder:
         }
         if token is not None:
             mine = self._candidate(token, 0.0)
-            out |= {"token": token, **chosen(raw, norm, token), "final_prob": mine["final_prob"], **self._lead(token)}
+            out |= {
+                "token": token,
+                **chosen(raw, norm, token),
+                "final_prob": mine["final_prob"],
+                **self._lead(token),
+            }
         else:
-            out |= {"token": None, "candidates": [{"id": i, **chosen(raw, norm, i)} for i, _ in candidates]}
+            out |= {
+                "token": None,
+                "candidates": [{"id": i, **chosen(raw, norm, i)} for i, _ in candidates],
+            }
         return out
 
     def _candidate(self, i: int, logprob: float) -> dict[str, Any]:
         state = self.state
         place = _find(state.ids, i)
         drawn = place is not None and self.scores is not None and self.g is not None
-        final = math.exp(float(state.centred[place]) - log_mass(int(state.mass.sum()))) if place is not None else None
+        final = (
+            math.exp(float(state.centred[place]) - log_mass(int(state.mass.sum())))
+            if place is not None
+            else None
+        )
         return {
             "id": i,
             "logit": float(self.raw[i]),
@@ -102,7 +121,11 @@ class Recorder:
     def _inputs(self) -> dict[str, Any]:
         """What a what-if needs besides the tokens: the raw row, the grammar's mask, the ids withheld."""
         state = self.state
-        whole = state.params.receipt and state.params.width == 1 and state.position - state.prompt_len < WHOLE_ROWS
+        whole = (
+            state.params.receipt
+            and state.params.width == 1
+            and state.position - state.prompt_len < WHOLE_ROWS
+        )
         row = base64.b64encode(self.raw.astype("<f4").tobytes()).decode() if whole else None
         return {
             "row": row,

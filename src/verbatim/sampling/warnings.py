@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 
 FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
-PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty", "dry_multiplier", "no_repeat_ngram")
+PENALTIES = (
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "dry_multiplier",
+    "no_repeat_ngram",
+)
 
 
 def warnings_for(params: SamplingParams) -> tuple[str, ...]:
@@ -60,7 +66,9 @@ def _structure(p: SamplingParams) -> Iterator[str]:
 
 
 def _without_effect(p: SamplingParams) -> Iterator[str]:
-    if not p.dry_multiplier and (names := _set(p, ("dry_base", "dry_allowed_length", "dry_range", "dry_breakers"))):
+    if not p.dry_multiplier and (
+        names := _set(p, ("dry_base", "dry_allowed_length", "dry_range", "dry_breakers"))
+    ):
         yield f"{', '.join(names)} without dry_multiplier has no effect"
     if not p.xtc_probability and _set(p, ("xtc_threshold",)):
         yield "xtc_threshold without xtc_probability has no effect"

@@ -94,12 +94,19 @@ class BlockPool:
         free, cached = set(self.free), set(self.cached)
         used = {b for b in range(self.total) if self.refs[b] > 0}
         prove(len(free) == len(self.free), "a block is twice in the free list")
-        prove(not free & cached and not free & used and not cached & used, "a block is in two states at once")
+        prove(
+            not free & cached and not free & used and not cached & used,
+            "a block is in two states at once",
+        )
         prove(
             len(free) + len(cached) + len(used) == self.total,
             f"free {len(free)} + cached {len(cached)} + used {len(used)} is not total {self.total}",
         )
-        wrong = {b: (self.refs[b], counts.get(b, 0)) for b in range(self.total) if self.refs[b] != counts.get(b, 0)}
+        wrong = {
+            b: (self.refs[b], counts.get(b, 0))
+            for b in range(self.total)
+            if self.refs[b] != counts.get(b, 0)
+        }
         prove(not wrong, f"counts differ from the tables (block: counted, in tables): {wrong}")
         prove(all(self.names[b] is None for b in free), "a free block has a name")
         prove(all(self.names[b] is not None for b in cached), "a cached block has no name")

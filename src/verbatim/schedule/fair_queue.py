@@ -41,7 +41,9 @@ class FairQueue:
         self._queues: OrderedDict[str, list[Waiting]] = OrderedDict()  # the first tenant is next
         self._numbers = itertools.count()
 
-    def add(self, item: Any, *, tenant: str = "", priority: int = 0, width: int = 1, claim: int = 0) -> Waiting:
+    def add(
+        self, item: Any, *, tenant: str = "", priority: int = 0, width: int = 1, claim: int = 0
+    ) -> Waiting:
         entry = Waiting(priority, next(self._numbers), tenant, width, claim, item)
         heapq.heappush(self._queues.setdefault(tenant, []), entry)
         return entry

@@ -19,7 +19,10 @@ def check_scheduler(s: Scheduler) -> None:
         owners: dict[int, list[tuple[Sequence, int]]] = {}
         for seq in s.sequences.values():
             if seq.state != RUNNING:
-                prove(not any(seq.blocks) and seq.computed == 0, f"sequence {seq.id} waits and holds blocks")
+                prove(
+                    not any(seq.blocks) and seq.computed == 0,
+                    f"sequence {seq.id} waits and holds blocks",
+                )
                 continue
             _check_table(s, seq, g)
             for i, block in enumerate(seq.blocks[g]):
@@ -34,7 +37,10 @@ def check_scheduler(s: Scheduler) -> None:
 def _check_queues(s: Scheduler) -> None:
     for queue, state in ((s.running, RUNNING), (s.waiting, WAITING)):
         prove(all(seq.state == state for seq in queue), "a sequence is in the wrong queue")
-        prove(all(s.sequences.get(seq.id) is seq for seq in queue), "a queue holds a sequence that has ended")
+        prove(
+            all(s.sequences.get(seq.id) is seq for seq in queue),
+            "a queue holds a sequence that has ended",
+        )
         ranks = [seq.rank for seq in queue]
         prove(ranks == sorted(set(ranks)), "a queue is out of order")
     queued = {seq.id for seq in s.running} | {seq.id for seq in s.waiting}
@@ -45,14 +51,29 @@ def _check_queues(s: Scheduler) -> None:
 
 def _check_table(s: Scheduler, seq: Sequence, g: int) -> None:
     table, window = seq.blocks[g], s.cache.groups[g].window
-    prove(0 <= seq.computed <= len(seq.tokens), f"sequence {seq.id}: computed {seq.computed} of {len(seq.tokens)}")
-    prove(len(table) >= -(-seq.computed // s.block_size), f"sequence {seq.id}: its table is shorter than what is computed")
-    prove(len(table) <= -(-len(seq.tokens) // s.block_size), f"sequence {seq.id}: its table is longer than what is known")
+    prove(
+        0 <= seq.computed <= len(seq.tokens),
+        f"sequence {seq.id}: computed {seq.computed} of {len(seq.tokens)}",
+    )
+    prove(
+        len(table) >= -(-seq.computed // s.block_size),
+        f"sequence {seq.id}: its table is shorter than what is computed",
+    )
+    prove(
+        len(table) <= -(-len(seq.tokens) // s.block_size),
+        f"sequence {seq.id}: its table is longer than what is known",
+    )
     released = seq.released[g]
-    prove(all(b == -1 for b in table[:released]), f"sequence {seq.id}: a released block is still in its table")
+    prove(
+        all(b == -1 for b in table[:released]),
+        f"sequence {seq.id}: a released block is still in its table",
+    )
     prove(all(b >= 0 for b in table[released:]), f"sequence {seq.id}: a hole in its table")
     visible = 0 if window is None else max(seq.computed - window + 1, 0)
-    prove(released <= visible // s.block_size, f"sequence {seq.id}: a block within its window was released")
+    prove(
+        released <= visible // s.block_size,
+        f"sequence {seq.id}: a block within its window was released",
+    )
     if seq.frozen is not None:
         prove(seq.frozen[g] == tuple(table), f"sequence {seq.id}: plans would carry a stale table")
 
@@ -73,7 +94,9 @@ def _check_contents(s: Scheduler, g: int, owners: dict[int, list[tuple[Sequence,
             prove(first.salt == other.salt, f"block {block} is shared across salts")
         name = pool.names[block]
         if name is not None:
-            prove(s.cache.prefix is not None, f"block {block} has a name and there is no prefix cache")
+            prove(
+                s.cache.prefix is not None, f"block {block} has a name and there is no prefix cache"
+            )
             prove(first.computed >= (i + 1) * size, f"block {block} has a name and is not full")
             prove(name == _names(s, first, made)[i], f"block {block} has the name of other tokens")
 

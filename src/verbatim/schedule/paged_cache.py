@@ -17,7 +17,11 @@ Copies = list[tuple[int, int, int]]  # (group, from block, to block)
 
 class PagedCache:
     def __init__(
-        self, groups: tuple[CacheGroup, ...], blocks: tuple[int, ...], block_size: int, prefix: PrefixChain | None
+        self,
+        groups: tuple[CacheGroup, ...],
+        blocks: tuple[int, ...],
+        block_size: int,
+        prefix: PrefixChain | None,
     ) -> None:
         self.groups = groups
         self.blocks = blocks
@@ -145,7 +149,9 @@ class PagedCache:
         """(blocks k, for each group the first one it needs)."""
         prefix = self.prefix
         assert prefix is not None
-        full = [pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None]
+        full = [
+            pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None
+        ]
         k = 0 if full else most
         prefix.extend(seq.names, seq.root, seq.tokens, k)
         while full and k < most:
@@ -154,10 +160,19 @@ class PagedCache:
                 break
             k += 1
         while True:
-            lows = [0 if w is None else max(k * self.block_size - w + 1, 0) // self.block_size for w in self.windows]
+            lows = [
+                0 if w is None else max(k * self.block_size - w + 1, 0) // self.block_size
+                for w in self.windows
+            ]
             gap = -1  # the last block that is needed and missing: no hit can reach beyond it
             for pool, low in zip(self.pools, lows, strict=True):
-                gap = max(gap, next((i for i in range(k - 1, low - 1, -1) if seq.names[i] not in pool.by_name), -1))
+                gap = max(
+                    gap,
+                    next(
+                        (i for i in range(k - 1, low - 1, -1) if seq.names[i] not in pool.by_name),
+                        -1,
+                    ),
+                )
             if gap < 0:
                 return k, lows
             k = gap

@@ -27,7 +27,9 @@ class PrefixChain:
         return blake2b(salt.encode(), digest_size=16, key=self._key, person=b"root").digest()
 
     def name(self, before: bytes, tokens: Sequence[int]) -> bytes:
-        return blake2b(before + array("q", tokens).tobytes(), digest_size=16, key=self._key).digest()
+        return blake2b(
+            before + array("q", tokens).tobytes(), digest_size=16, key=self._key
+        ).digest()
 
     def extend(self, names: list[bytes], root: bytes, tokens: Sequence[int], blocks: int) -> None:
         """Grow `names` until it has `blocks` entries."""

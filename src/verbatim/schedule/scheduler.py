@@ -39,7 +39,15 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 
 from verbatim.base.errors import CapacityError
-from verbatim.base.records import CacheGroup, Drawn, Finish, SeqStep, StepPlan, StepResult, TokenEvent
+from verbatim.base.records import (
+    CacheGroup,
+    Drawn,
+    Finish,
+    SeqStep,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from verbatim.schedule.blocks import prove
 from verbatim.schedule.paged_cache import Copies, PagedCache
 from verbatim.schedule.prefix import PrefixChain
@@ -47,7 +55,9 @@ from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
 from verbatim.schedule.token_cost import TokenCost
 
 PRIORITY_PLACES = 64
-NOTHING_LEFT = "no token is left to draw: bans, the grammar and min_tokens together exclude every id"
+NOTHING_LEFT = (
+    "no token is left to draw: bans, the grammar and min_tokens together exclude every id"
+)
 Reader = Callable[[TokenEvent], bool]  # True: the text ends with this event
 _rank = attrgetter("rank")
 
@@ -71,7 +81,9 @@ class Scheduler:
         self.cache = PagedCache(groups, blocks, block_size, prefix)
         self.block_size = block_size
         self.step_tokens = step_tokens
-        self.max_running = min(max_running, step_tokens)  # so that every running sequence has a place in every step
+        self.max_running = min(
+            max_running, step_tokens
+        )  # so that every running sequence has a place in every step
         self.use_cache = use_cache
         self.cost = cost or TokenCost()
         # The backend begins the position behind a draw before it is asked, if the text holds a block for it.
@@ -82,7 +94,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # sorted by rank
         self._step = 0
         self._arrivals = 0
-        self._stuck: tuple[int, int, int] | None = None  # what _standing() was when the first of the waiting last did not fit
+        self._stuck: tuple[int, int, int] | None = (
+            None  # what _standing() was when the first of the waiting last did not fit
+        )
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
@@ -173,11 +187,15 @@ class Scheduler:
         copies: Copies = []
         for seq in self.running[:]:
             behind -= 1
-            if seq.held or seq.state != RUNNING:  # waits for its fellow beams, or was preempted by one before it
+            if (
+                seq.held or seq.state != RUNNING
+            ):  # waits for its fellow beams, or was preempted by one before it
                 continue
             step = self._write_on(seq)
             if step is None:
-                step = self._plan_running(seq, len(seq.tokens) - seq.computed, budget - behind, copies)
+                step = self._plan_running(
+                    seq, len(seq.tokens) - seq.computed, budget - behind, copies
+                )
             if step is not None:
                 steps.append(step)
                 budget -= self._price(step)
@@ -210,7 +228,13 @@ class Scheduler:
     def _write_on(self, seq: Sequence) -> SeqStep | None:
         """The common case, at a fraction of the cost: one more token of a text whose last block has room and is its own."""
         start, frozen = seq.computed, seq.frozen
-        if frozen is None or start < seq.prompt_len or start + 1 != len(seq.tokens) or seq.drafts or not self._plain:
+        if (
+            frozen is None
+            or start < seq.prompt_len
+            or start + 1 != len(seq.tokens)
+            or seq.drafts
+            or not self._plain
+        ):
             return None
         at, table = start // self.block_size, frozen[0]
         if at >= len(table) or self.cache.pools[0].refs[table[at]] != 1:
@@ -289,7 +313,11 @@ class Scheduler:
 
     def _someone_could_start(self) -> bool:
         first = next((s for s in self.waiting if not s.held), None)
-        return first is not None and len(self.running) < self.max_running and self._stuck != self._standing(first)
+        return (
+            first is not None
+            and len(self.running) < self.max_running
+            and self._stuck != self._standing(first)
+        )
 
     def _chunk(self, seq: Sequence, want: int, room: int) -> int:
         """How many tokens to compute: known ones, and drafts behind them where all that is known fits."""
@@ -346,7 +374,10 @@ class Scheduler:
         if self._preempt_held():
             return True
         last = self.running[-1]
-        prove(last is not seq or len(self.running) > 1, f"sequence {seq.id} does not fit an empty cache")
+        prove(
+            last is not seq or len(self.running) > 1,
+            f"sequence {seq.id} does not fit an empty cache",
+        )
         self._preempt(last)
         return last is not seq
 
@@ -382,7 +413,9 @@ class Scheduler:
 
     # ----------------------------------------------------------------------------------------------------- commit
 
-    def commit(self, plan: StepPlan, result: StepResult, read: Reader | None = None) -> list[TokenEvent]:
+    def commit(
+        self, plan: StepPlan, result: StepResult, read: Reader | None = None
+    ) -> list[TokenEvent]:
         """Move the counters by what was computed; return one event for each token gained, in order. `read` sees each event as it comes, and says
         whether the text ends there (a stop string): of drafts accepted in the same step, nothing behind it ever was."""
         if plan.step != result.step or len(plan.sequences) != len(result.sequences):

@@ -95,8 +95,12 @@ class Sequence:
         self.siblings = list(siblings)
 
         self.computed = 0
-        self.blocks: list[list[int]] = []  # one table a cache group; -1: released, behind the window
-        self.frozen: tuple[tuple[int, ...], ...] | None = None  # the tables as plans carry them, None when stale
+        self.blocks: list[
+            list[int]
+        ] = []  # one table a cache group; -1: released, behind the window
+        self.frozen: tuple[tuple[int, ...], ...] | None = (
+            None  # the tables as plans carry them, None when stale
+        )
         self.released: list[int] = []  # a group: entries before this index are -1
         self.names: list[bytes] = []  # prefix names of full blocks, as far as made
         self.published = 0  # full blocks that the prefix cache has been told of

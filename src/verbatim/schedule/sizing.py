@@ -63,7 +63,12 @@ def plan_cache(
 ) -> CachePlan:
     """`fixed`: the context was asked for and is not to be reduced. `share`: of the memory, what is left to this cache by a draft model's."""
     full = -(-context // block_size)
-    windows = [full if g.window is None else min(full, -(-(g.window + config.step_tokens) // block_size) + 1) for g in groups]
+    windows = [
+        full
+        if g.window is None
+        else min(full, -(-(g.window + config.step_tokens) // block_size) + 1)
+        for g in groups
+    ]
     one = sum(n * b for n, b in zip(windows, block_bytes, strict=True))
     if config.kv_blocks is not None:
         blocks, rule = tuple(config.kv_blocks for _ in groups), f"kv_blocks {config.kv_blocks}"
@@ -75,16 +80,29 @@ def plan_cache(
             memory = min(config.max_running * one, max(one, free // 4), free // 2)
             rule = _reason(memory, config.max_running * one, one, free)
         rule += f", {1 - share:.0%} for the draft model" if share < 1 else ""
-        blocks = _split(memory, windows, block_bytes, [g.window for g in groups], full, config.max_running)
+        blocks = _split(
+            memory, windows, block_bytes, [g.window for g in groups], full, config.max_running
+        )
     if min(blocks) < 1:
-        raise ParameterError("kv_memory", f"does not hold one block of {sum(block_bytes)} bytes; the context needs {one} bytes")
+        raise ParameterError(
+            "kv_memory",
+            f"does not hold one block of {sum(block_bytes)} bytes; the context needs {one} bytes",
+        )
     least = [
         full if g.window is None else -(-(g.window - 1) // block_size) + 1 for g in groups
     ]  # a window's, one token at a time
     holds = min(context if n >= m else n * block_size for n, m in zip(blocks, least, strict=True))
     tokens = max(n for n in blocks) * block_size
     size = sum(n * b for n, b in zip(blocks, block_bytes, strict=True))
-    return CachePlan(blocks, block_size, tuple(block_bytes), size, tokens, context if fixed else min(context, holds + 1), rule)
+    return CachePlan(
+        blocks,
+        block_size,
+        tuple(block_bytes),
+        size,
+        tokens,
+        context if fixed else min(context, holds + 1),
+        rule,
+    )
 
 
 def _reason(memory: int, most: int, one: int, free: int) -> str:
@@ -108,7 +126,15 @@ def _split(
         low, high = 0, memory // max(min(block_bytes), 1) + 1
         while low < high:  # the largest n whose groups fit
             n = (low + high + 1) // 2
-            if sum(c * b for c, b in zip(_counts(n, shrink, windows, limits, running), block_bytes, strict=True)) <= memory:
+            if (
+                sum(
+                    c * b
+                    for c, b in zip(
+                        _counts(n, shrink, windows, limits, running), block_bytes, strict=True
+                    )
+                )
+                <= memory
+            ):
                 low = n
             else:
                 high = n - 1
@@ -117,7 +143,9 @@ def _split(
     return tuple(_counts(low, shrink, windows, limits, running))
 
 
-def _counts(n: int, shrink: int, windows: Sequence[int], limits: Sequence[int | None], running: int) -> list[int]:
+def _counts(
+    n: int, shrink: int, windows: Sequence[int], limits: Sequence[int | None], running: int
+) -> list[int]:
     return [
         n if limit is None else min(max(n // shrink, min(need, n)), need * running)
         for need, limit in zip(windows, limits, strict=True)
@@ -129,7 +157,10 @@ def available_memory() -> int:
     free = _meminfo()
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
     ):
         most = _number(limit)
         if most is not None:
@@ -145,7 +176,9 @@ def _meminfo() -> int:
     except OSError:
         pass
     try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no better answer here: half of what is built in
+        return (
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        )  # no better answer here: half of what is built in
     except (ValueError, OSError):
         return 4 * 2**30
 

@@ -27,5 +27,7 @@ class TokenCost:
 
     def at(self, depth: int, groups: Sequence[CacheGroup]) -> int:
         """One token's cost at this depth, in units of which a token at depth 0 has `matrices`. A window bounds what is looked at."""
-        seen = sum(len(g.layers) * (depth if g.window is None else min(depth, g.window)) for g in groups)
+        seen = sum(
+            len(g.layers) * (depth if g.window is None else min(depth, g.window)) for g in groups
+        )
         return self.matrices + ATTENTION_WEIGHT * self.position * seen

@@ -22,7 +22,11 @@ class Store:
 
     def check_offered(self, asked: bool) -> None:
         if asked and not self._capacity:
-            raise Problem("unsupported_parameter", "store: this server keeps no answers (--store-items 0)", "store")
+            raise Problem(
+                "unsupported_parameter",
+                "store: this server keeps no answers (--store-items 0)",
+                "store",
+            )
 
     def put(self, tenant: str, kind: Kind, name: str, item: dict[str, Any]) -> None:
         """item: the object as clients get it, and what else its routes need. Kept as long as there is room; one that is larger than all the room is not."""
@@ -49,4 +53,8 @@ class Store:
         return item
 
     def of(self, tenant: str, kind: Kind) -> list[dict[str, Any]]:
-        return [item for (owner, what, _), (item, _) in self._items.items() if (owner, what) == (tenant, kind)]
+        return [
+            item
+            for (owner, what, _), (item, _) in self._items.items()
+            if (owner, what) == (tenant, kind)
+        ]

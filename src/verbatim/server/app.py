@@ -26,7 +26,15 @@ from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import chat
 from verbatim.server.api.completions import completions
 from verbatim.server.api.openapi import document
-from verbatim.server.api.request_context import Call, ClientGone, EventStream, Handler, Json, answer_of, new_id
+from verbatim.server.api.request_context import (
+    Call,
+    ClientGone,
+    EventStream,
+    Handler,
+    Json,
+    answer_of,
+    new_id,
+)
 from verbatim.server.api.validate import check_query
 from verbatim.server.json_io import dumps
 from verbatim.server.server_state import State
@@ -55,7 +63,10 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/v1/chat/completions/{id}/messages": {"GET": (stored.chat_messages, False)},
     "/v1/responses": {"POST": (responses.create, True)},
     "/v1/responses/input_tokens": {"POST": (responses.count, True)},
-    "/v1/responses/{id}": {"GET": (stored.get_response, False), "DELETE": (stored.delete_response, False)},
+    "/v1/responses/{id}": {
+        "GET": (stored.get_response, False),
+        "DELETE": (stored.delete_response, False),
+    },
     "/v1/responses/{id}/input_items": {"GET": (stored.input_items, False)},
     "/v1/models": {"GET": (info.models, False)},
     "/v1/models/{id:path}": {"GET": (info.model, False)},
@@ -77,7 +88,11 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/metrics": {"GET": (info.metrics, False)},
     "/openapi.json": {"GET": (_openapi, False)},
 }
-ROOM_ROUTES = {path for path, methods in ROUTES.items() if any(needs_room for _, needs_room in methods.values())}
+ROOM_ROUTES = {
+    path
+    for path, methods in ROUTES.items()
+    if any(needs_room for _, needs_room in methods.values())
+}
 
 
 def make_app(state: State) -> Door:
@@ -90,7 +105,9 @@ def make_app(state: State) -> Door:
     return Door(inner, state)
 
 
-def _endpoint(state: State, path: str, methods: dict[str, tuple[Handler, bool]]) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(
+    state: State, path: str, methods: dict[str, tuple[Handler, bool]]
+) -> Callable[[Request], Awaitable[Response]]:
     async def run(request: Request) -> Response:
         call = Call(request, state, path)
         handler, needs_room = methods["GET" if request.method == "HEAD" else request.method]
@@ -99,7 +116,9 @@ def _endpoint(state: State, path: str, methods: dict[str, tuple[Handler, bool]])
             if needs_room:
                 call.room.enter_context(state.admit(call.tenant))
             call.query = check_query(
-                "GET" if request.method == "HEAD" else request.method, path, request.query_params.multi_items()
+                "GET" if request.method == "HEAD" else request.method,
+                path,
+                request.query_params.multi_items(),
             )
             response = await handler(call)
         except (ClientGone, ClientDisconnect):
@@ -107,7 +126,9 @@ def _endpoint(state: State, path: str, methods: dict[str, tuple[Handler, bool]])
         except Exception as error:
             response = spell_problem(path, answer_of(error, call.id))
         finally:
-            if not isinstance(response, EventStream):  # a stream closes its call after its last byte
+            if not isinstance(
+                response, EventStream
+            ):  # a stream closes its call after its last byte
                 call.close()
         return response
 
@@ -128,7 +149,11 @@ def spell_problem(path: str, problem: Problem) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
-    message = "no such method on this route" if error.status_code == 405 else "no such route; /openapi.json lists them"
+    message = (
+        "no such method on this route"
+        if error.status_code == 405
+        else "no such route; /openapi.json lists them"
+    )
     response = spell_problem(request.url.path, Problem(code, message))
     response.headers.update(error.headers or {})
     return response
@@ -141,8 +166,15 @@ class Door:
         self._inner = inner
         self._state = state
         settings = state.settings
-        self._keys = [(hashlib.sha256(k.encode()).digest(), hashlib.sha256(k.encode()).hexdigest()[:16]) for k in settings.keys]
-        self._hosts = {"localhost", settings.host.lower(), *(h.lower() for h in settings.allowed_hosts)}
+        self._keys = [
+            (hashlib.sha256(k.encode()).digest(), hashlib.sha256(k.encode()).hexdigest()[:16])
+            for k in settings.keys
+        ]
+        self._hosts = {
+            "localhost",
+            settings.host.lower(),
+            *(h.lower() for h in settings.allowed_hosts),
+        }
 
     def early(self, scope: Scope) -> Refused | None:
         """What can be said before anything of the request but its head is looked at: no, or nothing. The connection asks this before it
@@ -159,14 +191,23 @@ class Door:
         if problem is None:
             return None
         body = dumps(problem_body(scope["path"], problem))
-        answer = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *scope["verbatim.headers"]]
+        answer = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *scope["verbatim.headers"],
+        ]
         answer += [(name.encode(), value.encode()) for name, value in problem.headers().items()]
         self._count(scope, route, problem.status)
         return problem.status, answer, body
 
     def broken(self, status: int) -> str:
         """What the connection itself refused, because it was no request: counted and logged like any answer. Returns its id."""
-        scope = {"verbatim.id": new_id("req_"), "verbatim.arrived": self._state.clock(), "verbatim.tenant": "", "method": "-"}
+        scope = {
+            "verbatim.id": new_id("req_"),
+            "verbatim.arrived": self._state.clock(),
+            "verbatim.tenant": "",
+            "method": "-",
+        }
         self._count(scope, "broken", status)
         return str(scope["verbatim.id"])
 
@@ -189,7 +230,9 @@ class Door:
                 message = {**message, "headers": [*message["headers"], *scope["verbatim.headers"]]}
             await send(message)
 
-        if scope["method"] == "OPTIONS" and any(k == b"access-control-request-method" for k, _ in scope["headers"]):
+        if scope["method"] == "OPTIONS" and any(
+            k == b"access-control-request-method" for k, _ in scope["headers"]
+        ):
             await Response(status_code=204)(scope, receive, out)
         else:
             with trace(scope, scope["verbatim.id"]):
@@ -200,10 +243,17 @@ class Door:
         """In the metrics and in the log. Never the text of a prompt, never a key; the tenant is a digest."""
         self._state.metrics.answered(route, status)
         if self._state.access is not None:
-            line = {"id": scope["verbatim.id"], "method": scope["method"], "route": route, "status": status}
+            line = {
+                "id": scope["verbatim.id"],
+                "method": scope["method"],
+                "route": route,
+                "status": status,
+            }
             seconds = round(self._state.clock() - scope["verbatim.arrived"], 4)
             labels = scope.get("verbatim.labels", {})
-            self._state.access.add({**line, "seconds": seconds, "tenant": scope["verbatim.tenant"], **labels})
+            self._state.access.add(
+                {**line, "seconds": seconds, "tenant": scope["verbatim.tenant"], **labels}
+            )
 
     # ------------------------------------------------------------------------------------------------------ who may
 
@@ -212,9 +262,13 @@ class Door:
         if len(hosts) > 1:  # a proxy might have looked at the other one
             return Problem("invalid_request", "the Host header is there twice; send one", "host")
         # A load balancer's probe may come without a Host. No browser does, so nobody can be led here by that; and a probe tells no secret.
-        if not (hosts and self._host_allowed(hosts[0])) and (hosts or scope["path"] not in OPEN_ROUTES):
+        if not (hosts and self._host_allowed(hosts[0])) and (
+            hosts or scope["path"] not in OPEN_ROUTES
+        ):
             return Problem(
-                "host_not_allowed", "the Host header names neither this machine nor an allowed host (--allow-host)", "host"
+                "host_not_allowed",
+                "the Host header names neither this machine nor an allowed host (--allow-host)",
+                "host",
             )
         if (
             not self._keys
@@ -225,7 +279,9 @@ class Door:
         tenant = self._tenant(headers)
         if tenant is None:
             return Problem(
-                "invalid_api_key", "this server needs a key: Authorization: Bearer KEY, or x-api-key: KEY", "authorization"
+                "invalid_api_key",
+                "this server needs a key: Authorization: Bearer KEY, or x-api-key: KEY",
+                "authorization",
             )
         scope["verbatim.tenant"] = tenant
         return None
@@ -258,10 +314,20 @@ class Door:
 
     def _cors(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         origins, origin = self._state.settings.cors_origins, headers.get(b"origin")
-        if not origins or origin is None or (origin.decode("latin-1") not in origins and "*" not in origins):
+        if (
+            not origins
+            or origin is None
+            or (origin.decode("latin-1") not in origins and "*" not in origins)
+        ):
             return []
-        asked = headers.get(b"access-control-request-headers", b"")  # clients add many of their own, such as x-stainless-lang
-        wanted = asked if HEADER_NAMES(asked) else b"authorization, content-type, x-api-key, anthropic-version"
+        asked = headers.get(
+            b"access-control-request-headers", b""
+        )  # clients add many of their own, such as x-stainless-lang
+        wanted = (
+            asked
+            if HEADER_NAMES(asked)
+            else b"authorization, content-type, x-api-key, anthropic-version"
+        )
         return [
             (b"access-control-allow-origin", b"*" if "*" in origins else origin),
             (b"access-control-allow-methods", b"GET, POST, DELETE"),

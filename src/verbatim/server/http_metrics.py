@@ -17,10 +17,15 @@ class Metrics:
     def __init__(self) -> None:
         r = self._registry = Registry()
         version, python = verbatim.__version__, platform.python_version()
-        r.number("verbatim_build_info", "1; versions as labels", version=version, python=python).value = 1
-        self.first_token = r.histogram("verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side")
+        r.number(
+            "verbatim_build_info", "1; versions as labels", version=version, python=python
+        ).value = 1
+        self.first_token = r.histogram(
+            "verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side"
+        )
         self.between_tokens = r.histogram(
-            "verbatim_http_between_tokens_seconds", "time between pieces of a stream, at the HTTP side"
+            "verbatim_http_between_tokens_seconds",
+            "time between pieces of a stream, at the HTTP side",
         )
         self.duration = r.histogram("verbatim_http_request_seconds", "arrival to last byte")
 
@@ -40,12 +45,20 @@ class Metrics:
         put("http_tasks", "asyncio tasks of the HTTP process", len(asyncio.all_tasks()))
         put("requests_opened_total", "requests sent to the engine", ledger.opened)
         put("requests_open", "requests in the engine process", ledger.running)
-        put("requests_waiting", "requests open with no sequence running (vllm:num_requests_waiting)", waiting)
+        put(
+            "requests_waiting",
+            "requests open with no sequence running (vllm:num_requests_waiting)",
+            waiting,
+        )
         for state, count in sorted(ledger.states.items()):
             put("requests_ended_total", "requests by how they ended", count, state=state)
         for kind, count in sorted(ledger.usage.items()):
             put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
         put("engine_restarts_total", "times the engine was started again", supervisor.restarts)
-        put("engine_reports_total", "heartbeats that brought the engine's metrics", supervisor.reports)
+        put(
+            "engine_reports_total",
+            "heartbeats that brought the engine's metrics",
+            supervisor.reports,
+        )
         put("engine_up", "1 when the engine is ready", float(supervisor.ready.is_set()))
         return self._registry.render() + supervisor.metrics

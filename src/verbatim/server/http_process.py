@@ -49,7 +49,9 @@ def bind(settings: Settings) -> socket.socket:
     except OSError as error:
         sock.close()
         where = f"{settings.host}:{settings.port}"
-        raise ParameterError("port", f"cannot listen on {where}: {error.strerror}; choose another --port or --host") from None
+        raise ParameterError(
+            "port", f"cannot listen on {where}: {error.strerror}; choose another --port or --host"
+        ) from None
     sock.set_inheritable(False)
     return sock
 
@@ -64,9 +66,13 @@ def check_certificate(settings: Settings) -> None:
         except OSError as error:
             raise ParameterError(name, f"cannot read {path!r}: {error.strerror}") from None
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            settings.tls_cert, settings.tls_key, password=""
+        )
     except (ssl.SSLError, ValueError) as error:
-        raise ParameterError("tls_cert", f"is not a certificate with its key in PEM form, without password: {error}") from None
+        raise ParameterError(
+            "tls_cert", f"is not a certificate with its key in PEM form, without password: {error}"
+        ) from None
 
 
 async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic) -> int:
@@ -105,7 +111,10 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     ticking = asyncio.create_task(tick(state))
     try:
-        await asyncio.wait((asyncio.ensure_future(stop.wait()), supervisor.fatal, serving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (asyncio.ensure_future(stop.wait()), supervisor.fatal, serving),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
         if not supervisor.fatal.done():
             await drain(state, hurry)
     finally:
@@ -119,7 +128,13 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     assert supervisor.ledger.balanced()
     log.info(
         "ended: %s",
-        json.dumps({"opened": supervisor.ledger.opened, **supervisor.ledger.states, "usage": supervisor.ledger.usage}),
+        json.dumps(
+            {
+                "opened": supervisor.ledger.opened,
+                **supervisor.ledger.states,
+                "usage": supervisor.ledger.usage,
+            }
+        ),
     )
     return 0
 
@@ -133,7 +148,9 @@ async def drain(state: State, hurry: asyncio.Event) -> None:
         await asyncio.sleep(0.05)
     if state.open:
         log.warning("cutting %d requests", state.open)
-        state.supervisor.cut_all(Problem("unavailable", "the server is shutting down", retry_after=30))
+        state.supervisor.cut_all(
+            Problem("unavailable", "the server is shutting down", retry_after=30)
+        )
         for _ in range(60):
             if not state.open:
                 break
@@ -165,7 +182,12 @@ def room_for_connections(asked: int) -> int:
     if asked and asked <= files:
         return asked
     if asked > 2 * files:
-        log.warning("the system allows %d open files: at most %d connections, not %d", files + SPARE_FILES, files, asked)
+        log.warning(
+            "the system allows %d open files: at most %d connections, not %d",
+            files + SPARE_FILES,
+            files,
+            asked,
+        )
     return max(files, 1)
 
 

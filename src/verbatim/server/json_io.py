@@ -17,7 +17,9 @@ _escape = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 def dumps(value: Any) -> bytes:
     try:
         return _encode(value).encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which a model may write as an escape: it leaves as one
+    except (
+        UnicodeEncodeError
+    ):  # half a surrogate pair, which a model may write as an escape: it leaves as one
         return _escape(value).encode()
 
 
@@ -55,7 +57,9 @@ def _whole(text: str) -> bool:
 
 def _loads(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
     try:
-        data = json.loads(text, object_pairs_hook=pairs, parse_constant=_not_json, parse_float=_finite)
+        data = json.loads(
+            text, object_pairs_hook=pairs, parse_constant=_not_json, parse_float=_finite
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if depth_of(data, MAX_DEPTH) > MAX_DEPTH:
@@ -95,7 +99,10 @@ def depth_of(data: Any, limit: int) -> int:
     level, depth = [data], 0
     while level and depth <= limit:
         level = [
-            v for item in level if isinstance(item, (dict, list)) for v in (item.values() if isinstance(item, dict) else item)
+            v
+            for item in level
+            if isinstance(item, (dict, list))
+            for v in (item.values() if isinstance(item, dict) else item)
         ]
         depth += 1
     return depth
@@ -108,6 +115,9 @@ def has_huge(value: Any) -> bool:
         if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):
             return True
         level = [
-            v for item in level if isinstance(item, (dict, list)) for v in (item.values() if isinstance(item, dict) else item)
+            v
+            for item in level
+            if isinstance(item, (dict, list))
+            for v in (item.values() if isinstance(item, dict) else item)
         ]
     return False

@@ -27,24 +27,35 @@ class JsonLines(logging.Formatter):
         text = record.getMessage()
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
-        line = {"time": _iso(record.created), "level": record.levelname.lower(), "logger": record.name, "message": text}
+        line = {
+            "time": _iso(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": text,
+        }
         return json.dumps(line)
 
 
 def _iso(when: float) -> str:
-    return datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return (
+        datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    )
 
 
 def set_up_logs(settings: Settings) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        JsonLines() if settings.log_format == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+        JsonLines()
+        if settings.log_format == "json"
+        else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     )
     for name in ("verbatim", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False
-        logger.setLevel(logging.INFO if name == "verbatim" else logging.ERROR)  # what else uvicorn says, we say ourselves
+        logger.setLevel(
+            logging.INFO if name == "verbatim" else logging.ERROR
+        )  # what else uvicorn says, we say ourselves
 
 
 def _one_word(value: Any) -> Any:
@@ -65,7 +76,9 @@ class AccessLog:
         if self._json:
             text = json.dumps({"time": _iso(now), **line})
         else:
-            words = " ".join([f"{name}={_one_word(value)}" for name, value in line.items() if value != ""])
+            words = " ".join(
+                [f"{name}={_one_word(value)}" for name, value in line.items() if value != ""]
+            )
             text = f"{self._clock(int(now))},{int(now * 1000) % 1000:03d} INFO {words}"
         if not self._lines:
             self._loop.call_later(FLUSH_SECONDS, self.flush)
@@ -78,6 +91,8 @@ class AccessLog:
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []
-        with contextlib.suppress(OSError, ValueError):  # whoever read our log is gone: no reason to stop serving
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # whoever read our log is gone: no reason to stop serving
             self._to.write("\n".join([*lines, ""]))
             self._to.flush()

@@ -22,7 +22,12 @@ MAX_ROWS = 4  # requests at once whose explanations hold rows of logits: each is
 
 
 class State:
-    def __init__(self, settings: Settings, supervisor: Supervisor, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        supervisor: Supervisor,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.settings = settings
         self.limits = settings.limits
         self.supervisor = supervisor
@@ -41,7 +46,9 @@ class State:
         """Facts about the model; they stay known while the engine restarts. Raises a 503 until the
         engine is ready for the first time."""
         if self.supervisor.facts is None:
-            raise Problem("unavailable", "the model is still being loaded; try again shortly", retry_after=2)
+            raise Problem(
+                "unavailable", "the model is still being loaded; try again shortly", retry_after=2
+            )
         return self.supervisor.facts
 
     @property
@@ -63,17 +70,29 @@ class State:
             return name
         if plain in names:
             return plain
-        raise Problem("model_not_found", f"model: no such model here; /v1/models lists them ({', '.join(names[:3])})", "model")
+        raise Problem(
+            "model_not_found",
+            f"model: no such model here; /v1/models lists them ({', '.join(names[:3])})",
+            "model",
+        )
 
     def no_room(self, tenant: str) -> Problem | None:
         """Why one more request of this tenant is not taken now, if so. Asked at the door, before anything of the request is looked at."""
         if self.draining:
             return Problem("unavailable", "the server is shutting down", retry_after=30)
         if self.open >= self.limits.max_queue:
-            return Problem("overloaded", f"{self.open} requests are open, which is this server's limit", retry_after=1)
+            return Problem(
+                "overloaded",
+                f"{self.open} requests are open, which is this server's limit",
+                retry_after=1,
+            )
         if self.limits.max_per_key and self._per_tenant[tenant] >= self.limits.max_per_key:
             mine = self._per_tenant[tenant]
-            return Problem("key_overloaded", f"this key has {mine} requests open, which is its limit", retry_after=1)
+            return Problem(
+                "key_overloaded",
+                f"this key has {mine} requests open, which is its limit",
+                retry_after=1,
+            )
         return None
 
     @contextlib.contextmanager

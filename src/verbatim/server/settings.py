@@ -19,9 +19,15 @@ MIB = 1 << 20
 class Limits:
     """What one client may ask. Each is a flag of `verbatim serve` (underscores become dashes) and an error that names it."""
 
-    max_header_bytes: int = field(default=64 * 1024, metadata={"help": "request line and headers together", "error": "431"})
-    max_body_bytes: int = field(default=8 * MIB, metadata={"help": "request body", "error": "413 body_too_large"})
-    max_json_depth: int = field(default=64, metadata={"help": "nesting of the JSON body", "error": "400 json_too_deep"})
+    max_header_bytes: int = field(
+        default=64 * 1024, metadata={"help": "request line and headers together", "error": "431"}
+    )
+    max_body_bytes: int = field(
+        default=8 * MIB, metadata={"help": "request body", "error": "413 body_too_large"}
+    )
+    max_json_depth: int = field(
+        default=64, metadata={"help": "nesting of the JSON body", "error": "400 json_too_deep"}
+    )
     max_json_values: int = field(
         default=65_536,
         metadata={
@@ -29,48 +35,98 @@ class Limits:
             "error": "400 json_too_large",
         },
     )
-    max_prompts: int = field(default=128, metadata={"help": "prompts in one request", "error": "400 on prompt or input"})
-    max_messages: int = field(default=4096, metadata={"help": "messages in one conversation", "error": "400 on messages"})
-    max_width: int = field(default=64, metadata={"help": "n x best_of x beams x prompts of one request", "error": "400 on n"})
-    max_logprobs: int = field(default=20, metadata={"help": "alternatives reported for a token", "error": "400 on logprobs"})
+    max_prompts: int = field(
+        default=128, metadata={"help": "prompts in one request", "error": "400 on prompt or input"}
+    )
+    max_messages: int = field(
+        default=4096, metadata={"help": "messages in one conversation", "error": "400 on messages"}
+    )
+    max_width: int = field(
+        default=64,
+        metadata={"help": "n x best_of x beams x prompts of one request", "error": "400 on n"},
+    )
+    max_logprobs: int = field(
+        default=20,
+        metadata={"help": "alternatives reported for a token", "error": "400 on logprobs"},
+    )
     max_stop: int = field(default=16, metadata={"help": "stop strings", "error": "400 on stop"})
     max_bias: int = field(
-        default=1024, metadata={"help": "entries of logit_bias or a list of token ids", "error": "400 on the field"}
+        default=1024,
+        metadata={
+            "help": "entries of logit_bias or a list of token ids",
+            "error": "400 on the field",
+        },
     )
     max_schema_bytes: int = field(
-        default=64 * 1024, metadata={"help": "a schema, regex or grammar", "error": "400 on the field"}
+        default=64 * 1024,
+        metadata={"help": "a schema, regex or grammar", "error": "400 on the field"},
     )
-    max_tools: int = field(default=128, metadata={"help": "tools in one request", "error": "400 on tools"})
+    max_tools: int = field(
+        default=128, metadata={"help": "tools in one request", "error": "400 on tools"}
+    )
     max_output_tokens: int = field(
-        default=0, metadata={"help": "tokens of one answer; 0: up to the context", "error": "400 on max_tokens"}
+        default=0,
+        metadata={
+            "help": "tokens of one answer; 0: up to the context",
+            "error": "400 on max_tokens",
+        },
     )
-    max_queue: int = field(default=512, metadata={"help": "open requests, waiting and running", "error": "429 overloaded"})
+    max_queue: int = field(
+        default=512,
+        metadata={"help": "open requests, waiting and running", "error": "429 overloaded"},
+    )
     max_per_key: int = field(
-        default=0, metadata={"help": "open requests of one key; 0: no limit", "error": "429 key_overloaded"}
+        default=0,
+        metadata={"help": "open requests of one key; 0: no limit", "error": "429 key_overloaded"},
     )
     max_cache_share: float = field(
-        default=1.0, metadata={"help": "share of the cache that one key's running requests may claim", "error": "they wait"}
+        default=1.0,
+        metadata={
+            "help": "share of the cache that one key's running requests may claim",
+            "error": "they wait",
+        },
     )
     max_connections: int = field(
         default=20_000,
-        metadata={"help": "open connections (or as many as the system lets us have files)", "error": "503 unavailable"},
+        metadata={
+            "help": "open connections (or as many as the system lets us have files)",
+            "error": "503 unavailable",
+        },
     )
     max_stream_bytes: int = field(
-        default=4 * MIB, metadata={"help": "text a slow reader may leave unread", "error": "error event slow_reader"}
+        default=4 * MIB,
+        metadata={
+            "help": "text a slow reader may leave unread",
+            "error": "error event slow_reader",
+        },
     )
     max_store_bytes: int = field(
-        default=64 * MIB, metadata={"help": "answers kept with store: true, all together", "error": "the oldest leave"}
+        default=64 * MIB,
+        metadata={
+            "help": "answers kept with store: true, all together",
+            "error": "the oldest leave",
+        },
     )
     idle_seconds: float = field(
-        default=75.0, metadata={"help": "time a connection may stay open without a request on it", "error": "connection closed"}
+        default=75.0,
+        metadata={
+            "help": "time a connection may stay open without a request on it",
+            "error": "connection closed",
+        },
     )
     header_seconds: float = field(
         default=20.0,
-        metadata={"help": "time for the headers to arrive, from their first byte", "error": "connection closed"},
+        metadata={
+            "help": "time for the headers to arrive, from their first byte",
+            "error": "connection closed",
+        },
     )
-    body_seconds: float = field(default=60.0, metadata={"help": "time for the body to arrive", "error": "408"})
+    body_seconds: float = field(
+        default=60.0, metadata={"help": "time for the body to arrive", "error": "408"}
+    )
     request_seconds: float = field(
-        default=600.0, metadata={"help": "time for one whole request", "error": "408 or error event timeout"}
+        default=600.0,
+        metadata={"help": "time for one whole request", "error": "408 or error event timeout"},
     )
 
     def __post_init__(self) -> None:
@@ -79,7 +135,9 @@ class Limits:
             if not value >= 0:
                 raise ParameterError(f.name, f"{value} is below 0")
         if not 0 < self.max_cache_share <= 1:
-            raise ParameterError("max_cache_share", f"{self.max_cache_share} is not above 0 and at most 1")
+            raise ParameterError(
+                "max_cache_share", f"{self.max_cache_share} is not above 0 and at most 1"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +150,27 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()  # further names in the Host header; loopback and --host are always allowed
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # further names in the Host header; loopback and --host are always allowed
     cors_origins: tuple[str, ...] = ()
     tls_cert: str | None = None
     tls_key: str | None = None
     drain_seconds: float = 30.0  # after SIGTERM, before running answers are cut
     keepalive_seconds: float = 15.0  # a comment line on a silent stream
-    engine_silence_seconds: float = 60.0  # no heartbeat, or no step although there is work: the engine is killed
+    engine_silence_seconds: float = (
+        60.0  # no heartbeat, or no step although there is work: the engine is killed
+    )
     backoff_seconds: float = 0.5  # before the first restart; doubles up to backoff_limit
     backoff_limit: float = 30.0
-    store_items: int = 1000  # answers kept for retrieval when a request says store: true; 0 refuses store
+    store_items: int = (
+        1000  # answers kept for retrieval when a request says store: true; 0 refuses store
+    )
     log_format: str = "text"  # text | json
     log_prompts: bool = False
-    test_engine: str = ""  # tests only: what verbatim.testing should be asked for instead of a model file
+    test_engine: str = (
+        ""  # tests only: what verbatim.testing should be asked for instead of a model file
+    )
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -115,8 +181,13 @@ class Settings:
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ParameterError("tls_cert", "--tls-cert and --tls-key belong together")
-        if any(len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key for key in self.keys):
-            raise ParameterError("api_key_file", "a key needs at least 8 printable ASCII characters without spaces")
+        if any(
+            len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key
+            for key in self.keys
+        ):
+            raise ParameterError(
+                "api_key_file", "a key needs at least 8 printable ASCII characters without spaces"
+            )
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port")
 

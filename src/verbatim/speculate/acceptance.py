@@ -10,8 +10,14 @@ PATIENCE = 0.12  # weight of the newest observation in an acceptance rate
 PRIOR = 0.35  # acceptance before anything is known; long matches earn more
 ALIKE = 16  # matches of this length and longer are one kind of evidence
 NEUTRAL = (3.0, 3.0)  # stated odds are believed until they are known to be wrong
-LONG, SHORT = 0.995, 0.95  # memory of how stated odds came true: of all sequences, of one. What is forgotten turns
-LONG_NEUTRAL, SHORT_NEUTRAL = (1 - LONG) * NEUTRAL[0], (1 - SHORT) * NEUTRAL[0]  # neutral, for both numbers alike
+LONG, SHORT = (
+    0.995,
+    0.95,
+)  # memory of how stated odds came true: of all sequences, of one. What is forgotten turns
+LONG_NEUTRAL, SHORT_NEUTRAL = (
+    (1 - LONG) * NEUTRAL[0],
+    (1 - SHORT) * NEUTRAL[0],
+)  # neutral, for both numbers alike
 DOUBTED = 0.5  # a source whose odds came true less often is hardly asked any more: its record cannot heal by itself
 # Acceptance by evidence, 0 to ALIKE, before anything is known. Behind each token of a guess stands the match that the tokens before it made longer;
 # 0 is no match, and stays so.
@@ -76,9 +82,15 @@ class Acceptance:
         own_true, own_stated = self._trust.get(mine, NEUTRAL)
         before = 1.0
         for guess, token, odds in zip(draft.tokens, written, draft.odds, strict=False):
-            hit, odd = guess == token, odds / before if odds < before else 1.0  # whatever is stated, no token is more than sure
+            hit, odd = (
+                guess == token,
+                odds / before if odds < before else 1.0,
+            )  # whatever is stated, no token is more than sure
             true, stated = LONG * true + LONG_NEUTRAL + hit, LONG * stated + LONG_NEUTRAL + odd
-            own_true, own_stated = SHORT * own_true + SHORT_NEUTRAL + hit, SHORT * own_stated + SHORT_NEUTRAL + odd
+            own_true, own_stated = (
+                SHORT * own_true + SHORT_NEUTRAL + hit,
+                SHORT * own_stated + SHORT_NEUTRAL + odd,
+            )
             before = odds
             if not hit:
                 break
@@ -90,7 +102,10 @@ class Acceptance:
         self._own[(seq_id, source)] = own + PATIENCE * (PRIOR - own)
         true, stated = self._trust.get((-1, source), NEUTRAL)
         if true < DOUBTED * stated:
-            self._trust[(-1, source)] = (SHORT * true + SHORT_NEUTRAL, SHORT * stated + SHORT_NEUTRAL)
+            self._trust[(-1, source)] = (
+                SHORT * true + SHORT_NEUTRAL,
+                SHORT * stated + SHORT_NEUTRAL,
+            )
 
     def forget(self, seq_id: int) -> None:
         for key in [k for k in self._own if k[0] == seq_id]:

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 START, SHARE = 1.2, 0.015  # what may be lost: at first, and for each token written
-CREDIT, DEBT = 3.0, 0.8  # a draft that promises so many times its cost may lose a little more than that
+CREDIT, DEBT = (
+    3.0,
+    0.8,
+)  # a draft that promises so many times its cost may lose a little more than that
 LOOK = 0.15  # the most that one look for guesses is charged
 
 

@@ -58,7 +58,9 @@ class DraftProposer:
         guesses: dict[int, list[int]] = {}
         live: list[SeqView] = []  # those for whom another token is guessed
         for view in views:
-            room = min(limit, view.room, self._context + 1 - len(view.tokens))  # the last guess is never read
+            room = min(
+                limit, view.room, self._context + 1 - len(view.tokens)
+            )  # the last guess is never read
             if self._reserve(view, room, {v.seq_id for v in live}):
                 live.append(view._replace(room=room))
         self._catch_up(live)
@@ -74,7 +76,9 @@ class DraftProposer:
         drafted = sum(map(len, guesses.values()))
         if drafted:
             spent = (time.perf_counter() - began) / drafted
-            self.token_cost += PATIENCE * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
+            self.token_cost += (
+                PATIENCE * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
+            )
         return {seq_id: Draft(tuple(tokens), self.name, 0) for seq_id, tokens in guesses.items()}
 
     def _reserve(self, view: SeqView, drafts: int, busy: set[int]) -> bool:
@@ -83,7 +87,9 @@ class DraftProposer:
             self._release(view.seq_id)
             return False
         need = -(-(len(view.tokens) + drafts) // self._backend.block_size)
-        state = self._cached.setdefault(view.seq_id, _Cached(blocks=[[] for _ in range(self._groups)]))
+        state = self._cached.setdefault(
+            view.seq_id, _Cached(blocks=[[] for _ in range(self._groups)])
+        )
         self._cached.move_to_end(view.seq_id)
         for group, free in enumerate(self._free):
             while len(free) < need - len(state.blocks[group]):
@@ -114,13 +120,17 @@ class DraftProposer:
             last = so_far[-1] if so_far else view.tokens[-1]
             start = len(view.tokens) - 1 + len(so_far)
             history = (*view.tokens, *so_far) if view.params.needs_history else ()
-            spec = DrawSpec(view.params.with_(logprobs=None, explain=0), view.key, view.prompt_len, history)
+            spec = DrawSpec(
+                view.params.with_(logprobs=None, explain=0), view.key, view.prompt_len, history
+            )
             steps.append(self._sequence(view, (last,), start, spec))
             state = self._cached[view.seq_id]
             state.tokens = [*state.tokens[:start], last]
         return [result.drawn[0].token for result in self._execute(tuple(steps))]
 
-    def _sequence(self, view: SeqView, tokens: tuple[int, ...], start: int, spec: DrawSpec | None = None) -> SeqStep:
+    def _sequence(
+        self, view: SeqView, tokens: tuple[int, ...], start: int, spec: DrawSpec | None = None
+    ) -> SeqStep:
         size = self._backend.block_size
         count = -(-(start + len(tokens)) // size)
         blocks = tuple(tuple(table[:count]) for table in self._cached[view.seq_id].blocks)

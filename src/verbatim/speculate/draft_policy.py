@@ -26,7 +26,9 @@ from verbatim.speculate.proposer import Draft, Proposer, SeqView
 from verbatim.speculate.step_cost import Load, StepCost
 
 MARGIN = 1.8  # a draft must promise this much more than it costs: measured times are noisy
-LONGEST = 15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
+LONGEST = (
+    15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
+)
 BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
 REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
 NAP = 7  # steps without any look at a text that has lost what it may lose: a look takes some per cent of a step
@@ -55,7 +57,9 @@ class _Record:
     asleep: int = 0  # steps until it is looked at again
 
 
-def draft_length(chances: Sequence[float], value: float, rows: Sequence[float], guess_cost: float = 0.0) -> int:
+def draft_length(
+    chances: Sequence[float], value: float, rows: Sequence[float], guess_cost: float = 0.0
+) -> int:
     """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j rows and j
     guesses cost.
 
@@ -95,7 +99,10 @@ class Speculator:
             dict
         )  # by proposer and sequence: steps for which it is not asked again
         self._explored = 0  # steps since something was submitted
-        self._barren, self._paused = 0, 0  # looks in vain while several wrote; steps since the last look
+        self._barren, self._paused = (
+            0,
+            0,
+        )  # looks in vain while several wrote; steps since the last look
 
     def looks(self, running: int) -> bool:
         """Whether guesses are looked for in this step. In a batch they seldom pay, and looking costs a per cent: it is left where not even a sure
@@ -120,7 +127,9 @@ class Speculator:
         record.asleep -= 1
         return False
 
-    def drafts(self, views: Sequence[SeqView], running: int | None = None) -> dict[int, tuple[int, ...]]:
+    def drafts(
+        self, views: Sequence[SeqView], running: int | None = None
+    ) -> dict[int, tuple[int, ...]]:
         """What to submit for each sequence that is about to draw; those left out write plainly. `running` are all that write in the step."""
         running = running or len(views)
         began = self._clock()
@@ -140,7 +149,9 @@ class Speculator:
             for view, draft in found:
                 record = self._records[view.seq_id]
                 count, tokens, hope = self._decide(view, record, draft, load, guess_cost)
-                record.pending.append(_Pending(draft, len(view.tokens), len(tokens), running, guess_cost > 0))
+                record.pending.append(
+                    _Pending(draft, len(view.tokens), len(tokens), running, guess_cost > 0)
+                )
                 if tokens:
                     out[view.seq_id], hopes[view.seq_id] = tokens, hope
                 if count:  # where the guess is that the text ends here, nobody else is asked either
@@ -155,7 +166,9 @@ class Speculator:
         self._charge(views, out, load, self._clock() - began)
         return out
 
-    def _asked(self, proposer: Proposer, asking: Sequence[SeqView], load: Load) -> list[tuple[SeqView, Draft]]:
+    def _asked(
+        self, proposer: Proposer, asking: Sequence[SeqView], load: Load
+    ) -> list[tuple[SeqView, Draft]]:
         """The guesses of one proposer, for those whom it may help."""
         resting, guess_cost, floor = self._resting[proposer.name], proposer.token_cost, 0.0
         if resting:
@@ -176,7 +189,9 @@ class Speculator:
                     out.append((view, draft))
         return out
 
-    def _charge(self, views: Sequence[SeqView], out: Container[int], load: Load, spent: float) -> None:
+    def _charge(
+        self, views: Sequence[SeqView], out: Container[int], load: Load, spent: float
+    ) -> None:
         """Looking for guesses takes time as well, whether or not anything comes of it. Who cannot pay for one more row is left alone for a while."""
         if not load.seconds:
             return
@@ -184,7 +199,11 @@ class Speculator:
         for view in views:
             record = self._records[view.seq_id]
             record.purse.pay_for_looking(spent / len(views), load.seconds / load.running)
-            if self.adaptive and view.seq_id not in out and record.purse.left(len(view.tokens)) < price:
+            if (
+                self.adaptive
+                and view.seq_id not in out
+                and record.purse.left(len(view.tokens)) < price
+            ):
                 record.asleep = NAP
 
     def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], load: Load) -> bool:
@@ -215,7 +234,9 @@ class Speculator:
         price = load.price(guess_cost)
         if price:
             count = record.purse.affordable(len(view.tokens), chances[:count], price)
-        if not count and not draft.odds:  # stated odds change with every token; a match that does not pay stays so for a while
+        if (
+            not count and not draft.odds
+        ):  # stated odds change with every token; a match that does not pay stays so for a while
             self._resting[draft.source][view.seq_id] = REST
         tokens = draft.gaining(count, view.ends)
         return count, tokens, sum(chances[: len(tokens)])
@@ -227,7 +248,9 @@ class Speculator:
             return [trust * odds for odds in draft.odds[:limit]]
         return self.acceptance.chances(seq_id, draft, limit)
 
-    def _afford(self, asking: Sequence[SeqView], load: Load, price: float, proposer: Proposer) -> list[SeqView]:
+    def _afford(
+        self, asking: Sequence[SeqView], load: Load, price: float, proposer: Proposer
+    ) -> list[SeqView]:
         """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for. Where the
         guesser states its odds, it is asked as long as a sure guess would pay, and the purse is not empty."""
         out = []
@@ -238,7 +261,9 @@ class Speculator:
                 count = view.room if pays and left >= price else 0
             else:
                 blind = Draft((0,) * self.longest, proposer.name, 0)
-                count = self._length(self._chances(view.seq_id, blind, self.longest), load, proposer.token_cost)
+                count = self._length(
+                    self._chances(view.seq_id, blind, self.longest), load, proposer.token_cost
+                )
             if count:
                 out.append(view if count >= view.room else view._replace(room=count))
             else:
@@ -246,11 +271,17 @@ class Speculator:
                 self.acceptance.relax(view.seq_id, proposer.name)
         return out
 
-    def _length(self, chances: Sequence[float], load: Load, guess_cost: float, *, explores: bool = True) -> int:
+    def _length(
+        self, chances: Sequence[float], load: Load, guess_cost: float, *, explores: bool = True
+    ) -> int:
         running, seconds, _, _ = load
-        if not seconds:  # nothing known yet: short guesses of two sizes are a cheap way to learn what rows cost
+        if (
+            not seconds
+        ):  # nothing known yet: short guesses of two sizes are a cheap way to learn what rows cost
             return min(len(chances), 1 if self.cost.sizes else 2)
-        count = draft_length(chances, seconds / running, self.cost.further(load, len(chances)), guess_cost)
+        count = draft_length(
+            chances, seconds / running, self.cost.further(load, len(chances)), guess_cost
+        )
         if not explores:
             return count
         if not count and chances and chances[0] > 0.5 and running == 1 and self._explored > EXPLORE:
@@ -284,7 +315,9 @@ class Speculator:
         step = self.cost.seconds(pending.running)
         rows, won = view.drafted - record.drafted, view.accepted - record.accepted
         record.drafted, record.accepted = view.drafted, view.accepted
-        record.purse.settle(won, self.cost.seconds(pending.running + rows) - step, step / pending.running)
+        record.purse.settle(
+            won, self.cost.seconds(pending.running + rows) - step, step / pending.running
+        )
 
     def finish(self, view: SeqView) -> float:
         """Forget the sequence. What its drafts saved, in seconds, by the measured costs of steps; below zero if they cost more."""

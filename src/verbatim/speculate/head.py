@@ -46,8 +46,12 @@ class HeadProposer:
         self._backend = backend
         self._head: DraftHead | None = head  # until it is loaded
         self._last: tuple[SeqStep, ...] = ()  # the last step, until it was asked about
-        self._asked: dict[int, float] = {}  # the sequences asked about before that step, and their temperatures
-        self._rows: dict[int, tuple[int, int, int]] = {}  # by sequence: row of its first draw, index of that token, draws
+        self._asked: dict[
+            int, float
+        ] = {}  # the sequences asked about before that step, and their temperatures
+        self._rows: dict[
+            int, tuple[int, int, int]
+        ] = {}  # by sequence: row of its first draw, index of that token, draws
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """A step is done. Who was guessed for before it will be guessed for again: that is begun now, while the step's tokens are read."""
@@ -62,7 +66,9 @@ class HeadProposer:
                 drawn = [d.token for d in done.drawn]
                 right = agreeing(step.tokens[len(step.tokens) - step.draws + 1 :], drawn)
                 if drawn[right] >= 0:  # below: bans left nothing to draw, and the text ends
-                    asks.append((self._rows[step.seq_id][0] + right, drawn[right], 1, asked[step.seq_id]))
+                    asks.append(
+                        (self._rows[step.seq_id][0] + right, drawn[right], 1, asked[step.seq_id])
+                    )
         if asks:
             self._backend.start_guess(asks)
 
@@ -90,7 +96,14 @@ class HeadProposer:
             at = len(view.tokens) - 1 - index
             if 0 <= at < draws:
                 asking.append(view.seq_id)
-                asks.append((row + at, view.tokens[-1], min(limit, view.room, DEEPEST), float(view.params.temperature)))
+                asks.append(
+                    (
+                        row + at,
+                        view.tokens[-1],
+                        min(limit, view.room, DEEPEST),
+                        float(view.params.temperature),
+                    )
+                )
                 self._asked[view.seq_id] = asks[-1][3]
         if not asks:
             return {}
@@ -103,7 +116,11 @@ class HeadProposer:
                 out[seq_id] = Draft(tokens, self.name, 0, odds)
                 made += len(tokens)
         spent /= max(made, 1)
-        self.token_cost += PATIENCE * (min(spent, 4 * self.token_cost) - self.token_cost) if self.token_cost > 1e-6 else spent
+        self.token_cost += (
+            PATIENCE * (min(spent, 4 * self.token_cost) - self.token_cost)
+            if self.token_cost > 1e-6
+            else spent
+        )
         return out
 
     def finish(self, view: SeqView) -> None:

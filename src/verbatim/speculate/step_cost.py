@@ -5,7 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-PACE, SHAPE = 0.3, 0.05  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
+PACE, SHAPE = (
+    0.3,
+    0.05,
+)  # how fast the machine's pace, and how slowly the shape of a step's cost, follow what is measured
 DRIFT = 0.12  # weight of the newest observation in the mean size of a class of sizes
 NEAR = 3  # rows over which the price of one is averaged
 LEAST = 0.08  # of a step of one row, what a further row costs: never less, whatever was measured
@@ -34,7 +37,9 @@ class StepCost:
 
     def __init__(self) -> None:
         self._pace = 0.0  # seconds of a step whose shape is 1
-        self._at: dict[float, int] = {}  # size class -> its place in the lists, which rise with the size
+        self._at: dict[
+            float, int
+        ] = {}  # size class -> its place in the lists, which rise with the size
         self._rows: list[float] = []  # mean rows,
         self._shape: list[float] = []  # what was measured, in times of the pace,
         self._high: list[float] = []  # the most of that up to this size: more rows never take less,
@@ -45,7 +50,9 @@ class StepCost:
             return
         if not self._pace:
             self._pace = seconds / (1 + USUAL * (rows - 1))
-        size = rows if rows <= 32 else -rows.bit_length()  # below 0: no class of sizes is taken for one size
+        size = (
+            rows if rows <= 32 else -rows.bit_length()
+        )  # below 0: no class of sizes is taken for one size
         at = self._at.get(size)
         if at is None:
             at = self._begin(size, rows)
@@ -85,7 +92,11 @@ class StepCost:
         """Of the pace: on the line between the sizes on both sides; beyond the largest, what is usual."""
         above = bisect_right(self._rows, rows)  # the first size that is larger
         if above == len(self._rows):
-            return self._high[-1] + USUAL * (rows - self._rows[-1]) if above else 1 + USUAL * (rows - 1)
+            return (
+                self._high[-1] + USUAL * (rows - self._rows[-1])
+                if above
+                else 1 + USUAL * (rows - 1)
+            )
         high, where = self._high[above], self._rows[above]
         if not above:
             return max(high - USUAL * (where - rows), high / where)
@@ -109,7 +120,9 @@ class StepCost:
         running, plain, _, least = load
         places, high, pace = self._at, self._high, self._pace
         out = []
-        for j in range(1, count + 1):  # as seconds() does, without a call for each: this is asked in every step
+        for j in range(
+            1, count + 1
+        ):  # as seconds() does, without a call for each: this is asked in every step
             at = places.get(running + j)
             more = (self._times(running + j) if at is None else high[at]) * pace - plain
             out.append(more if more > j * least else j * least)

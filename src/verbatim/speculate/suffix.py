@@ -42,7 +42,9 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link: list[int] = [-1]
         self._length: list[int] = [0]
-        self._end: list[int] = [0]  # latest end position of the state's substrings, before the newest token
+        self._end: list[int] = [
+            0
+        ]  # latest end position of the state's substrings, before the newest token
         self._current = 0
         self._previous: tuple[int, int] = (0, 0)
 
@@ -51,7 +53,13 @@ class SuffixAutomaton:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """In one piece, because it runs for each token of every prompt."""
-        text, follows, links, lengths, ends = self.tokens, self._next, self._link, self._length, self._end
+        text, follows, links, lengths, ends = (
+            self.tokens,
+            self._next,
+            self._link,
+            self._length,
+            self._end,
+        )
         for token in tokens:
             text.append(token)
             now = len(text)
@@ -122,7 +130,9 @@ class SuffixProposer:
         """`remember` names the tenants whose recent answers may serve their own later requests ("*": each tenant's)."""
         self._texts: dict[int, _Text] = {}
         self._remember = remember
-        self._recent: OrderedDict[str, deque[array[int]]] = OrderedDict()  # the tenant who came last is the last
+        self._recent: OrderedDict[str, deque[array[int]]] = (
+            OrderedDict()
+        )  # the tenant who came last is the last
         self._most = max(TENANTS, len(remember))
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:

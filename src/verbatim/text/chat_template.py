@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 MAX_DEPTH = 64  # nesting of messages and tools
 PROBE_SECONDS = 0.1
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same thing
+REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names that templates and clients use for the same thing
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 # Keys that need not be looked at: every template knows the first two; a call's id only says which result is whose, which their order says too;
@@ -69,7 +73,16 @@ class ChatTemplate:
     ) -> str:
         """The prompt as a string. `continue_final` leaves the last message open, so that the model goes on writing it."""
         shield = Shield(ControlFinder({}), [self.sources, messages])
-        return self._render(shield, messages, tools, documents, add_generation_prompt, continue_final, template, variables)
+        return self._render(
+            shield,
+            messages,
+            tools,
+            documents,
+            add_generation_prompt,
+            continue_final,
+            template,
+            variables,
+        )
 
     def _render(
         self,
@@ -86,15 +99,23 @@ class ChatTemplate:
         for key in variables:
             if key in RESERVED or key in self._special:
                 raise RequestError(
-                    f"the template variable {key!r} is set by the engine; leave it out", param="chat_template_kwargs"
+                    f"the template variable {key!r} is set by the engine; leave it out",
+                    param="chat_template_kwargs",
                 )
         self._check_read(name, variables, tools, documents)
-        chat = [self._message(shield, name, m, i) for i, m in enumerate(_listed(messages, "messages"))]
+        chat = [
+            self._message(shield, name, m, i) for i, m in enumerate(_listed(messages, "messages"))
+        ]
         values = {
             **self._special,
-            **{key: _plain(value, shield, "chat_template_kwargs") for key, value in variables.items()},
+            **{
+                key: _plain(value, shield, "chat_template_kwargs")
+                for key, value in variables.items()
+            },
             "messages": chat,
-            "tools": None if tools is None else [_plain(t, shield, "tools") for t in _listed(tools, "tools")],
+            "tools": None
+            if tools is None
+            else [_plain(t, shield, "tools") for t in _listed(tools, "tools")],
             "documents": None
             if documents is None
             else [_plain(d, shield, "documents") for d in _listed(documents, "documents")],
@@ -105,13 +126,16 @@ class ChatTemplate:
             _check_looked_at(message, index, messages)
         return text
 
-    def _check_read(self, name: str, variables: Mapping[str, Any], tools: Any, documents: Any) -> None:
+    def _check_read(
+        self, name: str, variables: Mapping[str, Any], tools: Any, documents: Any
+    ) -> None:
         """What the template never takes would be dropped without a word."""
         if tools and "tools" not in self._reads(name).variables:
             raise UnsupportedError("tools", "the model's chat template has no place for tools")
         if documents and "documents" not in self._reads(name).variables:
             raise UnsupportedError(
-                "documents", "the model's chat template has no place for documents; write them into a message"
+                "documents",
+                "the model's chat template has no place for documents; write them into a message",
             )
         for key in variables:
             if key not in (known := self._reads(name).variables):
@@ -133,7 +157,8 @@ class ChatTemplate:
         at = text.rfind(mark)
         if at < 0:
             raise RequestError(
-                "the chat template drops the end of the last message, so it cannot be continued", param="messages"
+                "the chat template drops the end of the last message, so it cannot be continued",
+                param="messages",
             )
         return text[:at] if text[at + 1 : at + 2] == " " else text[:at].rstrip()
 
@@ -143,7 +168,8 @@ class ChatTemplate:
         if template not in self.sources:
             known = ", ".join(sorted(self.sources))
             raise RequestError(
-                f"there is no chat template named {template[:60]!r}; this model has: {known}", param="chat_template"
+                f"there is no chat template named {template[:60]!r}; this model has: {known}",
+                param="chat_template",
             )
         return template
 
@@ -155,7 +181,9 @@ class ChatTemplate:
     def _message(self, shield: Shield, name: str, message: Any, index: int) -> dict[str, Any]:
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise RequestError(f"{where} is {type(message).__name__}, not an object with a role", param="messages")
+            raise RequestError(
+                f"{where} is {type(message).__name__}, not an object with a role", param="messages"
+            )
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{where} has no role", param="messages")
         self._check_known(name, message, where)
@@ -167,10 +195,15 @@ class ChatTemplate:
         elif content is None:
             message = self._without_content(name, message, where)
         elif not isinstance(content, str):
-            raise RequestError(f"{where}.content is {type(content).__name__}, not text or a list of parts", param="messages")
+            raise RequestError(
+                f"{where}.content is {type(content).__name__}, not text or a list of parts",
+                param="messages",
+            )
         plain: dict[str, Any] = _plain(message, shield, where)
         if plain.get("tool_calls") and not self._reads(name).asks_for("tool_calls"):
-            raise UnsupportedError(f"{where}.tool_calls", "the model's chat template has no place for calls of tools")
+            raise UnsupportedError(
+                f"{where}.tool_calls", "the model's chat template has no place for calls of tools"
+            )
         thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
         if thought is not None:
             if thought and not any(self._reads(name).asks_for(key) for key in REASONING):
@@ -180,11 +213,15 @@ class ChatTemplate:
             plain = {"thinking": thought, **plain, "reasoning_content": thought}
         return plain if all(key in NOT_WATCHED for key in plain) else _watched(plain)
 
-    def _without_content(self, name: str, message: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    def _without_content(
+        self, name: str, message: Mapping[str, Any], where: str
+    ) -> Mapping[str, Any]:
         """A call of a tool, or a thought, needs no text beside it. A template that has not thought of that would write the word None into the
         prompt, or fail: it gets an empty text. Whoever says nothing at all is told so."""
         role = message["role"]
-        if role not in ROLES or (role == "assistant" and self._reads_nothing(name, "content" not in message)):
+        if role not in ROLES or (
+            role == "assistant" and self._reads_nothing(name, "content" not in message)
+        ):
             return message
         if role == "assistant" and any(message.get(key) for key in ("tool_calls", *REASONING)):
             return {**message, "content": ""}
@@ -196,11 +233,18 @@ class ChatTemplate:
     def _reads_nothing(self, name: str, missing: bool) -> bool:
         """Whether the template has a place for a call of a tool whose content is null, or not there; found out by trying, once."""
         if (name, missing) not in self._takes_nothing:
-            call = {"id": "probe7d1x", "type": "function", "function": {"name": "probe", "arguments": {}}}
+            call = {
+                "id": "probe7d1x",
+                "type": "function",
+                "function": {"name": "probe", "arguments": {}},
+            }
             turn = {"role": "assistant", "tool_calls": [call]}
             nothing = turn if missing else {**turn, "content": None}
             try:
-                texts = [self._probe(name, [*_PLAIN_TURN, each]) for each in (nothing, {**turn, "content": ""})]
+                texts = [
+                    self._probe(name, [*_PLAIN_TURN, each])
+                    for each in (nothing, {**turn, "content": ""})
+                ]
             except Exception:
                 texts = ["None", ""]
             self._takes_nothing[name, missing] = texts[0].count("None") == texts[1].count("None")
@@ -211,10 +255,15 @@ class ChatTemplate:
         or sent to the model as a speaker it has never heard of. So only usual ones pass, and those that the template itself names."""
         role = message["role"]
         if role not in ROLES and role not in self._reads(name).texts:
-            raise RequestError(f"{where}.role is {role[:40]!r}; known are {', '.join(ROLES)}", param="messages")
+            raise RequestError(
+                f"{where}.role is {role[:40]!r}; known are {', '.join(ROLES)}", param="messages"
+            )
         for key in message:
             if key not in KEYS and not (isinstance(key, str) and self._reads(name).asks_for(key)):
-                raise RequestError(f"{where} has the key {str(key)[:40]!r}; known are {', '.join(KEYS)}", param="messages")
+                raise RequestError(
+                    f"{where} has the key {str(key)[:40]!r}; known are {', '.join(KEYS)}",
+                    param="messages",
+                )
 
     @property
     def takes_tools(self) -> bool:
@@ -225,7 +274,9 @@ class ChatTemplate:
     @property
     def takes_calls(self) -> bool:
         """The same for calls that the model has made."""
-        found = [self._sound_reads(name) for name in ("default", "tool_use") if name in self.sources]
+        found = [
+            self._sound_reads(name) for name in ("default", "tool_use") if name in self.sources
+        ]
         return all(own.asks_for("tool_calls") for own in found if own is not None)
 
     def _sound_reads(self, name: str) -> Reads | None:
@@ -243,7 +294,9 @@ class ChatTemplate:
             try:
                 self._looked[name] = reads_of(self.sources[name])
             except Exception as error:  # at the very edge of what is bounded
-                raise ModelError(f"the chat template {name!r} cannot be read: {_said(error)}", file=self.file) from error
+                raise ModelError(
+                    f"the chat template {name!r} cannot be read: {_said(error)}", file=self.file
+                ) from error
         return self._looked[name]
 
     def _reads_parts(self, name: str) -> bool:
@@ -254,7 +307,9 @@ class ChatTemplate:
                 text = self._probe(name, probe)
             except Exception:
                 text = ""
-            self._takes_parts[name] = "probe-7d1" in text and "'text'" not in text and '"text"' not in text
+            self._takes_parts[name] = (
+                "probe-7d1" in text and "'text'" not in text and '"text"' not in text
+            )
         return self._takes_parts[name]
 
     # --------------------------------------------------------------------------------------------------------- running
@@ -263,13 +318,17 @@ class ChatTemplate:
         from verbatim.text.sandbox import compile_template
 
         if not isinstance(source, str):
-            raise ModelError(f"the chat template {name!r} is {type(source).__name__}, not text", file=self.file)
+            raise ModelError(
+                f"the chat template {name!r} is {type(source).__name__}, not text", file=self.file
+            )
         try:
             return compile_template(source)
         except (KeyboardInterrupt, SystemExit):
             raise
         except Exception as error:
-            raise ModelError(f"the chat template {name!r} cannot be compiled: {_said(error)}", file=self.file) from error
+            raise ModelError(
+                f"the chat template {name!r} cannot be compiled: {_said(error)}", file=self.file
+            ) from error
 
     def _execute(self, name: str, values: Mapping[str, Any]) -> str:
         from verbatim.text.sandbox import render_template
@@ -280,7 +339,9 @@ class ChatTemplate:
         """A small conversation of our own, to find out what the template can do. It has less time than a real one."""
         from verbatim.text.sandbox import render_template
 
-        return render_template(self._ready(name), {**self._special, **_values(messages)}, PROBE_SECONDS)
+        return render_template(
+            self._ready(name), {**self._special, **_values(messages)}, PROBE_SECONDS
+        )
 
     def _run(self, name: str, values: Mapping[str, Any]) -> str:
         try:
@@ -300,7 +361,10 @@ class ChatTemplate:
             self._probe(name, _PLAIN_TURN)
         except Exception:
             return ModelError(f"the chat template {name!r} fails: {_said(error)}", file=self.file)
-        return RequestError(f"the model's chat template does not take this conversation: {_said(error)}", param="messages")
+        return RequestError(
+            f"the model's chat template does not take this conversation: {_said(error)}",
+            param="messages",
+        )
 
 
 def encode_chat(
@@ -317,10 +381,21 @@ def encode_chat(
 ) -> list[int]:
     """Token ids of a conversation. The template's control tokens become control ids; typed ones stay text."""
     shield = Shield(tokenizer.finder, [template.sources, messages, tools, documents, variables])
-    text = template._render(shield, messages, tools, documents, add_generation_prompt, continue_final, template_name, variables)
+    text = template._render(
+        shield,
+        messages,
+        tools,
+        documents,
+        add_generation_prompt,
+        continue_final,
+        template_name,
+        variables,
+    )
     if not shield.used:
         return tokenizer.encode(text, special=True)
-    return tokenizer.encode_parts((shield.uncover(part), control) for part, control in tokenizer.split_control(text))
+    return tokenizer.encode_parts(
+        (shield.uncover(part), control) for part, control in tokenizer.split_control(text)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ from files
@@ -337,10 +412,17 @@ def template_from_gguf(
         source = named.get("default")
     if source is None:
         return None
-    return _made(source, named, _special_of(metadata) if tokenizer is None else tokenizer.special_tokens, file)
+    return _made(
+        source,
+        named,
+        _special_of(metadata) if tokenizer is None else tokenizer.special_tokens,
+        file,
+    )
 
 
-def template_from_directory(path: str | Path, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
+def template_from_directory(
+    path: str | Path, tokenizer: Tokenizer | None = None
+) -> ChatTemplate | None:
     """The chat template of a model directory, or None: chat_template.jinja (and additional_chat_templates/), chat_template.json, or
     the `chat_template` of tokenizer_config.json, which may be a list of named ones."""
     from verbatim.text.hf_vocab import read_json, special_texts
@@ -351,7 +433,9 @@ def template_from_directory(path: str | Path, tokenizer: Tokenizer | None = None
     main = folder / "chat_template.jinja"
     if main.is_file():
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        return _made(_read_source(main), {m.stem: _read_source(m) for m in more}, special, str(main))
+        return _made(
+            _read_source(main), {m.stem: _read_source(m) for m in more}, special, str(main)
+        )
     found, file = config.get("chat_template"), folder / "tokenizer_config.json"
     if found is None and (folder / "chat_template.json").is_file():
         file = folder / "chat_template.json"
@@ -360,16 +444,25 @@ def template_from_directory(path: str | Path, tokenizer: Tokenizer | None = None
         return None
     named: dict[str, Any] = {}
     if isinstance(found, list):
-        if not all(isinstance(e, dict) and isinstance(e.get("name"), str) and "template" in e for e in found):
-            raise ModelError("chat_template is a list whose entries are not all {name, template}", file=str(file))
+        if not all(
+            isinstance(e, dict) and isinstance(e.get("name"), str) and "template" in e
+            for e in found
+        ):
+            raise ModelError(
+                "chat_template is a list whose entries are not all {name, template}", file=str(file)
+            )
         named = {e["name"]: e["template"] for e in found}
         if "default" not in named:
-            raise ModelError(f"chat_template has no 'default' among {', '.join(sorted(named))}", file=str(file))
+            raise ModelError(
+                f"chat_template has no 'default' among {', '.join(sorted(named))}", file=str(file)
+            )
         found = named.pop("default")
     return _made(found, named, special, str(file))
 
 
-def _made(source: Any, named: Mapping[str, Any], special: Mapping[str, str], file: str | None) -> ChatTemplate:
+def _made(
+    source: Any, named: Mapping[str, Any], special: Mapping[str, str], file: str | None
+) -> ChatTemplate:
     bos, eos = special.get("bos_token", ""), special.get("eos_token", "")
     return ChatTemplate(source, bos, eos, special_tokens=special, named=named, file=file)
 
@@ -377,9 +470,19 @@ def _made(source: Any, named: Mapping[str, Any], special: Mapping[str, str], fil
 def _special_of(metadata: Mapping[str, Any]) -> dict[str, str]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     found: dict[str, str] = {}
-    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+    for name, key in (
+        ("bos_token", "bos"),
+        ("eos_token", "eos"),
+        ("unk_token", "unknown"),
+        ("pad_token", "padding"),
+    ):
         at = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if isinstance(tokens, Sequence) and isinstance(at, int) and 0 <= at < len(tokens) and isinstance(tokens[at], str):
+        if (
+            isinstance(tokens, Sequence)
+            and isinstance(at, int)
+            and 0 <= at < len(tokens)
+            and isinstance(tokens[at], str)
+        ):
             found[name] = tokens[at]
     return found
 
@@ -410,21 +513,34 @@ def _watched(message: dict[str, Any]) -> dict[str, Any]:
     return Watched(message)
 
 
-def _check_looked_at(message: dict[str, Any], index: int, given: Sequence[Mapping[str, Any]]) -> None:
+def _check_looked_at(
+    message: dict[str, Any], index: int, given: Sequence[Mapping[str, Any]]
+) -> None:
     """After rendering: a key that the template did not look at has been dropped, unless it said nothing new."""
     unseen = getattr(message, "unseen", None)
     for key in unseen() if unseen is not None else ():
-        if key not in NOT_WATCHED and given[index].get(key) is not None and not (key == "name" and repeats_call(given, index)):
+        if (
+            key not in NOT_WATCHED
+            and given[index].get(key) is not None
+            and not (key == "name" and repeats_call(given, index))
+        ):
             why = f"the model's chat template does not look at the {key} of such a message; leave it out, or write it into content"
             raise UnsupportedError(f"messages[{index}].{key}", why)
 
 
 def _text_of(part: Any, where: str) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+    if (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ):
         text: str = part["text"]
         return text
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise UnsupportedError("messages", f"{where} has a content part of type {str(kind)[:40]!r}; only text is understood here")
+    raise UnsupportedError(
+        "messages",
+        f"{where} has a content part of type {str(kind)[:40]!r}; only text is understood here",
+    )
 
 
 def _plain(value: Any, shield: Shield, where: str, depth: int = 0) -> Any:
@@ -438,14 +554,18 @@ def _plain(value: Any, shield: Shield, where: str, depth: int = 0) -> Any:
     if isinstance(value, float):
         return float(value)
     if depth >= MAX_DEPTH:
-        raise RequestError(f"{where} is nested deeper than {MAX_DEPTH} levels", param=where.partition("[")[0])
+        raise RequestError(
+            f"{where} is nested deeper than {MAX_DEPTH} levels", param=where.partition("[")[0]
+        )
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise RequestError(f"{where} has a key that is not text", param=where.partition("[")[0])
         return {shield.cover(str(k)): _plain(v, shield, where, depth + 1) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v, shield, where, depth + 1) for v in value]
-    raise RequestError(f"{where} holds a {type(value).__name__}, which is not JSON", param=where.partition("[")[0])
+    raise RequestError(
+        f"{where} holds a {type(value).__name__}, which is not JSON", param=where.partition("[")[0]
+    )
 
 
 def _said(error: BaseException) -> str:

@@ -20,10 +20,14 @@ from tokenizers import AddedToken
 class ControlFinder:
     """Finds control tokens in a text: leftmost first, then longest; with the white space that a token's rule swallows."""
 
-    def __init__(self, control: Mapping[str, int], added: Mapping[int, AddedToken] | None = None) -> None:
+    def __init__(
+        self, control: Mapping[str, int], added: Mapping[int, AddedToken] | None = None
+    ) -> None:
         self.control = control
         self._rules = {
-            t: r for t, i in control.items() if (r := (added or {}).get(i)) and (r.lstrip or r.rstrip or r.single_word)
+            t: r
+            for t, i in control.items()
+            if (r := (added or {}).get(i)) and (r.lstrip or r.rstrip or r.single_word)
         }
         self._lengths = sorted({len(t) for t in control}, reverse=True)
         self.firsts = frozenset(t[0] for t in control)
@@ -72,7 +76,9 @@ class ControlFinder:
             token = self.longest_at(text, found.start())
             rule = self._rules.get(token) if token is not None else None
             crowded = (
-                rule is not None and rule.single_word and not _alone(text, found.start(), found.start() + len(token or ""))
+                rule is not None
+                and rule.single_word
+                and not _alone(text, found.start(), found.start() + len(token or ""))
             )
             if token is not None and not crowded:
                 return token
@@ -84,8 +90,15 @@ class ControlFinder:
         seconds: dict[str, set[str]] = {}
         for token in self.control:
             seconds.setdefault(token[0], set()).add(token[1:2])
-        classes = {one: "".join(re.escape(c) for c in sorted(two)) for one, two in seconds.items() if "" not in two}
-        pattern = "|".join(re.escape(one) + (f"(?=[{classes[one]}])" if one in classes else "") for one in sorted(seconds))
+        classes = {
+            one: "".join(re.escape(c) for c in sorted(two))
+            for one, two in seconds.items()
+            if "" not in two
+        }
+        pattern = "|".join(
+            re.escape(one) + (f"(?=[{classes[one]}])" if one in classes else "")
+            for one in sorted(seconds)
+        )
         return re.compile(pattern or "(?!)")
 
     def begins(self, text: str) -> list[int]:
@@ -93,7 +106,11 @@ class ControlFinder:
         in whatever follows the text, or (index 0) one that began before it."""
         found = [m.start() for m in self._begin.finditer(text)]
         tail = len(text) - self._lengths[0] if self._lengths else 0
-        at = [i for i in found if self.longest_at(text, i) is not None or (i > tail and text[i:] in self._heads)]
+        at = [
+            i
+            for i in found
+            if self.longest_at(text, i) is not None or (i > tail and text[i:] in self._heads)
+        ]
         if text and at[:1] != [0] and self._ends_one(text):
             at.insert(0, 0)
         return at

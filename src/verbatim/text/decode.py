@@ -34,7 +34,9 @@ class TextDecoder:
 
     __slots__ = ("_skip", "_strip", "_tokenizer", "_utf8")
 
-    def __init__(self, tokenizer: TokenBytes, skip_special: bool = True, *, start: bool = False) -> None:
+    def __init__(
+        self, tokenizer: TokenBytes, skip_special: bool = True, *, start: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special
         self._strip = start and bool(getattr(tokenizer, "space_prefix", False))
@@ -54,7 +56,9 @@ class TextDecoder:
         return self._utf8.decode(b"", True)
 
 
-def decode_all(tokenizer: TokenBytes, ids: Iterable[int], skip_special: bool = True, *, start: bool = False) -> str:
+def decode_all(
+    tokenizer: TokenBytes, ids: Iterable[int], skip_special: bool = True, *, start: bool = False
+) -> str:
     """The whole text at once; equal to joining the pieces of a TextDecoder."""
     decoder = TextDecoder(tokenizer, skip_special, start=start)
     pieces = [decoder.push(token) for token in ids]

@@ -60,28 +60,36 @@ class _Reader:
             return self._byte_level()
         if model == "llama":
             return self._sentencepiece()
-        raise self.wrong(f"tokenizer.ggml.model is {model!r}; known here: gpt2 (byte-level BPE) and llama (SentencePiece)")
+        raise self.wrong(
+            f"tokenizer.ggml.model is {model!r}; known here: gpt2 (byte-level BPE) and llama (SentencePiece)"
+        )
 
     # -------------------------------------------------------------------------------------------------- the two kinds
 
     def _byte_level(self) -> Vocabulary:
         merges = [self._merge(m) for m in self.array("merges", str)]
         if not merges and len(self.tokens) > 512:
-            raise self.wrong("tokenizer.ggml.merges is missing or empty, and byte-level BPE cannot work without merges")
+            raise self.wrong(
+                "tokenizer.ggml.merges is missing or empty, and byte-level BPE cannot work without merges"
+            )
         name = self.value("pre", str)
         try:
             cut = cut_named("default" if name is None else name)
         except ModelError as error:
             raise self.wrong(error.message) from None
         model = models.BPE(vocab=self.ids, merges=merges, ignore_merges=cut.whole_words)
-        return self._finish(model, normalizer_of(cut), pre_tokenizer_of(cut), add_bos=cut.bos, space_prefix=False)
+        return self._finish(
+            model, normalizer_of(cut), pre_tokenizer_of(cut), add_bos=cut.bos, space_prefix=False
+        )
 
     def _sentencepiece(self) -> Vocabulary:
         from verbatim.text.spm import merges_from_scores, piece_bytes
 
         scores = self.array("scores", float)
         if len(scores) != len(self.tokens):
-            raise self.wrong(f"tokenizer.ggml.scores has {len(scores)} entries for {len(self.tokens)} tokens")
+            raise self.wrong(
+                f"tokenizer.ggml.scores has {len(scores)} entries for {len(self.tokens)} tokens"
+            )
         if any(s != s for s in scores):
             raise self.wrong("tokenizer.ggml.scores has a value that is not a number")
         pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind == NORMAL]
@@ -98,7 +106,9 @@ class _Reader:
         prefix = self.flag("add_space_prefix", True)
         steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
         steps.append(normalizers.Replace(" ", SPACE))
-        byte_ids = frozenset(t for t, kind in zip(self.tokens, self.types, strict=True) if kind == BYTE)
+        byte_ids = frozenset(
+            t for t, kind in zip(self.tokens, self.types, strict=True) if kind == BYTE
+        )
         return self._finish(
             model,
             normalizers.Sequence(steps),
@@ -109,10 +119,19 @@ class _Reader:
         )
 
     def _finish(
-        self, model: Any, normalizer: Any, cutter: Any, *, add_bos: bool, space_prefix: bool, to_bytes: Any = None
+        self,
+        model: Any,
+        normalizer: Any,
+        cutter: Any,
+        *,
+        add_bos: bool,
+        space_prefix: bool,
+        to_bytes: Any = None,
     ) -> Vocabulary:
         control = {
-            t: i for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True)) if kind in (CONTROL, UNKNOWN) and t
+            t: i
+            for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in (CONTROL, UNKNOWN) and t
         }
         added = {i: self._rule(t, special=True) for t, i in control.items()}
         defined = {
@@ -124,7 +143,9 @@ class _Reader:
         return Vocabulary(
             tokens=self.tokens,
             plain=_encoder(model, normalizer, cutter, list(defined.values()), []),
-            special=_encoder(model, normalizer, cutter, list(defined.values()), list(added.values())),
+            special=_encoder(
+                model, normalizer, cutter, list(defined.values()), list(added.values())
+            ),
             to_bytes=to_bytes or byte_level_bytes,
             control=control,
             added={**added, **defined},
@@ -141,15 +162,25 @@ class _Reader:
 
     def _rule(self, text: str, *, special: bool) -> AddedToken:
         # Phi-3 swallows the white space after its turn markers. GGUF has no key for that; architecture and vocabulary imply it.
-        phi3 = self.meta.get("general.architecture") == "phi3" and self.meta.get(K + "model") == "llama"
+        phi3 = (
+            self.meta.get("general.architecture") == "phi3"
+            and self.meta.get(K + "model") == "llama"
+        )
         swallow = phi3 and special and text not in ("<unk>", "<s>", "<|endoftext|>")
         # A user-defined piece of SentencePiece that spells spaces as U+2581 is looked for after spaces are spelled so.
-        return AddedToken(text, special=special, normalized=not special and SPACE in text, rstrip=swallow)
+        return AddedToken(
+            text, special=special, normalized=not special and SPACE in text, rstrip=swallow
+        )
 
     def _eos_ids(self, eos: int | None, control: Mapping[str, int]) -> tuple[int, ...]:
         """What ends an answer: the declared end of sequence, the declared ends of a turn or message, and the well-known ends of
         a turn where the vocabulary has them as control tokens (files often declare only one of them)."""
-        ids = [eos, self.token_id("eot"), self.token_id("eom"), *(control.get(text) for text in END_OF_TURN)]
+        ids = [
+            eos,
+            self.token_id("eot"),
+            self.token_id("eom"),
+            *(control.get(text) for text in END_OF_TURN),
+        ]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     # ------------------------------------------------------------------------------------------------- checked reading
@@ -159,9 +190,13 @@ class _Reader:
         if not tokens:
             raise self.wrong("tokenizer.ggml.tokens is missing or empty")
         if len(tokens) > MAX_TOKENS:
-            raise self.wrong(f"tokenizer.ggml.tokens has {len(tokens)} entries; at most {MAX_TOKENS} are read")
+            raise self.wrong(
+                f"tokenizer.ggml.tokens has {len(tokens)} entries; at most {MAX_TOKENS} are read"
+            )
         if max(map(len, tokens)) > MAX_TOKEN_LENGTH:
-            raise self.wrong(f"a token is {max(map(len, tokens))} characters long; at most {MAX_TOKEN_LENGTH} are read")
+            raise self.wrong(
+                f"a token is {max(map(len, tokens))} characters long; at most {MAX_TOKEN_LENGTH} are read"
+            )
         return tokens
 
     def _types(self) -> list[int]:
@@ -169,17 +204,24 @@ class _Reader:
         if not types:
             types = [BYTE if _BYTE.fullmatch(t) else NORMAL for t in self.tokens]
         if len(types) != len(self.tokens):
-            raise self.wrong(f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} tokens")
+            raise self.wrong(
+                f"tokenizer.ggml.token_type has {len(types)} entries for {len(self.tokens)} tokens"
+            )
         bad = next((t for t in set(types) if not 0 <= t <= BYTE), None)
         if bad is not None:
             raise self.wrong(f"tokenizer.ggml.token_type has the value {bad}; known are 1 to 6")
         # Files made from careless sources mark these as ordinary; then a user could type the end of a turn.
-        return [CONTROL if t in END_OF_TURN else kind for t, kind in zip(self.tokens, types, strict=True)]
+        return [
+            CONTROL if t in END_OF_TURN else kind
+            for t, kind in zip(self.tokens, types, strict=True)
+        ]
 
     def _merge(self, merge: str) -> tuple[str, str]:
         left, space, right = merge.partition(" ")
         if not space or not left or not right or " " in right:
-            raise self.wrong(f"tokenizer.ggml.merges has {merge[:40]!r}, which is not two tokens with one space between")
+            raise self.wrong(
+                f"tokenizer.ggml.merges has {merge[:40]!r}, which is not two tokens with one space between"
+            )
         return left, right
 
     def token_id(self, name: str) -> int | None:
@@ -189,7 +231,9 @@ class _Reader:
         if value == 0xFFFFFFFF or value == -1:
             return None  # how some writers say "none"
         if not 0 <= value < len(self.tokens):
-            raise self.wrong(f"tokenizer.ggml.{name}_token_id is {value}, outside the vocabulary of {len(self.tokens)}")
+            raise self.wrong(
+                f"tokenizer.ggml.{name}_token_id is {value}, outside the vocabulary of {len(self.tokens)}"
+            )
         return int(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -198,7 +242,9 @@ class _Reader:
 
     def value(self, name: str, kind: type) -> Any:
         value = self.meta.get(K + name)
-        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+        if value is not None and (
+            not isinstance(value, kind) or (kind is int and isinstance(value, bool))
+        ):
             raise self.wrong(f"{K}{name} is {type(value).__name__}, not {kind.__name__}")
         return value
 
@@ -214,11 +260,15 @@ class _Reader:
         allowed: set[type] = {float, int} if kind is float else {kind}
         other = set(map(type, value)) - allowed
         if other:
-            raise self.wrong(f"{K}{name} holds {min(t.__name__ for t in other)}, not {kind.__name__}")
+            raise self.wrong(
+                f"{K}{name} holds {min(t.__name__ for t in other)}, not {kind.__name__}"
+            )
         return list(value)
 
 
-def _encoder(model: Any, normalizer: Any, cutter: Any, defined: list[AddedToken], control: list[AddedToken]) -> Any:
+def _encoder(
+    model: Any, normalizer: Any, cutter: Any, defined: list[AddedToken], control: list[AddedToken]
+) -> Any:
     """One of the two encoders. The model is shared, not copied."""
     encoder = Encoder(model)
     if normalizer is not None:

@@ -49,7 +49,10 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 def special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, … as the configuration names them; an entry is text or {"content": text}."""
-    named = {**read_json(folder / "special_tokens_map.json", missing={}), **{k: v for k, v in config.items() if v is not None}}
+    named = {
+        **read_json(folder / "special_tokens_map.json", missing={}),
+        **{k: v for k, v in config.items() if v is not None},
+    }
     found: dict[str, str] = {}
     for name in NAMED:
         value = named.get(name)
@@ -58,7 +61,10 @@ def special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if value is None:
             continue
         if not isinstance(value, str):
-            raise ModelError(f"{name} is {type(value).__name__}, not text", file=str(folder / "tokenizer_config.json"))
+            raise ModelError(
+                f"{name} is {type(value).__name__}, not text",
+                file=str(folder / "tokenizer_config.json"),
+            )
         found[name] = value
     return found
 
@@ -66,7 +72,9 @@ def special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 def read_vocabulary(folder: Path) -> Vocabulary:
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError("there is no tokenizer.json; only directories with one are supported", file=str(folder))
+        raise ModelError(
+            "there is no tokenizer.json; only directories with one are supported", file=str(folder)
+        )
     config = read_json(folder / "tokenizer_config.json", missing={})
     data = read_bytes(path)
     spec = parse_json(data, path)
@@ -77,8 +85,12 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         raise error if error.file else ModelError(error.message, file=str(path)) from None
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # the library reports some broken files as a Rust panic, which is no Exception
-        raise ModelError(f"the tokenizer cannot be built: {str(error)[:200]}", file=str(path)) from error
+    except (
+        BaseException
+    ) as error:  # the library reports some broken files as a Rust panic, which is no Exception
+        raise ModelError(
+            f"the tokenizer cannot be built: {str(error)[:200]}", file=str(path)
+        ) from error
 
 
 def check_parts(spec: Mapping[str, Any]) -> None:
@@ -86,10 +98,14 @@ def check_parts(spec: Mapping[str, Any]) -> None:
     model = spec.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
     if kind not in ("BPE", "Unigram"):
-        raise ModelError(f"the tokenizer's model is {str(kind)[:40]!r}; known here are BPE and Unigram")
+        raise ModelError(
+            f"the tokenizer's model is {str(kind)[:40]!r}; known here are BPE and Unigram"
+        )
     assert isinstance(model, dict)
     if model.get("dropout"):
-        raise ModelError("the tokenizer has merge dropout, so the same text would not give the same tokens; remove it")
+        raise ModelError(
+            "the tokenizer has merge dropout, so the same text would not give the same tokens; remove it"
+        )
     steps = [*_steps(spec.get("normalizer")), *_steps(spec.get("pre_tokenizer"))]
     growth = 1.0
     for step in steps:
@@ -120,10 +136,15 @@ def _growth(step: Mapping[str, Any]) -> float:
         return 1.0
     pattern, content = step.get("pattern"), str(step.get("content", ""))
     text = pattern.get("String") if isinstance(pattern, dict) else None
-    return max(1.0, len(content.encode("utf-8", "replace")) / max(1, len(text) if isinstance(text, str) else 1))
+    return max(
+        1.0,
+        len(content.encode("utf-8", "replace")) / max(1, len(text) if isinstance(text, str) else 1),
+    )
 
 
-def _vocabulary(folder: Path, spec: dict[str, Any], special: Any, config: Mapping[str, Any]) -> Vocabulary:
+def _vocabulary(
+    folder: Path, spec: dict[str, Any], special: Any, config: Mapping[str, Any]
+) -> Vocabulary:
     special.no_truncation()
     special.no_padding()
     added: dict[int, AddedToken] = dict(special.get_added_tokens_decoder())
@@ -131,12 +152,16 @@ def _vocabulary(folder: Path, spec: dict[str, Any], special: Any, config: Mappin
     texts = special_texts(folder, config)
     ids = {name: special.token_to_id(text) for name, text in texts.items()}
     plain = _without_control(special, [t for t in added.values() if not t.special])
-    byte_level = "ByteLevel" in _types(spec.get("decoder")) or "ByteLevel" in _types(spec.get("pre_tokenizer"))
+    byte_level = "ByteLevel" in _types(spec.get("decoder")) or "ByteLevel" in _types(
+        spec.get("pre_tokenizer")
+    )
     prefix, suffix = _around(special, spec, config, ids)
     tokens = _tokens(special)
     outside = [i for i in (*prefix, *suffix) if i >= len(tokens)]
     if outside:
-        raise ModelError(f"the post-processor adds the token id {outside[0]}, outside the vocabulary of {len(tokens)}")
+        raise ModelError(
+            f"the post-processor adds the token id {outside[0]}, outside the vocabulary of {len(tokens)}"
+        )
     eos = ids.get("eos_token")
     ends = [eos, *(control.get(text) for text in END_OF_TURN)]
     return Vocabulary(
@@ -163,7 +188,9 @@ def _vocabulary(folder: Path, spec: dict[str, Any], special: Any, config: Mappin
 def _tokens(encoder: Any) -> list[str]:
     by_id = {i: text for text, i in encoder.get_vocab(with_added_tokens=True).items()}
     if not by_id or max(by_id) >= 2 * len(by_id) + 1024:
-        raise ModelError(f"the vocabulary has {len(by_id)} tokens but ids up to {max(by_id, default=0)}")
+        raise ModelError(
+            f"the vocabulary has {len(by_id)} tokens but ids up to {max(by_id, default=0)}"
+        )
     return [by_id.get(i, "") for i in range(max(by_id) + 1)]
 
 
@@ -184,10 +211,16 @@ def _continued(plain: Any, spec: Mapping[str, Any]) -> Any:
     from tokenizers import pre_tokenizers
 
     cutter = spec.get("pre_tokenizer")
-    if not isinstance(cutter, dict) or cutter.get("type") != "Metaspace" or cutter.get("prepend_scheme") != "first":
+    if (
+        not isinstance(cutter, dict)
+        or cutter.get("type") != "Metaspace"
+        or cutter.get("prepend_scheme") != "first"
+    ):
         return None
     never = pre_tokenizers.Metaspace(
-        replacement=cutter.get("replacement", SPACE), prepend_scheme="never", split=cutter.get("split", True)
+        replacement=cutter.get("replacement", SPACE),
+        prepend_scheme="never",
+        split=cutter.get("split", True),
     )
     return _without_control(plain, list(plain.get_added_tokens_decoder().values()), never)
 
@@ -205,11 +238,15 @@ def _around(
             prefix, suffix = tuple(full[:at]), tuple(full[at + len(bare) :])
             break
     if len(prefix) + len(suffix) > MAX_AROUND:
-        raise ModelError(f"the post-processor puts {len(prefix) + len(suffix)} tokens around a prompt; at most {MAX_AROUND}")
+        raise ModelError(
+            f"the post-processor puts {len(prefix) + len(suffix)} tokens around a prompt; at most {MAX_AROUND}"
+        )
     return _overruled(prefix, config, "bos", ids), _overruled(suffix, config, "eos", ids)
 
 
-def _overruled(around: tuple[int, ...], config: Mapping[str, Any], name: str, ids: Mapping[str, int | None]) -> tuple[int, ...]:
+def _overruled(
+    around: tuple[int, ...], config: Mapping[str, Any], name: str, ids: Mapping[str, int | None]
+) -> tuple[int, ...]:
     flag, token = config.get(f"add_{name}_token"), ids.get(f"{name}_token")
     if flag is True and not around and token is not None:
         return (token,)
@@ -230,7 +267,11 @@ def _types(part: Any) -> set[str]:
 
 def _puts_space(spec: Mapping[str, Any]) -> bool:
     cutter = spec.get("pre_tokenizer")
-    if isinstance(cutter, dict) and cutter.get("type") == "Metaspace" and cutter.get("prepend_scheme", "always") != "never":
+    if (
+        isinstance(cutter, dict)
+        and cutter.get("type") == "Metaspace"
+        and cutter.get("prepend_scheme", "always") != "never"
+    ):
         return True
     return "Prepend" in _types(spec.get("normalizer"))
 

@@ -96,7 +96,9 @@ CUTS: dict[str, Cut] = {
     "falcon": Cut((PUNCTUATION, BYTES_GPT2, DIGITS, "[0-9][0-9][0-9]")),
     "deepseek-llm": Cut(_DEEPSEEK_LLM),
     "deepseek-coder": Cut((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, DIGIT)),
-    "deepseek-v3": Cut((r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)),
+    "deepseek-v3": Cut(
+        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
+    ),
     "tekken": Cut((TEKKEN,), whole_words=True, bos=True),
     "gpt-4o": Cut((GPT4O,)),
 }
@@ -107,7 +109,9 @@ def cut_named(name: str) -> Cut:
         return CUTS[name]
     except KeyError:
         known = ", ".join(sorted(CUTS))
-        raise ModelError(f"tokenizer.ggml.pre is {name[:60]!r}, which is not known here; known names: {known}") from None
+        raise ModelError(
+            f"tokenizer.ggml.pre is {name[:60]!r}, which is not known here; known names: {known}"
+        ) from None
 
 
 def normalizer_of(cut: Cut) -> Any:

@@ -48,7 +48,10 @@ _STR = (
 METHODS: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = (
     (str, frozenset(_STR.split())),
     (dict, frozenset(("copy", "get", "items", "keys", "values"))),
-    ((list, tuple), frozenset(("copy", "count", "index", "grouper", "list"))),  # the last two: groupby's pairs
+    (
+        (list, tuple),
+        frozenset(("copy", "count", "index", "grouper", "list")),
+    ),  # the last two: groupby's pairs
 )
 OWN_TYPES = (Undefined, LoopContext, Macro, Namespace, Cycler, Joiner)
 FILTERS = (
@@ -82,7 +85,9 @@ _QUICK = frozenset(
         "upper",
     ]
 )
-_WIDE = re.compile(r"\*|\d{4,}|\{[^{}]*\{")  # a format field wider than 999, or a width taken from a value
+_WIDE = re.compile(
+    r"\*|\d{4,}|\{[^{}]*\{"
+)  # a format field wider than 999, or a width taken from a value
 _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
 
 
@@ -91,7 +96,9 @@ _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
 
 def _padding(width: Any) -> None:
     if isinstance(width, int) and width > MAX_PAD:
-        raise BudgetError(f"the chat template pads to {width} characters; at most {MAX_PAD} are allowed")
+        raise BudgetError(
+            f"the chat template pads to {width} characters; at most {MAX_PAD} are allowed"
+        )
 
 
 def _formatting(pattern: Any) -> None:
@@ -101,7 +108,9 @@ def _formatting(pattern: Any) -> None:
 
 def _listing(text: str, elements: int) -> None:
     if elements > MAX_ELEMENTS:
-        raise BudgetError(f"the chat template makes a list out of {len(text)} characters, more than a chat can need")
+        raise BudgetError(
+            f"the chat template makes a list out of {len(text)} characters, more than a chat can need"
+        )
 
 
 def _joining(separator: Any, items: Any) -> list[Any]:
@@ -124,7 +133,12 @@ def _check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ..
     if name in ("ljust", "rjust", "center", "zfill"):
         for width in args[:1]:
             _padding(width)
-    elif name == "replace" and len(args) >= 2 and isinstance(args[0], str) and isinstance(args[1], str):
+    elif (
+        name == "replace"
+        and len(args) >= 2
+        and isinstance(args[0], str)
+        and isinstance(args[1], str)
+    ):
         _replacing(owner, args[0], args[1], args[2] if len(args) > 2 else None)
     elif name == "join" and len(args) == 1:
         return (_joining(owner, args[0]),)
@@ -143,7 +157,16 @@ def _check_filter(name: str, value: Any, rest: list[Any]) -> Any:
         for width in rest:
             _padding(width)
         if name == "indent":
-            width = max([4, *(w if isinstance(w, int) else len(w) for w in rest if isinstance(w, (int, str)))])
+            width = max(
+                [
+                    4,
+                    *(
+                        w if isinstance(w, int) else len(w)
+                        for w in rest
+                        if isinstance(w, (int, str))
+                    ),
+                ]
+            )
             current().spend((str(value).count("\n") + 1) * width)
     elif name == "format":
         _formatting(value)
@@ -190,12 +213,20 @@ class RaisedByTemplate(TemplateError):
     """The template's own `raise_exception(...)`: the conversation is not one that this model takes."""
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """As Hugging Face's templates expect it: no HTML escaping, Unicode as it is."""
     current().tick()
     _padding(len(indent) if isinstance(indent, str) else indent)
     current().weigh(value)
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    text = json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
     current().spend(len(text))
     return text
 
@@ -222,7 +253,9 @@ class _TemplateNamespace(Namespace):
 
 def _plain_name(name: Any) -> None:
     if not isinstance(name, str) or name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold {str(name)[:40]!r}: names with a leading underscore are refused")
+        raise SecurityError(
+            f"a namespace cannot hold {str(name)[:40]!r}: names with a leading underscore are refused"
+        )
 
 
 class _GenerationTag(Extension):
@@ -270,7 +303,10 @@ class _Harden(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice) and node.ctx == "load":
-            parts = [p if p is not None else nodes.Const(None) for p in (node.arg.start, node.arg.stop, node.arg.step)]
+            parts = [
+                p if p is not None else nodes.Const(None)
+                for p in (node.arg.start, node.arg.stop, node.arg.step)
+            ]
             return self._call("guard_slice", node.node, *parts)
         return node
 
@@ -280,11 +316,17 @@ class _Harden(NodeTransformer):
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return node if node.ctx != "load" or _constant(node.items) else self._call("guard_weigh", node)
+        return (
+            node if node.ctx != "load" or _constant(node.items) else self._call("guard_weigh", node)
+        )
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
-        return node if _constant([pair.value for pair in node.items]) else self._call("guard_weigh", node)
+        return (
+            node
+            if _constant([pair.value for pair in node.items])
+            else self._call("guard_weigh", node)
+        )
 
     def _refused(self, node: nodes.Node) -> nodes.Node:
         raise SecurityError("a chat template cannot load other templates")
@@ -311,11 +353,15 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     code_generator_class = _TimedGenerator
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
         self.finalize = self.guard_output
         self.filters = {name: _guarded_filter(name, self.filters[name]) for name in FILTERS.split()}
         self.filters["tojson"] = _tojson
-        self.tests = {name: _guarded_test(test) for name, test in dict[str, Any](self.tests).items()}
+        self.tests = {
+            name: _guarded_test(test) for name, test in dict[str, Any](self.tests).items()
+        }
         self.globals = {
             "range": self.globals["range"],
             "namespace": _TemplateNamespace,
@@ -336,7 +382,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
         """Jinja would return something undefined, which prints as nothing. An attack is better refused at once."""
-        raise SecurityError(f"access to attribute {str(attribute)[:40]!r} of a {type(obj).__name__} is refused")
+        raise SecurityError(
+            f"access to attribute {str(attribute)[:40]!r} of a {type(obj).__name__} is refused"
+        )
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = current()
@@ -404,7 +452,11 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_power(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * max(right, 1) > MAX_BITS:
+    if (
+        isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() * max(right, 1) > MAX_BITS
+    ):
         raise BudgetError("the chat template computes with an absurdly large number")
 
 
@@ -421,7 +473,9 @@ def chat_environment() -> ChatEnvironment:
 def compile_template(source: str) -> Template:
     """Parse, rewrite and compile. Raises whatever Jinja raises, and BudgetError."""
     if len(source) > MAX_SOURCE:
-        raise BudgetError(f"the chat template is {len(source)} characters long; at most {MAX_SOURCE} are read")
+        raise BudgetError(
+            f"the chat template is {len(source)} characters long; at most {MAX_SOURCE} are read"
+        )
     environment = chat_environment()
     with spending(Budget()):
         tree = _Harden().visit(environment.parse(source))
@@ -430,7 +484,9 @@ def compile_template(source: str) -> Template:
         return Template.from_code(environment, code, environment.make_globals(None))
 
 
-def render_template(template: Template, variables: Mapping[str, Any], seconds: float = MAX_SECONDS) -> str:
+def render_template(
+    template: Template, variables: Mapping[str, Any], seconds: float = MAX_SECONDS
+) -> str:
     """The rendered text. The output is counted while it is made."""
     with spending(Budget(variables.values(), seconds)) as budget:
         pieces: list[str] = []

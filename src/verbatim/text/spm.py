@@ -12,10 +12,14 @@ from itertools import groupby
 from verbatim.base.errors import ModelError
 from verbatim.text.vocabulary import SPACE
 
-MAX_WORK = 500_000_000  # characters in all splits of all pieces; a real vocabulary has about 20 million
+MAX_WORK = (
+    500_000_000  # characters in all splits of all pieces; a real vocabulary has about 20 million
+)
 
 
-def merges_from_scores(pieces: Iterable[str], ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+def merges_from_scores(
+    pieces: Iterable[str], ids: Mapping[str, int], scores: Sequence[float]
+) -> list[tuple[str, str]]:
     """Every split of every piece into two pieces, best score first.
 
     SentencePiece breaks ties by position, leftmost first, which a merge list cannot say. Where one piece has several splits, the
@@ -25,7 +29,9 @@ def merges_from_scores(pieces: Iterable[str], ids: Mapping[str, int], scores: Se
     known = frozenset(pieces)
     work = sum(len(piece) ** 2 for piece in known)
     if work > MAX_WORK:
-        raise ModelError(f"the vocabulary's pieces are too long to work with ({work} characters in all their splits)")
+        raise ModelError(
+            f"the vocabulary's pieces are too long to work with ({work} characters in all their splits)"
+        )
     merges: list[tuple[str, str]] = []
     best_first = sorted(known, key=lambda piece: (-scores[ids[piece]], ids[piece]))
     for _, same in groupby(best_first, key=lambda piece: scores[ids[piece]]):

@@ -25,7 +25,9 @@ class StopMatcher:
     def __init__(self, stops: Iterable[str] = (), include: bool = False) -> None:
         self._stops = list(dict.fromkeys(s for s in stops if s))
         self._fails = [_failure(s) for s in self._stops]
-        self._states = [0] * len(self._stops)  # how many characters of each stop the text so far ends with
+        self._states = [0] * len(
+            self._stops
+        )  # how many characters of each stop the text so far ends with
         self._firsts = frozenset(s[0] for s in self._stops)
         self._held = ""
         self._include = include

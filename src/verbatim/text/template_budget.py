@@ -16,9 +16,13 @@ from jinja2.exceptions import TemplateError
 
 MAX_OUTPUT = 8 * 2**20  # characters of rendered text
 MAX_WORK = 32 * 2**20  # characters of strings made on the way, and elements of lists
-MAX_VALUE = 8 * 2**20  # weight of one value: its characters and elements, counted through shared parts
+MAX_VALUE = (
+    8 * 2**20
+)  # weight of one value: its characters and elements, counted through shared parts
 MAX_ELEMENTS = 100_000  # elements of one value, beyond a few times those of the conversation
-MAX_SECONDS = 0.4  # of this thread's processor time, so that a busy machine does not fail an honest template
+MAX_SECONDS = (
+    0.4  # of this thread's processor time, so that a busy machine does not fail an honest template
+)
 MAX_BITS = 4096  # of an integer
 
 clock = time.thread_time  # seconds of processor time; the tests put their own here
@@ -35,7 +39,9 @@ class Budget:
         self._until = clock() + seconds
         self._ticks = 0
         self._work = MAX_WORK
-        self._known: dict[int, tuple[int, int]] = {}  # id of an input's list or dict -> (weight, elements)
+        self._known: dict[
+            int, tuple[int, int]
+        ] = {}  # id of an input's list or dict -> (weight, elements)
         self._most = MAX_ELEMENTS + 4 * sum(self._learn(value)[1] for value in data)
 
     def tick(self, count: int = 1) -> None:
@@ -53,7 +59,9 @@ class Budget:
     def weigh(self, value: Any) -> Any:
         """Check a value that the template made, and count it as work. Returns the value."""
         if isinstance(value, str):
-            self.spend(len(value) if value.isascii() else 3 * len(value))  # beyond ASCII a character takes up to four bytes
+            self.spend(
+                len(value) if value.isascii() else 3 * len(value)
+            )  # beyond ASCII a character takes up to four bytes
         elif isinstance(value, int):
             if value.bit_length() > MAX_BITS:
                 raise BudgetError("the chat template computes with an absurdly large number")
@@ -79,12 +87,16 @@ class Budget:
             else:
                 elements += len(item)
                 if isinstance(item, dict):
-                    stack.extend(dict.keys(item))  # a message that notes who looks at it (reads.py) is not looked at here
+                    stack.extend(
+                        dict.keys(item)
+                    )  # a message that notes who looks at it (reads.py) is not looked at here
                     stack.extend(dict.values(item))
                 else:
                     stack.extend(item)
             if elements > self._most or weight > MAX_VALUE:
-                raise BudgetError("the chat template makes a list that is larger than a chat can need")
+                raise BudgetError(
+                    "the chat template makes a list that is larger than a chat can need"
+                )
         self.tick(1 + elements // 16)
         return weight, elements
 

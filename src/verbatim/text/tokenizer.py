@@ -76,7 +76,9 @@ class Tokenizer:
                 ids.append(control)
             elif text:
                 _check_text(text)
-                ids += self._plain(text, self._vocab.plain if first else self._vocab.continued or self._vocab.plain)
+                ids += self._plain(
+                    text, self._vocab.plain if first else self._vocab.continued or self._vocab.plain
+                )
             first = False
         return ids if self._limit is None else self._within(ids, self._limit)
 
@@ -84,7 +86,10 @@ class Tokenizer:
         beyond = next((i for i in ids if i >= limit), None)
         if beyond is not None:
             text = self._vocab.tokens[beyond]
-            raise RequestError(f"the text needs the token {text!r} ({beyond}), and the model has only {limit}", param="prompt")
+            raise RequestError(
+                f"the text needs the token {text!r} ({beyond}), and the model has only {limit}",
+                param="prompt",
+            )
         return ids
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
@@ -114,7 +119,10 @@ class Tokenizer:
         for piece in _halves(text, pattern):
             out += _ids(encoder, piece)
         if not self._control_ids.isdisjoint(set(out) - {self.unk_id}):
-            raise RequestError(f"the vocabulary cannot write this text without the control token {min(bad)!r}", param="prompt")
+            raise RequestError(
+                f"the vocabulary cannot write this text without the control token {min(bad)!r}",
+                param="prompt",
+            )
         return out
 
     def lost(self, text: str) -> str:
@@ -122,9 +130,15 @@ class Tokenizer:
 
         Byte-level vocabularies are looked at, some of which lack a token for a byte; SentencePiece spells any byte."""
         lacking = self._lacking
-        if not lacking or len(raw := text.encode("utf-8", "surrogatepass")) == len(raw.translate(None, lacking)):
+        if not lacking or len(raw := text.encode("utf-8", "surrogatepass")) == len(
+            raw.translate(None, lacking)
+        ):
             return ""
-        suspects = (c for c in dict.fromkeys(text) if not set(lacking).isdisjoint(c.encode("utf-8", "surrogatepass")))
+        suspects = (
+            c
+            for c in dict.fromkeys(text)
+            if not set(lacking).isdisjoint(c.encode("utf-8", "surrogatepass"))
+        )
         return "".join(c for c in islice(suspects, LOST) if not self._writes(c))
 
     def _writes(self, character: str) -> bool:
@@ -136,7 +150,11 @@ class Tokenizer:
         """Bytes without a token of their own: merging begins with single bytes, so a text with such a byte loses it."""
         if not self._vocab.byte_level:
             return b""
-        return bytes(byte for sign, byte in BYTE_ALPHABET.items() if self._vocab.plain.token_to_id(sign) is None)
+        return bytes(
+            byte
+            for sign, byte in BYTE_ALPHABET.items()
+            if self._vocab.plain.token_to_id(sign) is None
+        )
 
     # ------------------------------------------------------------------------------------------------------ to bytes
 
@@ -145,10 +163,16 @@ class Tokenizer:
         found = self._bytes.get(token)
         if found is None:
             if not 0 <= token < self.vocab_size:
-                raise RequestError(f"token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})")
+                raise RequestError(
+                    f"token id {token} is outside the vocabulary (0 to {self.vocab_size - 1})"
+                )
             text = self.token_text(token)
-            literal = token in self._control_ids or (self._vocab.byte_level and token in self._vocab.added)
-            found = self._bytes[token] = text.encode("utf-8") if literal else self._vocab.to_bytes(text)
+            literal = token in self._control_ids or (
+                self._vocab.byte_level and token in self._vocab.added
+            )
+            found = self._bytes[token] = (
+                text.encode("utf-8") if literal else self._vocab.to_bytes(text)
+            )
         return found
 
     def is_control(self, token: int) -> bool:
@@ -174,7 +198,12 @@ class Tokenizer:
     @property
     def special_tokens(self) -> dict[str, str]:
         """Names as chat templates use them (bos_token, eos_token, …) with their text."""
-        named = {"bos_token": self.bos_id, "eos_token": self.eos_id, "unk_token": self.unk_id, "pad_token": self.pad_id}
+        named = {
+            "bos_token": self.bos_id,
+            "eos_token": self.eos_id,
+            "unk_token": self.unk_id,
+            "pad_token": self.pad_id,
+        }
         texts = {name: self._vocab.tokens[i] for name, i in named.items() if i is not None}
         return {**self._vocab.extra, **texts}
 
@@ -188,7 +217,9 @@ def _ids(encoder: Any, text: str) -> list[int]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
         raise
     except BaseException as error:
-        raise ModelError(f"the model's tokenizer fails on a text of {len(text)} characters: {str(error)[:200]}") from error
+        raise ModelError(
+            f"the model's tokenizer fails on a text of {len(text)} characters: {str(error)[:200]}"
+        ) from error
 
 
 def _halves(text: str, pattern: re.Pattern[str]) -> Iterable[str]:

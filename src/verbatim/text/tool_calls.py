@@ -12,7 +12,9 @@ def repeats_call(messages: Sequence[Mapping[str, Any]], index: int) -> bool:
     if message.get("role") != "tool":
         return False
     wanted = message.get("tool_call_id")
-    for call in (call for earlier in messages[:index] for call in _mappings(earlier.get("tool_calls"))):
+    for call in (
+        call for earlier in messages[:index] for call in _mappings(earlier.get("tool_calls"))
+    ):
         function = call.get("function")
         name = function.get("name") if isinstance(function, Mapping) else call.get("name")
         if name == message.get("name") and (not wanted or call.get("id") in (None, wanted)):
@@ -21,4 +23,8 @@ def repeats_call(messages: Sequence[Mapping[str, Any]], index: int) -> bool:
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, (list, tuple)) else []
+    return (
+        [item for item in value if isinstance(item, Mapping)]
+        if isinstance(value, (list, tuple))
+        else []
+    )

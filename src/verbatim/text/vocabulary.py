@@ -10,7 +10,15 @@ from tokenizers import AddedToken
 
 SPACE = "\u2581"  # how SentencePiece spells a space
 # Ends of a turn that a model file may know only as a vocabulary entry. They end an answer wherever they are control tokens.
-END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>")
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
 
 
 @dataclass(frozen=True)
@@ -20,7 +28,9 @@ class Vocabulary:
     tokens: Sequence[str]  # by id; "" where an id has no token
     plain: Any  # tokenizers.Tokenizer that knows no control token
     special: Any  # the same model, with the control tokens
-    to_bytes: Callable[[str], bytes]  # of an ordinary token; control and added tokens are literal text
+    to_bytes: Callable[
+        [str], bytes
+    ]  # of an ordinary token; control and added tokens are literal text
     control: Mapping[str, int]
     added: Mapping[int, AddedToken]  # control and user-defined tokens with their matching rules
     bos_id: int | None = None
@@ -31,9 +41,15 @@ class Vocabulary:
     prefix: tuple[int, ...] = ()  # put before every prompt
     suffix: tuple[int, ...] = ()  # put after it
     byte_level: bool = True  # user-defined tokens are literal text; in SentencePiece they spell spaces like all others
-    space_prefix: bool = False  # a space is put before the first word, and taken away again when decoding
-    continued: Any = None  # `plain` for text that does not begin the prompt, where that makes a difference
-    extra: Mapping[str, str] = field(default_factory=dict)  # further named special tokens, for chat templates
+    space_prefix: bool = (
+        False  # a space is put before the first word, and taken away again when decoding
+    )
+    continued: Any = (
+        None  # `plain` for text that does not begin the prompt, where that makes a difference
+    )
+    extra: Mapping[str, str] = field(
+        default_factory=dict
+    )  # further named special tokens, for chat templates
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -42,7 +42,9 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "q6_k": (256, 210),
     "q8_k": (256, 292),
 }
-CHUNK_VALUES = 1 << 18  # values converted at a time: temporaries stay in the cache, and the peak is the result plus a few MiB
+CHUNK_VALUES = (
+    1 << 18
+)  # values converted at a time: temporaries stay in the cache, and the peak is the result plus a few MiB
 
 _NIBBLES = np.array([0, 4], dtype=np.uint8).reshape(1, 1, 2, 1)
 _CRUMBS = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
@@ -53,7 +55,9 @@ def nbytes(type: str, shape: tuple[int, ...]) -> int:
     """Bytes a weight of this type and shape takes. Python integers: no overflow however absurd the shape."""
     values, size = BLOCKS[type]
     if not shape or shape[-1] % values:
-        raise ModelError(f"a {type} row holds a multiple of {values} values, not {shape[-1] if shape else 0}")
+        raise ModelError(
+            f"a {type} row holds a multiple of {values} values, not {shape[-1] if shape else 0}"
+        )
     total = shape[-1] // values * size
     for dim in shape[:-1]:
         total *= dim
@@ -73,7 +77,9 @@ def dequantise(type: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     blocks = raw.reshape(-1, size)
     out = np.empty((len(blocks), values), dtype=np.float32)
     step = max(1, CHUNK_VALUES // values)
-    with np.errstate(all="ignore"):  # a hostile file may hold infinite scales: inf and NaN are its values, not our warning
+    with np.errstate(
+        all="ignore"
+    ):  # a hostile file may hold infinite scales: inf and NaN are its values, not our warning
         for start in range(0, len(blocks), step):
             _UNPACK[type](blocks[start : start + step], out[start : start + step])
     return out.reshape(shape)
@@ -123,7 +129,9 @@ def _q5_0(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def _q5_1(blocks: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(_half(blocks, 0), _low_high(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]), out=out)
+    np.multiply(
+        _half(blocks, 0), _low_high(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8]), out=out
+    )
     out += _half(blocks, 2)
 
 
@@ -151,9 +159,19 @@ def _q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
     high = ((packed[:, 8:].reshape(n, 1, 1, 4) >> _CRUMBS) & np.uint8(3)).reshape(n, 16)
     scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
     scale = (_half(blocks, 108) * scales).reshape(n, 16, 1)
-    q = ((blocks[:, 32:96].reshape(n, 2, 1, 32) >> _CRUMBS) & np.uint8(3)).reshape(n, 16, 16).view(np.int8)
-    mask = ((blocks[:, :32].reshape(n, 1, 1, 32) >> _BITS) & np.uint8(1)).reshape(n, 16, 16).view(np.int8)
-    np.multiply(scale, q - np.int8(4) + (mask << np.int8(2)), out=out.reshape(n, 16, 16))  # a clear bit means minus four
+    q = (
+        ((blocks[:, 32:96].reshape(n, 2, 1, 32) >> _CRUMBS) & np.uint8(3))
+        .reshape(n, 16, 16)
+        .view(np.int8)
+    )
+    mask = (
+        ((blocks[:, :32].reshape(n, 1, 1, 32) >> _BITS) & np.uint8(1))
+        .reshape(n, 16, 16)
+        .view(np.int8)
+    )
+    np.multiply(
+        scale, q - np.int8(4) + (mask << np.int8(2)), out=out.reshape(n, 16, 16)
+    )  # a clear bit means minus four
 
 
 def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -161,8 +179,12 @@ def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     0..3: scale j in the low six bits, the high bits of scale j+4 above; 4..7: the same for minima; 8..11: low nibbles of j+4."""
     a, b, c = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
-    scale = np.concatenate([a & np.uint8(63), (c & np.uint8(15)) | ((a >> np.uint8(2)) & np.uint8(48))], axis=1)
-    least = np.concatenate([b & np.uint8(63), (c >> np.uint8(4)) | ((b >> np.uint8(2)) & np.uint8(48))], axis=1)
+    scale = np.concatenate(
+        [a & np.uint8(63), (c & np.uint8(15)) | ((a >> np.uint8(2)) & np.uint8(48))], axis=1
+    )
+    least = np.concatenate(
+        [b & np.uint8(63), (c >> np.uint8(4)) | ((b >> np.uint8(2)) & np.uint8(48))], axis=1
+    )
     return scale, least
 
 
@@ -180,7 +202,9 @@ def _q4_k(blocks: np.ndarray, out: np.ndarray) -> None:
 
 def _q5_k(blocks: np.ndarray, out: np.ndarray) -> None:
     n = len(blocks)
-    fifth = ((blocks[:, 16:48].reshape(n, 1, 1, 32) >> _BITS) & np.uint8(1)).reshape(n, 256) << np.uint8(4)
+    fifth = ((blocks[:, 16:48].reshape(n, 1, 1, 32) >> _BITS) & np.uint8(1)).reshape(
+        n, 256
+    ) << np.uint8(4)
     _k_affine(blocks, _low_high(blocks[:, 48:], 32) | fifth, out)
 
 
@@ -194,7 +218,9 @@ def _q6_k(blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def _q8_k(blocks: np.ndarray, out: np.ndarray) -> None:
-    np.multiply(np.ascontiguousarray(blocks[:, :4]).view("<f4"), blocks[:, 4:260].view(np.int8), out=out)
+    np.multiply(
+        np.ascontiguousarray(blocks[:, :4]).view("<f4"), blocks[:, 4:260].view(np.int8), out=out
+    )
 
 
 _UNPACK: dict[str, Callable[[np.ndarray, np.ndarray], None]] = {

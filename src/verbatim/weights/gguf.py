@@ -88,10 +88,34 @@ OTHER_TYPES: dict[int, str] = {
 
 # metadata value types by number: struct code of the scalar ones
 STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS: dict[int, str] = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-KINDS: dict[int, str] = {0: "u8", 1: "i8", 2: "u16", 3: "i16", 4: "u32", 5: "i32", 6: "f32", 7: "bool", 8: "str"}
+SCALARS: dict[int, str] = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+KINDS: dict[int, str] = {
+    0: "u8",
+    1: "i8",
+    2: "u16",
+    3: "i16",
+    4: "u32",
+    5: "i32",
+    6: "f32",
+    7: "bool",
+    8: "str",
+}
 KINDS |= {10: "u64", 11: "i64", 12: "f64"}
-_SCALAR_STRUCTS = {number: struct.Struct("<" + code.replace("?", "B")) for number, code in SCALARS.items()}
+_SCALAR_STRUCTS = {
+    number: struct.Struct("<" + code.replace("?", "B")) for number, code in SCALARS.items()
+}
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
@@ -111,7 +135,9 @@ def _read_file(file: Path) -> GGUFFile:
     infos = reader.tensor_infos(tensor_count)
     header_end = reader.pos
     tensors = _place(reader, metadata, infos)
-    return GGUFFile(file, metadata, tensors, _digest(view, header_end, tensors), version, reader.types)
+    return GGUFFile(
+        file, metadata, tensors, _digest(view, header_end, tensors), version, reader.types
+    )
 
 
 def map_file(file: Path, *, least: int = 0) -> mmap.mmap:
@@ -122,10 +148,15 @@ def map_file(file: Path, *, least: int = 0) -> mmap.mmap:
             if not stat.S_ISREG(info.st_mode):
                 raise ModelError("not a regular file", file=str(file))
             if info.st_size < max(least, 1):
-                raise ModelError(f"{info.st_size} bytes are too few for a model file (cut short? get it again)", file=str(file))
+                raise ModelError(
+                    f"{info.st_size} bytes are too few for a model file (cut short? get it again)",
+                    file=str(file),
+                )
             return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)) from error
+        raise ModelError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)
+        ) from error
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
@@ -151,7 +182,9 @@ class _Reader:
         self.types: dict[str, str] = {}
 
     def fail(self, message: str) -> NoReturn:
-        raise ModelError(message if len(message) < 1000 else message[:1000] + "…", file=str(self.file))  # names may be 64 KiB
+        raise ModelError(
+            message if len(message) < 1000 else message[:1000] + "…", file=str(self.file)
+        )  # names may be 64 KiB
 
     def need(self, count: int, what: str) -> None:
         if count > self.size - self.pos:
@@ -211,9 +244,13 @@ class _Reader:
         left = self.size - self.pos
         # the shortest key-value pair takes 8 + 4 + 1 bytes, the shortest tensor info 8 + 4 + 8 + 4 + 8
         if keys > min(MAX_KEYS, left // 13):
-            self.fail(f"metadata count {keys} does not fit the file ({left} bytes left, at most {MAX_KEYS} keys)")
+            self.fail(
+                f"metadata count {keys} does not fit the file ({left} bytes left, at most {MAX_KEYS} keys)"
+            )
         if tensors > min(MAX_TENSORS, left // 32):
-            self.fail(f"tensor count {tensors} does not fit the file ({left} bytes left, at most {MAX_TENSORS} tensors)")
+            self.fail(
+                f"tensor count {tensors} does not fit the file ({left} bytes left, at most {MAX_TENSORS} tensors)"
+            )
         return version, tensors, keys
 
     # ------------------------------------------------------------------------------------------------------- metadata
@@ -266,7 +303,9 @@ class _Reader:
         self.grant(count * size)
         self.charge(count * 40 + 64, key)
         code = "u1" if kind == BOOL else SCALARS[kind]
-        values = np.frombuffer(self.view, dtype=np.dtype(code).newbyteorder("<"), count=count, offset=self.pos)
+        values = np.frombuffer(
+            self.view, dtype=np.dtype(code).newbyteorder("<"), count=count, offset=self.pos
+        )
         self.pos += count * size
         if kind == BOOL:
             if values.size and values.max() > 1:
@@ -326,9 +365,14 @@ class _Reader:
     def any_strings(self, count: int, key: str, result: list[str]) -> None:
         for _ in range(count):
             item = f"metadata {key!r}[{len(result)}]"
-            if self.size - self.pos < 8 or self.size - self.pos - 8 < _U64.unpack_from(self.view, self.pos)[0]:
+            if (
+                self.size - self.pos < 8
+                or self.size - self.pos - 8 < _U64.unpack_from(self.view, self.pos)[0]
+            ):
                 self.fail(f"{item} reaches beyond the end of the file")
-            self.grant(8 + min(_U64.unpack_from(self.view, self.pos)[0], 255))  # no more for a long one
+            self.grant(
+                8 + min(_U64.unpack_from(self.view, self.pos)[0], 255)
+            )  # no more for a long one
             result.append(self.text(item))
 
     def nested_array(self, key: str, count: int, depth: int) -> list[Any]:
@@ -356,16 +400,26 @@ class _Reader:
             kind = self.u32(f"type of tensor {name!r}")
             if kind not in TYPES:
                 named = OTHER_TYPES.get(kind, f"number {kind}")
-                self.fail(f"tensor {name!r} has the type {named}, which is not read; read are {', '.join(BLOCKS)}")
+                self.fail(
+                    f"tensor {name!r} has the type {named}, which is not read; read are {', '.join(BLOCKS)}"
+                )
             result[name] = (TYPES[kind], shape, self.u64(f"offset of tensor {name!r}"))
         return result
 
 
-def _place(reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str, tuple[int, ...], int]]) -> dict[str, Tensor]:
+def _place(
+    reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str, tuple[int, ...], int]]
+) -> dict[str, Tensor]:
     """Check where every tensor lies, then make views of the map. No two overlap, none leaves the file."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if type(alignment) is not int or not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-        reader.fail(f"general.alignment is {alignment!r}; a power of two up to {MAX_ALIGNMENT} is needed")
+    if (
+        type(alignment) is not int
+        or not 0 < alignment <= MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
+        reader.fail(
+            f"general.alignment is {alignment!r}; a power of two up to {MAX_ALIGNMENT} is needed"
+        )
     start = -(-reader.pos // alignment) * alignment
     spans: list[tuple[int, int, str]] = []
     for name, (kind, shape, offset) in infos.items():
@@ -376,7 +430,9 @@ def _place(reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str
         except ModelError as error:
             reader.fail(f"tensor {name!r}: {error.message}")
         if offset % alignment:
-            reader.fail(f"tensor {name!r} lies at offset {offset}, which is not a multiple of the alignment {alignment}")
+            reader.fail(
+                f"tensor {name!r} lies at offset {offset}, which is not a multiple of the alignment {alignment}"
+            )
         if start + offset + length > reader.size:
             reader.fail(
                 f"tensor {name!r} ({kind} {shape}) ends at byte {start + offset + length}; the file has {reader.size} (cut short? get it again)"
@@ -388,7 +444,10 @@ def _place(reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str
             reader.fail(f"tensors {name!r} and {other!r} overlap")
     whole = np.frombuffer(reader.view, dtype=np.uint8)
     ends = {name: (start + begin, start + end) for begin, end, name in spans}
-    return {name: Tensor(name, kind, shape, whole[slice(*ends[name])]) for name, (kind, shape, _) in infos.items()}
+    return {
+        name: Tensor(name, kind, shape, whole[slice(*ends[name])])
+        for name, (kind, shape, _) in infos.items()
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- digest

@@ -19,4 +19,6 @@ class GGUFFile:
     tensors: dict[str, Tensor] = field(repr=False)
     digest: str
     version: int = 3
-    types: dict[str, str] = field(default_factory=dict, repr=False)  # of the metadata; of an array, its elements'
+    types: dict[str, str] = field(
+        default_factory=dict, repr=False
+    )  # of the metadata; of an array, its elements'

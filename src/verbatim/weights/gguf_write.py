@@ -20,14 +20,36 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.gguf import ARRAY, DEFAULT_ALIGNMENT, KINDS, MAX_DIMS, MAX_NESTING, SCALARS, STRING, TYPES
+from verbatim.weights.gguf import (
+    ARRAY,
+    DEFAULT_ALIGNMENT,
+    KINDS,
+    MAX_DIMS,
+    MAX_NESTING,
+    SCALARS,
+    STRING,
+    TYPES,
+)
 from verbatim.weights.quant import nbytes, requantise
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 _KIND_NUMBERS = {name: number for number, name in KINDS.items()}
 _TYPE_NUMBERS = {name: number for number, name in TYPES.items()}
-_NUMPY_KINDS = {"uint8": "u8", "int8": "i8", "uint16": "u16", "int16": "i16", "uint32": "u32", "int32": "i32"}
-_NUMPY_KINDS |= {"uint64": "u64", "int64": "i64", "float32": "f32", "float64": "f64", "bool": "bool"}
+_NUMPY_KINDS = {
+    "uint8": "u8",
+    "int8": "i8",
+    "uint16": "u16",
+    "int16": "i16",
+    "uint32": "u32",
+    "int32": "i32",
+}
+_NUMPY_KINDS |= {
+    "uint64": "u64",
+    "int64": "i64",
+    "float32": "f32",
+    "float64": "f64",
+    "bool": "bool",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +100,21 @@ def write_gguf(
                     os.unlink(out.name)
                 raise
     except OSError as error:
-        remedy = "; free some space, or choose another place" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise ModelError(f"cannot be written: {error.strerror or error}{remedy}", file=str(target)) from error
+        remedy = (
+            "; free some space, or choose another place"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else ""
+        )
+        raise ModelError(
+            f"cannot be written: {error.strerror or error}{remedy}", file=str(target)
+        ) from error
 
 
 def _part(target: Path) -> BinaryIO:
     """A new file beside the target, locked as long as it is open: so that others can tell it from one whose writer was killed."""
     while True:
-        out = open(target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part"), "xb")  # noqa: SIM115
+        name = f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part"
+        out = open(target.with_name(name), "xb")  # noqa: SIM115
         _locked(out, wait=True)
         if os.path.exists(out.name):
             return out
@@ -95,7 +124,10 @@ def _part(target: Path) -> BinaryIO:
 def remove_abandoned(target: Path) -> None:
     """Remove the parts of `target` that no living process writes: a kill leaves one behind, as large as the model."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        if re.fullmatch(r"\d+\.[0-9a-f]{8}", path.name[len(target.name) + 2 : -len(".part")]) is None:
+        if (
+            re.fullmatch(r"\d+\.[0-9a-f]{8}", path.name[len(target.name) + 2 : -len(".part")])
+            is None
+        ):
             continue  # not a name of ours
         with contextlib.suppress(OSError), open(path, "rb") as found:
             if _locked(found, wait=False):
@@ -121,13 +153,24 @@ def _pad(out: BinaryIO, alignment: int) -> None:
 
 
 def _data(item: Tensor | LazyTensor) -> memoryview:
-    data = np.ascontiguousarray(item.data if isinstance(item, Tensor) else item.make()).reshape(-1).view(np.uint8)
+    data = (
+        np.ascontiguousarray(item.data if isinstance(item, Tensor) else item.make())
+        .reshape(-1)
+        .view(np.uint8)
+    )
     if data.size != (expected := nbytes(item.type, item.shape)):
-        raise ModelError(f"tensor {item.name!r} has {data.size} bytes; {item.type} {item.shape} takes {expected}")
+        raise ModelError(
+            f"tensor {item.name!r} has {data.size} bytes; {item.type} {item.shape} takes {expected}"
+        )
     return data.data
 
 
-def _header(metadata: Mapping[str, Any], items: list[Tensor | LazyTensor], types: Mapping[str, str], alignment: int) -> bytes:
+def _header(
+    metadata: Mapping[str, Any],
+    items: list[Tensor | LazyTensor],
+    types: Mapping[str, str],
+    alignment: int,
+) -> bytes:
     out = bytearray(b"GGUF" + struct.pack("<IQQ", 3, len(items), len(metadata)))
     for key, value in metadata.items():
         _text(out, key)
@@ -193,7 +236,9 @@ def _scalars(out: bytearray, key: str, values: Iterable[Any], number: int) -> No
         else:
             out += b"".join(map(struct.Struct("<" + SCALARS[number]).pack, values))
     except (struct.error, AttributeError, OverflowError, UnicodeEncodeError) as error:
-        raise ModelError(f"metadata {key!r} does not fit the type {KINDS[number]}: {error}") from None
+        raise ModelError(
+            f"metadata {key!r} does not fit the type {KINDS[number]}: {error}"
+        ) from None
 
 
 def _infer(key: str, values: Any, *, array: bool) -> str:
@@ -212,4 +257,6 @@ def _infer(key: str, values: Any, *, array: bool) -> str:
         return "u64" if low >= 0 else "i64"
     if kinds <= {int, float}:
         return "f32"
-    raise ModelError(f"metadata {key!r} holds {sorted(kind.__name__ for kind in kinds)}; GGUF has no such value")
+    raise ModelError(
+        f"metadata {key!r} holds {sorted(kind.__name__ for kind in kinds)}; GGUF has no such value"
+    )

@@ -50,7 +50,11 @@ class Wanted:
     file: str | None = None
 
     def __str__(self) -> str:
-        return self.repo + (f"@{self.revision}" if self.revision else "") + (f":{self.file}" if self.file else "")
+        return (
+            self.repo
+            + (f"@{self.revision}" if self.revision else "")
+            + (f":{self.file}" if self.file else "")
+        )
 
 
 def hub_model(wanted: Wanted, *, offline: bool = False, fetch: bool = False) -> tuple[Path, str]:
@@ -60,11 +64,17 @@ def hub_model(wanted: Wanted, *, offline: bool = False, fetch: bool = False) -> 
         path, missing = _in_cache(hub, wanted)
         if missing:
             how = f"(offline: only the cache was searched): {missing}"
-            raise ModelError(f"could not get {wanted} from the hub {how}; fetch it once with `verbatim pull {wanted}`")
+            raise ModelError(
+                f"could not get {wanted} from the hub {how}; fetch it once with `verbatim pull {wanted}`"
+            )
         return path, ""
     try:
-        files = hub.HfApi().model_info(wanted.repo, revision=wanted.revision, timeout=PATIENCE).siblings
-    except Exception as error:  # the library raises errors of its own, of requests or httpx, and of the system
+        files = (
+            hub.HfApi().model_info(wanted.repo, revision=wanted.revision, timeout=PATIENCE).siblings
+        )
+    except (
+        Exception
+    ) as error:  # the library raises errors of its own, of requests or httpx, and of the system
         if fetch or not _unreachable(error):
             raise _not_got(wanted, error, "check the name and the network") from error
         return _instead(hub, wanted, error)
@@ -73,7 +83,9 @@ def hub_model(wanted: Wanted, *, offline: bool = False, fetch: bool = False) -> 
     except ModelError:
         raise
     except Exception as error:
-        raise _not_got(wanted, error, "check the network; what has arrived is kept, so ask again") from error
+        raise _not_got(
+            wanted, error, "check the network; what has arrived is kept, so ask again"
+        ) from error
 
 
 def _library() -> Any:
@@ -81,24 +93,34 @@ def _library() -> Any:
         import huggingface_hub
         import huggingface_hub.constants  # a lazy package: its submodules must be asked for
     except ImportError:
-        raise ModelError("models of the hub (org/name) need the extra 'hub': pip install '.[hub]' in the checkout") from None
+        raise ModelError(
+            "models of the hub (org/name) need the extra 'hub': pip install '.[hub]' in the checkout"
+        ) from None
     return huggingface_hub
 
 
 def _take(hub: Any, wanted: Wanted, names: list[str]) -> Path:
     file = wanted.file
-    if file is None and not any(name.endswith(".safetensors") and "/" not in name for name in names):
+    if file is None and not any(
+        name.endswith(".safetensors") and "/" not in name for name in names
+    ):
         file = _only_gguf(wanted.repo, names)
     if file is None:
         return _snapshot(hub, wanted, local=False)
     parts = parts_of(file)
     if not set(parts) & set(names):  # one file; or none, which the hub itself will say
-        return Path(hub.hf_hub_download(wanted.repo, file, revision=wanted.revision, local_files_only=False))
+        return Path(
+            hub.hf_hub_download(wanted.repo, file, revision=wanted.revision, local_files_only=False)
+        )
     if lost := [part for part in parts if part not in names]:
-        raise ModelError(f"{wanted.repo} does not hold all {len(parts)} parts of {file}: {_missing(lost)}; choose another file")
+        raise ModelError(
+            f"{wanted.repo} does not hold all {len(parts)} parts of {file}: {_missing(lost)}; choose another file"
+        )
     folder = _snapshot(hub, wanted, local=False, parts=parts)
     if missing := _missing(_not_in(folder, parts)):
-        raise ModelError(f"could not get all of {wanted} from the hub: {missing}; what has arrived is kept, so ask again")
+        raise ModelError(
+            f"could not get all of {wanted} from the hub: {missing}; what has arrived is kept, so ask again"
+        )
     return folder / file
 
 
@@ -107,7 +129,11 @@ def _snapshot(hub: Any, wanted: Wanted, *, local: bool, parts: list[str] | None 
     patterns = {"allow_patterns": list(PATTERNS), "ignore_patterns": list(IGNORED)}
     if parts is not None:
         patterns = {"allow_patterns": [glob.escape(part) for part in parts], "ignore_patterns": []}
-    return Path(hub.snapshot_download(wanted.repo, revision=wanted.revision, local_files_only=local, **patterns))
+    return Path(
+        hub.snapshot_download(
+            wanted.repo, revision=wanted.revision, local_files_only=local, **patterns
+        )
+    )
 
 
 def _only_gguf(repo: str, names: list[str]) -> str:
@@ -118,7 +144,9 @@ def _only_gguf(repo: str, names: list[str]) -> str:
         raise ModelError(
             f"{repo} holds {len(files)} GGUF files; choose one: {', '.join(f'{repo}:{name}' for name in files[:20])}"
         )
-    raise ModelError(f"{repo} holds neither safetensors nor GGUF files; other kinds of weights are not read")
+    raise ModelError(
+        f"{repo} holds neither safetensors nor GGUF files; other kinds of weights are not read"
+    )
 
 
 # ----------------------------------------------------------------------------------------------------- without a network
@@ -129,16 +157,25 @@ def _instead(hub: Any, wanted: Wanted, error: Exception) -> tuple[Path, str]:
     path, missing = _in_cache(hub, wanted)
     if missing:
         raise _not_got(wanted, error, f"and in the cache {missing}; check the network") from error
-    revision = path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else "unknown"
+    revision = (
+        path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else "unknown"
+    )
     why = f"the hub cannot be reached ({_reason(error)})"
-    return path, f"{why}: taking {wanted} from the cache, revision {revision}, which may not be the newest"
+    return (
+        path,
+        f"{why}: taking {wanted} from the cache, revision {revision}, which may not be the newest",
+    )
 
 
 def _in_cache(hub: Any, wanted: Wanted) -> tuple[Path, str]:
     """(path, "") where the cache holds all that was asked for, else what is missing."""
     try:
         if wanted.file is not None and not parts_of(wanted.file):
-            return Path(hub.hf_hub_download(wanted.repo, wanted.file, revision=wanted.revision, local_files_only=True)), ""
+            return Path(
+                hub.hf_hub_download(
+                    wanted.repo, wanted.file, revision=wanted.revision, local_files_only=True
+                )
+            ), ""
         path = _snapshot(hub, wanted, local=True)
     except Exception:  # whatever the library calls it
         return Path(), "it is not there"
@@ -152,27 +189,43 @@ def _in_cache(hub: Any, wanted: Wanted) -> tuple[Path, str]:
 
 
 def _not_in(folder: Path, files: list[str]) -> list[str]:
-    return [file for file in files if not (folder / file).exists()]  # files are links, which may dangle
+    return [
+        file for file in files if not (folder / file).exists()
+    ]  # files are links, which may dangle
 
 
 def _missing(lost: list[str]) -> str:
-    return f"{lost[0]} is missing" + (f" (and {len(lost) - 1} more)" if lost[1:] else "") if lost else ""
+    return (
+        f"{lost[0]} is missing" + (f" (and {len(lost) - 1} more)" if lost[1:] else "")
+        if lost
+        else ""
+    )
 
 
 def _lacks(folder: Path) -> str:
     """What a snapshot of safetensors needs and has not: the library hands out one whose fetching was interrupted, too."""
-    have = {file.name for file in folder.iterdir() if file.exists()}  # files are links, which may dangle
+    have = {
+        file.name for file in folder.iterdir() if file.exists()
+    }  # files are links, which may dangle
     need = {"config.json"}
     for name in have:
         if part := re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})\.safetensors", name):
-            need |= {f"{part[1]}{i:05d}-of-{part[3]}.safetensors" for i in range(1, int(part[3]) + 1)}
+            need |= {
+                f"{part[1]}{i:05d}-of-{part[3]}.safetensors" for i in range(1, int(part[3]) + 1)
+            }
     if "model.safetensors.index.json" in have:
         try:
-            need |= set(json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"].values())
+            need |= set(
+                json.loads((folder / "model.safetensors.index.json").read_bytes())[
+                    "weight_map"
+                ].values()
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return "its model.safetensors.index.json cannot be read"
     lost = sorted(need - have)
-    if not any(name.endswith(".safetensors") and not name.startswith("consolidated") for name in have):
+    if not any(
+        name.endswith(".safetensors") and not name.startswith("consolidated") for name in have
+    ):
         lost.append("a file of weights")
     if not have & set(_TOKENIZERS):
         lost.append("a tokenizer")
@@ -198,4 +251,6 @@ def _not_got(wanted: Wanted, error: Exception, remedy: str) -> ModelError:
 
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300].rstrip('.')}" if lines else type(error).__name__
+    return (
+        f"{type(error).__name__}: {lines[0][:300].rstrip('.')}" if lines else type(error).__name__
+    )

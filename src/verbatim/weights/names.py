@@ -101,12 +101,19 @@ GGUF_LAYER = {
     "phi3": _GGUF | _GGUF_FUSED_QKV | {"mlp.gate": "ffn_up"},
     "gpt2": _GGUF | _GGUF_FUSED_QKV,
 }
-_GGUF_TOP = {"embed": "token_embd", "positions": "position_embd", "final_norm": "output_norm", "head": "output"}
+_GGUF_TOP = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+}
 
 # Tensors that a file may hold beyond the model and that change nothing: buffers that are recomputed here.
 _HARMLESS = {
     "hf": re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$"),
-    "gguf": re.compile(r"^(rope_freqs|rope_factors_long|rope_factors_short)\.weight$|^blk\.\d+\.attn\.rot_embd$"),
+    "gguf": re.compile(
+        r"^(rope_freqs|rope_factors_long|rope_factors_short)\.weight$|^blk\.\d+\.attn\.rot_embd$"
+    ),
 }
 _HARMLESS_VISION = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision)\.")
 
@@ -171,7 +178,11 @@ def harmless(kind: str, *, tied: bool, nested: bool) -> Callable[[str], bool]:
     """A test for tensors that may be in the file without being part of the model as we run it."""
     pattern = _HARMLESS[kind]
     heads = {"lm_head.weight", "language_model.lm_head.weight", "output.weight"} if tied else set()
-    return lambda name: bool(pattern.search(name)) or name in heads or (nested and bool(_HARMLESS_VISION.search(name)))
+    return lambda name: (
+        bool(pattern.search(name))
+        or name in heads
+        or (nested and bool(_HARMLESS_VISION.search(name)))
+    )
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -27,7 +27,9 @@ def requantise(tensor: Tensor, type: str) -> Tensor:
             values = dequantise(tensor.type, chunk, (len(chunk), tensor.shape[-1]))
             out[start : start + step] = quantise(type, values).reshape(len(chunk), -1)
     except ModelError as error:
-        raise ModelError(f"weight {tensor.name!r} cannot be turned into {type}: {error.message}") from None
+        raise ModelError(
+            f"weight {tensor.name!r} cannot be turned into {type}: {error.message}"
+        ) from None
     return Tensor(tensor.name, type, tensor.shape, out.reshape(-1))
 
 
@@ -60,7 +62,9 @@ def broken_block(tensor: Tensor) -> int | None:
     found: list[int] = []
     for place in places:
         column = words[:, place // width]
-        good = (column & np.uint16(0x7F80)) != 0x7F80 if tensor.type == "bf16" else np.isfinite(column)
+        good = (
+            (column & np.uint16(0x7F80)) != 0x7F80 if tensor.type == "bf16" else np.isfinite(column)
+        )
         if not good.all():
             found.append(int(np.argmin(good)))
     return min(found, default=None)

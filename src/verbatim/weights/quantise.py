@@ -16,7 +16,9 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import BLOCKS
 
-_CHUNK_VALUES = 1 << 16  # values at a time: temporaries stay small, and the peak is the input, the result and a few MiB
+_CHUNK_VALUES = (
+    1 << 16
+)  # values at a time: temporaries stay small, and the peak is the input, the result and a few MiB
 
 
 def quantise(type: str, array: np.ndarray) -> np.ndarray:
@@ -27,7 +29,9 @@ def quantise(type: str, array: np.ndarray) -> np.ndarray:
         raise ModelError(f"no way to write weights as {type!r}; possible: f32, {', '.join(_PACK)}")
     values, size = BLOCKS[type]
     if array.ndim == 0 or array.shape[-1] % values:
-        raise ModelError(f"a {type} row holds a multiple of {values} values; shape {array.shape} does not")
+        raise ModelError(
+            f"a {type} row holds a multiple of {values} values; shape {array.shape} does not"
+        )
     flat = np.ascontiguousarray(array).reshape(-1, values)
     out = np.empty((len(flat), size), dtype=np.uint8)
     step = max(1, _CHUNK_VALUES // values)
@@ -89,7 +93,9 @@ def _f16(x: np.ndarray, out: np.ndarray) -> None:
 
 def _bf16(x: np.ndarray, out: np.ndarray) -> None:
     bits = np.ascontiguousarray(x).view(np.uint32)
-    rounded = (bits.astype(np.uint64) + np.uint64(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint64(16)
+    rounded = (
+        bits.astype(np.uint64) + np.uint64(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    ) >> np.uint64(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     quiet = (bits >> np.uint32(16)) | np.uint32(64)  # rounding could carry a NaN into infinity
     out[:] = np.where(nan, quiet, rounded).astype("<u2").view(np.uint8)
@@ -147,7 +153,14 @@ def _q5_1(x: np.ndarray, out: np.ndarray) -> None:
 
 # ------------------------------------------------------------------------------------------------ blocks of 256 values
 
-_SHIFTS = (0.0, -1.5, -0.8, -0.4, 0.4, 0.8)  # of the number of levels; twice as many gain one error in two hundred
+_SHIFTS = (
+    0.0,
+    -1.5,
+    -0.8,
+    -0.4,
+    0.4,
+    0.8,
+)  # of the number of levels; twice as many gain one error in two hundred
 
 
 def _weights(runs: np.ndarray) -> np.ndarray:
@@ -160,14 +173,22 @@ def _fit_affine(runs: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
     """[..., 32] -> scale and offset >= 0 of each run, so that x is about scale * q - offset with q in 0 .. levels."""
     w = _weights(runs)
     sum_w, sum_x = w.sum(-1, keepdims=True), (w * runs).sum(-1, keepdims=True)
-    low = np.minimum(runs.min(-1, keepdims=True), np.float32(0))  # the format has no negative offset
+    low = np.minimum(
+        runs.min(-1, keepdims=True), np.float32(0)
+    )  # the format has no negative offset
     spread = np.maximum(runs.max(-1, keepdims=True) - low, np.float32(0))
     best_scale, best_low = spread / np.float32(levels), low
     best = np.full_like(low, np.inf)
     for shift in _SHIFTS:
-        q = np.clip(np.rint((runs - low) * _inverse(spread / np.float32(levels + shift))), 0, levels)
+        q = np.clip(
+            np.rint((runs - low) * _inverse(spread / np.float32(levels + shift))), 0, levels
+        )
         wq = w * q
-        sum_q, sum_qq, sum_xq = wq.sum(-1, keepdims=True), (wq * q).sum(-1, keepdims=True), (wq * runs).sum(-1, keepdims=True)
+        sum_q, sum_qq, sum_xq = (
+            wq.sum(-1, keepdims=True),
+            (wq * q).sum(-1, keepdims=True),
+            (wq * runs).sum(-1, keepdims=True),
+        )
         det = sum_w * sum_qq - sum_q * sum_q
         scale = np.where(det > 0, (sum_w * sum_xq - sum_x * sum_q) / det, best_scale)
         offset = np.where(det > 0, (sum_qq * sum_x - sum_q * sum_xq) / det, best_low)
@@ -177,13 +198,19 @@ def _fit_affine(runs: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
         error = (w * np.square(scale * q + offset - runs)).sum(-1, keepdims=True)
         better = (error < best) & (scale > 0)
         best = np.where(better, error, best)
-        best_scale, best_low = np.where(better, scale, best_scale), np.where(better, offset, best_low)
+        best_scale, best_low = (
+            np.where(better, scale, best_scale),
+            np.where(better, offset, best_low),
+        )
     return best_scale[..., 0], -best_low[..., 0]
 
 
 def _pack_k_scales(scale: np.ndarray, least: np.ndarray) -> np.ndarray:
     """Eight 6-bit scales and minima [n, 8] -> twelve bytes; quant._k_scales reads them."""
-    high_scale, high_least = (scale[:, 4:] >> np.uint8(4)) << np.uint8(6), (least[:, 4:] >> np.uint8(4)) << np.uint8(6)
+    high_scale, high_least = (
+        (scale[:, 4:] >> np.uint8(4)) << np.uint8(6),
+        (least[:, 4:] >> np.uint8(4)) << np.uint8(6),
+    )
     low = (scale[:, 4:] & np.uint8(15)) | ((least[:, 4:] & np.uint8(15)) << np.uint8(4))
     return np.concatenate([scale[:, :4] | high_scale, least[:, :4] | high_least, low], axis=1)
 
@@ -196,7 +223,9 @@ def _k_affine(x: np.ndarray, out: np.ndarray, levels: int) -> np.ndarray:
     d = _put_half(out, 0, scale.max(axis=1, keepdims=True) / np.float32(63))
     m = _put_half(out, 2, offset.max(axis=1, keepdims=True) / np.float32(63))
     s = _to_bytes(np.rint(scale * _inverse(d)), 63)
-    t = _to_bytes(np.where(d > 0, np.rint(offset * _inverse(m)), 0), 63)  # d of 0: values too small for f16; all become 0
+    t = _to_bytes(
+        np.where(d > 0, np.rint(offset * _inverse(m)), 0), 63
+    )  # d of 0: values too small for f16; all become 0
     out[:, 4:16] = _pack_k_scales(s, t)
     # round again with the scales that a reader will see
     q = np.rint((runs + (m * t)[..., None]) * _inverse(d * s)[..., None])
@@ -209,7 +238,9 @@ def _q4_k(x: np.ndarray, out: np.ndarray) -> None:
 
 def _q5_k(x: np.ndarray, out: np.ndarray) -> None:
     q = _k_affine(x, out, 31)
-    fifth = (q >> np.uint8(4)).reshape(len(x), 8, 32) << np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
+    fifth = (q >> np.uint8(4)).reshape(len(x), 8, 32) << np.arange(8, dtype=np.uint8).reshape(
+        1, 8, 1
+    )
     out[:, 16:48] = np.bitwise_or.reduce(fifth, axis=1)
     out[:, 48:] = _pack_nibbles(q, 32)
 
@@ -221,7 +252,9 @@ def _fit_symmetric(runs: np.ndarray, half: int) -> np.ndarray:
     best_scale = largest / np.float32(-half)
     best = np.full_like(largest, np.inf)
     for shift in _SHIFTS:
-        q = np.clip(np.rint(runs * _inverse(largest / np.float32(-(half + shift)))), -half, half - 1)
+        q = np.clip(
+            np.rint(runs * _inverse(largest / np.float32(-(half + shift)))), -half, half - 1
+        )
         wq = w * q
         sum_qq = (wq * q).sum(-1, keepdims=True)
         scale = np.where(sum_qq > 0, (wq * runs).sum(-1, keepdims=True) / sum_qq, best_scale)
@@ -237,13 +270,17 @@ def _q6_k(x: np.ndarray, out: np.ndarray) -> None:
     runs = x.reshape(n, 16, 16)
     scale = _fit_symmetric(runs, 32)
     largest = np.take_along_axis(scale, np.abs(scale).argmax(axis=1, keepdims=True), axis=1)
-    d = _put_half(out, 208, largest / np.float32(-128))  # the largest scale becomes -128, the one number without a twin
+    d = _put_half(
+        out, 208, largest / np.float32(-128)
+    )  # the largest scale becomes -128, the one number without a twin
     s = np.clip(np.rint(scale * _inverse(d)), -128, 127).astype(np.int8)
     out[:, 192:208] = s.view(np.uint8)
     q = np.clip(np.rint(runs * _inverse(d * s)[..., None]), -32, 31).astype(np.int8).reshape(n, 256)
     q = (q + np.int8(32)).view(np.uint8)
     out[:, :128] = _pack_nibbles(q, 64)
-    high = (q >> np.uint8(4)).reshape(n, 2, 4, 32) << np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
+    high = (q >> np.uint8(4)).reshape(n, 2, 4, 32) << np.array(
+        [0, 2, 4, 6], dtype=np.uint8
+    ).reshape(1, 1, 4, 1)
     out[:, 128:192] = np.bitwise_or.reduce(high, axis=2).reshape(n, 64)
 
 

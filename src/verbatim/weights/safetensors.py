@@ -73,11 +73,16 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
     """Read everything but the weights, and map those. Any fault is a ModelError."""
     directory = Path(path)
     if not directory.is_dir():
-        raise ModelError("not a directory; a safetensors model is a directory with config.json", file=str(directory))
+        raise ModelError(
+            "not a directory; a safetensors model is a directory with config.json",
+            file=str(directory),
+        )
     try:
         there = (directory / "config.json").exists()
     except OSError as error:
-        raise ModelError(f"cannot be read: {error.strerror or error}", file=str(directory)) from error
+        raise ModelError(
+            f"cannot be read: {error.strerror or error}", file=str(directory)
+        ) from error
     if not there:
         raise ModelError(_no_model(directory), file=str(directory))
     config = read_json(directory / "config.json")
@@ -91,14 +96,19 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
         for name in expected:
             if name not in found and name not in passed:
                 raise ModelError(
-                    f"the index places the tensor {name!r:.80} in {shard}, which does not hold it", file=str(directory)
+                    f"the index places the tensor {name!r:.80} in {shard}, which does not hold it",
+                    file=str(directory),
                 )
         for name in (*found, *passed):
             if name in tensors or name in others:
-                raise ModelError(f"tensor {name!r:.80} appears in two shards", file=str(directory / shard))
+                raise ModelError(
+                    f"tensor {name!r:.80} appears in two shards", file=str(directory / shard)
+                )
         tensors |= found
         others |= passed
-    return SafetensorsDir(directory, config, generation_config, tensors, _digest(config, tensors), others)
+    return SafetensorsDir(
+        directory, config, generation_config, tensors, _digest(config, tensors), others
+    )
 
 
 def _no_model(directory: Path) -> str:
@@ -126,7 +136,9 @@ def _shards(directory: Path) -> dict[str, list[str]]:
             shards.setdefault(shard, []).append(name)
         for shard in shards:
             if not (directory / shard).is_file():
-                raise ModelError(f"the shard {shard} is missing; fetch the model again", file=str(index))
+                raise ModelError(
+                    f"the shard {shard} is missing; fetch the model again", file=str(index)
+                )
         return dict(sorted(shards.items()))
     if (directory / SINGLE).exists():
         return {SINGLE: []}
@@ -134,21 +146,35 @@ def _shards(directory: Path) -> dict[str, list[str]]:
     if len(files) == 1:
         return {files[0]: []}
     if files:
-        raise ModelError(f"{len(files)} safetensors files but no {INDEX} that says which to read", file=str(directory))
+        raise ModelError(
+            f"{len(files)} safetensors files but no {INDEX} that says which to read",
+            file=str(directory),
+        )
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
         raise ModelError(
-            "only pickle weights; they run code when read and are refused: convert to safetensors", file=str(directory)
+            "only pickle weights; they run code when read and are refused: convert to safetensors",
+            file=str(directory),
         )
-    raise ModelError("no safetensors file beside config.json; fetch the model again", file=str(directory))
+    raise ModelError(
+        "no safetensors file beside config.json; fetch the model again", file=str(directory)
+    )
 
 
 def _check_shard_name(shard: object, name: str, index: Path) -> None:
     """A shard is a plain file name beside the index: nothing that leads out of the directory."""
     if isinstance(shard, str) and any(c in "/\\:" or ord(c) < 32 for c in shard):
-        raise ModelError(f"the shard name {shard!r:.80} leads out of the model's directory", file=str(index))
-    if not isinstance(shard, str) or not shard.endswith(".safetensors") or len(shard) > 255 or shard.startswith("."):
         raise ModelError(
-            f"tensor {name!r:.80} lies in {shard!r:.80}, which is not the name of a safetensors file", file=str(index)
+            f"the shard name {shard!r:.80} leads out of the model's directory", file=str(index)
+        )
+    if (
+        not isinstance(shard, str)
+        or not shard.endswith(".safetensors")
+        or len(shard) > 255
+        or shard.startswith(".")
+    ):
+        raise ModelError(
+            f"tensor {name!r:.80} lies in {shard!r:.80}, which is not the name of a safetensors file",
+            file=str(index),
         )
 
 
@@ -161,33 +187,48 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     size = len(view)
     length = int.from_bytes(view[:8], "little")
     if not 2 <= length <= min(MAX_HEADER, size - 8):
-        raise ModelError(f"a header of {length} bytes does not fit a file of {size}", file=str(file))
+        raise ModelError(
+            f"a header of {length} bytes does not fit a file of {size}", file=str(file)
+        )
     header = parse_json(view[8 : 8 + length], file, size + JSON_MEMORY)
     header.pop("__metadata__", None)
     data = np.frombuffer(view, dtype=np.uint8)[8 + length :]
-    entries = sorted(((_entry(file, name, entry), name) for name, entry in header.items()), key=lambda item: item[0][:2])
+    entries = sorted(
+        ((_entry(file, name, entry), name) for name, entry in header.items()),
+        key=lambda item: item[0][:2],
+    )
     tensors: dict[str, Tensor] = {}
     others: dict[str, str] = {}
     position = 0
     for (begin, end, dtype, shape), name in entries:
         if begin != position:
-            raise ModelError(f"tensor {name!r:.80} begins at {begin}; the one before it ends at {position}", file=str(file))
+            raise ModelError(
+                f"tensor {name!r:.80} begins at {begin}; the one before it ends at {position}",
+                file=str(file),
+            )
         if end > data.size:
-            raise ModelError(f"tensor {name!r:.80} ends at {end}; the data end at {data.size} (cut short?)", file=str(file))
+            raise ModelError(
+                f"tensor {name!r:.80} ends at {end}; the data end at {data.size} (cut short?)",
+                file=str(file),
+            )
         position = end
         if dtype in FLOATS:
             tensors[name] = Tensor(name, FLOATS[dtype], shape or (1,), data[begin:end])
         else:
             others[name] = dtype
     if position != data.size:
-        raise ModelError(f"{data.size - position} bytes after the last tensor belong to none", file=str(file))
+        raise ModelError(
+            f"{data.size - position} bytes after the last tensor belong to none", file=str(file)
+        )
     return tensors, others
 
 
 def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
     """(begin, end, dtype, shape) of one tensor, checked against each other."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise ModelError(f"tensor {name!r:.80} needs exactly dtype, shape and data_offsets", file=str(file))
+        raise ModelError(
+            f"tensor {name!r:.80} needs exactly dtype, shape and data_offsets", file=str(file)
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ModelError(f"tensor {name!r:.80} has the unknown dtype {dtype!r:.40}", file=str(file))
@@ -228,11 +269,15 @@ def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     """A JSON object out of a small file beside the weights."""
     try:
         if not file.is_file():
-            raise ModelError("missing" if not file.exists() else "not a regular file", file=str(file))
+            raise ModelError(
+                "missing" if not file.exists() else "not a regular file", file=str(file)
+            )
         with open(file, "rb") as handle:
             raw = handle.read(limit + 1)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)) from error
+        raise ModelError(
+            f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)
+        ) from error
     if len(raw) > limit:
         raise ModelError(f"longer than {limit >> 20} MiB", file=str(file))
     return parse_json(raw, file, len(raw) + JSON_MEMORY)
@@ -245,12 +290,17 @@ def parse_json(raw: bytes, file: Path, memory: int) -> dict[str, Any]:
     is copied, with up to four bytes a character where it is not ASCII."""
     marks = sum(raw.count(mark) for mark in (b",", b":", b"[", b"{"))
     if 150 * marks + len(raw) * (2 if raw.isascii() else 5) > memory:
-        raise ModelError(f"JSON with {marks} values in {len(raw)} bytes needs more memory than is fair", file=str(file))
+        raise ModelError(
+            f"JSON with {marks} values in {len(raw)} bytes needs more memory than is fair",
+            file=str(file),
+        )
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ModelError("JSON nested too deeply", file=str(file)) from None
-    except ValueError as error:  # not UTF-8, not JSON, a number with thousands of digits, a name twice
+    except (
+        ValueError
+    ) as error:  # not UTF-8, not JSON, a number with thousands of digits, a name twice
         raise ModelError(f"not valid JSON: {error}", file=str(file)) from None
     if not isinstance(value, dict):
         raise ModelError(f"JSON holds a {type(value).__name__}, not an object", file=str(file))

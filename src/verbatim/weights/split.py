@@ -36,7 +36,11 @@ def parts_of(name: str) -> list[str]:
 
     m-00002-of-00003.gguf -> m-00001-of-00003.gguf, m-00002-of-00003.gguf, m-00003-of-00003.gguf"""
     found = _NAME.fullmatch(name)
-    if found is None or not 2 <= (count := int(found["count"])) <= MAX_PARTS or not 1 <= int(found["number"]) <= count:
+    if (
+        found is None
+        or not 2 <= (count := int(found["count"])) <= MAX_PARTS
+        or not 1 <= int(found["number"]) <= count
+    ):
         return []
     return [f"{found['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
 
@@ -77,12 +81,21 @@ def place_of(metadata: Mapping[str, Any], file: Path) -> Place | None:
     for key, value in zip(KEYS, values, strict=True):
         if type(value) is not int or value < 0:
             said = "is missing" if value is None else f"is {value!r:.80}, which is no such number"
-            raise ModelError(f"one part of a split model, but its {key} {said}; get this part again", file=str(file))
+            raise ModelError(
+                f"one part of a split model, but its {key} {said}; get this part again",
+                file=str(file),
+            )
     place = Place(*values)  # type: ignore[arg-type]  # integers, by the loop
     if place.count > MAX_PARTS:
-        raise ModelError(f"split.count is {place.count}; models of up to {MAX_PARTS} parts are read", file=str(file))
+        raise ModelError(
+            f"split.count is {place.count}; models of up to {MAX_PARTS} parts are read",
+            file=str(file),
+        )
     if place.number >= place.count:
-        raise ModelError(f"split.no is {place.number}, beyond the {place.count} parts of split.count; {_AGAIN}", file=str(file))
+        raise ModelError(
+            f"split.no is {place.number}, beyond the {place.count} parts of split.count; {_AGAIN}",
+            file=str(file),
+        )
     return place
 
 
@@ -105,7 +118,9 @@ def join(named: GGUFFile, place: Place, read: Callable[[Path], GGUFFile]) -> GGU
         _check(part, paths, number, first, whole)
         for name in part.tensors:
             if name in tensors:
-                raise ModelError(f"tensor {name!r:.200} is in {holder[name]} too; {_AGAIN}", file=str(part.path))
+                raise ModelError(
+                    f"tensor {name!r:.200} is in {holder[name]} too; {_AGAIN}", file=str(part.path)
+                )
         tensors |= part.tensors
         holder |= dict.fromkeys(part.tensors, part.path.name)
         digest.update(part.digest.encode())
@@ -114,7 +129,9 @@ def join(named: GGUFFile, place: Place, read: Callable[[Path], GGUFFile]) -> GGU
         raise ModelError(f"{says}; {_AGAIN}", file=str(first.path))
     metadata = {key: value for key, value in first.metadata.items() if key not in KEYS}
     types = {key: kind for key, kind in first.types.items() if key not in KEYS}
-    return replace(first, metadata=metadata, types=types, tensors=tensors, digest=digest.hexdigest())
+    return replace(
+        first, metadata=metadata, types=types, tensors=tensors, digest=digest.hexdigest()
+    )
 
 
 def _paths(named: Path, place: Place) -> list[Path]:
@@ -147,7 +164,10 @@ def _agreed(part: GGUFFile, paths: list[Path], number: int) -> Place:
             f"its name says part {number + 1} of {len(paths)}, but it has no split.count: it is no part of this model; {_AGAIN}",
             file=str(part.path),
         )
-    for key, value, expected in (("split.no", place.number, number), ("split.count", place.count, len(paths))):
+    for key, value, expected in (
+        ("split.no", place.number, number),
+        ("split.count", place.count, len(paths)),
+    ):
         if value != expected:
             raise ModelError(
                 f"{key} is {value}, and by its name (part {number + 1} of {len(paths)}) it should be {expected}: another part, or one "

@@ -25,7 +25,9 @@ def every_isa(*, without: tuple[str, ...] = ()) -> list[Any]:
     return [
         pytest.param(
             isa,
-            marks=() if isa in HAVE else pytest.mark.skip(f"{isa} needs {needs}; this one has {', '.join(HAVE)}"),
+            marks=()
+            if isa in HAVE
+            else pytest.mark.skip(f"{isa} needs {needs}; this one has {', '.join(HAVE)}"),
         )
         for isa, needs in KNOWN.items()
         if isa not in without

@@ -24,7 +24,14 @@ class Writer:
         self.to = to
         self.counts: dict[str, int] = {}
         spec = model.spec
-        shape = (spec.vocab, spec.hidden, spec.heads, spec.kv_heads, spec.head_dim, ACTIVATIONS.index(spec.activation))
+        shape = (
+            spec.vocab,
+            spec.hidden,
+            spec.heads,
+            spec.kv_heads,
+            spec.head_dim,
+            ACTIVATIONS.index(spec.activation),
+        )
         self.line(*shape, int(spec.norm == "layer"), float(spec.norm_eps))
 
     def line(self, *words: object) -> None:

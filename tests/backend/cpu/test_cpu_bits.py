@@ -63,7 +63,11 @@ def mismatch(code: str, digests: dict[str, Any], versions: dict[str, str]) -> st
         return f"versions.json has no entry for {code}"
     if hash_of(digests) != versions[code]:
         return f"a digest was changed, and the version is still {code}"
-    if repeats := [version for version, value in versions.items() if value == versions[code] and version != code]:
+    if repeats := [
+        version
+        for version, value in versions.items()
+        if value == versions[code] and version != code
+    ]:
         return f"{code} has the same digests as {repeats[0]}"
     return None
 
@@ -76,7 +80,10 @@ def test_neither_digests_nor_version_can_change_alone() -> None:
     code, digests, versions = cpu.NUMERICS_VERSION, committed(), json.loads(VERSIONS.read_text())
     for kernel in digests["kernels"]:
         edited = digests | {"kernels": digests["kernels"] | {kernel: "0" * 16}}
-        assert mismatch(code, edited, versions) == f"a digest was changed, and the version is still {code}"
+        assert (
+            mismatch(code, edited, versions)
+            == f"a digest was changed, and the version is still {code}"
+        )
     assert mismatch(code, digests | {"logits_200": "0" * 64}, versions) is not None
     bumped = digests | {"numerics": "cpu-999"}
     assert mismatch("cpu-999", digests, versions) == f"the code is cpu-999, digests.json is {code}"
@@ -124,20 +131,35 @@ def test_products_of_random_shapes(data: st.DataObject) -> None:
 
 def random_mixture(data: st.DataObject) -> Model:
     """A model of one or two layers whose experts have any shape and any types: those of gate, up and down may differ, as in real files."""
-    kinds = {part: data.draw(st.sampled_from(sorted(BLOCKS)), part) for part in ("gate", "up", "down")}
+    kinds = {
+        part: data.draw(st.sampled_from(sorted(BLOCKS)), part) for part in ("gate", "up", "down")
+    }
     unit = max(32, BLOCKS[kinds["gate"]][0], BLOCKS[kinds["up"]][0])
     hidden = unit * data.draw(st.integers(1, 5 if unit == 32 else 2), "hidden / unit")
     inner_unit = BLOCKS[kinds["down"]][0]
     inner = inner_unit * data.draw(st.integers(1, max(1, 150 // inner_unit)), "inner / unit")
     experts = data.draw(st.integers(1, 9), "experts")
     used = data.draw(st.integers(1, min(experts, 4)), "used")
-    config: dict[str, Any] = {"num_hidden_layers": data.draw(st.integers(1, 2), "layers"), "num_experts_per_tok": used}
-    config |= {"hidden_size": hidden, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 40}
+    config: dict[str, Any] = {
+        "num_hidden_layers": data.draw(st.integers(1, 2), "layers"),
+        "num_experts_per_tok": used,
+    }
+    config |= {
+        "hidden_size": hidden,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 40,
+    }
     if data.draw(st.booleans(), "mixtral"):
         model = tiny_model("mixtral", num_local_experts=experts, intermediate_size=inner, **config)
     else:
         renormalised = data.draw(st.booleans(), "renormalised")
-        config |= {"num_experts": experts, "moe_intermediate_size": inner, "norm_topk_prob": renormalised}
+        config |= {
+            "num_experts": experts,
+            "moe_intermediate_size": inner,
+            "norm_topk_prob": renormalised,
+        }
         model = tiny_model("qwen3moe", **config)
     random = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
     for name, tensor in list(model.weights.tensors.items()):
@@ -157,7 +179,15 @@ def states(model: Model, tokens: tuple[int, ...], cuts: list[int], threads: int 
     made = b""
     for i, (start, end) in enumerate(pairwise([0, *cuts, len(tokens)])):
         last = end == len(tokens)
-        step = SeqStep(0, tokens[start:end], start, table, draws=int(last), draw=draw if last else None, hidden=True)
+        step = SeqStep(
+            0,
+            tokens[start:end],
+            start,
+            table,
+            draws=int(last),
+            draw=draw if last else None,
+            hidden=True,
+        )
         hidden = backend.execute(StepPlan(i, (step,))).sequences[0].hidden
         assert np.isfinite(hidden).all()
         made += hidden.tobytes()
@@ -174,14 +204,19 @@ def test_mixtures_of_random_shapes(data: st.DataObject) -> None:
     model = random_mixture(data)
     rows = data.draw(st.sampled_from([1, 2, 7, 33, 64, 65, 130]) | st.integers(1, 140), "rows")
     tokens = tuple(data.draw(st.lists(st.integers(0, 39), min_size=rows, max_size=rows), "tokens"))
-    cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=6), "cuts")) if rows > 1 else []
+    cuts = (
+        sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=6), "cuts")) if rows > 1 else []
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERBATIM_ISA", "scalar")
         scalar = states(model, tokens, [])
         for isa in ISAS[1:]:
             patch.setenv("VERBATIM_ISA", isa)
             assert states(model, tokens, []) == scalar, isa
-            assert states(model, tokens, cuts, threads=data.draw(st.integers(1, 4), "threads")) == scalar, (isa, cuts)
+            assert (
+                states(model, tokens, cuts, threads=data.draw(st.integers(1, 4), "threads"))
+                == scalar
+            ), (isa, cuts)
         patch.setenv("VERBATIM_ISA", "scalar")
         assert states(model, tokens, cuts, threads=1) == scalar, cuts
 
@@ -218,7 +253,9 @@ def test_default_model(isa: str, default_model: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.model
 @pytest.mark.parametrize(("isa", "threads"), [("scalar", 2), (ISAS[-1], 1), (ISAS[-1], 7)])
-def test_default_model_scalar_and_threads(isa: str, threads: int, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_scalar_and_threads(
+    isa: str, threads: int, default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VERBATIM_ISA", isa)
     tokens, digest = generate(default_model, 8, threads)
     assert (tokens, digest) == (committed()["tokens"][:8], committed()["logits_8"])
@@ -226,13 +263,17 @@ def test_default_model_scalar_and_threads(isa: str, threads: int, default_model:
 
 @pytest.mark.soak
 @pytest.mark.model
-def test_default_model_scalar_to_the_end(default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_scalar_to_the_end(
+    default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VERBATIM_ISA", "scalar")
     assert generate(default_model, 200) == (committed()["tokens"], committed()["logits_200"])
 
 
 def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="nonesuch is not available on this machine; it has: scalar"):
+    with pytest.raises(
+        ValueError, match="nonesuch is not available on this machine; it has: scalar"
+    ):
         cpu.native.digests("nonesuch")
 
 
@@ -240,13 +281,19 @@ def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 EXACT = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest")
-MAINS = {"digest": SOURCES / "kernels" / "digest_main.cpp", "model": Path(__file__).with_name("model_main.cpp")}
+MAINS = {
+    "digest": SOURCES / "kernels" / "digest_main.cpp",
+    "model": Path(__file__).with_name("model_main.cpp"),
+}
 ARM_SETS = {
     "scalar": ["-DVB_ISA_SCALAR"],
     "neon": ["-DVB_ISA_NEON", "-march=armv8.2-a+dotprod+fp16"],
     "i8mm": ["-DVB_ISA_I8MM", "-march=armv8.2-a+dotprod+fp16+i8mm"],
 }
-AVX512 = [f"-m{f}" for f in ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")]
+AVX512 = [
+    f"-m{f}"
+    for f in ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")
+]
 X86_SETS = {
     "scalar": ["-DVB_ISA_SCALAR"],
     "avx2": ["-DVB_ISA_AVX2", "-mavx2", "-mfma", "-mf16c"],
@@ -261,12 +308,18 @@ def build(compiler: str, sets: dict[str, list[str]], flags: list[str], folder: P
     jobs = [(SOURCES / "kernels" / f"{name}.cpp", have, name) for name in PORTABLE]
     for isa, own in sets.items():
         macros = [f"-DVB_NS=verbatim_{isa}", f'-DVB_NAME="{isa}"', f"-DVB_GETTER=kernels_{isa}"]
-        jobs += [(SOURCES / name / f"{name}.cpp", [*macros, *own], f"{name}.{isa}") for name in ("kernels", "sampler")]
+        jobs += [
+            (SOURCES / name / f"{name}.cpp", [*macros, *own], f"{name}.{isa}")
+            for name in ("kernels", "sampler")
+        ]
     command = [compiler, *EXACT, *INCLUDES, *flags]
     for source, own, target in jobs:
         subprocess.run([*command, *own, "-c", source, "-o", folder / f"{target}.o"], check=True)
     for name, main in MAINS.items():
-        subprocess.run([*command, main, *sorted(folder.glob("*.o")), "-o", folder / name, "-lpthread"], check=True)
+        subprocess.run(
+            [*command, main, *sorted(folder.glob("*.o")), "-o", folder / name, "-lpthread"],
+            check=True,
+        )
 
 
 def check_output(out: str, isas: set[str]) -> None:
@@ -287,7 +340,15 @@ class Emulator:
         build(compiler, ARM_SETS, flags, folder)
 
     def run(self, chip: str, program: str, *arguments: object, code: int = 0) -> tuple[bytes, str]:
-        command = [self.qemu, "-L", "/usr/aarch64-linux-gnu", "-cpu", chip, self.folder / program, *map(str, arguments)]
+        command = [
+            self.qemu,
+            "-L",
+            "/usr/aarch64-linux-gnu",
+            "-cpu",
+            chip,
+            self.folder / program,
+            *map(str, arguments),
+        ]
         done = subprocess.run(command, capture_output=True)
         assert done.returncode == code, done.stderr.decode()[-4000:]
         return done.stdout, done.stderr.decode()
@@ -312,7 +373,11 @@ def test_arm_takes_the_best_set_that_the_processor_has(arm: Emulator) -> None:
     """And refuses one that it does not have, before an instruction of it could kill the process."""
     for chip, isa in (("max", "i8mm"), ("neoverse-n1", "neon")):
         check_output(arm.run(chip, "digest", "auto")[0].decode(), {isa})
-    refused = (("neoverse-n1", "i8mm", "scalar, neon"), ("cortex-a72", "neon", "scalar"), ("max", "i9mm", "scalar, neon, i8mm"))
+    refused = (
+        ("neoverse-n1", "i8mm", "scalar, neon"),
+        ("cortex-a72", "neon", "scalar"),
+        ("max", "i9mm", "scalar, neon, i8mm"),
+    )
     for chip, isa, has in refused:
         _, error = arm.run(chip, "digest", isa, code=2)
         assert error == f"instruction set {isa} is not available on this machine; it has: {has}\n"
@@ -321,20 +386,29 @@ def test_arm_takes_the_best_set_that_the_processor_has(arm: Emulator) -> None:
 @pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("chip", "isa"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a72", "scalar")])
-def test_default_model_on_arm(chip: str, isa: str, arm: Emulator, default_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("chip", "isa"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a72", "scalar")]
+)
+def test_default_model_on_arm(
+    chip: str, isa: str, arm: Emulator, default_model: Path, tmp_path: Path
+) -> None:
     """The committed tokens and logits of the default model, by the set that each processor chooses by itself."""
     model = load_model(default_model)
     tokens = committed()["tokens"]
     write_model(model, PROMPT, len(tokens), tmp_path / "model")
     logits, chosen = arm.run(chip, "model", tmp_path / "model")
     assert chosen == f"{isa}\n"
-    assert np.frombuffer(logits, np.float32).reshape(-1, model.spec.vocab).argmax(axis=1).tolist() == tokens
+    assert (
+        np.frombuffer(logits, np.float32).reshape(-1, model.spec.vocab).argmax(axis=1).tolist()
+        == tokens
+    )
     assert hashlib.sha256(logits).hexdigest() == committed()["logits_200"]
 
 
 @pytest.mark.parametrize("threads", [2, 9])
-def test_late_threads_touch_nothing_and_every_unit_is_done_once(threads: int, tmp_path: Path) -> None:
+def test_late_threads_touch_nothing_and_every_unit_is_done_once(
+    threads: int, tmp_path: Path
+) -> None:
     """The thread sanitizer judges by the language's own rules, so it also speaks for processors that reorder memory more than this one."""
     compiler = shutil.which("g++")
     if compiler is None:
@@ -342,7 +416,9 @@ def test_late_threads_touch_nothing_and_every_unit_is_done_once(threads: int, tm
     program = tmp_path / "team"
     source = Path(__file__).with_name("thread_pool_main.cpp")
     flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread"]
-    built = subprocess.run([compiler, *flags, *INCLUDES, source, "-o", program], capture_output=True, text=True)
+    built = subprocess.run(
+        [compiler, *flags, *INCLUDES, source, "-o", program], capture_output=True, text=True
+    )
     if "cannot find" in built.stderr:
         pytest.skip("this compiler comes without the thread sanitizer's library")
     assert built.returncode == 0, built.stderr[-4000:]
@@ -371,8 +447,12 @@ def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_no_kernel_leaves_its_memory_on_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")  # which needs ptrace, and the emulator has none
+def test_no_kernel_leaves_its_memory_on_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "ASAN_OPTIONS", "detect_leaks=0"
+    )  # which needs ptrace, and the emulator has none
     emulator = Emulator(tmp_path, SANITIZERS)
     for isa in ("neon", "i8mm"):
         check_output(emulator.run("max", "digest", isa)[0].decode(), {isa})
@@ -386,7 +466,9 @@ def record(found: dict[str, Any]) -> None:
         now = {**found, **found["kernels"]}
         changed = [key for key in flat if key != "kernels" and now.get(key) != flat[key]]
         if changed:
-            raise SystemExit(f"{', '.join(changed)}: not the recorded digests. Bump NUMERICS_VERSION first.")
+            raise SystemExit(
+                f"{', '.join(changed)}: not the recorded digests. Bump NUMERICS_VERSION first."
+            )
     versions[found["numerics"]] = hash_of(found)
     if why := mismatch(found["numerics"], found, versions):
         raise SystemExit(why)

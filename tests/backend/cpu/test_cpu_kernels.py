@@ -43,7 +43,19 @@ def test_product_of_quantised_activations_is_exact() -> None:
     random = np.random.default_rng(6)
     x = random.integers(-127, 128, (4, 256)).astype(np.float32)
     x[:, ::32] = 127.0  # every block's scale is 1
-    for kind in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k", "q5_k", "q6_k", "q2_k", "q3_k", "q8_k"):
+    for kind in (
+        "q4_0",
+        "q4_1",
+        "q5_0",
+        "q5_1",
+        "q8_0",
+        "q4_k",
+        "q5_k",
+        "q6_k",
+        "q2_k",
+        "q3_k",
+        "q8_k",
+    ):
         weights = random_blocks(kind, random, 20, 256)
         exact = x.astype(np.float64) @ dequantise(kind, weights, (20, 256)).astype(np.float64).T
         ours = cpu.native.product(cpu.native.best_isa(), kind, weights, 20, x)
@@ -61,9 +73,11 @@ def test_hostile_weights_are_refused() -> None:
 def test_a_weight_that_is_no_number_is_refused(kind: str) -> None:
     """Behind it activations are quantised, which makes a number of anything: an answer would come, and be wrong."""
     wide = {"f32": 4, "q8_k": 4}.get(kind, 2)
-    endless = {"f32": (0x7F800000, 0xFFC00000), "q8_k": (0x7F800000, 0xFFC00000), "bf16": (0x7F80, 0xFFC0)}.get(
-        kind, (0x7C00, 0xFE00)
-    )
+    endless = {
+        "f32": (0x7F800000, 0xFFC00000),
+        "q8_k": (0x7F800000, 0xFFC00000),
+        "bf16": (0x7F80, 0xFFC0),
+    }.get(kind, (0x7C00, 0xFE00))
     values, size = BLOCKS[kind]
     x = np.zeros((1, 512), np.float32)
     for bits, place, row in product(endless, HALVES.get(kind, (0,)), (0, 18, 39)):
@@ -79,7 +93,9 @@ def test_a_position_that_was_never_learnt_is_refused() -> None:
     from verbatim.backend import open_backend
     from verbatim.testing_models import tiny_model
 
-    backend = open_backend(tiny_model("gpt2", n_positions=20), EngineConfig(backend="cpu", threads=1))
+    backend = open_backend(
+        tiny_model("gpt2", n_positions=20), EngineConfig(backend="cpu", threads=1)
+    )
     backend.allocate((4,))
     try:
         for tokens, start in ((20, 0), (1, 19)):
@@ -115,7 +131,14 @@ def texts(default_model: Path) -> list[tuple[int, ...]]:
     done = [0] * SEQUENCES
     for i in range(LENGTH):
         steps = tuple(
-            SeqStep(s, tuple(found[s][done[s] :]), done[s], tables[s], draws=1, draw=DrawSpec(params, 1000 + s, 3))
+            SeqStep(
+                s,
+                tuple(found[s][done[s] :]),
+                done[s],
+                tables[s],
+                draws=1,
+                draw=DrawSpec(params, 1000 + s, 3),
+            )
             for s in range(SEQUENCES)
         )
         for s, result in enumerate(backend.execute(StepPlan(i, steps)).sequences):
@@ -146,12 +169,21 @@ def test_perplexity_of_the_default_model(default_model: Path, texts: list[tuple[
     """
     model = load_model(default_model)
     floats = {
-        name: Tensor(name, "f32", t.shape, np.ascontiguousarray(t.to_f32()).reshape(-1).view(np.uint8))
+        name: Tensor(
+            name, "f32", t.shape, np.ascontiguousarray(t.to_f32()).reshape(-1).view(np.uint8)
+        )
         for name, t in model.weights.items()
     }
-    exact = losses(replace(model, weights=Weights(floats, model.weights.source, model.weights.digest)), texts)
-    for name, made, rms in (("f16", losses(model, texts), 0.11), ("q8", losses(model, texts, kv_type="q8"), 0.14)):
+    exact = losses(
+        replace(model, weights=Weights(floats, model.weights.source, model.weights.digest)), texts
+    )
+    for name, made, rms in (
+        ("f16", losses(model, texts), 0.11),
+        ("q8", losses(model, texts, kv_type="q8"), 0.14),
+    ):
         error = made - exact
-        print(f"KV cache {name}: rms {np.sqrt(np.mean(error**2)):.4f}, perplexity {np.exp(error.mean()) - 1:+.3%}")
+        print(
+            f"KV cache {name}: rms {np.sqrt(np.mean(error**2)):.4f}, perplexity {np.exp(error.mean()) - 1:+.3%}"
+        )
         assert np.sqrt(np.mean(error**2)) < rms, name
         assert abs(error.mean()) < 4 * rms / np.sqrt(len(error)), name

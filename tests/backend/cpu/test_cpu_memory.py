@@ -55,7 +55,10 @@ def small_pages() -> Iterator[None]:
 
 def steps_leave_nothing(count: int) -> None:
     """Steps of every size, growing and shrinking, on one backend: after the first round memory stays where it is."""
-    backend = cpu.CpuBackend(tiny_model("llama", type="q8_0", hidden_size=64, intermediate_size=96), EngineConfig(threads=2))
+    backend = cpu.CpuBackend(
+        tiny_model("llama", type="q8_0", hidden_size=64, intermediate_size=96),
+        EngineConfig(threads=2),
+    )
     backend.allocate((64,))
     sizes = (1, 1, 1, 2, 5, 17, 1, 40)
     before = 0

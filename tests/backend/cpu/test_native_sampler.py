@@ -57,9 +57,16 @@ def random_row(r: random.Random, vocab: int) -> Row | None:
     except ParameterError:  # every allowed id happened to be banned
         return None
     history = tuple(r.randrange(min(vocab, 6)) for _ in range(r.randrange(40)))
-    mask = maybe(0.2, bytes(r.randrange(256) for _ in range(r.choice(((vocab + 7) // 8, vocab // 16)))), None)
+    mask = maybe(
+        0.2, bytes(r.randrange(256) for _ in range(r.choice(((vocab + 7) // 8, vocab // 16)))), None
+    )
     spec = DrawSpec(
-        params, r.getrandbits(64), r.randrange(len(history) + 1), history, withheld=tuple(ids[:1]), breakers=((1,), (2, 3))
+        params,
+        r.getrandbits(64),
+        r.randrange(len(history) + 1),
+        history,
+        withheld=tuple(ids[:1]),
+        breakers=((1,), (2, 3)),
     )
     return Row(spec, len(history), history if params.needs_history else (), mask)
 
@@ -68,7 +75,9 @@ def random_logits(r: random.Random, rows: int, vocab: int) -> np.ndarray:
     logits = np.random.default_rng(r.getrandbits(32)).standard_normal((rows, vocab))
     logits *= r.choice((0.0, 1e-20, 0.1, 1.0, 3.0, 10.0, 1e4, 5e37))
     if r.random() < 0.3:
-        logits[:, r.randrange(vocab)] += 10.0  # next to it the smallest logits differ and their distances do not
+        logits[:, r.randrange(vocab)] += (
+            10.0  # next to it the smallest logits differ and their distances do not
+        )
     if r.random() < 0.3:
         logits = np.round(logits)  # many ties
     if r.random() < 0.2:
@@ -128,11 +137,15 @@ def stages_alone(r: random.Random, count: int) -> tuple[np.ndarray, list[Row]]:
     """Rows of 70 ids near each other, each with one stage, and the whole distribution that it leaves."""
     rows = []
     for _ in range(count):
-        params = SamplingParams(**one_stage(r), logprobs=70, logprobs_mode="processed", temperature=r.choice((1.0, 0.7)))
+        params = SamplingParams(
+            **one_stage(r), logprobs=70, logprobs_mode="processed", temperature=r.choice((1.0, 0.7))
+        )
         history = tuple(r.randrange(6) for _ in range(40))
         spec = DrawSpec(params, r.getrandbits(64), r.randrange(40), breakers=((1,), (2, 3)))
         rows.append(Row(spec, 40, history if params.needs_history else ()))
-    return np.random.default_rng(r.getrandbits(32)).normal(size=(count, 70)).astype(np.float32), rows
+    return np.random.default_rng(r.getrandbits(32)).normal(size=(count, 70)).astype(
+        np.float32
+    ), rows
 
 
 @cache
@@ -186,7 +199,9 @@ def specified_large() -> list[Case]:
         rows = []
         for i, settings in enumerate(LARGE):
             params = SamplingParams(**settings)
-            rows.append(Row(DrawSpec(params, i, 900), 2000, history if params.needs_history else ()))
+            rows.append(
+                Row(DrawSpec(params, i, 900), 2000, history if params.needs_history else ())
+            )
         cases.append((logits, rows, expected_draws(logits, rows)))
     return cases
 
@@ -201,7 +216,12 @@ def test_same_bits_on_a_large_vocabulary(isa: str) -> None:
 def test_what_nobody_reads_is_not_computed() -> None:
     """Without logprobs or best_of no normaliser is computed, here and in the specification; with either it is."""
     logits = np.random.default_rng(0).standard_normal((1, 100)).astype(np.float32)
-    for settings, wanted in (({}, False), ({"logprobs": 0}, True), ({"best_of": 2}, True), ({"n": 2}, False)):
+    for settings, wanted in (
+        ({}, False),
+        ({"logprobs": 0}, True),
+        ({"best_of": 2}, True),
+        ({"n": 2}, False),
+    ):
         row = Row(DrawSpec(SamplingParams(**settings), 1, 0), 0)
         for drawn in (native_draws("", logits, [row])[0], sample_rows(logits, [row])[0]):
             assert (drawn[1] < 0.0) == wanted, settings
@@ -238,7 +258,9 @@ def test_a_row_that_is_not_finite_is_an_error_and_an_empty_one_draws_nothing() -
     from verbatim.backend.cpu.sampler import NativeSampler
 
     asked = [NativeSampler(native, None).native_row(Row(DrawSpec(SamplingParams(), 1, 0), 0))]
-    for isa, bad, at, told in product(native.isas(), (np.nan, np.inf), (17, 70, 131), (False, True)):
+    for isa, bad, at, told in product(
+        native.isas(), (np.nan, np.inf), (17, 70, 131), (False, True)
+    ):
         logits = np.zeros((1, 133), np.float32)
         logits[0, at] = bad
         with pytest.raises(ValueError, match="finite"):
@@ -258,14 +280,26 @@ def test_the_ends_of_every_range_reach_the_kernel() -> None:
                 params = SamplingParams.from_mapping(
                     {name: end, **({"dry_multiplier": 1.0} if name.startswith("dry_") else {})}
                 )
-                row = Row(DrawSpec(params, 1, 0), 9, (1, 2, 3, 1, 2, 3, 1, 2, 3) if params.needs_history else ())
+                row = Row(
+                    DrawSpec(params, 1, 0),
+                    9,
+                    (1, 2, 3, 1, 2, 3, 1, 2, 3) if params.needs_history else (),
+                )
                 assert native_draws("", logits, [row]) == expected_draws(logits, [row]), (name, end)
 
 
 def test_ids_outside_the_vocabulary_never_reach_a_kernel() -> None:
-    for params in ({"logit_bias": {40: 1.0}}, {"banned_token_ids": (40,)}, {"allowed_token_ids": (3, 99)}):
+    for params in (
+        {"logit_bias": {40: 1.0}},
+        {"banned_token_ids": (40,)},
+        {"allowed_token_ids": (3, 99)},
+    ):
         with pytest.raises(ValueError, match="outside the vocabulary"):
-            native_draws("scalar", np.zeros((1, 40), np.float32), [Row(DrawSpec(SamplingParams(**params), 1, 0), 0)])
+            native_draws(
+                "scalar",
+                np.zeros((1, 40), np.float32),
+                [Row(DrawSpec(SamplingParams(**params), 1, 0), 0)],
+            )
     penalised = Row(DrawSpec(SamplingParams(repetition_penalty=1.1), 1, 0, (77,)), 1, (77,))
     with pytest.raises(ValueError, match="outside the vocabulary"):
         native_draws("scalar", np.zeros((1, 40), np.float32), [penalised])
@@ -296,7 +330,14 @@ def recorded(logits: np.ndarray, row: Row) -> bytes:
         p.frequency_penalty, p.presence_penalty, p.dry_multiplier, p.dry_base,
     )  # fmt: skip
     processed, restricted = p.logprobs_mode == "processed", p.allowed_token_ids is not None
-    whole = (p.top_k, p.dry_allowed_length, p.dry_range, p.no_repeat_ngram, p.min_tokens, p.logprobs or 0)
+    whole = (
+        p.top_k,
+        p.dry_allowed_length,
+        p.dry_range,
+        p.no_repeat_ngram,
+        p.min_tokens,
+        p.logprobs or 0,
+    )
     out = struct.pack("<12d9q", *floats, *whole, p.wants_logprob, processed, restricted)
     bias = dict(p.logit_bias)
     out += array("<i4", list(bias)) + array("<f8", list(bias.values()))
@@ -306,19 +347,29 @@ def recorded(logits: np.ndarray, row: Row) -> bytes:
     runs = [b for b in spec.breakers if len(b) > 1]
     out += struct.pack("<q", len(runs)) + b"".join(array("<i4", run) for run in runs)
     out += struct.pack("<Qqq", spec.key, row.position, spec.prompt_len) + array("<i4", row.history)
-    return out + struct.pack("<q", row.mask is not None) + array("u1", list(row.mask or b"")) + array("<f4", logits)
+    return (
+        out
+        + struct.pack("<q", row.mask is not None)
+        + array("u1", list(row.mask or b""))
+        + array("<f4", logits)
+    )
 
 
 def line(token: int, logprob: float, top: Any) -> str:
     numbers = [str(token), struct.pack(">d", logprob).hex()]
-    return " ".join(numbers + [text for i, value in top for text in (str(i), struct.pack(">d", value).hex())])
+    return " ".join(
+        numbers + [text for i, value in top for text in (str(i), struct.pack(">d", value).hex())]
+    )
 
 
 def check_program(command: list[Any], cases: int, seed: int) -> None:
     r = random.Random(seed)
     batches = [*(random_case(r) for _ in range(cases)), stages_alone(r, cases)]
     pairs = [(logits[i], row) for logits, rows in batches for i, row in enumerate(rows)]
-    expected = [line(d.token, d.logprob, d.top) for d in (sample_rows(x[None], [row])[0] for x, row in pairs)]
+    expected = [
+        line(d.token, d.logprob, d.top)
+        for d in (sample_rows(x[None], [row])[0] for x, row in pairs)
+    ]
     given = struct.pack("<q", len(pairs)) + b"".join(recorded(x, row) for x, row in pairs)
     done = subprocess.run(command, input=given, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
@@ -333,12 +384,18 @@ def build(compiler: str, flags: list[str], folder: Path) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("flags", [[], ["-march=armv8.2-a+dotprod+fp16"], ["-march=armv8.2-a+dotprod+fp16+i8mm"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["-march=armv8.2-a+dotprod+fp16"], ["-march=armv8.2-a+dotprod+fp16+i8mm"]]
+)
 def test_arm_draws_the_same_bits(flags: list[str], tmp_path: Path) -> None:
     compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if compiler is None or qemu is None:
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
-    check_program([qemu, "-cpu", "max", build(compiler, ["-O3", "-static", *flags], tmp_path)], cases=150, seed=21)
+    check_program(
+        [qemu, "-cpu", "max", build(compiler, ["-O3", "-static", *flags], tmp_path)],
+        cases=150,
+        seed=21,
+    )
 
 
 @pytest.mark.soak
@@ -348,8 +405,33 @@ def test_the_sampler_keeps_to_its_memory(isa: str, tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    wide = [f"-m{f}" for f in ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512vnni")]
+    wide = [
+        f"-m{f}"
+        for f in (
+            "avx2",
+            "fma",
+            "f16c",
+            "avx512f",
+            "avx512bw",
+            "avx512vl",
+            "avx512dq",
+            "avx512vnni",
+        )
+    ]
     arm = "-march=armv8.2-a+dotprod+fp16"
-    sets = {"scalar": [], "avx2": wide[:3], "avx512": wide, "amx": wide, "neon": [arm], "i8mm": [f"{arm}+i8mm"]}
-    flags = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", *sets[isa]]
+    sets = {
+        "scalar": [],
+        "avx2": wide[:3],
+        "avx512": wide,
+        "amx": wide,
+        "neon": [arm],
+        "i8mm": [f"{arm}+i8mm"],
+    }
+    flags = [
+        "-O1",
+        "-g",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=undefined",
+        *sets[isa],
+    ]
     check_program([build(compiler, flags, tmp_path)], cases=300, seed=22)

@@ -50,9 +50,13 @@ class CpuBackend:
         config = config or EngineConfig()
         self._note = note
         if config.kv_type not in KV_TYPES:
-            raise ParameterError("kv_type", f"{config.kv_type!r} is not one of {', '.join(KV_TYPES)}")
+            raise ParameterError(
+                "kv_type", f"{config.kv_type!r} is not one of {', '.join(KV_TYPES)}"
+            )
         if reason := unsupported(model):
-            raise BackendError(f"the cpu backend cannot run this model: {reason}; use backend='reference'")
+            raise BackendError(
+                f"the cpu backend cannot run this model: {reason}; use backend='reference'"
+            )
         self.spec = spec = model.spec
         self.block_size = BLOCK_SIZE
         self.overlap = False
@@ -83,9 +87,15 @@ class CpuBackend:
     @property
     def info(self) -> BackendInfo:
         kv = sum(self._engine.block_bytes()) // BLOCK_SIZE
-        numerics = NUMERICS_VERSION if self.config.kv_type == "f16" else f"{NUMERICS_VERSION}-{self.config.kv_type}"
+        numerics = (
+            NUMERICS_VERSION
+            if self.config.kv_type == "f16"
+            else f"{NUMERICS_VERSION}-{self.config.kv_type}"
+        )
         engine = self._engine
-        return BackendInfo("cpu", engine.isa, engine.threads, numerics, self._weight_bytes, kv, self._note)
+        return BackendInfo(
+            "cpu", engine.isa, engine.threads, numerics, self._weight_bytes, kv, self._note
+        )
 
     def available_memory(self) -> None:
         return None  # the KV cache is in main memory
@@ -103,16 +113,31 @@ class CpuBackend:
         if not only_draws(plan):
             return collect(plan, self._engine.hidden(), self._engine.logits())
         # all rows in one native call
-        return share_out(plan, self._sampler.draw([row for s in plan.sequences for row in rows_of(s)]))
+        return share_out(
+            plan, self._sampler.draw([row for s in plan.sequences for row in rows_of(s)])
+        )
 
     def load_head(self, head: DraftHead) -> None:
         """Pack a draft head; its scores are rows of the model's own head, in four bits: a guess need not be exact, but must be quick."""
         from verbatim.weights.quantise import quantise  # for those who speculate only
 
         rows = self._model.weights["embed" if self.spec.tied else "head"]
-        known = Tensor("", rows.type, (len(head.words), rows.shape[-1]), rows.row_view()[head.words].reshape(-1))
-        mats = [self._engine.matrix(t.type, np.ascontiguousarray(t.data), t.rows, t.shape[-1], 0) for t in (head.up, head.down)]
-        mats += [self._engine.matrix("q4_0", quantise("q4_0", known.to_f32()), known.rows, known.shape[-1], 0), self._embed]
+        known = Tensor(
+            "",
+            rows.type,
+            (len(head.words), rows.shape[-1]),
+            rows.row_view()[head.words].reshape(-1),
+        )
+        mats = [
+            self._engine.matrix(t.type, np.ascontiguousarray(t.data), t.rows, t.shape[-1], 0)
+            for t in (head.up, head.down)
+        ]
+        mats += [
+            self._engine.matrix(
+                "q4_0", quantise("q4_0", known.to_f32()), known.rows, known.shape[-1], 0
+            ),
+            self._embed,
+        ]
         scales = (head.state_scale, head.word_scale, head.keep, head.out)
         self._engine.draft_head(mats, *scales, head.words.tolist())
 
@@ -131,11 +156,17 @@ class CpuBackend:
 
 def physical_cores() -> int:
     """Cores that this process may use, threads of one core counted once."""
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    allowed = (
+        sorted(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else list(range(os.cpu_count() or 1))
+    )
     cores = set()
     for cpu in allowed:
         try:
-            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+            cores.add(
+                Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
+            )
         except OSError:
             return max(1, len(allowed))
     return max(1, len(cores))

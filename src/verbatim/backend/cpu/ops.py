@@ -83,7 +83,9 @@ class Recorder:
                 f"tensor {t.name}: it holds a value that is not a finite number; the file is damaged: get it again",
                 file=self._file,
             )
-        return int(self.engine.vector(np.ascontiguousarray(values + np.float32(offset), np.float32)))
+        return int(
+            self.engine.vector(np.ascontiguousarray(values + np.float32(offset), np.float32))
+        )
 
     def _bias(self, name: str, wanted: bool) -> int:
         return self._vector(f"{name}.bias") if wanted else -1
@@ -93,7 +95,11 @@ class Recorder:
         if not h.norm:
             return {"src": h.buffer}
         bias = self._vector(f"{h.norm}.bias") if self.spec.norm == "layer" else -1
-        return {"src": h.buffer, "norm": self._vector(h.norm, self.spec.norm_offset), "norm_bias": bias}
+        return {
+            "src": h.buffer,
+            "norm": self._vector(h.norm, self.spec.norm_offset),
+            "norm_bias": bias,
+        }
 
     def _write(self, h: Handle, dst: int, add: bool) -> None:
         assert h.pending is not None
@@ -103,7 +109,9 @@ class Recorder:
     # ---------------------------------------------------------------------------------------------------- operations
 
     def embed(self) -> Handle:
-        self.engine.op("embed", dst=self._x, mat=[self._matrix("embed")], scale=self.spec.embed_scale)
+        self.engine.op(
+            "embed", dst=self._x, mat=[self._matrix("embed")], scale=self.spec.embed_scale
+        )
         return Handle(self._x)
 
     def positions(self) -> Handle:
@@ -111,7 +119,9 @@ class Recorder:
 
     def norm(self, x: Handle, name: str) -> Handle:
         if x.outputs:
-            self.engine.op("norm", dst=self._h, outputs=True, **self._normed(Handle(x.buffer, norm=name)))
+            self.engine.op(
+                "norm", dst=self._h, outputs=True, **self._normed(Handle(x.buffer, norm=name))
+            )
             return Handle(self._h)
         if x.pending:  # a norm behind a block (gemma): the block's result needs a place of its own
             self._write(x, self._y, add=False)
@@ -126,16 +136,24 @@ class Recorder:
             "mat": [self._matrix(n, self.spec.head_dim) for n in names],
             "bias": [self._bias(n, self.spec.qkv_bias) for n in names],
         }
-        return Handle(qkv={**fields, "part": "q"}), Handle(qkv={"part": "k"}), Handle(qkv={"part": "v"})
+        return (
+            Handle(qkv={**fields, "part": "q"}),
+            Handle(qkv={"part": "k"}),
+            Handle(qkv={"part": "v"}),
+        )
 
     def head_norm(self, x: Handle, name: str) -> Handle:
-        return replace(x, qkv={**x.qkv, f"{x.qkv['part']}norm": self._vector(name, self.spec.norm_offset)})
+        return replace(
+            x, qkv={**x.qkv, f"{x.qkv['part']}norm": self._vector(name, self.spec.norm_offset)}
+        )
 
     def rope(self, x: Handle, layer: int) -> Handle:
         spec = self.spec.layers[layer].rope
         assert spec is not None
         if spec not in self._ropes:
-            self._ropes[spec] = self.engine.rope(np.array(spec.inv_freq, np.float64), spec.attention_factor)
+            self._ropes[spec] = self.engine.rope(
+                np.array(spec.inv_freq, np.float64), spec.attention_factor
+            )
         return replace(x, qkv={**x.qkv, "rope": self._ropes[spec]})
 
     def attend(self, q: Handle, k: Handle, v: Handle, layer: int) -> Handle:
@@ -182,7 +200,9 @@ class Recorder:
 
     def head(self, h: Handle) -> Handle:
         mat = self._matrix("embed" if self.spec.tied else "head")
-        self.engine.op("head", src=h.buffer, dst=self._logits, mat=[mat], softcap=self.spec.logit_softcap)
+        self.engine.op(
+            "head", src=h.buffer, dst=self._logits, mat=[mat], softcap=self.spec.logit_softcap
+        )
         return Handle(self._logits)
 
 

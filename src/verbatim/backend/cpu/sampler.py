@@ -32,7 +32,10 @@ class NativeSampler:
 
     def draw(self, rows: Sequence[Row]) -> list[Drawn]:
         """Row i is drawn from row i of the engine's logits. A row that the pipeline must draw does not slow its neighbours' kernels."""
-        asked = [None if row.spec.beam or row.spec.params.explain else self.native_row(row) for row in rows]
+        asked = [
+            None if row.spec.beam or row.spec.params.explain else self.native_row(row)
+            for row in rows
+        ]
         apart = [i for i, one in enumerate(asked) if one is None] if None in asked else []
         if len(apart) == len(rows):
             return sample_rows(self._engine.logits(), rows)

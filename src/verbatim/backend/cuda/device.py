@@ -26,7 +26,9 @@ def device() -> torch.device:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return torch.device("cpu")
     if not gpu.present():
-        raise BackendError("the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu")
+        raise BackendError(
+            "the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu"
+        )
     raise BackendError(why_unavailable())
 
 

@@ -58,7 +58,9 @@ class Screen:
         ours = len(asked) - asked.count(HOST)
         if not ours:
             return [-1] * len(rows)
-        found = self._begin(logits, [row.spec for row in rows], [row.position for row in rows], asked).wait()
+        found = self._begin(
+            logits, [row.spec for row in rows], [row.position for row in rows], asked
+        ).wait()
         self.rows += ours
         self.unsure += found.count(-1) - (len(asked) - ours)
         return found
@@ -67,14 +69,22 @@ class Screen:
         """Its rows are drawn here, but for the unsure ones."""
         return not spec.masks and self._ask(spec) is not HOST
 
-    def begin(self, logits: torch.Tensor, specs: Sequence[DrawSpec], positions: Sequence[int]) -> Answer:
+    def begin(
+        self, logits: torch.Tensor, specs: Sequence[DrawSpec], positions: Sequence[int]
+    ) -> Answer:
         """Of rows that it knows: what is drawn for these positions."""
         return self._begin(logits, specs, positions, [self._ask(spec) for spec in specs])
 
     def _begin(
-        self, logits: torch.Tensor, specs: Sequence[DrawSpec], positions: Sequence[int], asked: Sequence[Asked]
+        self,
+        logits: torch.Tensor,
+        specs: Sequence[DrawSpec],
+        positions: Sequence[int],
+        asked: Sequence[Asked],
     ) -> Answer:
-        there = self._found(logits, self._send(specs, positions, asked), any(scale for scale, _ in asked))
+        there = self._found(
+            logits, self._send(specs, positions, asked), any(scale for scale, _ in asked)
+        )
         if self.device.type != "cuda":
             return Answer(there, there, None)
         here = torch.empty(len(there), dtype=torch.int32, pin_memory=True)
@@ -86,16 +96,22 @@ class Screen:
     def _ask(self, spec: DrawSpec) -> Asked:
         if spec.beam or spec.withheld:
             return HOST
-        known = self._known.get(id(spec.params))  # what is kept stays alive, so no other object has its id
+        known = self._known.get(
+            id(spec.params)
+        )  # what is kept stays alive, so no other object has its id
         if known is None:
             if len(self._known) >= KEPT:
                 self._known.clear()
             known = self._known[id(spec.params)] = (spec.params, asked_of(spec.params))
         return known[1]
 
-    def _send(self, specs: Sequence[DrawSpec], positions: Sequence[int], asked: Sequence[Asked]) -> torch.Tensor:
+    def _send(
+        self, specs: Sequence[DrawSpec], positions: Sequence[int], asked: Sequence[Asked]
+    ) -> torch.Tensor:
         """jit.screen's `asked` [COLUMNS, rows], in one copy. PyTorch keeps pinned memory until what was copied from it has arrived."""
-        here = torch.empty(COLUMNS * len(specs), dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        here = torch.empty(
+            COLUMNS * len(specs), dtype=torch.int32, pin_memory=self.device.type == "cuda"
+        )
         table = here.numpy().reshape(COLUMNS, len(specs))
         table[:2] = np.array([spec.key for spec in specs], "<u8").view(np.int32).reshape(-1, 2).T
         table[2] = positions
@@ -106,20 +122,42 @@ class Screen:
         count, chunks = len(logits), triton.cdiv(self.vocab, CHUNK)
         assert logits.is_contiguous(), "the kernels count on whole rows"
         tops = logits.amax(1)
-        bests, seconds = (torch.empty((count, chunks), dtype=torch.float32, device=self.device) for _ in range(2))
+        bests, seconds = (
+            torch.empty((count, chunks), dtype=torch.float32, device=self.device) for _ in range(2)
+        )
         ids = torch.empty((count, chunks), dtype=torch.int32, device=self.device)
         out = torch.empty(count, dtype=torch.int32, device=self.device)
         programs, block = triton.cdiv(count, ROWS), triton.next_power_of_2(chunks)
         jit.screen[(programs, chunks)](
             logits, tops, asked, bests, seconds, ids, count, self.vocab, chunks, noise, ROWS, CHUNK, num_warps=4, enable_fp_fusion=False
         )  # fmt: skip
-        jit.choose[(programs,)](bests, seconds, ids, tops, asked, out, count, self.vocab, chunks, ROWS, block, num_warps=1)
+        jit.choose[(programs,)](
+            bests,
+            seconds,
+            ids,
+            tops,
+            asked,
+            out,
+            count,
+            self.vocab,
+            chunks,
+            ROWS,
+            block,
+            num_warps=1,
+        )
         return out
 
 
 def asked_of(p: SamplingParams) -> Asked:
     """Nothing but an argmax, or nothing but a temperature, over the model's own logits; else it is for the host."""
-    if p.wants_logprob or p.explain or p.needs_history or p.logit_bias or p.banned_token_ids or p.allowed_token_ids is not None:
+    if (
+        p.wants_logprob
+        or p.explain
+        or p.needs_history
+        or p.logit_bias
+        or p.banned_token_ids
+        or p.allowed_token_ids is not None
+    ):
         return HOST
     if p.greedy:
         return ARGMAX  # no filter runs at temperature 0

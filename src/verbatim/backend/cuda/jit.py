@@ -29,9 +29,17 @@ def product(x, w, out, rows, experts, M, N, K, PIECES: tl.constexpr, EACH: tl.co
         PIECES * EACH
     ):  # one loop, not one in another: loads run ahead of the products across the pieces' borders too
         k = (first * EACH + block) * BK + k0
-        a = tl.load(x + source[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0)
-        b = tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=(n < N)[None, :] & (k < K)[:, None], other=0.0)
-        sum_ = tl.dot(a.to(w.dtype.element_ty), b, sum_, input_precision="ieee")  # for a router, which is float32
+        a = tl.load(
+            x + source[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0
+        )
+        b = tl.load(
+            w + n[None, :].to(tl.int64) * K + k[:, None],
+            mask=(n < N)[None, :] & (k < K)[:, None],
+            other=0.0,
+        )
+        sum_ = tl.dot(
+            a.to(w.dtype.element_ty), b, sum_, input_precision="ieee"
+        )  # for a router, which is float32
         if block % EACH == EACH - 1:
             total += sum_
             sum_ = tl.zeros((BM, BN), tl.float32)
@@ -92,7 +100,11 @@ def prepare(parts, bias, q_norm, k_norm, positions, cos, sin, slots, q, keys, va
     if NORM:
         root = tl.sqrt_rn(tl.sum(x * x, 0) / DIM + eps)
         scale = (
-            tl.where(head < queries, tl.load(q_norm + d, mask=inside, other=0.0), tl.load(k_norm + d, mask=inside, other=0.0))
+            tl.where(
+                head < queries,
+                tl.load(q_norm + d, mask=inside, other=0.0),
+                tl.load(k_norm + d, mask=inside, other=0.0),
+            )
             + offset
         )
         x = tl.where(turned, x / root * scale, x)
@@ -113,12 +125,24 @@ def prepare(parts, bias, q_norm, k_norm, positions, cos, sin, slots, q, keys, va
         at = tl.load(positions + row).to(tl.int64) * HALF + tl.where(d < HALF, d, d - HALF)
         c, s = tl.load(cos + at, mask=moved, other=0.0), tl.load(sin + at, mask=moved, other=0.0)
         x = tl.where(turned & moved, tl.where(d < HALF, x * c - y * s, x * c + y * s), x)
-    tl.store(q + (row.to(tl.int64) * queries + head) * DIM + d, x, mask=d < tl.where(head < queries, DIM, 0))
+    tl.store(
+        q + (row.to(tl.int64) * queries + head) * DIM + d,
+        x,
+        mask=d < tl.where(head < queries, DIM, 0),
+    )
     slot = tl.load(slots + row).to(tl.int64)
     key = head - queries
     place = ((slot // SLOTS * HEADS + key) * SLOTS + slot % SLOTS) * DIM + d
-    tl.store(keys + place, x.to(keys.dtype.element_ty), mask=d < tl.where((head >= queries) & turned, DIM, 0))
-    tl.store(values + place - HEADS * SLOTS * DIM, x.to(values.dtype.element_ty), mask=d < tl.where(turned, 0, DIM))
+    tl.store(
+        keys + place,
+        x.to(keys.dtype.element_ty),
+        mask=d < tl.where((head >= queries) & turned, DIM, 0),
+    )
+    tl.store(
+        values + place - HEADS * SLOTS * DIM,
+        x.to(values.dtype.element_ty),
+        mask=d < tl.where(turned, 0, DIM),
+    )
 
 
 @triton.jit
@@ -174,17 +198,25 @@ def attend(q, keys, values, table, WIDTH, first_row, count, first_position, sums
     heads = HEADS * SHARED
     query = head * SHARED + mine
     d = tl.arange(0, BLOCK)
-    asked = tl.load(q + (row * heads + query)[:, None] * DIM + d[None, :], mask=here[:, None] & (d < DIM)[None, :], other=0.0)
+    asked = tl.load(
+        q + (row * heads + query)[:, None] * DIM + d[None, :],
+        mask=here[:, None] & (d < DIM)[None, :],
+        other=0.0,
+    )
     asked = asked.to(keys.dtype.element_ty)
     peak = tl.full((SCORES,), float("-inf"), tl.float32)
     mass = tl.zeros((SCORES,), tl.float32)
     total = tl.zeros((SCORES, BLOCK), tl.float32)
     begin = span * SPAN
     if WINDOW:
-        begin = tl.maximum(begin, tl.maximum(tl.load(first_position + run) - window + 1, 0) // TILE * TILE)
+        begin = tl.maximum(
+            begin, tl.maximum(tl.load(first_position + run) - window + 1, 0) // TILE * TILE
+        )
     for start in range(begin, tl.minimum(span * SPAN + SPAN, last + 1), TILE):
         p = start + tl.arange(0, TILE)
-        block = tl.load(table + run.to(tl.int64) * WIDTH + p // SIZE, mask=p <= last, other=-1).to(tl.int64)
+        block = tl.load(table + run.to(tl.int64) * WIDTH + p // SIZE, mask=p <= last, other=-1).to(
+            tl.int64
+        )
         place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
         there = (block >= 0)[:, None] & (d < DIM)[
             None, :
@@ -227,7 +259,9 @@ def add_spans(sums, peaks, masses, out, ROWS, HEADS, DIM, SPANS, BLOCK: tl.const
         mass = mass * keep + tl.load(masses + at) * take
         total = total * keep + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * take
         peak = higher
-    tl.store(out + (row * HEADS + head) * DIM + d, (total / mass).to(out.dtype.element_ty), mask=d < DIM)
+    tl.store(
+        out + (row * HEADS + head) * DIM + d, (total / mass).to(out.dtype.element_ty), mask=d < DIM
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------------- draws
@@ -250,7 +284,9 @@ def noise_words(counter, position, k0, k1):
 @triton.jit
 def unit(high, low):
     """(the upper 52 of 64 bits + 1/2) / 2^52. Small ones are as precise as large ones."""
-    return (high.to(tl.float32) * 1048576.0 + ((low >> 12).to(tl.float32) + 0.5)) * 2.220446049250313e-16
+    return (
+        high.to(tl.float32) * 1048576.0 + ((low >> 12).to(tl.float32) + 0.5)
+    ) * 2.220446049250313e-16
 
 
 @triton.jit
@@ -296,13 +332,23 @@ def screen(logits, tops, asked, bests, seconds, ids, ROWS, VOCAB, CHUNKS, NOISE:
     row, chunk = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
     here = row < ROWS
     id = (chunk * BV + tl.arange(0, BV))[None, :]
-    key = tl.load(logits + row.to(tl.int64)[:, None] * VOCAB + id, mask=here[:, None] & (id < VOCAB), other=float("-inf"))
+    key = tl.load(
+        logits + row.to(tl.int64)[:, None] * VOCAB + id,
+        mask=here[:, None] & (id < VOCAB),
+        other=float("-inf"),
+    )
     if NOISE:
         k0 = tl.load(asked + row, mask=here, other=0).to(tl.uint32, bitcast=True)[:, None]
         k1 = tl.load(asked + ROWS + row, mask=here, other=0).to(tl.uint32, bitcast=True)[:, None]
-        position = tl.load(asked + 2 * ROWS + row, mask=here, other=0).to(tl.uint32, bitcast=True)[:, None]
-        scale = tl.load(asked + 3 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)[:, None]
-        slack = tl.load(asked + 4 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)[:, None]
+        position = tl.load(asked + 2 * ROWS + row, mask=here, other=0).to(tl.uint32, bitcast=True)[
+            :, None
+        ]
+        scale = tl.load(asked + 3 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)[
+            :, None
+        ]
+        slack = tl.load(asked + 4 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)[
+            :, None
+        ]
         top = tl.load(tops + row, mask=here, other=0.0)[:, None]
         noise = noise_of(chunk * (BV // 2), position, k0, k1, BV)
         key = tl.where(slack < 0.0, key, (key - top) * scale + noise)
@@ -315,16 +361,33 @@ def screen(logits, tops, asked, bests, seconds, ids, ROWS, VOCAB, CHUNKS, NOISE:
 
 
 @triton.jit(do_not_specialize=["ROWS"])
-def choose(bests, seconds, ids, tops, asked, out, ROWS, VOCAB, CHUNKS, BR: tl.constexpr, BLOCK: tl.constexpr):
+def choose(
+    bests,
+    seconds,
+    ids,
+    tops,
+    asked,
+    out,
+    ROWS,
+    VOCAB,
+    CHUNKS,
+    BR: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The chunks of BR rows: a row's best id where no other key comes within `slack` of its key, else -1. A row that is not all numbers is never sure."""
     row, i = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BLOCK)[None, :]
     here = row < ROWS
     at, inside = row[:, None] * CHUNKS + i, here[:, None] & (i < CHUNKS)
-    peaks, id = tl.load(bests + at, mask=inside, other=float("-inf")), tl.load(ids + at, mask=inside, other=VOCAB)
+    peaks, id = (
+        tl.load(bests + at, mask=inside, other=float("-inf")),
+        tl.load(ids + at, mask=inside, other=VOCAB),
+    )
     best = tl.max(peaks, 1)
     first = tl.min(tl.where(peaks == best[:, None], id, VOCAB), 1)
     others = tl.where(id == first[:, None], float("-inf"), peaks)
     second = tl.max(tl.maximum(others, tl.load(seconds + at, mask=inside, other=float("-inf"))), 1)
     slack = tl.load(asked + 4 * ROWS + row, mask=here, other=0).to(tl.float32, bitcast=True)
-    sure = (best - second > slack) & (tl.abs(tl.load(tops + row, mask=here, other=0.0)) < float("inf"))
+    sure = (best - second > slack) & (
+        tl.abs(tl.load(tops + row, mask=here, other=0.0)) < float("inf")
+    )
     tl.store(out + row, tl.where(sure, first, -1), mask=here)

@@ -12,7 +12,10 @@ import triton
 
 from verbatim.backend.cuda import jit
 
-BN, BK = 64, 128  # a product's tile: outputs, and inputs of one turn. They decide its pieces, so they are not for tuning
+BN, BK = (
+    64,
+    128,
+)  # a product's tile: outputs, and inputs of one turn. They decide its pieces, so they are not for tuning
 PROGRAMS = 264  # programs that keep the memory of a large GPU busy: two for each of 132 processors
 STAGES = 3  # turns whose weights are on their way at once
 MANY = 256  # beyond so many rows a product's tiles are larger, and their turns shorter
@@ -66,14 +69,31 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return Pieces(found, bias)
 
 
-def expert_product(x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor) -> Pieces:
+def expert_product(
+    x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor
+) -> Pieces:
     """Row i of the result: x[rows[i]] times the weight of its tile's expert; weight [experts, n, k], EXPERT_ROWS a tile, -1: no row."""
     (_, k), m, n = x.shape, len(rows), weight.shape[1]
     parts, each = parts_of(n, k)
     out = torch.empty((1, m, n), dtype=torch.float32, device=x.device)
     grid = (triton.cdiv(n, BN), m // EXPERT_ROWS, 1)
     jit.product[grid](
-        x, weight, out, rows, experts, m, n, k, parts, each, EXPERT_ROWS, BN, BK, True, num_warps=4, num_stages=STAGES
+        x,
+        weight,
+        out,
+        rows,
+        experts,
+        m,
+        n,
+        k,
+        parts,
+        each,
+        EXPERT_ROWS,
+        BN,
+        BK,
+        True,
+        num_warps=4,
+        num_stages=STAGES,
     )
     return Pieces(out)
 
@@ -96,14 +116,19 @@ class Norm(NamedTuple):
 
 
 def settle(
-    x: torch.Tensor | None, pieces: Pieces | None, norm: Norm | None, dtype: torch.dtype = torch.float32
+    x: torch.Tensor | None,
+    pieces: Pieces | None,
+    norm: Norm | None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """x + pieces, in place of x (or anew where there is no x); returns its norm where one is given."""
     given = x if x is not None else pieces.parts[0]  # type: ignore[union-attr]
     rows, width = given.shape
     out = torch.empty_like(given, dtype=dtype) if norm is not None or x is None else given
     kind = "none" if norm is None else "rms" if norm.bias is None else "layer"
-    weight, shift, eps, offset = (norm.weight, norm.bias, norm.eps, norm.offset) if norm else (given, None, 0.0, 0.0)
+    weight, shift, eps, offset = (
+        (norm.weight, norm.bias, norm.eps, norm.offset) if norm else (given, None, 0.0, 0.0)
+    )
     parts, bias = (pieces.parts, pieces.bias) if pieces is not None else (given[None], None)
     block = triton.next_power_of_2(width)
     jit.settle[(rows,)](
@@ -175,8 +200,22 @@ class Runs:
     def part(self, start: int, end: int) -> tuple[int, int, Runs]:
         """Some of the runs, as if they were all, and the rows that are theirs. Runs of one row are told apart without a look at the device, which no graph allows."""
         rows, count = self.first_row[start:end], self.count[start:end]
-        first, last = (start, start + len(rows)) if self.most == 1 else (int(rows[0]), int(rows[-1] + count[-1]))
-        return first, last, Runs(self.table[start:end], rows - first, count, self.first_position[start:end], self.most)
+        first, last = (
+            (start, start + len(rows))
+            if self.most == 1
+            else (int(rows[0]), int(rows[-1] + count[-1]))
+        )
+        return (
+            first,
+            last,
+            Runs(
+                self.table[start:end],
+                rows - first,
+                count,
+                self.first_position[start:end],
+                self.most,
+            ),
+        )
 
 
 def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs, spans: int, scale: float, cap: float, window: int | None, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
@@ -185,7 +224,9 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs
     rows, heads = len(q), q.shape[1] // dim
     shared = heads // kv_heads
     sums = torch.empty((spans, rows, heads, dim), dtype=torch.float32, device=q.device)
-    peaks, masses = (torch.empty((spans, rows, heads), dtype=torch.float32, device=q.device) for _ in range(2))
+    peaks, masses = (
+        torch.empty((spans, rows, heads), dtype=torch.float32, device=q.device) for _ in range(2)
+    )
     block = max(16, triton.next_power_of_2(dim))
     lines = max(SCORES, triton.next_power_of_2(shared))
     grid = (len(runs.count), kv_heads, spans)
@@ -195,7 +236,17 @@ def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, runs: Runs
     )  # fmt: skip
     out = torch.empty_like(q, dtype=dtype)
     jit.add_spans[(rows, heads)](
-        sums, peaks, masses, out, rows, heads, dim, spans, triton.next_power_of_2(dim), num_warps=1, enable_fp_fusion=False
+        sums,
+        peaks,
+        masses,
+        out,
+        rows,
+        heads,
+        dim,
+        spans,
+        triton.next_power_of_2(dim),
+        num_warps=1,
+        enable_fp_fusion=False,
     )
     return out
 

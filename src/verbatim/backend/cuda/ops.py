@@ -16,16 +16,33 @@ from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
 Rows: TypeAlias = Any  # a tensor, Pieces, a Stream or Heads
-MATRICES = ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down", "moe.gate", "moe.up", "moe.down")
-BUFFER = 256 << 20  # bytes that attention may use for what its spans leave; more rows than fit take turns
+MATRICES = (
+    "attn.q",
+    "attn.k",
+    "attn.v",
+    "attn.o",
+    "mlp.gate",
+    "mlp.up",
+    "mlp.down",
+    "moe.gate",
+    "moe.up",
+    "moe.down",
+)
+BUFFER = (
+    256 << 20
+)  # bytes that attention may use for what its spans leave; more rows than fit take turns
 
 
-def load(source: Mapping[str, Tensor], spec: ModelSpec, device: torch.device) -> dict[str, torch.Tensor]:
+def load(
+    source: Mapping[str, Tensor], spec: ModelSpec, device: torch.device
+) -> dict[str, torch.Tensor]:
     """Weights as the kernels want them: matrices in half precision, what is read together stored together, the rest in float32."""
     out: dict[str, torch.Tensor] = {}
     for name, tensor in source.items():
         half = name in ("embed", "head", "positions") or name.endswith(MATRICES)
-        out[name] = _half(tensor, device) if half else torch.from_numpy(tensor.to_f32().copy()).to(device)
+        out[name] = (
+            _half(tensor, device) if half else torch.from_numpy(tensor.to_f32().copy()).to(device)
+        )
     for i, layer in enumerate(spec.layers):
         _join(out, f"layers.{i}.attn", ("q", "k", "v"), spec.qkv_bias)
         if layer.experts:
@@ -40,11 +57,15 @@ def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
     if tensor.type == "bf16":
         raw = np.ascontiguousarray(tensor.data).view(np.int16).reshape(tensor.shape)
         return torch.from_numpy(raw.copy()).to(device).view(torch.bfloat16)
-    with np.errstate(over="ignore"):  # what does not fit becomes infinite, and is reported where logits are read
+    with np.errstate(
+        over="ignore"
+    ):  # what does not fit becomes infinite, and is reported where logits are read
         return torch.from_numpy(tensor.to_f32().astype(np.float16)).to(device)
 
 
-def _join(weights: dict[str, torch.Tensor], prefix: str, parts: tuple[str, ...], bias: bool) -> None:
+def _join(
+    weights: dict[str, torch.Tensor], prefix: str, parts: tuple[str, ...], bias: bool
+) -> None:
     for tail in ("", ".bias") if bias else ("",):
         found = [weights.pop(f"{prefix}.{part}{tail}") for part in parts]
         types = {one.dtype for one in found}
@@ -97,8 +118,18 @@ class CudaOps:
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
         step: Step,
     ) -> None:
-        self.spec, self.weights, self.caches, self.angles, self.step = spec, weights, caches, angles, step
-        self._place = {layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
+        self.spec, self.weights, self.caches, self.angles, self.step = (
+            spec,
+            weights,
+            caches,
+            angles,
+            step,
+        )
+        self._place = {
+            layer: (g, i)
+            for g, group in enumerate(spec.groups)
+            for i, layer in enumerate(group.layers)
+        }
 
     # ---------------------------------------------------------------------------------------------------- row by row
 
@@ -120,12 +151,20 @@ class CudaOps:
     def _reader(self, norm: str) -> torch.dtype:
         """The type of the matrix that reads it. A router reads float32, and so does who asks for final states."""
         layer, _, kind = norm.rpartition(".")
-        readers = {"attn_norm": ("attn.q+k+v",), "mlp_norm": ("mlp.gate+up", "mlp.up")}.get(kind, ())
-        found = [self.weights[name].dtype for reader in readers if (name := f"{layer}.{reader}") in self.weights]
+        readers = {"attn_norm": ("attn.q+k+v",), "mlp_norm": ("mlp.gate+up", "mlp.up")}.get(
+            kind, ()
+        )
+        found = [
+            self.weights[name].dtype
+            for reader in readers
+            if (name := f"{layer}.{reader}") in self.weights
+        ]
         return found[0] if found else torch.float32
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
-        return kernels.product(x, self.weights[name], self.weights[f"{name}.bias"] if bias else None)
+        return kernels.product(
+            x, self.weights[name], self.weights[f"{name}.bias"] if bias else None
+        )
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
         heads = Heads(self.linear(h, f"layers.{layer}.attn.q+k+v", self.spec.qkv_bias))
@@ -152,7 +191,11 @@ class CudaOps:
         rows = self.step.outputs if which == "outputs" else self.step.logits
         if rows is None:
             return x
-        return Stream(self._flush(x).index_select(0, rows)) if isinstance(x, Stream) else x.index_select(0, rows)
+        return (
+            Stream(self._flush(x).index_select(0, rows))
+            if isinstance(x, Stream)
+            else x.index_select(0, rows)
+        )
 
     def head(self, h: Rows) -> Rows:
         weight = self.weights["embed" if self.spec.tied else "head"]
@@ -170,19 +213,47 @@ class CudaOps:
         norms = (self.weights[q.norm], self.weights[k.norm]) if q.norm else None
         angles = self.angles[rope] if rope is not None and q.rotated else None
         asked = kernels.prepare(
-            q.joined, norms, spec.norm_eps, spec.norm_offset, angles, step.positions, keys, values, step.slots[group]
+            q.joined,
+            norms,
+            spec.norm_eps,
+            spec.norm_offset,
+            angles,
+            step.positions,
+            keys,
+            values,
+            step.slots[group],
         )
         each = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
         runs = step.runs[group]
         most = max(1, BUFFER // each // runs.most)
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
         if len(runs.count) <= most:
-            return kernels.attend(asked, keys, values, runs, step.spans, spec.scale, spec.attention_softcap, window, dtype)
+            return kernels.attend(
+                asked,
+                keys,
+                values,
+                runs,
+                step.spans,
+                spec.scale,
+                spec.attention_softcap,
+                window,
+                dtype,
+            )
         out = torch.empty_like(asked, dtype=dtype)
-        for start in range(0, len(runs.count), most):  # a long prompt in a long context: some rows after the others
+        for start in range(
+            0, len(runs.count), most
+        ):  # a long prompt in a long context: some rows after the others
             first, last, part = runs.part(start, start + most)
             out[first:last] = kernels.attend(
-                asked[first:last], keys, values, part, step.spans, spec.scale, spec.attention_softcap, window, dtype
+                asked[first:last],
+                keys,
+                values,
+                part,
+                step.spans,
+                spec.scale,
+                spec.attention_softcap,
+                window,
+                dtype,
             )
         return out
 
@@ -192,7 +263,9 @@ class CudaOps:
         spec, prefix = self.spec, f"layers.{layer}.mlp"
         wide = self.linear(h, f"{prefix}.gate+up" if spec.gated else f"{prefix}.up", spec.mlp_bias)
         dtype = self.weights[f"{prefix}.down"].dtype
-        return self.linear(kernels.inner(wide, spec.activation, spec.gated, dtype), f"{prefix}.down", spec.mlp_bias)
+        return self.linear(
+            kernels.inner(wide, spec.activation, spec.gated, dtype), f"{prefix}.down", spec.mlp_bias
+        )
 
     def moe(self, h: Rows, layer: int) -> Rows:
         """Rows are sorted by expert into tiles; each row's experts are added in order of rank."""
@@ -201,8 +274,12 @@ class CudaOps:
         rows, experts, place = tiles_of(chosen, spec.layers[layer].experts)
         wide = kernels.expert_product(h, self.weights[f"{prefix}.gate+up"], rows, experts)
         narrow = kernels.inner(wide, spec.activation, True, self.weights[f"{prefix}.down"].dtype)
-        filled = torch.where(rows >= 0, torch.arange(len(rows), device=h.device, dtype=rows.dtype), rows)
-        found = kernels.expert_product(narrow, self.weights[f"{prefix}.down"], filled, experts).parts[0]
+        filled = torch.where(
+            rows >= 0, torch.arange(len(rows), device=h.device, dtype=rows.dtype), rows
+        )
+        found = kernels.expert_product(
+            narrow, self.weights[f"{prefix}.down"], filled, experts
+        ).parts[0]
         out = torch.zeros_like(h)
         for rank in range(spec.experts_used):
             out += shares[:, rank : rank + 1] * found.index_select(0, place[:, rank])
@@ -249,7 +326,9 @@ def tiles_of(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Te
     )
 
 
-def angles_of(spec: ModelSpec, positions: int, device: torch.device) -> dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]:
+def angles_of(
+    spec: ModelSpec, positions: int, device: torch.device
+) -> dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]:
     """cos and sin of every position, for each kind of rotation that the model has."""
     found: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
     for layer in spec.layers:

@@ -22,7 +22,9 @@ Tables = tuple[tuple[int, ...], ...]
 
 class Begun(NamedTuple):
     steps: tuple[SeqStep, ...]  # one row each
-    inputs: list[int]  # their tokens, which the steps do not know where they were begun ahead; -1: it was none
+    inputs: list[
+        int
+    ]  # their tokens, which the steps do not know where they were begun ahead; -1: it was none
     answer: Answer
 
 
@@ -62,7 +64,13 @@ class Ahead:
         written = {step.seq_id: (step.end, step.draw) for step in before.sequences}
         for step in plan.sequences:
             end, draw = written.get(step.seq_id, (-1, None))
-            if not (_plain(step) and end == step.start and draw is step.draw and draw is not None and knows(draw)):
+            if not (
+                _plain(step)
+                and end == step.start
+                and draw is step.draw
+                and draw is not None
+                and knows(draw)
+            ):
                 return False
         return True
 
@@ -88,7 +96,10 @@ def _same(begun: SeqStep, asked: SeqStep) -> bool:
         begun.start == asked.start
         and begun.draw is asked.draw
         and _plain(asked)
-        and (begun.blocks is asked.blocks or _agree(begun.blocks, asked.blocks, asked.start // BLOCK_SIZE + 1))
+        and (
+            begun.blocks is asked.blocks
+            or _agree(begun.blocks, asked.blocks, asked.start // BLOCK_SIZE + 1)
+        )
     )
 
 

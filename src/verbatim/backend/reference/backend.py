@@ -51,7 +51,9 @@ class ReferenceBackend:
     def info(self) -> BackendInfo:
         kv = self.spec.kv_values * 4 * len(self.spec.layers)
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
-        return BackendInfo("reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv, self._gpu_note)
+        return BackendInfo(
+            "reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv, self._gpu_note
+        )
 
     def available_memory(self) -> None:
         return None  # the KV cache is in main memory
@@ -65,7 +67,9 @@ class ReferenceBackend:
         groups = self.spec.groups
         assert len(blocks) == len(groups), "one count for each cache group"
         shape = (self.spec.kv_heads, self.block_size, self.spec.head_dim)
-        self._caches = tuple(Cache.empty(len(g.layers), n, shape) for g, n in zip(groups, blocks, strict=True))
+        self._caches = tuple(
+            Cache.empty(len(g.layers), n, shape) for g, n in zip(groups, blocks, strict=True)
+        )
         if self.config.check:
             self._canary = Canary(groups, blocks, self.block_size)
 
@@ -76,12 +80,20 @@ class ReferenceBackend:
         for group, source, target in plan.copies:
             self._caches[group].copy(source, target)
         batch = make_batch(plan, len(self._caches))
-        assert not batch.rows or 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.vocab, "token ids are checked above"
+        assert not batch.rows or 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.vocab, (
+            "token ids are checked above"
+        )
         if not batch.rows:
-            return collect(plan, np.zeros((0, self.spec.hidden), np.float32), np.zeros((0, self.spec.vocab), np.float32))
+            return collect(
+                plan,
+                np.zeros((0, self.spec.hidden), np.float32),
+                np.zeros((0, self.spec.vocab), np.float32),
+            )
         # exp(-x) of a large -x is inf, and 1 / inf the right 0; a model that computes NaN is reported where its logits are read
         with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            hidden, logits = forward(self.spec, ReferenceOps(self.spec, self._weights, self._caches, batch))
+            hidden, logits = forward(
+                self.spec, ReferenceOps(self.spec, self._weights, self._caches, batch)
+            )
         return collect(plan, hidden, logits)
 
     def close(self) -> None:

@@ -35,14 +35,25 @@ def one_thread() -> Iterator[None]:
 def _controls() -> tuple[Callable[[], int], Callable[[int], None]] | None:
     """OpenBLAS's own two functions, in the library that NumPy's wheel brings along; None where there is none."""
     package = Path(np.__file__).parent
-    for file in [*(package.parent / "numpy.libs").glob("*openblas*"), *(package / ".dylibs").glob("*openblas*")]:
+    for file in [
+        *(package.parent / "numpy.libs").glob("*openblas*"),
+        *(package / ".dylibs").glob("*openblas*"),
+    ]:
         try:
             library = ctypes.CDLL(str(file))  # loaded already: this only finds it
         except OSError:
             continue
         for name in ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}"):
-            get, set_ = (getattr(library, name.format(f"{verb}_num_threads"), None) for verb in ("get", "set"))
+            get, set_ = (
+                getattr(library, name.format(f"{verb}_num_threads"), None)
+                for verb in ("get", "set")
+            )
             if get is not None and set_ is not None:
-                get.restype, get.argtypes, set_.restype, set_.argtypes = ctypes.c_int, [], None, [ctypes.c_int]
+                get.restype, get.argtypes, set_.restype, set_.argtypes = (
+                    ctypes.c_int,
+                    [],
+                    None,
+                    [ctypes.c_int],
+                )
                 return get, set_
     return None

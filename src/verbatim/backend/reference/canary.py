@@ -28,9 +28,13 @@ class CacheFault(AssertionError):
 class Canary:
     def __init__(self, groups: tuple[CacheGroup, ...], blocks: tuple[int, ...], size: int) -> None:
         self.groups, self.size = groups, size
-        self.stamps = [np.zeros((n, size), np.uint64) for n in blocks]  # 0: nothing was ever written here
+        self.stamps = [
+            np.zeros((n, size), np.uint64) for n in blocks
+        ]  # 0: nothing was ever written here
         self.tokens = [np.zeros((n, size), np.int64) for n in blocks]
-        self.own: dict[int, NDArray[Any]] = {}  # seq_id -> stamps of positions 0, 1, …; 0 where unknown
+        self.own: dict[
+            int, NDArray[Any]
+        ] = {}  # seq_id -> stamps of positions 0, 1, …; 0 where unknown
 
     def step(self, plan: StepPlan) -> None:
         """Follow the plan's copies and writes, then verify all that it reads. Raises CacheFault."""
@@ -104,14 +108,22 @@ def _blocks(s: SeqStep, group: int, table: tuple[int, ...], index: NDArray[Any])
         )
     blocks: NDArray[Any] = np.asarray(table, np.int64)[index]
     if blocks.min() < 0:
-        raise CacheFault(f"sequence {s.seq_id} would use a block of group {group} that was released")
+        raise CacheFault(
+            f"sequence {s.seq_id} would use a block of group {group} that was released"
+        )
     return blocks
 
 
-def _mix(before: NDArray[Any] | np.uint64, token: NDArray[Any] | np.int64, position: NDArray[Any] | np.int64) -> NDArray[Any]:
+def _mix(
+    before: NDArray[Any] | np.uint64,
+    token: NDArray[Any] | np.int64,
+    position: NDArray[Any] | np.int64,
+) -> NDArray[Any]:
     """A 64-bit hash (splitmix's finaliser), never 0."""
     with np.errstate(over="ignore"):
-        parts = (np.asarray(token).astype(np.uint64) << np.uint64(32)) ^ np.asarray(position).astype(np.uint64)
+        parts = (np.asarray(token).astype(np.uint64) << np.uint64(32)) ^ np.asarray(
+            position
+        ).astype(np.uint64)
         x: Any = (np.asarray(before, np.uint64) ^ parts) + _WEYL
         x = (x ^ (x >> np.uint64(30))) * _MULTIPLY[0]
         x = (x ^ (x >> np.uint64(27))) * _MULTIPLY[1]

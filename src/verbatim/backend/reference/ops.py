@@ -15,7 +15,9 @@ from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
 F32 = np.float32
-Array: TypeAlias = Any  # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
+Array: TypeAlias = (
+    Any  # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
+)
 _GELU = F32(math.sqrt(2.0 / math.pi))
 _ERF = np.frompyfunc(math.erf, 1, 1)
 
@@ -59,7 +61,9 @@ class Cache:
 
     @staticmethod
     def empty(layers: int, blocks: int, shape: tuple[int, int, int]) -> Cache:
-        return Cache(np.zeros((layers, blocks, *shape), F32), np.zeros((layers, blocks, *shape), F32))
+        return Cache(
+            np.zeros((layers, blocks, *shape), F32), np.zeros((layers, blocks, *shape), F32)
+        )
 
     def copy(self, source: int, target: int) -> None:
         self.keys[:, target] = self.keys[:, source]
@@ -69,9 +73,15 @@ class Cache:
 class ReferenceOps:
     """One step's operations (the protocol is model.decoder.Ops, which also says what each means)."""
 
-    def __init__(self, spec: ModelSpec, weights: Floats, caches: tuple[Cache, ...], batch: Batch) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: Floats, caches: tuple[Cache, ...], batch: Batch
+    ) -> None:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
-        self._place = {layer: (g, i) for g, group in enumerate(spec.groups) for i, layer in enumerate(group.layers)}
+        self._place = {
+            layer: (g, i)
+            for g, group in enumerate(spec.groups)
+            for i, layer in enumerate(group.layers)
+        }
         self._angles: dict[RopeSpec, tuple[Array, Array]] = {}
 
     # ---------------------------------------------------------------------------------------------------- row by row
@@ -106,7 +116,10 @@ class ReferenceOps:
         return y + self.weights[f"{name}.bias"] if bias else y
 
     def qkv(self, h: Array, layer: int) -> tuple[Array, Array, Array]:
-        q, k, v = (self.linear(h, f"layers.{layer}.attn.{part}", self.spec.qkv_bias) for part in ("q", "k", "v"))
+        q, k, v = (
+            self.linear(h, f"layers.{layer}.attn.{part}", self.spec.qkv_bias)
+            for part in ("q", "k", "v")
+        )
         return q, k, v
 
     def rope(self, x: Array, layer: int) -> Array:
@@ -114,7 +127,9 @@ class ReferenceOps:
         assert rope is not None, "the decoder rotates only where the layer has a rope"
         if rope not in self._angles:
             self._angles[rope] = tables(rope, self.batch.positions)
-        cos, sin = (t[:, None, :] for t in self._angles[rope])  # [rows, 1, dim / 2]: the same for every head
+        cos, sin = (
+            t[:, None, :] for t in self._angles[rope]
+        )  # [rows, 1, dim / 2]: the same for every head
         heads = x.reshape(len(x), -1, self.spec.head_dim)
         half = rope.dim // 2
         a, b = heads[..., :half], heads[..., half : rope.dim]
@@ -141,9 +156,17 @@ class ReferenceOps:
         group, index = self._place[layer]
         keys, values = self.caches[group].keys[index], self.caches[group].values[index]
         size = keys.shape[2]
-        heads = (len(q), spec.kv_heads, -1, spec.head_dim)  # query heads that share a key head lie together
+        heads = (
+            len(q),
+            spec.kv_heads,
+            -1,
+            spec.head_dim,
+        )  # query heads that share a key head lie together
         queries, out = q.reshape(heads), np.empty_like(q).reshape(heads)
-        new_keys, new_values = k.reshape(len(k), spec.kv_heads, -1), v.reshape(len(v), spec.kv_heads, -1)
+        new_keys, new_values = (
+            k.reshape(len(k), spec.kv_heads, -1),
+            v.reshape(len(v), spec.kv_heads, -1),
+        )
         for s, table in enumerate(batch.tables[group]):
             rows = slice(batch.first[s], batch.first[s + 1])
             positions = batch.positions[rows]
@@ -171,12 +194,21 @@ class ReferenceOps:
         begin = first_visible(start, window) // size
         used = table[begin : -(-end // size)]
         assert used.min() >= 0, "a visible block is in the table"
-        own_keys, own_values = _gather(keys, used), _gather(values, used)  # [kv_heads, positions, head_dim]
+        own_keys, own_values = (
+            _gather(keys, used),
+            _gather(values, used),
+        )  # [kv_heads, positions, head_dim]
         for row in range(first, last):
             position = start + row - int(first)
-            seen = slice(first_visible(position, window) - begin * size, position + 1 - begin * size)
+            seen = slice(
+                first_visible(position, window) - begin * size, position + 1 - begin * size
+            )
             out[row] = attend_row(
-                queries[row], own_keys[:, seen], own_values[:, seen], self.spec.scale, self.spec.attention_softcap
+                queries[row],
+                own_keys[:, seen],
+                own_values[:, seen],
+                self.spec.scale,
+                self.spec.attention_softcap,
             )
 
     # ---------------------------------------------------------------------------------------------------------- mixers
@@ -196,8 +228,14 @@ class ReferenceOps:
         scores = softmax(rows_times(h, self.weights[f"{prefix}.router"]))
         out = np.zeros_like(h)
         for row, x, y in zip(scores, h, out, strict=True):
-            chosen = np.argsort(-row, kind="stable")[: spec.experts_used]  # stable: ties to the lower index
-            shares = row[chosen] / row[chosen].sum(dtype=F32) if spec.experts_renormalised else row[chosen]
+            chosen = np.argsort(-row, kind="stable")[
+                : spec.experts_used
+            ]  # stable: ties to the lower index
+            shares = (
+                row[chosen] / row[chosen].sum(dtype=F32)
+                if spec.experts_renormalised
+                else row[chosen]
+            )
             for expert, share in zip(chosen, shares, strict=True):
                 inner = activate(gate[expert] @ x, spec.activation) * (up[expert] @ x)
                 y += share * (down[expert] @ inner)

@@ -24,12 +24,18 @@ def find_python(rival: str, given: str | None) -> str:
     python = given or sys.executable
     try:
         found = subprocess.run(
-            [python, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"],
+            [
+                python,
+                "-c",
+                f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)",
+            ],
             capture_output=True,
             timeout=60,
         )
     except OSError as error:
-        raise BackendError(f"{python} cannot be run: {error.strerror}; give a Python with --rival-python") from None
+        raise BackendError(
+            f"{python} cannot be run: {error.strerror}; give a Python with --rival-python"
+        ) from None
     if found.returncode:
         raise BackendError(
             f"{rival} is not installed in {'that' if given else 'this'} Python; install {distribution} into "
@@ -47,12 +53,20 @@ class Rival:
         self.load = 0.0
         script = Path(__file__).parent / WORKERS[rival][0]
         self._process = subprocess.Popen(
-            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [python, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def open(self, model: str, threads: int, context: int) -> None:
         answer = self._ask(op="open", model=model, threads=threads, context=context)
-        self.version, self.load, self.file = str(answer["version"]), float(answer["load"]), Path(model).name
+        self.version, self.load, self.file = (
+            str(answer["version"]),
+            float(answer["load"]),
+            Path(model).name,
+        )
 
     def prefill(self, tokens: int) -> float:
         return float(self._ask(op="prefill", tokens=tokens)["seconds"])
@@ -61,7 +75,9 @@ class Rival:
         return float(self._ask(op="decode", context=context, steps=steps)["seconds"])
 
     def batch(self, sequences: int, context: int, steps: int) -> float:
-        return float(self._ask(op="batch", sequences=sequences, context=context, steps=steps)["seconds"])
+        return float(
+            self._ask(op="batch", sequences=sequences, context=context, steps=steps)["seconds"]
+        )
 
     def close(self) -> None:
         process = self._process
@@ -91,7 +107,9 @@ class Rival:
             said = process.stderr.read().strip().splitlines()
             code = process.wait(10)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise BackendError(f"{self.name} ended ({how}): {said[-1] if said else 'no reason given'}")
+            raise BackendError(
+                f"{self.name} ended ({how}): {said[-1] if said else 'no reason given'}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise BackendError(f"{self.name}: {answer['error']}")

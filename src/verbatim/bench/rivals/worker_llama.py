@@ -27,7 +27,9 @@ class Worker:
     def __init__(self, model: str, threads: int, context: int) -> None:
         lib.llama_backend_init()
         began = time.perf_counter()
-        self.model = lib.llama_model_load_from_file(model.encode(), lib.llama_model_default_params())
+        self.model = lib.llama_model_load_from_file(
+            model.encode(), lib.llama_model_default_params()
+        )
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {model}")
         self.load = time.perf_counter() - began
@@ -90,7 +92,10 @@ class Worker:
         self._clear()
         for s in range(sequences):
             self._decode([(p, s) for p in range(context)])
-        return sum(self._decode([(context + i, s) for s in range(sequences)], every=True) for i in range(steps))
+        return sum(
+            self._decode([(context + i, s) for s in range(sequences)], every=True)
+            for i in range(steps)
+        )
 
 
 @lib.llama_log_callback  # type: ignore[untyped-decorator, unused-ignore]

@@ -22,15 +22,23 @@ class Worker:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         began = time.perf_counter()
-        folder, file = (os.path.dirname(model), os.path.basename(model)) if os.path.isfile(model) else (model, None)
+        folder, file = (
+            (os.path.dirname(model), os.path.basename(model))
+            if os.path.isfile(model)
+            else (model, None)
+        )
         options: dict[str, Any] = {"gguf_file": file} if file else {}
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder or ".", dtype=torch.float32, **options).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            folder or ".", dtype=torch.float32, **options
+        ).eval()
         self.load = time.perf_counter() - began
         self.vocab = self.model.config.vocab_size
         self.random = random.Random(0)
 
     def _ids(self, rows: int, tokens: int) -> Any:
-        return torch.tensor([[self.random.randrange(self.vocab) for _ in range(tokens)] for _ in range(rows)])
+        return torch.tensor(
+            [[self.random.randrange(self.vocab) for _ in range(tokens)] for _ in range(rows)]
+        )
 
     def _run(self, rows: int, tokens: int, past: Any) -> tuple[float, Any]:
         ids = self._ids(rows, tokens)

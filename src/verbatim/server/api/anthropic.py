@@ -14,7 +14,14 @@ from starlette.responses import Response
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import Ask, count_tokens
 from verbatim.server.api.field_table import MESSAGES
-from verbatim.server.api.generate import extras, finish_reason, observe, pieces, speculation, usage_of
+from verbatim.server.api.generate import (
+    extras,
+    finish_reason,
+    observe,
+    pieces,
+    speculation,
+    usage_of,
+)
 from verbatim.server.api.request_context import Call, EventStream, Json, new_id, sse
 from verbatim.server.api.tools import plain_text
 from verbatim.server.json_io import written
@@ -37,7 +44,15 @@ TYPES = {
 
 def error_body(problem: Problem) -> dict[str, Any]:
     kind = TYPES.get(problem.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": problem.message, "param": problem.param, "code": problem.code}}
+    return {
+        "type": "error",
+        "error": {
+            "type": kind,
+            "message": problem.message,
+            "param": problem.param,
+            "code": problem.code,
+        },
+    }
 
 
 def error_event(problem: Problem) -> bytes:
@@ -53,7 +68,10 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         _check_blocks(message["role"], blocks, f"messages[{index}].content")
         results = [b for b in blocks if b["type"] == "tool_result"]
-        out += [{"role": "tool", "content": _result(b), "tool_call_id": b["tool_use_id"]} for b in results]
+        out += [
+            {"role": "tool", "content": _result(b), "tool_call_id": b["tool_use_id"]}
+            for b in results
+        ]
         turns = _turns(message["role"], [b for b in blocks if b["type"] != "tool_result"])
         out += turns if turns or results else [{"role": message["role"], "content": ""}]
     return out
@@ -72,20 +90,37 @@ def _turns(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         if not out:
             out.append({"role": role, "content": ""})
-        function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
-        out[-1].setdefault("tool_calls", []).append({"id": block["id"], "type": "function", "function": function})
+        function = {
+            "name": block["name"],
+            "arguments": json.dumps(block["input"], ensure_ascii=False),
+        }
+        out[-1].setdefault("tool_calls", []).append(
+            {"id": block["id"], "type": "function", "function": function}
+        )
     return out
 
 
 def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
     """Anthropic's own rules. What breaks them has no place in a chat template, which would drop it or move it."""
-    alien, told = ("tool_use", "belongs to the assistant") if role == "user" else ("tool_result", "belongs to the user")
+    alien, told = (
+        ("tool_use", "belongs to the assistant")
+        if role == "user"
+        else ("tool_result", "belongs to the user")
+    )
     text_seen = False
     for number, block in enumerate(blocks):
         if block["type"] == alien:
-            raise Problem("invalid_parameter", f"{where}[{number}]: a {alien} block {told}", f"{where}[{number}]")
+            raise Problem(
+                "invalid_parameter",
+                f"{where}[{number}]: a {alien} block {told}",
+                f"{where}[{number}]",
+            )
         if block["type"] == "tool_result" and text_seen:
-            raise Problem("invalid_parameter", f"{where}[{number}]: tool_result blocks come before text", f"{where}[{number}]")
+            raise Problem(
+                "invalid_parameter",
+                f"{where}[{number}]: tool_result blocks come before text",
+                f"{where}[{number}]",
+            )
         text_seen = text_seen or block["type"] == "text"
 
 
@@ -96,7 +131,9 @@ def _result(block: dict[str, Any]) -> str:
 
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
-    chat: dict[str, Any] = {name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens") if name in body}
+    chat: dict[str, Any] = {
+        name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens") if name in body
+    }
     chat["messages"] = chat_messages(body)
     if body["messages"][-1]["role"] == "assistant":
         _check_prefill(chat["messages"][-1])
@@ -104,7 +141,9 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     if "stop_sequences" in body:
         chat["stop"] = body["stop_sequences"]
     if "tools" in body:
-        chat["tools"] = [{"type": "function", "function": _function(tool)} for tool in body["tools"]]
+        chat["tools"] = [
+            {"type": "function", "function": _function(tool)} for tool in body["tools"]
+        ]
     choice = body.get("tool_choice", {"type": "auto"})
     if choice["type"] == "tool":
         if "name" not in choice:
@@ -113,30 +152,51 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     else:
         if "name" in choice:
             raise Problem(
-                "invalid_parameter", f"tool_choice.name: only with type tool, not {choice['type']}", "tool_choice.name"
+                "invalid_parameter",
+                f"tool_choice.name: only with type tool, not {choice['type']}",
+                "tool_choice.name",
             )
         chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
     form = (body.get("output_config") or {}).get("format")
     if form and "output_format" in body:
-        raise Problem("invalid_parameter", "output_format: output_config.format is set too; send one of them", "output_format")
+        raise Problem(
+            "invalid_parameter",
+            "output_format: output_config.format is set too; send one of them",
+            "output_format",
+        )
     form = form or body.get("output_format")
     if form:
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form["schema"]}}
+        chat["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": form["schema"]},
+        }
     return chat
 
 
 def _check_prefill(last: dict[str, Any]) -> None:
     """Anthropic's own rules; the second because templates trim, and what the client sent would not be what is continued."""
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
-        raise Problem("invalid_parameter", "messages: the last one, the assistant's, has no text to be continued", "messages")
+        raise Problem(
+            "invalid_parameter",
+            "messages: the last one, the assistant's, has no text to be continued",
+            "messages",
+        )
     if last["content"] != last["content"].rstrip():
-        raise Problem("invalid_parameter", "messages: the last one, the assistant's, cannot end in white space", "messages")
+        raise Problem(
+            "invalid_parameter",
+            "messages: the last one, the assistant's, cannot end in white space",
+            "messages",
+        )
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
-    made = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    made = {
+        "name": tool["name"],
+        "description": tool.get("description", ""),
+        "parameters": tool["input_schema"],
+    }
     return {**made, "strict": True} if tool.get("strict") else made
 
 
@@ -144,7 +204,12 @@ class Answer:
     def __init__(self, ask: Ask, model: str) -> None:
         self.ask = ask
         self.call = ask.call
-        self.base: dict[str, Any] = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
+        self.base: dict[str, Any] = {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
 
     def stop(self, finish: WireFinish | None, called: bool) -> dict[str, Any]:
         reason = finish_reason(finish)
@@ -152,13 +217,17 @@ class Answer:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if finish is not None and finish.stop_string:
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.detail}
-        return {"stop_reason": "max_tokens" if reason == "length" else "end_turn", "stop_sequence": None}
+        return {
+            "stop_reason": "max_tokens" if reason == "length" else "end_turn",
+            "stop_sequence": None,
+        }
 
     def usage(self) -> dict[str, Any]:
         usage = usage_of(self.call.runs)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": usage["prompt_tokens"] - cached,  # Anthropic counts what was not in the cache
+            "input_tokens": usage["prompt_tokens"]
+            - cached,  # Anthropic counts what was not in the cache
             "output_tokens": usage["completion_tokens"],
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
@@ -177,15 +246,36 @@ class Answer:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         text, calls = self.ask.read(choice.text)
-        content: list[dict[str, Any]] = [{"type": "text", "text": text}] if text.strip() or not calls else []
-        content += [{"type": "tool_use", "id": c.id, "name": c.name, "input": written(c.arguments)} for c in calls]
+        content: list[dict[str, Any]] = (
+            [{"type": "text", "text": text}] if text.strip() or not calls else []
+        )
+        content += [
+            {"type": "tool_use", "id": c.id, "name": c.name, "input": written(c.arguments)}
+            for c in calls
+        ]
         observe(self.call)
-        made = {**self.base, "content": content, **self.stop(choice.finish, bool(calls)), "usage": self.usage()}
+        made = {
+            **self.base,
+            "content": content,
+            **self.stop(choice.finish, bool(calls)),
+            "usage": self.usage(),
+        }
         return Json({**made, **self.own()})
 
     async def events(self) -> AsyncIterator[bytes]:
-        blank = {"input_tokens": 0, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
-        start = {**self.base, "content": [], "stop_reason": None, "stop_sequence": None, "usage": blank}
+        blank = {
+            "input_tokens": 0,
+            "output_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+        }
+        start = {
+            **self.base,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": blank,
+        }
         yield sse({"type": "message_start", "message": start}, "message_start")
         parser, finish, blocks = self.ask.parser(), None, Blocks()
         async for piece in pieces(self.call):
@@ -205,7 +295,12 @@ class Answer:
             yield made
         observe(self.call)
         called = parser is not None and parser.calls > 0
-        last = {"type": "message_delta", "delta": self.stop(finish, called), "usage": self.usage(), **self.own()}
+        last = {
+            "type": "message_delta",
+            "delta": self.stop(finish, called),
+            "usage": self.usage(),
+            **self.own(),
+        }
         yield sse(last, "message_delta")
         yield sse({"type": "message_stop"}, "message_stop")
 
@@ -223,16 +318,26 @@ class Blocks:
     def text(self, text: str) -> list[bytes]:
         if not text:
             return []
-        out = [] if self.in_text else [self._event("content_block_start", content_block={"type": "text", "text": ""})]
+        out = (
+            []
+            if self.in_text
+            else [self._event("content_block_start", content_block={"type": "text", "text": ""})]
+        )
         self.in_text = True
-        return [*out, self._event("content_block_delta", delta={"type": "text_delta", "text": text})]
+        return [
+            *out,
+            self._event("content_block_delta", delta={"type": "text_delta", "text": text}),
+        ]
 
     def call(self, call: Any) -> list[bytes]:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
         out = [
             *self.close(),
             self._event("content_block_start", content_block=block),
-            self._event("content_block_delta", delta={"type": "input_json_delta", "partial_json": call.arguments}),
+            self._event(
+                "content_block_delta",
+                delta={"type": "input_json_delta", "partial_json": call.arguments},
+            ),
             self._event("content_block_stop"),
         ]
         self.number += 1
@@ -251,7 +356,9 @@ async def create(call: Call) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     form = "output_format" if "output_format" in body else "output_config"
-    ask = Ask(call, as_chat(body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form})
+    ask = Ask(
+        call, as_chat(body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form}
+    )
     answer = Answer(ask, model)
     stream = bool(body.get("stream"))
     ask.submit(stream)

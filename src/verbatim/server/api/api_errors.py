@@ -75,7 +75,14 @@ class Problem(Exception):
         return TYPES[self.status]
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     def headers(self) -> dict[str, str]:
         if self.retry_after is None:
@@ -90,7 +97,12 @@ def problem_of(error: BaseException) -> Problem:
     if isinstance(error, (OverloadedError, UnavailableError)):
         return Problem(error.code, error.message, error.param, error.retry_after)
     if isinstance(error, RequestError):
-        return Problem(error.code if error.code in CODES else "invalid_request", error.message, error.param)
+        return Problem(
+            error.code if error.code in CODES else "invalid_request", error.message, error.param
+        )
     if isinstance(error, VerbatimError) and error.code == "cancelled":
         return Problem("cancelled", error.message)
-    return Problem("internal_error", "the server failed on this request; its log has the details under the request id")
+    return Problem(
+        "internal_error",
+        "the server failed on this request; its log has the details under the request id",
+    )

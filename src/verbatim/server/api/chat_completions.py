@@ -27,9 +27,23 @@ from verbatim.server.api.generate import (
     pieces,
     usage_of,
 )
-from verbatim.server.api.request_context import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, new_id
+from verbatim.server.api.request_context import (
+    DONE,
+    KEEP_ALIVE,
+    Call,
+    Chunks,
+    EventStream,
+    Json,
+    new_id,
+)
 from verbatim.server.api.tools import Call as ToolCall
-from verbatim.server.api.tools import ToolParser, call_or_text, forced_schema, joined, template_messages
+from verbatim.server.api.tools import (
+    ToolParser,
+    call_or_text,
+    forced_schema,
+    joined,
+    template_messages,
+)
 from verbatim.server.process.messages import (
     Generate,
     Generated,
@@ -61,7 +75,11 @@ class Ask:
     names: the engine's word for a parameter -> the client's, for errors."""
 
     def __init__(
-        self, call: Call, body: Mapping[str, Any], table: Mapping[str, Rule] = CHAT, names: Mapping[str, str] | None = None
+        self,
+        call: Call,
+        body: Mapping[str, Any],
+        table: Mapping[str, Rule] = CHAT,
+        names: Mapping[str, str] | None = None,
     ) -> None:
         self.call = call
         self.body = body
@@ -69,7 +87,9 @@ class Ask:
         self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False
-        self.continues = bool(body.get("continue_final"))  # the last message; only protocols that know this set it
+        self.continues = bool(
+            body.get("continue_final")
+        )  # the last message; only protocols that know this set it
         self.values = to_params.sampling_values(body, table)
         self._length()
         self._logprobs()
@@ -78,7 +98,9 @@ class Ask:
         self._check_continued()
         self.messages, self.template = conversation(call, body, self.tools, self.names)
         state = call.state
-        self.params = to_params.finish_params(self.values, limits=state.limits, facts=state.facts, names=self.names)
+        self.params = to_params.finish_params(
+            self.values, limits=state.limits, facts=state.facts, names=self.names
+        )
         self.rows = to_params.wants_rows(body, self.params)
         if self.rows:
             call.room.enter_context(state.admit_rows())
@@ -89,7 +111,11 @@ class Ask:
     def _length(self) -> None:
         old, new = self.body.get("max_tokens"), self.body.get("max_completion_tokens")
         if old is not None and new is not None and old != new:
-            raise Problem("invalid_parameter", "max_tokens: differs from max_completion_tokens; send one of them", "max_tokens")
+            raise Problem(
+                "invalid_parameter",
+                "max_tokens: differs from max_completion_tokens; send one of them",
+                "max_tokens",
+            )
         if new is not None:
             self.names = {"max_tokens": "max_completion_tokens", **self.names}
         if old is not None or new is not None:
@@ -98,7 +124,11 @@ class Ask:
     def _logprobs(self) -> None:
         top = self.body.get("top_logprobs")
         if top and not self.body.get("logprobs"):
-            raise Problem("invalid_parameter", f"{self._own('top_logprobs')}: needs logprobs: true", self._own("top_logprobs"))
+            raise Problem(
+                "invalid_parameter",
+                f"{self._own('top_logprobs')}: needs logprobs: true",
+                self._own("top_logprobs"),
+            )
         if self.body.get("logprobs"):
             self.values["logprobs"] = top or 0
             self.names = {"logprobs": "top_logprobs", **self.names}
@@ -119,7 +149,9 @@ class Ask:
         for other in STRUCTURE:
             if other in self.values:
                 raise Problem(
-                    "invalid_parameter", f"{own}: only one structure at a time, and {self._own(other)} is set too", own
+                    "invalid_parameter",
+                    f"{own}: only one structure at a time, and {self._own(other)} is set too",
+                    own,
                 )
 
     def _tools(self) -> None:
@@ -133,7 +165,9 @@ class Ask:
             self._calls_or_answer()
         else:
             if not self.tools:
-                raise Problem("invalid_parameter", f"{own}: asks for a call, and there are no tools", own)
+                raise Problem(
+                    "invalid_parameter", f"{own}: asks for a call, and there are no tools", own
+                )
             if wanted is not None and wanted not in names:
                 raise Problem("invalid_parameter", f"{own}: names a tool that is not in tools", own)
             self._only_structure("tool_choice")
@@ -151,11 +185,17 @@ class Ask:
             where = f"tools[{strict[0]}].function.strict"
             raise Problem("invalid_parameter", f"{where}: only one structure at a time", where)
         single = self.body.get("parallel_tool_calls") is False
-        grammar = call_or_text(self.tools, self.call.state.facts.tool_format, single=single, text=schema)
+        grammar = call_or_text(
+            self.tools, self.call.state.facts.tool_format, single=single, text=schema
+        )
         if grammar is None:
-            where = f"tools[{strict[0]}].function.strict" if strict else self._own("response_format")
+            where = (
+                f"tools[{strict[0]}].function.strict" if strict else self._own("response_format")
+            )
             raise Problem(
-                "unsupported_parameter", f"{where}: not offered beside tool_choice auto for this model's tool format", where
+                "unsupported_parameter",
+                f"{where}: not offered beside tool_choice auto for this model's tool format",
+                where,
             )
         self.values.pop("json_schema", None)
         self.values["grammar"] = grammar
@@ -165,7 +205,9 @@ class Ask:
         if self.continues and any(name in self.values for name in STRUCTURE):
             own = self._own("messages")
             raise Problem(
-                "invalid_parameter", f"{own}: an answer whose beginning is given cannot be held to a structure or a tool", own
+                "invalid_parameter",
+                f"{own}: an answer whose beginning is given cannot be held to a structure or a tool",
+                own,
             )
 
     def submit(self, stream: bool, num_ctx: int | None = None, open_end: bool = False) -> None:
@@ -202,22 +244,37 @@ class Ask:
 def check_tools(call: Call, tools: Sequence[Mapping[str, Any]]) -> None:
     limit = call.state.limits.max_tools
     if len(tools) > limit:
-        raise Problem("invalid_parameter", f"tools: {len(tools)} tools are above this server's limit of {limit}", "tools")
+        raise Problem(
+            "invalid_parameter",
+            f"tools: {len(tools)} tools are above this server's limit of {limit}",
+            "tools",
+        )
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise Problem("invalid_parameter", "tools: two tools have the same name", "tools")
 
 
 def conversation(
-    call: Call, body: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+    call: Call,
+    body: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Messages and options for the chat template, within this server's limits. From here on the engine may refuse them: it learns what the
     client calls them."""
     messages, facts = body["messages"], call.state.facts
     limit, own = call.state.limits.max_messages, names.get("messages", "messages")
     if len(messages) > limit:
-        raise Problem("invalid_parameter", f"{own}: {len(messages)} messages are above this server's limit of {limit}", own)
+        raise Problem(
+            "invalid_parameter",
+            f"{own}: {len(messages)} messages are above this server's limit of {limit}",
+            own,
+        )
     if not facts.has_template:
-        raise Problem("unsupported_parameter", f"{own}: this model has no chat template; use /v1/completions", own)
+        raise Problem(
+            "unsupported_parameter",
+            f"{own}: this model has no chat template; use /v1/completions",
+            own,
+        )
     made = template_messages(messages, tools, facts)
     for message in made:
         to_params.check_text_length(own, message["content"] or "", facts)
@@ -226,7 +283,10 @@ def conversation(
         template["tools"] = tools
     if body.get("continue_final"):
         template["continue_final"] = True
-    call.names = {"prompt": own, **names}  # what the engine calls the prompt is made of the messages
+    call.names = {
+        "prompt": own,
+        **names,
+    }  # what the engine calls the prompt is made of the messages
     call.shift = len(made) - len(messages)
     return made, template
 
@@ -246,12 +306,20 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     template = dict(body.get("chat_template_kwargs") or {})
     for name in RESERVED:
         if name in template:
-            raise Problem("invalid_parameter", f"chat_template_kwargs.{name}: is the server's to set", "chat_template_kwargs")
+            raise Problem(
+                "invalid_parameter",
+                f"chat_template_kwargs.{name}: is the server's to set",
+                "chat_template_kwargs",
+            )
     return template
 
 
 def spelled_call(call: ToolCall, index: int | None = None) -> dict[str, Any]:
-    out = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    out = {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
     return out if index is None else {"index": index, **out}
 
 
@@ -293,7 +361,11 @@ class Chat:
 
     def _choice(self, choice: WireChoice) -> dict[str, Any]:
         text, calls = self.ask.read(choice.text)
-        message: dict[str, Any] = {"role": "assistant", "content": text if text.strip() or not calls else None, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text if text.strip() or not calls else None,
+            "refusal": None,
+        }
         if calls:
             message["tool_calls"] = [spelled_call(c) for c in calls]
         out = {
@@ -318,7 +390,9 @@ class Chat:
                 yield KEEP_ALIVE
                 continue
             for choice in self._deltas(piece, parsers):
-                yield chunks.spell(choice, obfuscation(choice["delta"].get("content") or "") if pad else None)
+                yield chunks.spell(
+                    choice, obfuscation(choice["delta"].get("content") or "") if pad else None
+                )
         done = self.call.runs[0].generated
         if done is not None:
             observe(self.call)
@@ -336,17 +410,22 @@ class Chat:
             deltas.append({"role": "assistant", "content": "", "refusal": None})
         parser = parsers[piece.index]
         if parser is None:
-            deltas += [{"content": piece.text}] if piece.text or piece.logprobs or piece.explain else []
+            deltas += (
+                [{"content": piece.text}] if piece.text or piece.logprobs or piece.explain else []
+            )
         else:
             before = parser.calls
             found = parser.push(piece.text)
             if piece.finish is not None:
                 found += parser.finish()
             deltas += spelled_deltas(found, before)
-            if not found and (piece.logprobs or piece.explain):  # the text is held back, what is said of it is not
+            if not found and (
+                piece.logprobs or piece.explain
+            ):  # the text is held back, what is said of it is not
                 deltas.append({"content": ""})
         out: list[dict[str, Any]] = [
-            {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None} for d in deltas
+            {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None}
+            for d in deltas
         ]
         if self.with_logprobs and piece.logprobs:
             out[-1]["logprobs"] = self._logprobs(piece.logprobs)
@@ -354,7 +433,9 @@ class Chat:
             out[-1]["explain"] = piece.explain
         if piece.finish is not None:
             reason = reason_with_calls(piece.finish, parser is not None and parser.calls > 0)
-            out.append({"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": reason})
+            out.append(
+                {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": reason}
+            )
         return out
 
 
@@ -381,7 +462,11 @@ async def chat(call: Call) -> Response:
     with_usage, pad = stream_options(body)
     stream = bool(body.get("stream"))
     if stream and (body.get("best_of") or 1) > body.get("n", 1):
-        raise Problem("invalid_parameter", "best_of: cannot be streamed, because the best is known only at the end", "best_of")
+        raise Problem(
+            "invalid_parameter",
+            "best_of: cannot be streamed, because the best is known only at the end",
+            "best_of",
+        )
     made = Chat(ask := Ask(call, body), model)
     ask.submit(stream)
     await call.accepted()

@@ -26,7 +26,16 @@ from verbatim.server.api.generate import (
     spelled,
     usage_of,
 )
-from verbatim.server.api.request_context import DONE, KEEP_ALIVE, Call, Chunks, EventStream, Json, new_id, sse
+from verbatim.server.api.request_context import (
+    DONE,
+    KEEP_ALIVE,
+    Call,
+    Chunks,
+    EventStream,
+    Json,
+    new_id,
+    sse,
+)
 from verbatim.server.process.messages import Generate, Generated, WireChoice
 
 DEFAULT_MAX_TOKENS = 16
@@ -38,11 +47,19 @@ def prompts_of(value: Any, name: str, call: Call) -> list[str | list[int]]:
     prompts: list[str | list[int]] = list(value) if many else [value]
     limit = call.state.limits.max_prompts
     if len(prompts) > limit:
-        raise Problem("invalid_parameter", f"{name}: {len(prompts)} prompts are above this server's limit of {limit}", name)
+        raise Problem(
+            "invalid_parameter",
+            f"{name}: {len(prompts)} prompts are above this server's limit of {limit}",
+            name,
+        )
     for i, prompt in enumerate(prompts):
         where = f"{name}[{i}]" if many else name
         if not prompt:
-            raise Problem("invalid_parameter", f"{where}: is empty; give at least one character or token", where)
+            raise Problem(
+                "invalid_parameter",
+                f"{where}: is empty; give at least one character or token",
+                where,
+            )
         if isinstance(prompt, str):
             to_params.check_text_length(where, prompt, call.state.facts)
         else:
@@ -53,7 +70,11 @@ def prompts_of(value: Any, name: str, call: Call) -> list[str | list[int]]:
 
 def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool:
     if body.get("parse_special") and not isinstance(prompts[0], str):
-        raise Problem("invalid_parameter", "parse_special: only with text; token ids are what they are", "parse_special")
+        raise Problem(
+            "invalid_parameter",
+            "parse_special: only with text; token ids are what they are",
+            "parse_special",
+        )
     return bool(body.get("parse_special"))
 
 
@@ -61,7 +82,9 @@ def stream_options(body: dict[str, Any]) -> tuple[bool, bool]:
     """(include_usage, include_obfuscation)"""
     options = body.get("stream_options")
     if options is not None and not body.get("stream"):
-        raise Problem("invalid_parameter", "stream_options: only with stream: true", "stream_options")
+        raise Problem(
+            "invalid_parameter", "stream_options: only with stream: true", "stream_options"
+        )
     options = options or {}
     return bool(options.get("include_usage")), bool(options.get("include_obfuscation"))
 
@@ -69,7 +92,9 @@ def stream_options(body: dict[str, Any]) -> tuple[bool, bool]:
 class Completions:
     """One request's answer. Its name, time and model are the same in every chunk."""
 
-    def __init__(self, call: Call, body: dict[str, Any], model: str, prompts: list[str | list[int]]) -> None:
+    def __init__(
+        self, call: Call, body: dict[str, Any], model: str, prompts: list[str | list[int]]
+    ) -> None:
         self.call = call
         self.body = body
         self.prompts = prompts
@@ -86,7 +111,9 @@ class Completions:
         self.params: dict[str, Any] = {}
         self.asked: list[dict[str, Any]] = []  # params of each prompt
         self.own_seeds = False
-        self.n = body.get("num_return_sequences") or (1 if body.get("num_beams", 1) > 1 else body.get("n", 1))
+        self.n = body.get("num_return_sequences") or (
+            1 if body.get("num_beams", 1) > 1 else body.get("n", 1)
+        )
         self.places: dict[tuple[int, int], Places] = {}
 
     def ask(self) -> None:
@@ -97,13 +124,21 @@ class Completions:
             if self.echo:
                 values["prompt_logprobs"] = self.top
         if self.echo and self.top is not None and self.body.get("stream"):
-            raise Problem("unsupported_parameter", "echo: with logprobs it is not offered in a stream; leave one out", "echo")
+            raise Problem(
+                "unsupported_parameter",
+                "echo: with logprobs it is not offered in a stream; leave one out",
+                "echo",
+            )
         if self.body.get("stream") and (self.body.get("best_of") or 1) > self.body.get("n", 1):
             raise Problem(
-                "invalid_parameter", "best_of: cannot be streamed, because the best is known only at the end", "best_of"
+                "invalid_parameter",
+                "best_of: cannot be streamed, because the best is known only at the end",
+                "best_of",
             )
         state = self.call.state
-        self.params = to_params.finish_params(values, limits=state.limits, facts=state.facts, prompts=len(self.prompts))
+        self.params = to_params.finish_params(
+            values, limits=state.limits, facts=state.facts, prompts=len(self.prompts)
+        )
         self.rows = to_params.wants_rows(self.body, self.params, len(self.prompts))
         if self.rows:
             self.call.room.enter_context(state.admit_rows())
@@ -134,11 +169,19 @@ class Completions:
         """Log-probabilities of the prompt that stands before the answer; of nothing without echo. A prompt of ids is shown with its control
         tokens, one of text without those that the model wants around it."""
         assert self.top is not None
-        items, prompt, facts = done.prompt_logprobs if self.echo else [], self.prompts[run], self.call.state.facts
+        items, prompt, facts = (
+            done.prompt_logprobs if self.echo else [],
+            self.prompts[run],
+            self.call.state.facts,
+        )
         places = Places(facts, skip_special=isinstance(prompt, str) and not self.parse, start=True)
-        if self.parse and isinstance(prompt, str):  # its own control tokens are in the text, those put before it are not
+        if self.parse and isinstance(
+            prompt, str
+        ):  # its own control tokens are in the text, those put before it are not
             typed = (
-                n for n, item in enumerate(items) if item.token not in facts.control or prompt.startswith(spelled(item.raw))
+                n
+                for n, item in enumerate(items)
+                if item.token not in facts.control or prompt.startswith(spelled(item.raw))
             )
             places.unseen = next(typed, len(items))
         return completion_logprobs(items, self.top, places)
@@ -204,9 +247,15 @@ def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
     loops = [choice.loop for done in results if done is not None for choice in done.choices]
     if with_usage or "receipt" in more:
         usage = {"usage": usage_of(call.runs)} if with_usage else {}
-        return [sse({**head, "choices": [], **usage, **more, **({"loops": loops} if any(loops) else {})})]
+        return [
+            sse(
+                {**head, "choices": [], **usage, **more, **({"loops": loops} if any(loops) else {})}
+            )
+        ]
     said = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
-    said += [f": loop: choice {i} repeats its last {n} tokens\n\n" for i, n in enumerate(loops) if n]
+    said += [
+        f": loop: choice {i} repeats its last {n} tokens\n\n" for i, n in enumerate(loops) if n
+    ]
     return [line.encode() for line in said]
 
 

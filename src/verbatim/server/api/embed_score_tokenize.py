@@ -32,20 +32,32 @@ async def embeddings(call: Call) -> Response:
     prompts = prompts_of(body["input"], "input", call)
     hidden = call.state.facts.hidden
     if body.get("dimensions", 1) > hidden:
-        raise Problem("invalid_parameter", f"dimensions: {body['dimensions']} is above the model's {hidden}", "dimensions")
+        raise Problem(
+            "invalid_parameter",
+            f"dimensions: {body['dimensions']} is above the model's {hidden}",
+            "dimensions",
+        )
     state = call.state
-    params = to_params.finish_params({"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts)
+    params = to_params.finish_params(
+        {"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts
+    )
     call.names = {"prompt": "input"}
     for prompt in prompts:
         call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, embedding=True))
     results = await call.results(Generated)
     data = [
-        {"object": "embedding", "index": i, "embedding": _spell_vector(_unit(r.embedding or [], body.get("dimensions")), body)}
+        {
+            "object": "embedding",
+            "index": i,
+            "embedding": _spell_vector(_unit(r.embedding or [], body.get("dimensions")), body),
+        }
         for i, r in enumerate(results)
     ]
     total = sum(r.usage.prompt_tokens for r in results)
     usage = {"prompt_tokens": total, "total_tokens": total}
-    return Json({"object": "list", "data": data, "model": model, "usage": usage, **extras(call.runs)})
+    return Json(
+        {"object": "list", "data": data, "model": model, "usage": usage, **extras(call.runs)}
+    )
 
 
 def _unit(vector: list[float], dimensions: int | None) -> list[float]:
@@ -70,9 +82,13 @@ async def score(call: Call) -> Response:
     values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
     names = call.names = {"prompt_logprobs": "top_logprobs"}
     state = call.state
-    params = to_params.finish_params(values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names)
+    params = to_params.finish_params(
+        values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names
+    )
     for prompt in prompts:
-        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse))
+        call.submit(
+            Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse)
+        )
     results = await call.results(Generated)
     observe(call)
     return Json(
@@ -93,11 +109,19 @@ def _scored(index: int, done: Generated) -> dict[str, Any]:
         logprob = None if item.logprob is None else floor(item.logprob)
         tokens.append({"id": item.token, "token": spelled(item.raw), "logprob": logprob})
         if item.top:
-            tokens[-1]["top_logprobs"] = [{"id": t, "token": spelled(r), "logprob": floor(lp)} for t, lp, r in item.top]
+            tokens[-1]["top_logprobs"] = [
+                {"id": t, "token": spelled(r), "logprob": floor(lp)} for t, lp, r in item.top
+            ]
     known = [t["logprob"] for t in tokens if t["logprob"] is not None]
     total = math.fsum(known)
     perplexity = math.exp(min(-total / len(known), 700)) if known else None
-    return {"object": "score", "index": index, "tokens": tokens, "total": total, "perplexity": perplexity}
+    return {
+        "object": "score",
+        "index": index,
+        "tokens": tokens,
+        "total": total,
+        "perplexity": perplexity,
+    }
 
 
 async def tokenize(call: Call) -> Response:
@@ -107,12 +131,18 @@ async def tokenize(call: Call) -> Response:
         raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
     for name in ("add_special_tokens", "parse_special"):
         if "messages" in body and name in body:
-            raise Problem("invalid_parameter", f"{name}: only with prompt; the chat template writes its own", name)
+            raise Problem(
+                "invalid_parameter",
+                f"{name}: only with prompt; the chat template writes its own",
+                name,
+            )
     if "prompt" in body:
         to_params.check_text_length("prompt", body["prompt"], call.state.facts)
         parse = body.get("parse_special", False)
         special = body.get("add_special_tokens", True)
-        message = Tokenize(call.next_id(), call.tenant, body["prompt"], add_special=special, parse_special=parse)
+        message = Tokenize(
+            call.next_id(), call.tenant, body["prompt"], add_special=special, parse_special=parse
+        )
     else:
         messages, template = conversation(call, body, [], {})
         message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)

@@ -52,7 +52,9 @@ def extensions(*taken: str) -> dict[str, Rule]:
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
 TRUE_FALSE = Annotated[bool, P(strict=True)]
 LENGTH = Annotated[int, P(strict=True, ge=1, le=MOST)]
-MODEL = Rule("honoured", "a name from the start-up table (see /v1/models)", schemas.Label, required=True)
+MODEL = Rule(
+    "honoured", "a name from the start-up table (see /v1/models)", schemas.Label, required=True
+)
 SEED = Rule(
     "honoured",
     "makes the draw repeatable; a negative one, which OpenAI allows, is taken modulo 2**63 (-1 is 9223372036854775807); the answer says the seed used",
@@ -67,22 +69,37 @@ LIST_SEED = Rule(
 STREAM = Rule("honoured", "send the answer as events while it is written", TRUE_FALSE)
 USER = Rule("label", "written to the log", schemas.Label)
 STOP = Rule("honoured", FIELDS["stop"].help, schemas.type_of("stop"))
-TIER = Rule("refused", "one tier: every request is treated alike", schemas.Text, only=("auto", "default"))
-CACHE_KEY = Rule("label", "the prefix cache finds equal beginnings by content and needs no hint", schemas.Label)
+TIER = Rule(
+    "refused", "one tier: every request is treated alike", schemas.Text, only=("auto", "default")
+)
+CACHE_KEY = Rule(
+    "label", "the prefix cache finds equal beginnings by content and needs no hint", schemas.Label
+)
 RETENTION = Rule(
-    "refused", "cached prefixes live in memory until they are displaced", schemas.Text, only=("in_memory", "in-memory")
+    "refused",
+    "cached prefixes live in memory until they are displaced",
+    schemas.Text,
+    only=("in_memory", "in-memory"),
 )
 SAFETY = Rule("label", "written to the log", schemas.Label)
-METADATA = Rule("label", "kept with the stored object; echoed where the protocol echoes it", schemas.Metadata)
+METADATA = Rule(
+    "label", "kept with the stored object; echoed where the protocol echoes it", schemas.Metadata
+)
 NO_MODERATION = Rule("refused", "no moderation model runs here")
 PARSE = Rule(
     "honoured",
     "true: the text of a control token (<|im_start|>) in the prompt becomes that token; missing: it stays plain text, and the answer warns of it",
     TRUE_FALSE,
 )
-NO_PARSE = Rule("refused", "the chat template writes the control tokens, and what people type stays text", only=(False,))
+NO_PARSE = Rule(
+    "refused",
+    "the chat template writes the control tokens, and what people type stays text",
+    only=(False,),
+)
 KWARGS = Rule(
-    "honoured", "further variables for the chat template; one that the model's template never reads is refused", dict[str, Any]
+    "honoured",
+    "further variables for the chat template; one that the model's template never reads is refused",
+    dict[str, Any],
 )
 
 # ------------------------------------------------------------------------------------------------------------- tables
@@ -90,13 +107,22 @@ KWARGS = Rule(
 COMPLETIONS: dict[str, Rule] = {
     "model": MODEL,
     "prompt": Rule(
-        "honoured", "a string, a list of strings, token ids, or a list of lists of them", schemas.Prompt, required=True
+        "honoured",
+        "a string, a list of strings, token ids, or a list of lists of them",
+        schemas.Prompt,
+        required=True,
     ),
     "echo": Rule(
-        "honoured", "put the prompt before the answer; with logprobs, its log-probabilities too (not in a stream)", TRUE_FALSE
+        "honoured",
+        "put the prompt before the answer; with logprobs, its log-probabilities too (not in a stream)",
+        TRUE_FALSE,
     ),
-    "logprobs": Rule("honoured", "report each token and this many alternatives", schemas.type_of("logprobs")),
-    "max_tokens": Rule("honoured", "most tokens to write; missing: 16, as OpenAI's", schemas.type_of("max_tokens")),
+    "logprobs": Rule(
+        "honoured", "report each token and this many alternatives", schemas.type_of("logprobs")
+    ),
+    "max_tokens": Rule(
+        "honoured", "most tokens to write; missing: 16, as OpenAI's", schemas.type_of("max_tokens")
+    ),
     "seed": LIST_SEED,
     "stop": STOP,
     "stream": STREAM,
@@ -118,21 +144,32 @@ CHAT: dict[str, Rule] = {
     ),
     "audio": Rule("refused", "this server writes text"),
     "chat_template_kwargs": KWARGS,
-    "function_call": Rule("refused", "deprecated by OpenAI; use tool_choice", only=("none", "auto")),
+    "function_call": Rule(
+        "refused", "deprecated by OpenAI; use tool_choice", only=("none", "auto")
+    ),
     "functions": Rule("refused", "deprecated by OpenAI; use tools", only=([],)),
     "logprobs": Rule("honoured", "report each token's log-probability", TRUE_FALSE),
-    "max_completion_tokens": Rule("honoured", "most tokens to write; missing: up to the context's end", LENGTH),
-    "max_tokens": Rule("honoured", "the older name of max_completion_tokens; not both, unless equal", LENGTH),
+    "max_completion_tokens": Rule(
+        "honoured", "most tokens to write; missing: up to the context's end", LENGTH
+    ),
+    "max_tokens": Rule(
+        "honoured", "the older name of max_completion_tokens; not both, unless equal", LENGTH
+    ),
     "metadata": METADATA,
     "modalities": Rule("refused", "this server writes text", only=(["text"],)),
     "moderation": NO_MODERATION,
     "parallel_tool_calls": Rule("honoured", "false: at most one call in an answer", TRUE_FALSE),
-    "prediction": Rule("refused", "drafts are found without it (speculate), and never change the text"),
+    "prediction": Rule(
+        "refused", "drafts are found without it (speculate), and never change the text"
+    ),
     "prompt_cache_key": CACHE_KEY,
     "prompt_cache_options": Rule("refused", "the prefix cache has no options for one request"),
     "prompt_cache_retention": RETENTION,
     "reasoning_effort": Rule(
-        "refused", "the model decides; chat_template_kwargs reaches templates that can switch", schemas.Text, only=("none",)
+        "refused",
+        "the model decides; chat_template_kwargs reaches templates that can switch",
+        schemas.Text,
+        only=("none",),
     ),
     "response_format": Rule(
         "honoured",
@@ -143,14 +180,20 @@ CHAT: dict[str, Rule] = {
     "seed": SEED,
     "service_tier": TIER,
     "stop": STOP,
-    "store": Rule("honoured", "true: keep the answer in memory for /v1/chat/completions/{id}", TRUE_FALSE),
+    "store": Rule(
+        "honoured", "true: keep the answer in memory for /v1/chat/completions/{id}", TRUE_FALSE
+    ),
     "stream": STREAM,
     "stream_options": Rule("honoured", "include_usage, include_obfuscation", schemas.StreamOptions),
     "tool_choice": Rule(
-        "honoured", "none, auto, required, or one function (the last two enforced while drawing)", schemas.ToolChoice
+        "honoured",
+        "none, auto, required, or one function (the last two enforced while drawing)",
+        schemas.ToolChoice,
     ),
     "tools": Rule("honoured", "functions the model may call", list[schemas.Tool]),
-    "top_logprobs": Rule("honoured", "alternatives for each token; needs logprobs", schemas.type_of("logprobs")),
+    "top_logprobs": Rule(
+        "honoured", "alternatives for each token; needs logprobs", schemas.type_of("logprobs")
+    ),
     "parse_special": NO_PARSE,
     "user": USER,
     "verbosity": Rule("refused", "say it in the prompt", schemas.Text, only=("medium",)),
@@ -159,7 +202,9 @@ CHAT: dict[str, Rule] = {
 }
 
 RESPONSES: dict[str, Rule] = {
-    "model": Rule("honoured", "a name from the start-up table; missing: the served model", schemas.Label),
+    "model": Rule(
+        "honoured", "a name from the start-up table; missing: the served model", schemas.Label
+    ),
     "input": Rule(
         "honoured",
         "a string, or messages, function calls and their outputs; missing: an empty user message",
@@ -172,7 +217,9 @@ RESPONSES: dict[str, Rule] = {
     "conversation": Rule("refused", "use previous_response_id, or send the whole input"),
     "image": Rule("refused", "this server reads text"),
     "include": Rule(
-        "honoured", "message.output_text.logprobs", Annotated[list[Literal["message.output_text.logprobs"]], P(max_length=8)]
+        "honoured",
+        "message.output_text.logprobs",
+        Annotated[list[Literal["message.output_text.logprobs"]], P(max_length=8)],
     ),
     "instructions": Rule("honoured", "a system message before the input", schemas.Text),
     "max_output_tokens": Rule("honoured", "most tokens to write", LENGTH),
@@ -188,30 +235,58 @@ RESPONSES: dict[str, Rule] = {
     "reasoning": Rule("refused", "the model decides", only=({"effort": "none"}, {})),
     "safety_identifier": SAFETY,
     "service_tier": TIER,
-    "store": Rule("honoured", "true: keep the answer in memory for GET and previous_response_id; missing: false", TRUE_FALSE),
+    "store": Rule(
+        "honoured",
+        "true: keep the answer in memory for GET and previous_response_id; missing: false",
+        TRUE_FALSE,
+    ),
     "stream": STREAM,
     "stream_options": Rule("honoured", "include_obfuscation", schemas.ResponseStreamOptions),
-    "text": Rule("honoured", "format: text, json_object, json_schema (enforced while drawing)", schemas.ResponseText),
-    "tool_choice": Rule(
-        "honoured", "none, auto, required, or one function", Literal["none", "auto", "required"] | schemas.ResponseNamedTool
+    "text": Rule(
+        "honoured",
+        "format: text, json_object, json_schema (enforced while drawing)",
+        schemas.ResponseText,
     ),
-    "tools": Rule("honoured", "functions the model may call; built-in tools are refused", list[schemas.ResponseTool]),
+    "tool_choice": Rule(
+        "honoured",
+        "none, auto, required, or one function",
+        Literal["none", "auto", "required"] | schemas.ResponseNamedTool,
+    ),
+    "tools": Rule(
+        "honoured",
+        "functions the model may call; built-in tools are refused",
+        list[schemas.ResponseTool],
+    ),
     "top_logprobs": Rule("honoured", "alternatives for each token", schemas.type_of("logprobs")),
     "truncation": Rule("refused", "nothing is ever cut to fit", schemas.Text, only=("disabled",)),
     "parse_special": NO_PARSE,
     "user": USER,
     "seed": SEED,
     "stop": STOP,
-    **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs", "n", "best_of", "num_return_sequences"),
+    **extensions(
+        "max_tokens",
+        "seed",
+        "stop",
+        "logprobs",
+        "prompt_logprobs",
+        "n",
+        "best_of",
+        "num_return_sequences",
+    ),
 }
 
 EMBEDDINGS: dict[str, Rule] = {
     "model": MODEL,
     "input": Rule(
-        "honoured", "a string, a list of strings, token ids, or a list of lists of them", schemas.Prompt, required=True
+        "honoured",
+        "a string, a list of strings, token ids, or a list of lists of them",
+        schemas.Prompt,
+        required=True,
     ),
     "dimensions": Rule("honoured", "keep the first so many numbers and scale to length 1", LENGTH),
-    "encoding_format": Rule("honoured", "float, or base64 of little-endian float32", Literal["float", "base64"]),
+    "encoding_format": Rule(
+        "honoured", "float, or base64 of little-endian float32", Literal["float", "base64"]
+    ),
     "user": USER,
 }
 
@@ -234,7 +309,10 @@ DETOKENIZE: dict[str, Rule] = {
 SCORE: dict[str, Rule] = {
     "model": MODEL,
     "prompt": Rule(
-        "honoured", "a string, a list of strings, token ids, or a list of lists of them", schemas.Prompt, required=True
+        "honoured",
+        "a string, a list of strings, token ids, or a list of lists of them",
+        schemas.Prompt,
+        required=True,
     ),
     "top_logprobs": Rule("honoured", "alternatives for each token", schemas.type_of("logprobs")),
     "parse_special": PARSE,
@@ -250,7 +328,9 @@ MESSAGES: dict[str, Rule] = {
         required=True,
     ),
     "max_tokens": Rule("honoured", "most tokens to write", LENGTH, required=True),
-    "cache_control": Rule("refused", "prefixes are cached by content", only=({"type": "ephemeral"},)),
+    "cache_control": Rule(
+        "refused", "prefixes are cached by content", only=({"type": "ephemeral"},)
+    ),
     "container": Rule("refused", "no code runs here"),
     "context_management": Rule("refused", "nothing is compacted or cut"),
     "diagnostics": Rule("refused", "see the x-request-id header and the log"),
@@ -260,16 +340,28 @@ MESSAGES: dict[str, Rule] = {
     "inference_geo": Rule("refused", "the model runs where this server runs"),
     "mcp_servers": Rule("refused", "no address from a request is ever contacted", only=([],)),
     "metadata": Rule("label", "user_id is written to the log", schemas.AnthropicMetadata),
-    "output_config": Rule("honoured", "format: json_schema (enforced while drawing)", schemas.AnthropicOutputConfig),
-    "output_format": Rule("honoured", "json_schema (the earlier name of output_config.format)", schemas.AnthropicFormat),
+    "output_config": Rule(
+        "honoured", "format: json_schema (enforced while drawing)", schemas.AnthropicOutputConfig
+    ),
+    "output_format": Rule(
+        "honoured",
+        "json_schema (the earlier name of output_config.format)",
+        schemas.AnthropicFormat,
+    ),
     "service_tier": Rule("refused", "one tier", schemas.Text, only=("auto", "standard_only")),
     "stop_sequences": Rule("honoured", FIELDS["stop"].help, list[schemas.Text]),
     "stream": STREAM,
-    "system": Rule("honoured", "a string or text blocks", schemas.Text | list[schemas.AnthropicText]),
+    "system": Rule(
+        "honoured", "a string or text blocks", schemas.Text | list[schemas.AnthropicText]
+    ),
     "temperature": sampling("temperature"),
     "thinking": Rule("refused", "the model decides", only=({"type": "disabled"},)),
     "tool_choice": Rule("honoured", "auto, any, tool, none", schemas.AnthropicChoice),
-    "tools": Rule("honoured", "functions the model may call; server tools are refused", list[schemas.AnthropicTool]),
+    "tools": Rule(
+        "honoured",
+        "functions the model may call; server tools are refused",
+        list[schemas.AnthropicTool],
+    ),
     "top_k": sampling("top_k"),
     "top_p": sampling("top_p"),
 }
@@ -282,7 +374,11 @@ OLLAMA_OPTIONS = (
 _OLLAMA: dict[str, Rule] = {
     "model": MODEL,
     "stream": Rule("honoured", "lines of JSON while it is written (default true)", TRUE_FALSE),
-    "format": Rule("honoured", '"json" or a JSON schema (enforced while drawing)', Literal["json", ""] | dict[str, Any]),
+    "format": Rule(
+        "honoured",
+        '"json" or a JSON schema (enforced while drawing)',
+        Literal["json", ""] | dict[str, Any],
+    ),
     "options": Rule("honoured", OLLAMA_OPTIONS, schemas.OllamaOptions),
     "keep_alive": Rule("refused", "the model stays loaded", only=(-1, "-1", "-1m")),
     "think": Rule("refused", "the model decides", only=(False,)),
@@ -305,14 +401,18 @@ OLLAMA_CHAT: dict[str, Rule] = {
 }
 OLLAMA_GENERATE: dict[str, Rule] = {
     **_OLLAMA,
-    "prompt": Rule("honoured", "the user's text; empty: an empty answer with done_reason load", schemas.Text),
+    "prompt": Rule(
+        "honoured", "the user's text; empty: an empty answer with done_reason load", schemas.Text
+    ),
     "system": Rule("honoured", "a system message", schemas.Text),
     "raw": Rule("honoured", "true: the prompt as it is, without the chat template", TRUE_FALSE),
     "parse_special": Rule("honoured", f"with raw: {PARSE.help}", TRUE_FALSE),
     "suffix": Rule("refused", "text after the answer needs a model trained to fill in", only=("",)),
     "template": Rule("refused", "no template is taken from a request", only=("",)),
     "images": Rule("refused", "this server reads text", only=([],)),
-    "context": Rule("refused", "deprecated by Ollama; send the conversation to /api/chat", only=([],)),
+    "context": Rule(
+        "refused", "deprecated by Ollama; send the conversation to /api/chat", only=([],)
+    ),
     "width": Rule("refused", "this server writes text"),
     "height": Rule("refused", "this server writes text"),
     "steps": Rule("refused", "this server writes text"),
@@ -336,7 +436,9 @@ COUNT_TOKENS: dict[str, Rule] = {
 }  # fmt: skip
 
 CHAT_UPDATE: dict[str, Rule] = {
-    "metadata": Rule("label", "takes the place of the metadata that was kept", schemas.Metadata, required=True),
+    "metadata": Rule(
+        "label", "takes the place of the metadata that was kept", schemas.Metadata, required=True
+    ),
 }
 
 # route -> (title, table): the order of the documentation
@@ -373,7 +475,10 @@ _PAGE = {
     "limit": Query("most entries of a page, 1 to 100; missing: 20", "[1-9][0-9]?|100"),
     "order": Query("asc or desc, by age", "asc|desc"),
 }
-_INCLUDE = Query("message.output_text.logprobs: those that were asked for are always there", "message\\.output_text\\.logprobs")
+_INCLUDE = Query(
+    "message.output_text.logprobs: those that were asked for are always there",
+    "message\\.output_text\\.logprobs",
+)
 # method and route -> the parameters in its address; those of a route that is not listed are all unknown, except where nothing depends on them
 QUERIES: dict[str, dict[str, Query]] = {
     "GET /v1/chat/completions": {
@@ -389,7 +494,17 @@ QUERIES: dict[str, dict[str, Query]] = {
         "include_obfuscation": Query("with stream: pad the deltas", "true|false"),
     },
     "GET /v1/responses/{id}/input_items": {**_PAGE, "include[]": _INCLUDE},
-    "POST /v1/messages": {"beta": Query("Anthropic's clients mark their beta calls; the fields say what they want", "true")},
+    "POST /v1/messages": {
+        "beta": Query(
+            "Anthropic's clients mark their beta calls; the fields say what they want", "true"
+        )
+    },
     "POST /v1/messages/count_tokens": {"beta": Query("as above", "true")},
 }
-ANY_QUERY = ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json")  # probes and browsers add their own
+ANY_QUERY = (
+    "/health",
+    "/health/live",
+    "/health/ready",
+    "/metrics",
+    "/openapi.json",
+)  # probes and browsers add their own

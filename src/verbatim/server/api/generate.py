@@ -129,7 +129,9 @@ def speculation(runs: Sequence[Running]) -> dict[str, Any]:
     if not accepted + rejected:
         return {}
     rest = {name: told[name] for name in ("mean_accepted_length", "saved_seconds")}
-    return {"speculation": {"drafted_tokens": accepted + rejected, "accepted_tokens": accepted, **rest}}
+    return {
+        "speculation": {"drafted_tokens": accepted + rejected, "accepted_tokens": accepted, **rest}
+    }
 
 
 def extras(runs: Sequence[Running]) -> dict[str, Any]:
@@ -219,7 +221,9 @@ def completion_logprobs(items: Sequence[WireLogprob], top: int, places: Places) 
 
 def _best(best: Sequence[TopLogprob] | None, top: int) -> dict[str, float] | None:
     """None: the first token of a prompt, which has no alternatives."""
-    return None if best is None else {spelled(raw): floor(logprob) for _, logprob, raw in best[:top]}
+    return (
+        None if best is None else {spelled(raw): floor(logprob) for _, logprob, raw in best[:top]}
+    )
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

@@ -10,7 +10,12 @@ from verbatim.server.api.request_context import Call, Json
 
 
 def _model(call: Call, name: str) -> dict[str, Any]:
-    out: dict[str, Any] = {"id": name, "object": "model", "created": call.state.started, "owned_by": "verbatim"}
+    out: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": call.state.started,
+        "owned_by": "verbatim",
+    }
     facts = call.state.supervisor.facts
     if facts is None:
         return out
@@ -34,9 +39,14 @@ async def health(call: Call) -> Response:
     ready = call.state.supervisor.ready.is_set() and not call.state.draining
     status = "draining" if call.state.draining else "ready" if ready else "loading"
     return Json(
-        {"live": True, "ready": ready, "status": status}, 200 if ready else 503, headers={} if ready else {"retry-after": "2"}
+        {"live": True, "ready": ready, "status": status},
+        200 if ready else 503,
+        headers={} if ready else {"retry-after": "2"},
     )
 
 
 async def metrics(call: Call) -> Response:
-    return Response(call.state.metrics.text(call.state.supervisor, call.state.open), media_type="text/plain; version=0.0.4")
+    return Response(
+        call.state.metrics.text(call.state.supervisor, call.state.open),
+        media_type="text/plain; version=0.0.4",
+    )

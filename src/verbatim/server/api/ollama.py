@@ -36,14 +36,25 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
 
 
 def sampling(options: dict[str, Any]) -> dict[str, Any]:
-    values = {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None}
-    if options.get("seed", -1) not in (None, -1):  # -1: Ollama's word for one of the server's choice
+    values = {
+        ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None
+    }
+    if options.get("seed", -1) not in (
+        None,
+        -1,
+    ):  # -1: Ollama's word for one of the server's choice
         values["seed"] = to_params.positive_seed(options["seed"])
     length = options.get("num_predict")
-    if length is not None and length > 0:  # -1 and -2: until the context's end, which is what missing means
+    if (
+        length is not None and length > 0
+    ):  # -1 and -2: until the context's end, which is what missing means
         values["max_tokens"] = length
     elif length == 0:
-        raise Problem("invalid_parameter", "options.num_predict: 0 leaves nothing to write", "options.num_predict")
+        raise Problem(
+            "invalid_parameter",
+            "options.num_predict: 0 leaves nothing to write",
+            "options.num_predict",
+        )
     return values
 
 
@@ -55,7 +66,11 @@ def window(call: Call, options: dict[str, Any]) -> tuple[int | None, bool]:
     context = call.state.facts.context
     if asked > context:
         where = "options.num_ctx"
-        raise Problem("invalid_parameter", f"{where}: {asked} is above this server's context of {context}", where)
+        raise Problem(
+            "invalid_parameter",
+            f"{where}: {asked} is above this server's context of {context}",
+            where,
+        )
     return asked, (options.get("num_predict") or -1) < 0
 
 
@@ -94,13 +109,17 @@ class Answer:
         self.ask = ask
 
     def line(self, text: str, calls: list[Any], done: bool) -> dict[str, Any]:
-        head = {"model": self.model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        head = {
+            "model": self.model,
+            "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+        }
         if self.ask is None or "prompt" in self.ask.body:
             return {**head, "response": text, "done": done}
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [
-                {"id": c.id, "function": {"name": c.name, "arguments": written(c.arguments)}} for c in calls
+                {"id": c.id, "function": {"name": c.name, "arguments": written(c.arguments)}}
+                for c in calls
             ]
         return {**head, "message": message, "done": done}
 
@@ -141,7 +160,9 @@ class Answer:
                 found += parser.finish()
             for kind, value in found:
                 if value:
-                    line = self.line(value if kind == "text" else "", [value] if kind == "call" else [], False)
+                    line = self.line(
+                        value if kind == "text" else "", [value] if kind == "call" else [], False
+                    )
                     yield dumps(line) + b"\n"
         if all(run.done is not None for run in self.call.runs):
             yield dumps({**self.line("", [], True), **self.closing(finish)}) + b"\n"
@@ -157,19 +178,37 @@ def structure(body: dict[str, Any]) -> dict[str, Any]:
         return {}
     if form == "json":
         return {"response_format": {"type": "json_object"}}
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "format", "schema": form}}}
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "format", "schema": form},
+        }
+    }
 
 
 async def chat(call: Call) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     if not body["messages"]:
-        return Json({**_head(model), "message": {"role": "assistant", "content": ""}, "done": True, "done_reason": "load"})
-    fields = {**sampling(body.get("options") or {}), **structure(body), "messages": messages_of(body["messages"])}
+        return Json(
+            {
+                **_head(model),
+                "message": {"role": "assistant", "content": ""},
+                "done": True,
+                "done_reason": "load",
+            }
+        )
+    fields = {
+        **sampling(body.get("options") or {}),
+        **structure(body),
+        "messages": messages_of(body["messages"]),
+    }
     if body.get("tools"):
         fields["tools"] = body["tools"]
     ask = Ask(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
-    return await _answer(call, body, Answer(call, model, ask), window(call, body.get("options") or {}))
+    return await _answer(
+        call, body, Answer(call, model, ask), window(call, body.get("options") or {})
+    )
 
 
 async def generate(call: Call) -> Response:
@@ -183,15 +222,26 @@ async def generate(call: Call) -> Response:
         return await _raw(call, body, model, prompt, values)
     if body.get("parse_special"):
         raise Problem(
-            "invalid_parameter", "parse_special: only with raw; the chat template writes the control tokens", "parse_special"
+            "invalid_parameter",
+            "parse_special: only with raw; the chat template writes the control tokens",
+            "parse_special",
         )
     system = [{"role": "system", "content": body["system"]}] if "system" in body else []
-    fields = {**values, **structure(body), "messages": [*system, {"role": "user", "content": prompt}], "prompt": prompt}
+    fields = {
+        **values,
+        **structure(body),
+        "messages": [*system, {"role": "user", "content": prompt}],
+        "prompt": prompt,
+    }
     ask = Ask(call, fields, _params(), {**NAMES, "messages": "prompt"})
-    return await _answer(call, body, Answer(call, model, ask), window(call, body.get("options") or {}))
+    return await _answer(
+        call, body, Answer(call, model, ask), window(call, body.get("options") or {})
+    )
 
 
-async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]) -> Response:
+async def _raw(
+    call: Call, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]
+) -> Response:
     if "system" in body:
         raise Problem("invalid_parameter", "system: has no place in a raw prompt", "system")
     form = structure(body).get("response_format")
@@ -218,13 +268,20 @@ async def _raw(call: Call, body: dict[str, Any], model: str, prompt: str, values
 
 
 async def _answer(
-    call: Call, body: dict[str, Any], answer: Answer, window: tuple[int | None, bool] = (None, False)
+    call: Call,
+    body: dict[str, Any],
+    answer: Answer,
+    window: tuple[int | None, bool] = (None, False),
 ) -> Response:
     stream = body.get("stream", True)
     if answer.ask is not None:
         answer.ask.submit(stream, *window)
         await call.accepted()
-    return EventStream(call, answer.events(), error_line, "application/x-ndjson") if stream else await answer.whole()
+    return (
+        EventStream(call, answer.events(), error_line, "application/x-ndjson")
+        if stream
+        else await answer.whole()
+    )
 
 
 def _params() -> dict[str, Any]:
@@ -238,7 +295,14 @@ def _head(model: str) -> dict[str, Any]:
 
 
 def _details(call: Call) -> dict[str, Any]:
-    return {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+    return {
+        "parent_model": "",
+        "format": "",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
 
 
 async def tags(call: Call) -> Response:
@@ -254,8 +318,16 @@ async def tags(call: Call) -> Response:
 async def ps(call: Call) -> Response:
     """The one model that is loaded, and stays so."""
     facts, name = call.state.facts, next(iter(call.state.names()))
-    row = {"name": name, "model": name, "size": 0, "digest": facts.digest, "details": _details(call)}
-    return Json({"models": [{**row, "expires_at": NEVER, "size_vram": 0, "context_length": facts.context}]})
+    row = {
+        "name": name,
+        "model": name,
+        "size": 0,
+        "digest": facts.digest,
+        "details": _details(call),
+    }
+    return Json(
+        {"models": [{**row, "expires_at": NEVER, "size_vram": 0, "context_length": facts.context}]}
+    )
 
 
 async def show(call: Call) -> Response:
@@ -268,7 +340,15 @@ async def show(call: Call) -> Response:
         "embedding",
     ]
     info = {"general.fingerprint": facts.fingerprint, "general.context_length": facts.context}
-    return Json({"details": _details(call), "model_info": info, "capabilities": capabilities, "template": "", "parameters": ""})
+    return Json(
+        {
+            "details": _details(call),
+            "model_info": info,
+            "capabilities": capabilities,
+            "template": "",
+            "parameters": "",
+        }
+    )
 
 
 async def version(call: Call) -> Response:

@@ -30,7 +30,8 @@ ERROR_STATUS = {
 def document(routes: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> dict[str, Any]:
     """`routes`: (path, method) of every route. `names`: the models of this server, which a request may name."""
     _, schemas = models_json_schema(
-        [(request_model(route), "validation") for route in PROTOCOLS], ref_template="#/components/schemas/{model}"
+        [(request_model(route), "validation") for route in PROTOCOLS],
+        ref_template="#/components/schemas/{model}",
     )
     components = dict(schemas.get("$defs", {}))
     for title, table in PROTOCOLS.values():
@@ -59,25 +60,45 @@ def document(routes: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> dic
 def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{plain.replace('/', '_').replace('{', '').replace('}', '')}",
-        "responses": {"200": {"description": "the answer; text/event-stream (Ollama: application/x-ndjson) when streamed"}},
+        "responses": {
+            "200": {
+                "description": "the answer; text/event-stream (Ollama: application/x-ndjson) when streamed"
+            }
+        },
     }
     for status, text in ERROR_STATUS.items():
         operation["responses"][status] = {
             "description": text,
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
         }
-    parameters = [] if "{id}" not in plain else [_parameter("id", "path", {"type": "string", "minLength": 1}, required=True)]
+    parameters = (
+        []
+        if "{id}" not in plain
+        else [_parameter("id", "path", {"type": "string", "minLength": 1}, required=True)]
+    )
     for name, rule in QUERIES.get(f"{method} {path}", {}).items():
         if name != "metadata[KEY]":  # a family of names, which OpenAPI cannot spell
             parameters.append(
-                _parameter(name, "query", {"type": "string", "pattern": f"^({rule.pattern})$"}, description=rule.help)
+                _parameter(
+                    name,
+                    "query",
+                    {"type": "string", "pattern": f"^({rule.pattern})$"},
+                    description=rule.help,
+                )
             )
     if parameters:
         operation["parameters"] = parameters
     if path in PROTOCOLS and method == "POST":
         schema = {"$ref": f"#/components/schemas/{PROTOCOLS[path][0]}"}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        refused = [f"`{name}` ({rule.help})" for name, rule in PROTOCOLS[path][1].items() if rule.kind == "refused"]
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+        refused = [
+            f"`{name}` ({rule.help})"
+            for name, rule in PROTOCOLS[path][1].items()
+            if rule.kind == "refused"
+        ]
         if refused:
             operation["description"] = "Refused by name: " + "; ".join(refused)
     return operation

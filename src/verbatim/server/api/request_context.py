@@ -51,12 +51,16 @@ class Call:
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
         self.query: dict[str, str] = {}  # checked against the table
-        self.names: Mapping[str, str] = {}  # the engine's word for a parameter -> the client's, for what the engine refuses
+        self.names: Mapping[
+            str, str
+        ] = {}  # the engine's word for a parameter -> the client's, for what the engine refuses
         self.shift = 0  # messages of ours before the client's own
         self.signal = Signal()
         self.runs: list[Running] = []
         self.deadline: asyncio.Timeout | None = None  # of an open event stream
-        self.room = contextlib.ExitStack()  # what admission gave; a stream keeps it until its last byte
+        self.room = (
+            contextlib.ExitStack()
+        )  # what admission gave; a stream keeps it until its last byte
         self._timer: asyncio.TimerHandle | None = None
 
     # ----------------------------------------------------------------------------------------------------------- body
@@ -74,9 +78,15 @@ class Call:
         limit = self.state.limits.max_body_bytes
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise Problem("unsupported_media_type", "send the body as application/json", "content-type")
+            raise Problem(
+                "unsupported_media_type", "send the body as application/json", "content-type"
+            )
         if self.request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise Problem("unsupported_media_type", "send the body as it is, without content-encoding", "content-encoding")
+            raise Problem(
+                "unsupported_media_type",
+                "send the body as it is, without content-encoding",
+                "content-encoding",
+            )
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise Problem("body_too_large", f"the body is larger than {limit} bytes")
@@ -112,13 +122,20 @@ class Call:
     def _expire(self) -> None:
         for running in self.runs:
             if not running.ended:
-                running.fail(Problem("timeout", f"the request took longer than {self.state.limits.request_seconds:g} seconds"))
+                running.fail(
+                    Problem(
+                        "timeout",
+                        f"the request took longer than {self.state.limits.request_seconds:g} seconds",
+                    )
+                )
                 self.state.supervisor.abort(running)
 
     def _failed(self) -> None:
         """The request is over and only its last words are left to write: a reader that takes nothing is not waited for."""
         now = asyncio.get_running_loop().time()
-        known_slow = any(run.problem is not None and run.problem.code == "slow_reader" for run in self.runs)
+        known_slow = any(
+            run.problem is not None and run.problem.code == "slow_reader" for run in self.runs
+        )
         end = now + (SLOW_GRACE if known_slow else WRITE_GRACE)
         if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(min(self.deadline.when() or end, end))
@@ -135,7 +152,9 @@ class Call:
     async def accepted(self) -> None:
         """All parts of the request are with the engine, or a Problem is raised while an HTTP status can still be sent. Whoever waits in the
         queue for longer than a keep-alive gets its 200 and the keep-alives; a refusal then comes as an event."""
-        await self._while_here(self._all(Running.wait_accepted), self.state.settings.keepalive_seconds)
+        await self._while_here(
+            self._all(Running.wait_accepted), self.state.settings.keepalive_seconds
+        )
 
     async def results(self, kind: type[R]) -> list[R]:
         """The results of all messages, in order; each is a `kind`."""
@@ -149,7 +168,9 @@ class Call:
     async def _all(self, wait: Callable[[Running], Awaitable[Any]]) -> list[Any]:
         return [await wait(running) for running in self.runs]
 
-    async def _while_here(self, work: Awaitable[list[Any]], patience: float | None = None) -> list[Any]:
+    async def _while_here(
+        self, work: Awaitable[list[Any]], patience: float | None = None
+    ) -> list[Any]:
         """`work`, unless the client leaves first. After `patience` seconds an empty list."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(wait_for_disconnect(self.request.receive))
@@ -161,7 +182,9 @@ class Call:
         finally:
             gone.cancel()
             task.cancel()
-            await asyncio.gather(gone, task, return_exceptions=True)  # until they let go of the signal and of receive()
+            await asyncio.gather(
+                gone, task, return_exceptions=True
+            )  # until they let go of the signal and of receive()
 
 
 def labels_of(body: dict[str, Any]) -> dict[str, str]:
@@ -204,7 +227,11 @@ class EventStream(Response):
         failed: Callable[[Problem], bytes] = error_event,
         media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(None, headers={"cache-control": "no-cache", "x-accel-buffering": "no"}, media_type=media_type)
+        super().__init__(
+            None,
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            media_type=media_type,
+        )
         del self.headers["content-length"]
         self._call = call
         self._events = events
@@ -216,12 +243,19 @@ class EventStream(Response):
         left = self._call.arrived + limits.request_seconds + WRITE_GRACE - state.clock()
         try:
             async with asyncio.timeout(max(left, WRITE_GRACE)) as self._call.deadline:
-                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                straight = scope.get("verbatim.send", send)  # past the layers that only look at a head
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
+                straight = scope.get(
+                    "verbatim.send", send
+                )  # past the layers that only look at a head
                 while (piece := await self._next()) is not None:
                     await straight({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (TimeoutError, ClientGone):  # a reader that takes nothing: there is no polite way left
+        except (
+            TimeoutError,
+            ClientGone,
+        ):  # a reader that takes nothing: there is no polite way left
             if "verbatim.abort" in scope:
                 scope["verbatim.abort"]()
         finally:
@@ -249,7 +283,9 @@ class Chunks:
 
     def __init__(self, head: dict[str, Any], tail: dict[str, Any]) -> None:
         self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
-        self._after = b"".join(b"," + dumps(name) + b":" + dumps(value) for name, value in tail.items())
+        self._after = b"".join(
+            b"," + dumps(name) + b":" + dumps(value) for name, value in tail.items()
+        )
 
     def spell(self, choice: dict[str, Any], padding: str | None = None) -> bytes:
         pad = b"" if padding is None else b',"obfuscation":' + dumps(padding)

@@ -31,7 +31,12 @@ from verbatim.server.api.tools import Call as ToolCall
 from verbatim.server.api.tools import joined, plain_text
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
 
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "json_schema": "text", "response_format": "text"}
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "json_schema": "text",
+    "response_format": "text",
+}
 
 
 def chat_messages(items: Any) -> list[dict[str, Any]]:
@@ -54,7 +59,13 @@ def chat_messages(items: Any) -> list[dict[str, Any]]:
             else:
                 out.append({"role": "assistant", "content": "", "tool_calls": [call]})
         else:
-            out.append({"role": "tool", "content": plain_text(item["output"]), "tool_call_id": item["call_id"]})
+            out.append(
+                {
+                    "role": "tool",
+                    "content": plain_text(item["output"]),
+                    "tool_call_id": item["call_id"],
+                }
+            )
     return out
 
 
@@ -79,7 +90,10 @@ def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
         for name in body
         if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
     }
-    chat |= {"messages": messages, "logprobs": bool(body.get("include") or body.get("top_logprobs"))}
+    chat |= {
+        "messages": messages,
+        "logprobs": bool(body.get("include") or body.get("top_logprobs")),
+    }
     for ours, theirs in (
         ("max_tokens", "max_output_tokens"),
         ("top_logprobs", "top_logprobs"),
@@ -89,13 +103,21 @@ def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
             chat[ours] = body[theirs]
     if "tools" in body:
         chat["tools"] = [
-            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in body["tools"]
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            for tool in body["tools"]
         ]
     choice = body.get("tool_choice", "auto")
-    chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if isinstance(choice, dict) else choice
+    chat["tool_choice"] = (
+        {"type": "function", "function": {"name": choice["name"]}}
+        if isinstance(choice, dict)
+        else choice
+    )
     form = (body.get("text") or {}).get("format") or {"type": "text"}
     if form["type"] == "json_schema":
-        form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+        form = {
+            "type": "json_schema",
+            "json_schema": {k: v for k, v in form.items() if k != "type"},
+        }
     chat["response_format"] = form
     return chat
 
@@ -147,9 +169,22 @@ class Answer:
     def object(self, status: str, **more: Any) -> dict[str, Any]:
         return {**self.base, "status": status, "output": self.output, "usage": None, **more}
 
-    def message(self, text: str, logprobs: Sequence[WireLogprob], status: str = "completed") -> dict[str, Any]:
-        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs(logprobs)}
-        return {"id": new_id("msg_"), "type": "message", "role": "assistant", "status": status, "content": [part]}
+    def message(
+        self, text: str, logprobs: Sequence[WireLogprob], status: str = "completed"
+    ) -> dict[str, Any]:
+        part = {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self.logprobs(logprobs),
+        }
+        return {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [part],
+        }
 
     def logprobs(self, items: Sequence[WireLogprob]) -> list[dict[str, Any]]:
         return chat_logprobs(items, self.body.get("top_logprobs", 0))
@@ -159,14 +194,20 @@ class Answer:
         usage = usage_of(self.call.runs)
         spelled_usage = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
             "total_tokens": usage["total_tokens"],
         }
         cut = finish_reason(finish) == "length"
         made = self.object(
-            "incomplete" if cut else "completed", usage=spelled_usage, **extras(self.call.runs), **self._reports()
+            "incomplete" if cut else "completed",
+            usage=spelled_usage,
+            **extras(self.call.runs),
+            **self._reports(),
         )
         if cut:
             made["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -183,7 +224,9 @@ class Answer:
 
     def _keep(self, made: dict[str, Any]) -> None:
         if self.body.get("store"):
-            asked = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]  # they hold for one answer
+            asked = self.ask.body["messages"][
+                1 if "instructions" in self.body else 0 :
+            ]  # they hold for one answer
             item = {
                 "object": made,
                 "messages": [*asked, *chat_messages(self.output)],
@@ -237,7 +280,11 @@ def input_rows(body: dict[str, Any]) -> list[dict[str, Any]]:
         if made["type"] == "message":
             kind = "output_text" if made["role"] == "assistant" else "input_text"
             made["content"] = [
-                {"type": kind, "text": plain_text(made["content"]), **({"annotations": []} if kind == "output_text" else {})}
+                {
+                    "type": kind,
+                    "text": plain_text(made["content"]),
+                    **({"annotations": []} if kind == "output_text" else {}),
+                }
             ]
             made.setdefault("status", "completed")
         out.append(made)
@@ -279,8 +326,15 @@ class Events:
                 yield made
 
     def failed(self, problem: Problem) -> bytes:
-        response = self.answer.object("failed", error={"code": "server_error", "message": problem.message})
-        told = {"code": problem.code, "message": problem.message, "param": problem.param, "error": problem.body()["error"]}
+        response = self.answer.object(
+            "failed", error={"code": "server_error", "message": problem.message}
+        )
+        told = {
+            "code": problem.code,
+            "message": problem.message,
+            "param": problem.param,
+            "error": problem.body()["error"],
+        }
         return self.event("error", **told) + self.event("response.failed", response=response)
 
     def _spell(self, piece: Piece) -> list[bytes]:
@@ -318,13 +372,21 @@ class Events:
         self.open = self.answer.message("", [], "in_progress")
         blank = {**self.open, "content": []}
         return [
-            self.event("response.output_item.added", output_index=len(self.answer.output), item=blank),
-            self.event("response.content_part.added", **self._where(), part=self.open["content"][0]),
+            self.event(
+                "response.output_item.added", output_index=len(self.answer.output), item=blank
+            ),
+            self.event(
+                "response.content_part.added", **self._where(), part=self.open["content"][0]
+            ),
         ]
 
     def _where(self) -> dict[str, Any]:
         assert self.open is not None
-        return {"item_id": self.open["id"], "output_index": len(self.answer.output), "content_index": 0}
+        return {
+            "item_id": self.open["id"],
+            "output_index": len(self.answer.output),
+            "content_index": 0,
+        }
 
     def _close(self, status: str) -> list[bytes]:
         if self.open is None:
@@ -332,9 +394,16 @@ class Events:
         item = {**self.answer.message(self.text, self.logprobs, status), "id": self.open["id"]}
         part = item["content"][0]
         out = [
-            self.event("response.output_text.done", **self._where(), text=self.text, logprobs=part["logprobs"]),
+            self.event(
+                "response.output_text.done",
+                **self._where(),
+                text=self.text,
+                logprobs=part["logprobs"],
+            ),
             self.event("response.content_part.done", **self._where(), part=part),
-            self.event("response.output_item.done", output_index=len(self.answer.output), item=item),
+            self.event(
+                "response.output_item.done", output_index=len(self.answer.output), item=item
+            ),
         ]
         self.answer.output.append(item)
         self.open, self.text, self.logprobs = None, "", []
@@ -350,7 +419,12 @@ class Events:
                 item={**item, "arguments": "", "status": "in_progress"},
             ),
             self.event("response.function_call_arguments.delta", **at, delta=call.arguments),
-            self.event("response.function_call_arguments.done", **at, name=call.name, arguments=call.arguments),
+            self.event(
+                "response.function_call_arguments.done",
+                **at,
+                name=call.name,
+                arguments=call.arguments,
+            ),
             self.event("response.output_item.done", output_index=at["output_index"], item=item),
         ]
         self.answer.output.append(item)
@@ -375,7 +449,9 @@ async def create(call: Call) -> Response:
     model = call.state.check_model(body.get("model"))
     call.state.store.check_offered(bool(body.get("store")))
     if "stream_options" in body and not body.get("stream"):
-        raise Problem("invalid_parameter", "stream_options: only with stream: true", "stream_options")
+        raise Problem(
+            "invalid_parameter", "stream_options: only with stream: true", "stream_options"
+        )
     ask = Ask(call, as_chat(call, body), RESPONSES, NAMES)
     answer = Answer(ask, body, model)
     stream = bool(body.get("stream"))

@@ -59,7 +59,9 @@ def type_of(name: str) -> Any:
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), regex_engine="rust-regex")
+    model_config = ConfigDict(
+        extra="forbid", strict=True, protected_namespaces=(), regex_engine="rust-regex"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ chat completions
@@ -78,7 +80,10 @@ class RefusalPart(Strict):
     refusal: Text
 
 
-Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(max_length=4096, fail_fast=True)]
+Parts = Annotated[
+    list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]],
+    Field(max_length=4096, fail_fast=True),
+]
 
 
 class CalledFunction(Strict):
@@ -171,7 +176,10 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)]
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+]
 # fail_fast: of a long list that is not of this kind the first entry says so, and the others need not
 PromptIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt = (
@@ -212,7 +220,9 @@ class InputCallOutput(Strict):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-ResponseInput = Text | Annotated[list[InputMessage | InputCall | InputCallOutput], Field(max_length=4096)]
+ResponseInput = (
+    Text | Annotated[list[InputMessage | InputCall | InputCallOutput], Field(max_length=4096)]
+)
 
 
 class ResponseTool(Strict):
@@ -237,7 +247,9 @@ class ResponseSchema(Strict):
 
 
 class ResponseText(Strict):
-    format: Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None
+    ) = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -277,7 +289,9 @@ class AnthropicToolResult(Strict):
     cache_control: CacheControl | None = None
 
 
-AnthropicBlock = Annotated[AnthropicText | AnthropicToolUse | AnthropicToolResult, Field(discriminator="type")]
+AnthropicBlock = Annotated[
+    AnthropicText | AnthropicToolUse | AnthropicToolResult, Field(discriminator="type")
+]
 
 
 class AnthropicMessage(Strict):

@@ -24,15 +24,31 @@ def page(items: list[dict[str, Any]], call: Call) -> Response:
         rows = rows[at + 1 :]
     data = rows[:limit]
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
-    return Json({"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(rows) > len(data)})
+    return Json(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": first,
+            "last_id": last,
+            "has_more": len(rows) > len(data),
+        }
+    )
 
 
 async def list_chats(call: Call) -> Response:
     wanted = call.query.get("model")
     kept = [i["object"] for i in call.state.store.of(call.tenant, "chat")]
-    pairs = {name[9:-1]: value for name, value in call.query.items() if name.startswith("metadata[")}
+    pairs = {
+        name[9:-1]: value for name, value in call.query.items() if name.startswith("metadata[")
+    }
     return page(
-        [o for o in kept if wanted in (None, o["model"]) and all(o["metadata"].get(k) == v for k, v in pairs.items())], call
+        [
+            o
+            for o in kept
+            if wanted in (None, o["model"])
+            and all(o["metadata"].get(k) == v for k, v in pairs.items())
+        ],
+        call,
     )
 
 
@@ -59,7 +75,13 @@ async def delete_chat(call: Call) -> Response:
 async def chat_messages(call: Call) -> Response:
     name = call.request.path_params["id"]
     messages = _chat(call)["messages"]
-    return page([{"id": f"{name}-{i}", "name": None, **m, "content": m.get("content")} for i, m in enumerate(messages)], call)
+    return page(
+        [
+            {"id": f"{name}-{i}", "name": None, **m, "content": m.get("content")}
+            for i, m in enumerate(messages)
+        ],
+        call,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- responses
@@ -77,7 +99,12 @@ async def get_response(call: Call) -> Response:
                 raise Problem("invalid_parameter", f"{name}: only with stream=true", name)
         return Json(made)
     return EventStream(
-        call, _again(made, int(call.query.get("starting_after", -1)), call.query.get("include_obfuscation") == "true")
+        call,
+        _again(
+            made,
+            int(call.query.get("starting_after", -1)),
+            call.query.get("include_obfuscation") == "true",
+        ),
     )
 
 
@@ -99,7 +126,12 @@ async def _again(made: dict[str, Any], after: int, pad: bool) -> AsyncIterator[b
 
 
 def _events(made: dict[str, Any], pad: bool) -> list[tuple[str, dict[str, Any]]]:
-    unfinished: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    unfinished: dict[str, Any] = {
+        "status": "in_progress",
+        "output": [],
+        "usage": None,
+        "incomplete_details": None,
+    }
     begun = {k: v for k, v in made.items() if k != "completed_at"} | unfinished
     out: list[tuple[str, dict[str, Any]]] = [
         ("response.created", {"response": begun}),
@@ -111,13 +143,18 @@ def _events(made: dict[str, Any], pad: bool) -> list[tuple[str, dict[str, Any]]]
     return [*out, (f"response.{made['status']}", {"response": made})]
 
 
-def _message_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[str, dict[str, Any]]]:
+def _message_events(
+    item: dict[str, Any], index: int, pad: bool
+) -> list[tuple[str, dict[str, Any]]]:
     (part,) = item["content"]
     where = {"item_id": item["id"], "output_index": index, "content_index": 0}
     text = {**where, "logprobs": part["logprobs"]}
     padding = {"obfuscation": obfuscation(part["text"])} if pad else {}
     return [
-        ("output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", "content": []}}),
+        (
+            "output_item.added",
+            {"output_index": index, "item": {**item, "status": "in_progress", "content": []}},
+        ),
         ("content_part.added", {**where, "part": {**part, "text": "", "logprobs": []}}),
         ("output_text.delta", {**text, "delta": part["text"], **padding}),
         ("output_text.done", {**text, "text": part["text"]}),
@@ -129,8 +166,14 @@ def _message_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[s
 def _call_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[str, dict[str, Any]]]:
     where = {"item_id": item["id"], "output_index": index}
     return [
-        ("output_item.added", {"output_index": index, "item": {**item, "arguments": "", "status": "in_progress"}}),
+        (
+            "output_item.added",
+            {"output_index": index, "item": {**item, "arguments": "", "status": "in_progress"}},
+        ),
         ("function_call_arguments.delta", {**where, "delta": item["arguments"]}),
-        ("function_call_arguments.done", {**where, "name": item["name"], "arguments": item["arguments"]}),
+        (
+            "function_call_arguments.done",
+            {**where, "name": item["name"], "arguments": item["arguments"]},
+        ),
         ("output_item.done", {"output_index": index, "item": item}),
     ]

@@ -40,10 +40,14 @@ def fresh_seed() -> int:
     return secrets.randbelow(2**53)  # JavaScript and jq would round a larger one
 
 
-def for_each_prompt(params: dict[str, Any], body: Mapping[str, Any], prompts: int) -> list[dict[str, Any]]:
+def for_each_prompt(
+    params: dict[str, Any], body: Mapping[str, Any], prompts: int
+) -> list[dict[str, Any]]:
     """The parameters of each prompt of a list. Noise is made of seed and position: under one seed equal prompts get equal answers. So each has
     a seed of its own, unless the client gave one, which is then everybody's, as in the library."""
-    if prompts == 1 or "seed" in body or params.get("seed") is None:  # None: beam search draws nothing
+    if (
+        prompts == 1 or "seed" in body or params.get("seed") is None
+    ):  # None: beam search draws nothing
         return [params] * prompts
     return [{**params, "seed": fresh_seed()} for _ in range(prompts)]
 
@@ -68,7 +72,9 @@ def finish_params(
             )
         if longest and "max_tokens" not in values:
             values["max_tokens"] = longest
-        if values.get("num_beams", 1) == 1:  # known from the first chunk of a stream on; beam search draws nothing
+        if (
+            values.get("num_beams", 1) == 1
+        ):  # known from the first chunk of a stream on; beam search draws nothing
             values.setdefault("seed", fresh_seed())
         return SamplingParams.from_mapping(values).to_mapping()
     except (RequestError, Problem) as error:
@@ -91,7 +97,9 @@ def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int 
     if not body.get("explain_rows"):
         return False
     if not params.get("explain") or not params.get("receipt"):
-        raise Problem("invalid_parameter", "explain_rows: needs explain and receipt: true", "explain_rows")
+        raise Problem(
+            "invalid_parameter", "explain_rows: needs explain and receipt: true", "explain_rows"
+        )
     if SamplingParams.from_mapping(params).width * prompts > 1:
         raise Problem(
             "invalid_parameter",
@@ -111,21 +119,29 @@ def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
     if not fields:
         raise Problem("invalid_request", why)
     if len(fields) > 1:
-        why += f" (here: {', '.join(names.get(field, field) for field in fields)}); loosen one of them"
+        why += (
+            f" (here: {', '.join(names.get(field, field) for field in fields)}); loosen one of them"
+        )
     message = why if why.startswith(f"{fields[0]}: ") else f"{fields[0]}: {why}"
     raise renamed(Problem("invalid_parameter", message, fields[0]), names)
 
 
-def _check_limits(values: Mapping[str, Any], limits: Limits, facts: ModelFacts, prompts: int) -> None:
+def _check_limits(
+    values: Mapping[str, Any], limits: Limits, facts: ModelFacts, prompts: int
+) -> None:
     for name in ("logprobs", "prompt_logprobs", "explain"):
         if (values.get(name) or 0) > limits.max_logprobs:
             raise Problem(
-                "invalid_parameter", f"{name}: {values[name]} is above this server's limit of {limits.max_logprobs}", name
+                "invalid_parameter",
+                f"{name}: {values[name]} is above this server's limit of {limits.max_logprobs}",
+                name,
             )
     stop = values.get("stop", ())
     if not isinstance(stop, str) and len(stop) > limits.max_stop:
         raise Problem(
-            "invalid_parameter", f"stop: {len(stop)} strings are above this server's limit of {limits.max_stop}", "stop"
+            "invalid_parameter",
+            f"stop: {len(stop)} strings are above this server's limit of {limits.max_stop}",
+            "stop",
         )
     for name in ("n", "best_of", "num_beams"):
         if (values.get(name) or 1) * prompts > limits.max_width:
@@ -137,10 +153,18 @@ def _check_limits(values: Mapping[str, Any], limits: Limits, facts: ModelFacts, 
             )
     for name in STRUCTURE:
         value = values.get(name)
-        size = len(value.encode()) if isinstance(value, str) else len(json.dumps(value)) if value is not None else 0
+        size = (
+            len(value.encode())
+            if isinstance(value, str)
+            else len(json.dumps(value))
+            if value is not None
+            else 0
+        )
         if size > limits.max_schema_bytes:
             raise Problem(
-                "invalid_parameter", f"{name}: {size} bytes are above this server's limit of {limits.max_schema_bytes}", name
+                "invalid_parameter",
+                f"{name}: {size} bytes are above this server's limit of {limits.max_schema_bytes}",
+                name,
             )
     _check_ids(values, limits, facts)
 
@@ -152,7 +176,9 @@ def _check_ids(values: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> 
         ids = values[name]
         if len(ids) > limits.max_bias:
             raise Problem(
-                "invalid_parameter", f"{name}: {len(ids)} entries are above this server's limit of {limits.max_bias}", name
+                "invalid_parameter",
+                f"{name}: {len(ids)} entries are above this server's limit of {limits.max_bias}",
+                name,
             )
         check_vocabulary(name, [int(i) for i in ids], facts)
 
@@ -161,7 +187,11 @@ def check_vocabulary(name: str, ids: list[int], facts: ModelFacts) -> None:
     size = facts.vocab
     for token in ids:
         if not 0 <= token < size:
-            raise Problem("invalid_parameter", f"{name}: {token} is not a token id of this model (0 to {size - 1})", name)
+            raise Problem(
+                "invalid_parameter",
+                f"{name}: {token} is not a token id of this model (0 to {size - 1})",
+                name,
+            )
 
 
 def check_id_count(name: str, ids: list[int], facts: ModelFacts) -> None:

@@ -16,6 +16,8 @@ def detect_format(template: str) -> str:
         return "hermes"
     if "[TOOL_CALLS]" in template:
         return "mistral"
-    if "<|python_tag|>" in template or ("tools" in template and '"parameters"' in template and "ipython" in template):
+    if "<|python_tag|>" in template or (
+        "tools" in template and '"parameters"' in template and "ipython" in template
+    ):
         return "llama3"
     return "hermes" if "tools" in template else "json"

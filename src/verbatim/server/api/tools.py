@@ -56,7 +56,10 @@ def template_messages(
     out: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
-        made: dict[str, Any] = {"role": role, "content": plain_text(message.get("content")) + message.get("refusal", "")}
+        made: dict[str, Any] = {
+            "role": role,
+            "content": plain_text(message.get("content")) + message.get("refusal", ""),
+        }
         for key in (
             "name",
             "reasoning_content",
@@ -69,7 +72,10 @@ def template_messages(
                 {
                     "id": c["id"],
                     "type": "function",
-                    "function": {"name": c["function"]["name"], "arguments": _object(c["function"]["arguments"])},
+                    "function": {
+                        "name": c["function"]["name"],
+                        "arguments": _object(c["function"]["arguments"]),
+                    },
                 }
                 for c in calls
             ]
@@ -88,7 +94,9 @@ def template_messages(
 
 
 def _tell(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
-    text = PREAMBLE.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+    text = PREAMBLE.format(
+        tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    )
     if messages and messages[0]["role"] == "system":
         messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
     else:
@@ -104,19 +112,27 @@ def _object(arguments: str) -> Any:
 
 
 def _spell(function: Mapping[str, Any]) -> str:
-    return json.dumps({"name": function["name"], "arguments": _object(function["arguments"])}, ensure_ascii=False)
+    return json.dumps(
+        {"name": function["name"], "arguments": _object(function["arguments"])}, ensure_ascii=False
+    )
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
     """The schema whose every answer is a valid call: of the named tool, or of any."""
-    functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
+    functions = [
+        tool["function"] for tool in tools if name is None or tool["function"]["name"] == name
+    ]
     if len(functions) == 1:
         return _call_shape(functions[0], "#")
-    return {"anyOf": [_call_shape(function, f"#/anyOf/{i}") for i, function in enumerate(functions)]}
+    return {
+        "anyOf": [_call_shape(function, f"#/anyOf/{i}") for i, function in enumerate(functions)]
+    }
 
 
 def _call_shape(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    arguments = _moved(function.get("parameters") or {"type": "object"}, f"{place}/properties/arguments")
+    arguments = _moved(
+        function.get("parameters") or {"type": "object"}, f"{place}/properties/arguments"
+    )
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, "arguments": arguments},
@@ -125,7 +141,13 @@ def _call_shape(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # their members are schemas
+BY_NAME = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)  # their members are schemas
 VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
 
 
@@ -146,7 +168,9 @@ def _moved(schema: Any, place: str) -> Any:
     return out
 
 
-def call_or_text(tools: Sequence[Mapping[str, Any]], form: str, *, single: bool, text: Any = None) -> str | None:
+def call_or_text(
+    tools: Sequence[Mapping[str, Any]], form: str, *, single: bool, text: Any = None
+) -> str | None:
     """A grammar whose every answer is either valid calls in the model's format, or text that holds none (or, with `text`, JSON under that
     schema). None: a format whose marks are control tokens cannot be spelled in a grammar."""
     if form == "mistral":
@@ -173,7 +197,11 @@ def read_calls(text: str, names: set[str]) -> list[Call]:
         return []
     calls = []
     for item in data if isinstance(data, list) else [data]:
-        if not isinstance(item, dict) or not isinstance(item.get("name"), str) or item["name"] not in names:
+        if (
+            not isinstance(item, dict)
+            or not isinstance(item.get("name"), str)
+            or item["name"] not in names
+        ):
             return []
         arguments = item.get("arguments", item.get("parameters", {}))
         if isinstance(arguments, str):  # some models write them as a text
@@ -190,7 +218,15 @@ def read_calls(text: str, names: set[str]) -> list[Call]:
 class ToolParser:
     """push(text) and finish() give ("text", str) and ("call", Call) in order; their texts and the calls' spellings make up the answer."""
 
-    def __init__(self, form: str, names: set[str], *, forced: bool = False, single: bool = False, midway: bool = False) -> None:
+    def __init__(
+        self,
+        form: str,
+        names: set[str],
+        *,
+        forced: bool = False,
+        single: bool = False,
+        midway: bool = False,
+    ) -> None:
         self._open, self._close = (MISTRAL, "") if form == "mistral" else (OPEN, CLOSE)
         self._names = names
         self._single = single
@@ -201,7 +237,9 @@ class ToolParser:
         self._whole = forced  # hold everything: only the end can tell
         self._begun = forced or midway  # midway: the text goes on from one that was given
         self.calls = 0
-        self.spans: list[tuple[int, int]] = []  # where in the answer each text stood that was given out
+        self.spans: list[
+            tuple[int, int]
+        ] = []  # where in the answer each text stood that was given out
 
     def push(self, text: str) -> list[tuple[str, Any]]:
         self._held += text
@@ -218,7 +256,11 @@ class ToolParser:
         if not self._held:
             return []
         body = self._held.removeprefix(self._open) if self._inside else self._held
-        found = self._admit(read_calls(body.strip(), self._names)) if self._whole or self._inside else []
+        found = (
+            self._admit(read_calls(body.strip(), self._names))
+            if self._whole or self._inside
+            else []
+        )
         if not found:
             return [self._text(len(self._held))]
         self._take(len(self._held))
@@ -266,15 +308,23 @@ class ToolParser:
             return []
         kept = calls[:1] if self._single else calls
         self.calls += len(kept)
-        self.spans += [(self._at, self._at)] * (len(calls) - len(kept))  # texts of ours: no token is in them
-        return [("call", call) for call in kept] + [("text", call.text) for call in calls[len(kept) :]]
+        self.spans += [(self._at, self._at)] * (
+            len(calls) - len(kept)
+        )  # texts of ours: no token is in them
+        return [("call", call) for call in kept] + [
+            ("text", call.text) for call in calls[len(kept) :]
+        ]
 
 
 def joined(found: Sequence[tuple[str, Any]]) -> tuple[str, list[Call]]:
     """A whole answer's text and calls."""
-    return "".join(v for kind, v in found if kind == "text"), [v for kind, v in found if kind == "call"]
+    return "".join(v for kind, v in found if kind == "text"), [
+        v for kind, v in found if kind == "call"
+    ]
 
 
 def _overlap(text: str, tag: str) -> int:
     """Length of the longest end of text that a tag could begin with."""
-    return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0)
+    return next(
+        (n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0
+    )

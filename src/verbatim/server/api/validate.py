@@ -22,9 +22,13 @@ from verbatim.server.json_io import depth_of, has_huge
 
 def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
     if too_many_values(raw, max_values):
-        raise Problem("json_too_large", f"the body holds more than {max_values} values (--max-json-values)")
+        raise Problem(
+            "json_too_large", f"the body holds more than {max_values} values (--max-json-values)"
+        )
     try:
-        data = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object)
+        data = json.loads(
+            raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object
+        )
     except Problem:
         raise
     except RecursionError:
@@ -37,7 +41,9 @@ def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise _named(_place_of(data, _half), "a string holds half a surrogate pair, which is not text") from None
+            raise _named(
+                _place_of(data, _half), "a string holds half a surrogate pair, which is not text"
+            ) from None
     return data
 
 
@@ -62,11 +68,18 @@ def _unreadable(raw: bytes, error: ValueError) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         return Problem("invalid_json", "the body is not JSON: invalid UTF-8")
     if isinstance(error, json.JSONDecodeError):
-        return Problem("invalid_json", f"the body is not JSON: {error.msg} at character {error.pos}")
+        return Problem(
+            "invalid_json", f"the body is not JSON: {error.msg} at character {error.pos}"
+        )
     why = str(error) if isinstance(error, _NotJson) else "a number that cannot be read"
     try:
-        data = json.loads(raw.decode(), parse_constant=_Unread, parse_int=_whole_number, object_pairs_hook=_object)
-    except (json.JSONDecodeError, RecursionError):  # what follows is no better, and there are no fields to name
+        data = json.loads(
+            raw.decode(), parse_constant=_Unread, parse_int=_whole_number, object_pairs_hook=_object
+        )
+    except (
+        json.JSONDecodeError,
+        RecursionError,
+    ):  # what follows is no better, and there are no fields to name
         return Problem("invalid_json", f"the body is not JSON: {why}")
     return _named(_place_of(data, lambda value: isinstance(value, _Unread)), why)
 
@@ -100,7 +113,9 @@ def _named(param: str, why: str) -> Problem:
 
 def _place_of(data: Any, wrong: Callable[[Any], bool]) -> str:
     """Where the first wrong value or key is, in the order of the text; without recursion, since the depth was not looked at yet."""
-    waiting: list[tuple[Any, Any]] = [(None, data)]  # (the steps to a value as a linked list, the value)
+    waiting: list[tuple[Any, Any]] = [
+        (None, data)
+    ]  # (the steps to a value as a linked list, the value)
     while waiting:
         place, value = waiting.pop()
         if wrong(value) or (place and wrong(place[1])):
@@ -109,7 +124,13 @@ def _place_of(data: Any, wrong: Callable[[Any], bool]) -> str:
                 place, step = place
                 path.append(step)
             return _spelled(path[::-1]).encode(errors="backslashreplace").decode()
-        inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        inside = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
         waiting += reversed([((place, step), v) for step, v in inside])
     return ""
 
@@ -123,7 +144,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Problem("invalid_json", f"the key {twice[:40]!r} appears twice in one object", param=twice[:64])
+        raise Problem(
+            "invalid_json", f"the key {twice[:40]!r} appears twice in one object", param=twice[:64]
+        )
     return out
 
 
@@ -155,7 +178,9 @@ def request_model(route: str) -> type[BaseModel]:
         if kind is None:
             continue
         members[_safe(name)] = (kind, ...) if rule.required else (kind | None, None)
-    config = ConfigDict(extra="forbid", strict=True, protected_namespaces=(), alias_generator=_unsafe, title=title)
+    config = ConfigDict(
+        extra="forbid", strict=True, protected_namespaces=(), alias_generator=_unsafe, title=title
+    )
     return create_model(title, __config__=config, **members)
 
 
@@ -187,7 +212,11 @@ def check(route: str, data: Any) -> dict[str, Any]:
     for name, value in data.items():
         rule = table.get(name)
         if rule is None:
-            raise Problem("unknown_parameter", f"{name[:64]}: no such field of {route}{_near(name, table)}", param=name[:64])
+            raise Problem(
+                "unknown_parameter",
+                f"{name[:64]}: no such field of {route}{_near(name, table)}",
+                param=name[:64],
+            )
         if value is None:
             continue
         if rule.kind == "refused" and not _asks_nothing(rule, value):
@@ -204,7 +233,11 @@ def check(route: str, data: Any) -> dict[str, Any]:
         raise Problem("json_too_deep", "the body is nested too deeply") from None
     for name, value in given.items():
         if has_huge(value):
-            raise Problem("invalid_parameter", f"{name}: holds a whole number of more than 64 bits", param=name)
+            raise Problem(
+                "invalid_parameter",
+                f"{name}: holds a whole number of more than 64 bits",
+                param=name,
+            )
     return given
 
 
@@ -215,13 +248,23 @@ def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> di
     known = QUERIES.get(f"{method} {route}", {})
     given: dict[str, str] = {}
     for name, value in pairs:
-        rule = known.get("metadata[KEY]" if name.startswith("metadata[") and name.endswith("]") else name)
+        rule = known.get(
+            "metadata[KEY]" if name.startswith("metadata[") and name.endswith("]") else name
+        )
         if rule is None:
-            raise Problem("unknown_parameter", f"{name[:64]}: no such parameter of {method} {route}", param=name[:64])
+            raise Problem(
+                "unknown_parameter",
+                f"{name[:64]}: no such parameter of {method} {route}",
+                param=name[:64],
+            )
         if name in given:
             raise Problem("invalid_parameter", f"{name[:64]}: is there twice", param=name[:64])
         if re.fullmatch(rule.pattern, value, re.DOTALL) is None:
-            raise Problem("invalid_parameter", f"{name[:64]}: {value[:40]!r} is not its form; {rule.help}", param=name[:64])
+            raise Problem(
+                "invalid_parameter",
+                f"{name[:64]}: {value[:40]!r} is not its form; {rule.help}",
+                param=name[:64],
+            )
         given[name] = value
     return given
 
@@ -240,7 +283,11 @@ def _near(name: str, table: Mapping[str, Rule]) -> str:
 def _without_nulls(value: Any, depth: int = 3) -> Any:
     """Clients send back what they got, nulls and all ("refusal": null): in messages a null is a field not given."""
     if isinstance(value, dict):
-        return {k: _without_nulls(v, depth - 1) if depth else v for k, v in value.items() if v is not None}
+        return {
+            k: _without_nulls(v, depth - 1) if depth else v
+            for k, v in value.items()
+            if v is not None
+        }
     if isinstance(value, list) and depth:
         return [_without_nulls(v, depth - 1) for v in value]
     return value
@@ -250,16 +297,25 @@ def _problem(error: ValidationError, data: Any) -> Problem:
     """Of a union's many complaints, the one that got deepest into the data is the one the client can use; of two, not the one that
     only says that the value is of another branch's kind."""
     paths = [(_path(e, data), e) for e in error.errors(include_url=False, include_context=False)]
-    for path, complaint in paths:  # a built-in tool lacks what a function has; what matters is that it is one
+    for (
+        path,
+        complaint,
+    ) in paths:  # a built-in tool lacks what a function has; what matters is that it is one
         if path[:1] == ["tools"] and path[2:] == ["type"] and isinstance(complaint["input"], str):
             kind = complaint["input"][:64]
             where = _spelled(path)
-            return Problem("unsupported_parameter", f"{where}: {kind!r} tools are not offered; {_words(complaint)}", where)
+            return Problem(
+                "unsupported_parameter",
+                f"{where}: {kind!r} tools are not offered; {_words(complaint)}",
+                where,
+            )
     media = next((found for path, _ in paths if (found := _media_at(path, data))), None)
     if media is not None:
         where, kind = media
         return Problem("unsupported_parameter", f"this server reads text; {where} is {kind}", where)
-    path, chosen = max(paths, key=lambda item: (len(item[0]), item[1]["type"] not in OF_ANOTHER_KIND))
+    path, chosen = max(
+        paths, key=lambda item: (len(item[0]), item[1]["type"] not in OF_ANOTHER_KIND)
+    )
     param = _spelled(path)
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)
@@ -277,7 +333,9 @@ def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:
         part = isinstance(here, list)
         here = here[step] if part else here.get(step)  # a key that is missing is the last step
         if part and isinstance(here, dict) and here.get("type") in MEDIA:
-            return _spelled(path[: i + 1]), f"{'an' if here['type'][0] in 'aeiou' else 'a'} {here['type']}"
+            return _spelled(
+                path[: i + 1]
+            ), f"{'an' if here['type'][0] in 'aeiou' else 'a'} {here['type']}"
         if step == "images" and here:
             return _spelled(path[: i + 1]), "no text"
     return None
@@ -290,9 +348,16 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
     location = error["loc"]
     for i, step in enumerate(location):
         last = i == len(location) - 1
-        if isinstance(here, dict) and not last and step == here.get("type") and isinstance(here.get(step), str):
+        if (
+            isinstance(here, dict)
+            and not last
+            and step == here.get("type")
+            and isinstance(here.get(step), str)
+        ):
             continue  # the tag of a union's branch ("text"), and not the field of that name
-        if (isinstance(here, dict) and step in here) or (isinstance(here, list) and isinstance(step, int) and step < len(here)):
+        if (isinstance(here, dict) and step in here) or (
+            isinstance(here, list) and isinstance(step, int) and step < len(here)
+        ):
             here = here[step]  # type: ignore[index]
             out.append(step)
         elif error["type"] == "missing" and last:

@@ -13,7 +13,10 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message
 
 log = logging.getLogger("verbatim.server")
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode()
+    for status in http.HTTPStatus
+}
 
 
 class Connection(Protocol):
@@ -28,7 +31,14 @@ class Connection(Protocol):
 
 
 class Exchange:
-    def __init__(self, connection: Connection, scope: dict[str, Any], *, keep_alive: bool, expects_continue: bool) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        scope: dict[str, Any],
+        *,
+        keep_alive: bool,
+        expects_continue: bool,
+    ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
         self.more_body = True  # the request's last byte has not come
@@ -41,7 +51,9 @@ class Exchange:
         self._body = bytearray()
         self._news = asyncio.Event()
         self._head = b""  # spelled and not yet written
-        self._framing: str | None = None  # of the answer's body: length, chunks, close (as long as the connection), none
+        self._framing: str | None = (
+            None  # of the answer's body: length, chunks, close (as long as the connection), none
+        )
 
     # ------------------------------------------------------------------------------------------------ the connection's side
 
@@ -74,7 +86,11 @@ class Exchange:
             if self.started:
                 self._connection.abort()
             else:
-                self._connection.refuse("500 Internal Server Error", "internal_error", "the server failed on this request")
+                self._connection.refuse(
+                    "500 Internal Server Error",
+                    "internal_error",
+                    "the server failed on this request",
+                )
 
     # ------------------------------------------------------------------------------------------------------ the app's side
 

@@ -44,7 +44,9 @@ MAX_AHEAD_BYTES = 64 * 1024  # and the bytes of their bodies
 class HttpProtocol(asyncio.Protocol):
     limits: ClassVar[Limits] = Limits()
     max_connections: ClassVar[int] = 0  # 0: as many as come
-    early: ClassVar[Callable[[Scope], tuple[int, list[tuple[bytes, bytes]], bytes] | None] | None] = None  # app.Door.early
+    early: ClassVar[
+        Callable[[Scope], tuple[int, list[tuple[bytes, bytes]], bytes] | None] | None
+    ] = None  # app.Door.early
     broken: ClassVar[Callable[[int], str] | None] = None  # app.Door.broken
 
     def __init__(
@@ -68,15 +70,21 @@ class HttpProtocol(asyncio.Protocol):
         self._latest: Exchange | None = None  # the one whose body is being read
         self._ahead: deque[Exchange] = deque()
         self._ahead_bytes = 0
-        self._no_body = 0  # bytes since the request began, or its last chunk, that were not of a body
+        self._no_body = (
+            0  # bytes since the request began, or its last chunk, that were not of a body
+        )
         self._resumed = False  # a second parser reads the body of a request that offered an upgrade
-        self._in_head = self._head_timed = False  # the first byte has come, the last line has not; and its clock runs
+        self._in_head = self._head_timed = (
+            False  # the first byte has come, the last line has not; and its clock runs
+        )
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows a last request is ignored, not an error
+        parser.set_dangerous_leniencies(
+            lenient_data_after_close=True
+        )  # what follows a last request is ignored, not an error
         return parser
 
     # ------------------------------------------------------------------------------------------------------ the transport
@@ -84,7 +92,10 @@ class HttpProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         info = transport.get_extra_info
-        self._ends = [tuple(end[:2]) if isinstance(end, tuple) else None for end in (info("sockname"), info("peername"))]
+        self._ends = [
+            tuple(end[:2]) if isinstance(end, tuple) else None
+            for end in (info("sockname"), info("peername"))
+        ]
         self._scheme = "https" if info("sslcontext") else "http"
         self._shared.connections.add(self)  # type: ignore[arg-type]
         self._clock(self.limits.idle_seconds)
@@ -126,7 +137,9 @@ class HttpProtocol(asyncio.Protocol):
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError:
             log.exception("a fault in the HTTP protocol")
-            self.refuse("500 Internal Server Error", "internal_error", "the server failed on this request")
+            self.refuse(
+                "500 Internal Server Error", "internal_error", "the server failed on this request"
+            )
         except httptools.HttpParserError:
             self.refuse("400 Bad Request", "invalid_request", "this is not HTTP")
         if self._no_body > self.limits.max_header_bytes and not self._cut:
@@ -161,19 +174,33 @@ class HttpProtocol(asyncio.Protocol):
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._resumed and (self._latest is None or not self._latest.more_body):  # not a trailer
+        if not self._resumed and (
+            self._latest is None or not self._latest.more_body
+        ):  # not a trailer
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._resumed or self._cut:
             return
         self._no_body, self._in_head, self._head_timed = 0, False, False
-        if sum(len(k) + len(v) + 4 for k, v in self._headers) + len(self._url) > self.limits.max_header_bytes:
+        if (
+            sum(len(k) + len(v) + 4 for k, v in self._headers) + len(self._url)
+            > self.limits.max_header_bytes
+        ):
             self._refuse_head()
         elif any(k == b"transfer-encoding" and v.lower() != b"chunked" for k, v in self._headers):
-            self.refuse("400 Bad Request", "invalid_request", "transfer-encoding: only chunked is understood")
+            self.refuse(
+                "400 Bad Request",
+                "invalid_request",
+                "transfer-encoding: only chunked is understood",
+            )
         elif self.max_connections and len(self._shared.connections) > self.max_connections:
-            self.refuse("503 Service Unavailable", "unavailable", "too many connections are open", retry_after=1)
+            self.refuse(
+                "503 Service Unavailable",
+                "unavailable",
+                "too many connections are open",
+                retry_after=1,
+            )
         else:
             self._begin()
 
@@ -212,7 +239,11 @@ class HttpProtocol(asyncio.Protocol):
         self._latest.take_body(body)
 
     def on_message_complete(self) -> None:
-        if self._latest is None or self._cut or (self._parser.should_upgrade() and not self._resumed):
+        if (
+            self._latest is None
+            or self._cut
+            or (self._parser.should_upgrade() and not self._resumed)
+        ):
             return
         self._resumed = False
         self._no_body = 0
@@ -284,24 +315,34 @@ class HttpProtocol(asyncio.Protocol):
 
     # ------------------------------------------------------------------------------------------------------------ the ends
 
-    def refuse(self, status: str, code: str, message: str, retry_after: float | None = None) -> None:
+    def refuse(
+        self, status: str, code: str, message: str, retry_after: float | None = None
+    ) -> None:
         """Before any exchange, or in the place of one that failed. In the middle of an answer nothing can be said any more."""
         if self._cut:
             return
-        if self._active is not None and self._busy() and (self._active.started or self._latest is not self._active):
+        if (
+            self._active is not None
+            and self._busy()
+            and (self._active.started or self._latest is not self._active)
+        ):
             self.abort()
             return
         problem = Problem(code, message, retry_after=retry_after)
         body = dumps(problem.body())
         broken = type(self).broken
-        headers = problem.headers() | ({} if broken is None else {"x-request-id": broken(int(status[:3]))})
+        headers = problem.headers() | (
+            {} if broken is None else {"x-request-id": broken(int(status[:3]))}
+        )
         more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
         self.write(head.encode() + body)
         self._leave_politely()
 
     def _refuse_head(self) -> None:
-        self.refuse("431 Request Header Fields Too Large", "invalid_request", "the headers are too large")
+        self.refuse(
+            "431 Request Header Fields Too Large", "invalid_request", "the headers are too large"
+        )
 
     def _leave_politely(self) -> None:
         """Close our side and wait a moment for the client's: closing with bytes unread would tear the answer from its hands."""

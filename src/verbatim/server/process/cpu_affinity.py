@@ -33,7 +33,11 @@ def give_places(engine: AsyncEngine, before: set[int]) -> bool:
         return False
     processors = sorted(os.sched_getaffinity(0))
     team = [engine.step_thread, *sorted(native_threads() - before)]
-    if len(team) != engine.parts.backend.info.threads or len(team) != len(processors) or len(team) < 2:
+    if (
+        len(team) != engine.parts.backend.info.threads
+        or len(team) != len(processors)
+        or len(team) < 2
+    ):
         return False
     with contextlib.suppress(OSError):
         for thread, processor in zip(team, processors, strict=True):

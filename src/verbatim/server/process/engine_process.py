@@ -54,7 +54,9 @@ def open_engine(start: Start) -> AsyncEngine:
 
         return AsyncEngine.from_parts(testing.server_parts(start.test_engine), **start.engine)
     before = native_threads()
-    engine = AsyncEngine(start.model, revision=start.revision, offline=start.offline, **start.engine)
+    engine = AsyncEngine(
+        start.model, revision=start.revision, offline=start.offline, **start.engine
+    )
     info = engine.parts.backend.info
     log.info("backend %s %s", info.name, info.detail)
     if info.note:
@@ -93,7 +95,9 @@ class Bandwidth:
 
         info = engine.parts.backend.info
         self._bytes = info.weight_bytes
-        limits = load_limits(cache_dir()) if info.name != "cuda" else None  # measured for main memory
+        limits = (
+            load_limits(cache_dir()) if info.name != "cuda" else None
+        )  # measured for main memory
         self._limit = limits.read_bytes if limits is not None else None
         self._then, self._steps = time.monotonic(), 0
 
@@ -101,9 +105,7 @@ class Bandwidth:
         now, steps = time.monotonic(), int(stats.get("steps_total", 0))
         rate = (steps - self._steps) * self._bytes / max(now - self._then, 1e-6)
         self._then, self._steps = now, steps
-        out = (
-            "# HELP verbatim_weight_bytes_per_second weights read from memory\n# TYPE verbatim_weight_bytes_per_second gauge\n"
-        )
+        out = "# HELP verbatim_weight_bytes_per_second weights read from memory\n# TYPE verbatim_weight_bytes_per_second gauge\n"
         out += f"verbatim_weight_bytes_per_second {rate:.0f}\n"
         if self._limit:
             out += "# HELP verbatim_memory_bandwidth_share of the speed that verbatim bench measured here\n# TYPE verbatim_memory_bandwidth_share gauge\n"
@@ -113,7 +115,9 @@ class Bandwidth:
 
 async def serve(fd: int) -> int:
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C reaches the whole group; the parent decides
+    loop.add_signal_handler(
+        signal.SIGINT, lambda: None
+    )  # Ctrl-C reaches the whole group; the parent decides
     loop.add_signal_handler(signal.SIGTERM, lambda: None)
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
     outbox = wire.Outbox(writer)
@@ -177,7 +181,9 @@ def die_with_parent() -> None:
 def main(argv: list[str]) -> int:
     die_with_parent()
     logging.basicConfig(
-        level=os.environ.get("VERBATIM_LOG", "INFO"), format="%(levelname)s engine: %(message)s", stream=sys.stderr
+        level=os.environ.get("VERBATIM_LOG", "INFO"),
+        format="%(levelname)s engine: %(message)s",
+        stream=sys.stderr,
     )
     if argv[2:] == ["json"]:  # as the parent's log
         logging.getLogger().handlers[0].setFormatter(JsonLines())

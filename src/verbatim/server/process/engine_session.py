@@ -54,7 +54,9 @@ class AbortedInQueue(Exception):
     """The request was aborted while it waited in the fair queue; the engine never saw it."""
 
 
-def fit_num_ctx(params: SamplingParams, prompt: int, num_ctx: int, open_end: bool) -> SamplingParams:
+def fit_num_ctx(
+    params: SamplingParams, prompt: int, num_ctx: int, open_end: bool
+) -> SamplingParams:
     """Apply Ollama's num_ctx, which prompt and answer together must not exceed. An answer whose
     length the client left open is shortened to what fits; a length that the client set and that
     does not fit is refused, as with the model's context."""
@@ -136,7 +138,9 @@ class EngineSession:
         except asyncio.CancelledError:
             raise
         except AbortedInQueue:
-            nothing = Completion(request_id, (), (), Usage(), Timings(), 0, self._engine.fingerprint)
+            nothing = Completion(
+                request_id, (), (), Usage(), Timings(), 0, self._engine.fingerprint
+            )
             self._outbox.put(self._results.completion(nothing, request.params))
         except Exception as error:
             problem = problem_of(error)
@@ -169,7 +173,9 @@ class EngineSession:
             self._fair.release(place)
             self._next_turns()
 
-    async def _wait_turn(self, request: OpenRequest, message: Generate, params: SamplingParams) -> Waiting:
+    async def _wait_turn(
+        self, request: OpenRequest, message: Generate, params: SamplingParams
+    ) -> Waiting:
         request.turn = asyncio.get_running_loop().create_future()
         place = self._fair.add(
             request.turn,
@@ -304,6 +310,8 @@ class EngineSession:
         for token in ids:
             if not 0 <= token < tokenizer.vocab_size:
                 last = tokenizer.vocab_size - 1
-                raise ParameterError("tokens", f"{token} is not a token id of this model (0 to {last})")
+                raise ParameterError(
+                    "tokens", f"{token} is not a token id of this model (0 to {last})"
+                )
         text = await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
         self._outbox.put(Detokenized(message.request_id, text))

@@ -344,7 +344,9 @@ def _decoder(kind: Any) -> Callable[[list[Any]], Any]:
     """A function from the values of a record to the record, each checked against its annotation."""
     hints = get_type_hints(kind)
     rules = [_rule(annotation) for annotation in hints.values()]
-    makers = [(at, rule.make, rule.record) for at, rule in enumerate(rules) if rule.make is not None]
+    makers = [
+        (at, rule.make, rule.record) for at, rule in enumerate(rules) if rule.make is not None
+    ]
     make_record = getattr(kind, "_make", None) or (lambda row: kind(*row))
     right: set[tuple[type, ...]] = set()  # types of rows that passed: one lookup per record
 

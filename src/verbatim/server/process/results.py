@@ -67,7 +67,9 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         has_template=engine.has_template,
         template_tools=template is not None and template.takes_tools,
         template_calls=template is not None and template.takes_calls,
-        tool_format=detect_format("\n".join(template.sources.values()) if template is not None else ""),
+        tool_format=detect_format(
+            "\n".join(template.sources.values()) if template is not None else ""
+        ),
         control=frozenset(t for t in ids if tokenizer.is_control(t)),
         space_prefix=tokenizer.space_prefix,
         longest_token=max((len(tokenizer.token_bytes(t)) for t in ids), default=1) or 1,
@@ -93,7 +95,9 @@ class ResultEncoder:
             delta.explain,
         )
 
-    def completion(self, completion: Completion, params: SamplingParams, embedding: list[float] | None = None) -> Generated:
+    def completion(
+        self, completion: Completion, params: SamplingParams, embedding: list[float] | None = None
+    ) -> Generated:
         return Generated(
             completion.request_id,
             choices=[self._choice(choice, params) for choice in completion.choices],
@@ -126,7 +130,12 @@ class ResultEncoder:
     def _logprobs(self, items: Sequence[TokenLogprob]) -> list[WireLogprob]:
         raw = self._token_bytes
         return [
-            WireLogprob(item.token, item.logprob, raw(item.token), [TopLogprob(t, lp, raw(t)) for t, lp in item.top])
+            WireLogprob(
+                item.token,
+                item.logprob,
+                raw(item.token),
+                [TopLogprob(t, lp, raw(t)) for t, lp in item.top],
+            )
             for item in items
         ]
 

@@ -66,7 +66,9 @@ class Running:
         self.accepted = False
         self.closed = False  # the client has disconnected
         self.on_fail: Callable[[], None] | None = None
-        self.own: Callable[[Problem], Problem] | None = None  # renames parameters to the client's names
+        self.own: Callable[[Problem], Problem] | None = (
+            None  # renames parameters to the client's names
+        )
         self._abort = abort
         self._deltas: list[WireDelta] = []
         self._bytes = 0

@@ -159,7 +159,9 @@ class Supervisor:
         try:
             while (message := await wire.read(reader, decode_from_engine)) is not None:
                 self._hear(message)
-                await asyncio.sleep(0)  # let the handlers write before the next of many buffered messages
+                await asyncio.sleep(
+                    0
+                )  # let the handlers write before the next of many buffered messages
         finally:
             watchdog.cancel()
             self.ready.clear()
@@ -182,7 +184,11 @@ class Supervisor:
         """Every request that was running gets its error now, and its line in the ledger."""
         for running in self._running.values():
             running.fail(
-                Problem("engine_died", "the engine ended while this request ran; it is being restarted", retry_after=2)
+                Problem(
+                    "engine_died",
+                    "the engine ended while this request ran; it is being restarted",
+                    retry_after=2,
+                )
             )
             self.ledger.close(running.id, "engine_died")
         self._running.clear()
@@ -240,7 +246,12 @@ class Supervisor:
                 self.facts = facts
                 self._last_progress = (self._clock(), -1)
                 self.ready.set()
-                log.info("ready: %s, context %d, fingerprint %s", facts.name, facts.context, facts.fingerprint)
+                log.info(
+                    "ready: %s, context %d, fingerprint %s",
+                    facts.name,
+                    facts.context,
+                    facts.fingerprint,
+                )
             case Failed():
                 if self.facts is None and not self.fatal.done():
                     self.fatal.set_result(message.message)
