@@ -288,8 +288,7 @@ def test_error_bodies_come_from_a_closed_list_and_hold_no_path(locked: Live) -> 
 
 def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> None:
     """No pickle, eval, exec or HTTP client in the server's own code; the only subprocess is the engine."""
-    room = Path(app.__file__).parent
-    for file in room.glob("*.py"):
+    for file in Path(app.__file__).parent.rglob("*.py"):
         source = file.read_text()
         for word in (
             "pickle",
@@ -302,12 +301,7 @@ def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> N
             "os.system",
             "shell=True",
         ):
-            spelled = (
-                source.replace("never pickle", "")
-                .replace("Never pickle", "")
-                .replace("subprocess_exec(", "")
-            )
-            assert word not in spelled, (file.name, word)
+            assert word not in source.replace("subprocess_exec(", ""), (file.name, word)
 
 
 def test_tls_by_flags_and_both_of_them() -> None:

@@ -20,6 +20,7 @@ from typing import Any, cast, get_type_hints
 
 import pytest
 
+from verbatim.base.records import Usage
 from verbatim.server.api.api_errors import CODES
 from verbatim.server.api.field_table import PROTOCOLS, QUERIES
 from verbatim.server.process import ledger as ledger_of
@@ -183,11 +184,12 @@ def metric_names() -> set[str]:
         metrics, ledger = Metrics(), ledger_of.Ledger()
         metrics.answered("/health", 200)
         ledger.open("a")
-        ledger.close("a", "stop", (1,) * len(ledger_of.USAGE))
+        ledger.close("a", "stop", Usage(*(1,) * len(ledger_of.USAGE)))
         engine = SimpleNamespace(
             ledger=ledger,
             stats={},
             restarts=0,
+            reports=0,
             ready=asyncio.Event(),
             metrics=EngineMetrics().registry.render(),
         )

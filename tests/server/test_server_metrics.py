@@ -10,6 +10,7 @@ from live_server import Live
 from prometheus_client.parser import text_string_to_metric_families
 
 import verbatim
+from verbatim.base.records import Usage
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.supervisor import Supervisor
@@ -29,13 +30,14 @@ async def test_requests_that_do_not_run_wait() -> None:
     metrics, ledger = Metrics(), Ledger()
     for name in "abcd":
         ledger.open(name)
-    ledger.close("d", "stop", (3, 2, 1, 0, 0))
+    ledger.close("d", "stop", Usage(3, 2, 1, 0, 0))
     metrics.answered("/v1/models", 200)
     metrics.answered("/v1/models", 200)
     engine = SimpleNamespace(
         ledger=ledger,
         stats={"requests_running": 1},
         restarts=2,
+        reports=0,
         ready=asyncio.Event(),
         metrics="verbatim_x 1\n",
     )

@@ -9,7 +9,7 @@ installation, so the positions need no version.
                       Generated, Tokenized, Detokenized, Refused
 
 decode_*() checks the name, the number of fields and the type of each field, and raises WireError
-for anything else. There is no pickle: a message holds numbers, text, bytes, lists and maps only.
+for anything else. A message holds numbers, text, bytes, lists and maps only.
 """
 
 from __future__ import annotations
