@@ -422,7 +422,7 @@ def test_late_threads_touch_nothing_and_every_unit_is_done_once(
     if "cannot find" in built.stderr:
         pytest.skip("this compiler comes without the thread sanitizer's library")
     assert built.returncode == 0, built.stderr[-4000:]
-    done = subprocess.run([program, str(threads), "1500"], capture_output=True, text=True)
+    done = subprocess.run([program, str(threads), "400"], capture_output=True, text=True)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
