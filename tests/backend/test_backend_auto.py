@@ -170,7 +170,7 @@ def test_a_gpu_that_cannot_be_used_leaves_a_note(case: Any, reason: str, card: C
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_type": "q8"}, "it offers no kv_type 'q8'"),
+        ({"kv_type": "q8"}, "it does not support kv_type 'q8'"),
         ({"speculate": "head"}, "it runs no draft heads, and speculate is 'head'"),
         ({"speculate": "head:x"}, "it runs no draft heads, and speculate is 'head:x'"),
     ],
@@ -196,7 +196,7 @@ def test_without_cpu_kernels_the_reference_says_both(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_triton(card)
-    monkeypatch.setattr(backends, "_cpu_refuses", lambda _: "heads of 3")
+    monkeypatch.setattr(backends, "_cpu_unsupported", lambda _: "heads of 3")
     info = opened().info
     assert info.name == "reference"
     assert info.note.startswith("cuda is not used: Triton is not installed")

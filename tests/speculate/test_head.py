@@ -21,14 +21,14 @@ from verbatim.base.errors import ModelError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.engine.llm import LLM
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.draft_head import (
     ARCHITECTURE,
     SCALES,
     DraftHead,
     find_head,
-    guess,
     read_head,
+    reference_draft,
     write_head,
 )
 from verbatim.model.load import Model, load_model
@@ -163,10 +163,10 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a word beyond the vocabulary": (
         changed(words=np.array([1, VOCAB])),
-        "words outside the model's 260",
+        "token ids outside the model's 260",
     ),
-    "a word far beyond": (with_words([1, 2**63 + 5]), "words outside"),
-    "a word below zero": (changed(words=np.array([-1, 5])), "words outside the model's 260"),
+    "a word far beyond": (with_words([1, 2**63 + 5]), "token ids outside"),
+    "a word below zero": (changed(words=np.array([-1, 5])), "token ids outside the model's 260"),
     "cut short": (cut, "cut"),
 }
 
@@ -262,7 +262,7 @@ def test_native_guesses_are_those_of_the_definition(
     states = np.array(backend._engine.hidden())
     r = random.Random(count)
     rows = r.sample(range(len(states)), count)
-    found = backend.guess([(row, tokens[row + 1], 3, temperature) for row in rows], 0.0)
+    found = backend.draft([(row, tokens[row + 1], 3, temperature) for row in rows], 0.0)
     assert [len(t) for t, _ in found] == [3 if i < 64 else 0 for i in range(count)], (
         "a call takes 64; the rest get no guess"
     )
@@ -270,7 +270,7 @@ def test_native_guesses_are_those_of_the_definition(
     for row, (words, odds) in list(zip(rows, found[:64], strict=False))[
         :: 1 + count // 30
     ]:  # the definition is slow
-        expected, chances = guess(
+        expected, chances = reference_draft(
             floats[0], floats[1], states[row], tokens[row + 1], 3, temperature
         )  # type: ignore[arg-type]
         assert len(words) == len(odds)
@@ -293,10 +293,10 @@ def test_a_guess_does_not_depend_on_its_neighbours(native: tuple[Any, list[int]]
     """Alone, among five, or side by side with forty others: to the bit, as all rows of this engine are."""
     backend, tokens = native
     asks = [(row, tokens[row + 1], 1 + row % 5, 0.5 * (row % 3)) for row in range(45)]
-    together = backend.guess(asks, 0.0)
+    together = backend.draft(asks, 0.0)
     assert [len(words) for words, _ in together] == [ask[2] for ask in asks]
-    assert [backend.guess([ask], 0.0)[0] for ask in asks] == together
-    assert backend.guess(asks[10:15], 0.0) == together[10:15]
+    assert [backend.draft([ask], 0.0)[0] for ask in asks] == together
+    assert backend.draft(asks[10:15], 0.0) == together[10:15]
 
 
 @pytest.mark.model
@@ -307,21 +307,21 @@ def test_a_guess_that_was_begun_beside_other_work_is_the_same(
     """Taken at once or late, for other asks, begun twice, dropped by a step: whatever was begun, the answer is that of the asks."""
     backend, tokens = native
     asks = [(row, tokens[row + 1], 3, 0.5 * (row % 3)) for row in range(12)]
-    apart = [backend.guess([ask], 0.0)[0] for ask in asks]
+    apart = [backend.draft([ask], 0.0)[0] for ask in asks]
     for turn in range(40):
         some = slice(turn % 7, turn % 7 + 1 + turn % 5)
-        backend.start_guess([(*ask[:2], 1, ask[3]) for ask in asks[some]])
+        backend.start_draft([(*ask[:2], 1, ask[3]) for ask in asks[some]])
         if turn % 3 == 0:
             time.sleep(turn * 2e-5)  # the others are somewhere in the middle, or done
         if turn % 4 == 1:
-            backend.start_guess(asks[:2])
+            backend.start_draft(asks[:2])
         if turn % 4 == 2:
             backend.execute(
                 StepPlan(1, (SeqStep(0, tuple(tokens[:-1]), 0, (tuple(range(8)),), hidden=True),))
             )
         other = slice(3, 9) if turn % 5 == 4 else some
-        assert backend.guess(asks[other], 0.0) == apart[other], turn
-    backend.start_guess(asks)  # and nobody comes for it
+        assert backend.draft(asks[other], 0.0) == apart[other], turn
+    backend.start_draft(asks)  # and nobody comes for it
 
 
 @pytest.mark.model
@@ -329,10 +329,10 @@ def test_a_guess_that_was_begun_beside_other_work_is_the_same(
 def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
     backend, tokens = native
     asks = [(row, tokens[row + 1], 4, 0.0) for row in range(40)]
-    everything, ended = backend.guess(asks, 0.0), 0
+    everything, ended = backend.draft(asks, 0.0), 0
     for floor in (0.05, 0.3, 0.9):
         for (words, odds), (all_words, all_odds) in zip(
-            backend.guess(asks, floor), everything, strict=True
+            backend.draft(asks, floor), everything, strict=True
         ):
             assert 1 <= len(words) <= 4
             assert words == all_words[: len(words)]
@@ -349,11 +349,11 @@ def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
     assert all(b <= a for _, odds in everything for a, b in itertools.pairwise(odds)), (
         "odds of all before it, too"
     )
-    assert backend.guess([(0, 5, 0, 0.0), (1, 5, 1, 0.0)], 0.0)[0] == ((), ())
-    assert backend.guess([], 0.0) == []
+    assert backend.draft([(0, 5, 0, 0.0), (1, 5, 1, 0.0)], 0.0)[0] == ((), ())
+    assert backend.draft([], 0.0) == []
     for row, token in ((ROWS, 5), (-1, 5), (0, -1), (0, backend.spec.vocab)):
         with pytest.raises(ValueError, match="does not exist"):
-            backend.guess([(row, token, 1, 0.0)], 0.0)
+            backend.draft([(row, token, 1, 0.0)], 0.0)
 
 
 # -------------------------------------------------------------------------------------------------- rows and sequences
@@ -371,10 +371,10 @@ class Recorder:
     def load_head(self, head: DraftHead) -> None:
         self.loaded += 1
 
-    def start_guess(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
+    def start_draft(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
         self.started.append(list(asks))
 
-    def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
+    def draft(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
         self.asks, self.floor = list(asks), floor
         return [
             (tuple(range(7, 7 + ask[2])), tuple(0.5**i for i in range(1, ask[2] + 1)))
@@ -656,7 +656,7 @@ def test_a_model_without_a_head_refuses_the_mode_by_name(backend: str, tiny: Mod
     if backend == "cpu":
         pytest.importorskip("verbatim.backend.cpu.backend", exc_type=ImportError)
     words = ByteTokenizer()
-    parts = Parts(
+    parts = LoadedModel(
         open_backend(tiny, EngineConfig(backend=backend, threads=1)),
         words,
         (words.EOS,),

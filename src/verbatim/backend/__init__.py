@@ -1,4 +1,8 @@
-"""Backends: weights, cache memory and kernels. `open_backend` picks one; the packages above use it through the protocol."""
+"""Backends own weights, KV cache memory and kernels.
+
+In: a loaded Model and an EngineConfig. Out: `open_backend` returns an opened backend. The packages
+above use it only through `protocol.Backend`.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,11 @@ BACKENDS = ("auto", "cpu", "cuda", "reference")
 
 
 def open_backend(model: Model, config: EngineConfig) -> Backend:
-    """The backend that config.backend names. auto: cuda where a GPU runs a test kernel and holds the
-    model, else cpu where its kernels are built and know the model, else reference. Where there is a GPU and
-    auto does not use it, info.note says why."""
+    """Open the backend that config.backend names.
+
+    auto picks cuda if a GPU runs a test kernel and the model fits, else cpu if its kernels are
+    built and support the model, else reference. If there is a GPU and auto does not use it,
+    info.note gives the reason."""
     name, note, gpu_note = config.backend, "", ""
     if name not in BACKENDS:
         raise ParameterError("backend", f"{name!r} is not one of {', '.join(BACKENDS)}")
@@ -31,15 +37,15 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
         except BackendError as error:
             gpu_note = f"cuda is not used: {error}"
     if name in ("auto", "cpu"):
-        reason = _cpu_refuses(model)
+        reason = _cpu_unsupported(model)
         if reason is None:
-            opened: Backend = import_module("verbatim.backend.cpu").CpuBackend(
-                model, config, note=gpu_note
-            )
+            cpu = import_module("verbatim.backend.cpu")
+            opened: Backend = cpu.CpuBackend(model, config, note=gpu_note)
             return opened
         if name == "cpu":
             raise BackendError(
-                f"the cpu backend cannot run this model: {reason}; ask for the backend auto or reference"
+                f"the cpu backend cannot run this model: {reason}; "
+                "use the backend auto or reference"
             )
         note = f"no cpu kernels: {reason}"
     from verbatim.backend.reference import ReferenceBackend
@@ -48,9 +54,9 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
 
 
 def _auto_cuda(model: Model, config: EngineConfig) -> Backend:
-    """The cuda backend, or a BackendError that says why auto takes another one."""
+    """Open the cuda backend, or raise a BackendError with the reason why auto cannot use it."""
     if config.kv_type != "f16":
-        raise BackendError(f"it offers no kv_type {config.kv_type!r}")
+        raise BackendError(f"it does not support kv_type {config.kv_type!r}")
     if config.speculate.partition(":")[0] == "head":
         raise BackendError(f"it runs no draft heads, and speculate is {config.speculate!r}")
     reason = gpu.missing()
@@ -58,7 +64,7 @@ def _auto_cuda(model: Model, config: EngineConfig) -> Backend:
         raise BackendError(reason)
     try:
         cuda = import_module("verbatim.backend.cuda")
-    except Exception as error:  # a broken installation of PyTorch or Triton raises what it likes
+    except Exception as error:  # a broken PyTorch or Triton raises any type of error
         raise BackendError(f"PyTorch or Triton cannot be imported: {error}") from None
     opened: Backend = cuda.open_checked(model, config)
     return opened
@@ -69,13 +75,14 @@ def _cuda(model: Model, config: EngineConfig) -> Backend:
         opened: Backend = import_module("verbatim.backend.cuda").CudaBackend(model, config)
     except ModuleNotFoundError as error:
         raise BackendError(
-            f"the cuda backend needs PyTorch and Triton, and {error.name} is not installed; install verbatim-engine[cuda]"
+            f"the cuda backend needs PyTorch and Triton, and {error.name} is not installed; "
+            "install verbatim-engine[cuda]"
         ) from None
     return opened
 
 
-def _cpu_refuses(model: Model) -> str | None:
-    """Why the native kernels cannot run this model, or None where they can."""
+def _cpu_unsupported(model: Model) -> str | None:
+    """The reason why the native kernels cannot run this model; None if they can."""
     unsupported = getattr(import_module("verbatim.backend.cpu"), "unsupported", None)
     if unsupported is None:
         return "its native module is not built"

@@ -1,8 +1,8 @@
-"""Is an NVIDIA GPU here, and are PyTorch and Triton installed for it? Answered without importing either.
+"""Detect an NVIDIA GPU, and PyTorch and Triton, without importing either package.
 
-`backend=auto` asks this at every start, and PyTorch alone takes seconds to import. So the first question
-is a look at the driver's device files, and a machine without a GPU never gets to the second one. Whether a
-kernel runs on the GPU is a third question: backend/cuda/check.py runs one.
+`backend=auto` runs this detection at every start, and importing PyTorch alone takes seconds.
+`present` therefore only looks for the driver's device files; `missing` looks for the packages.
+Whether a kernel runs on the GPU is checked in backend/cuda/device.py.
 """
 
 from __future__ import annotations
@@ -15,26 +15,29 @@ from pathlib import Path
 from verbatim.base.errors import BackendError
 
 DEVICES = Path("/dev")
+# the driver that Windows Subsystem for Linux mounts; there the GPU is the device file /dev/dxg
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
 EXTRA = "install verbatim-engine[cuda]"
 
 
 class WrongResult(BackendError):
-    """A kernel ran on the GPU and its result is wrong: the GPU, its driver or the compiler is broken."""
+    """A kernel's result is wrong: the GPU, its driver or the compiler is broken."""
 
 
 def present() -> bool:
-    """The NVIDIA driver shows a GPU to this process. CUDA_VISIBLE_DEVICES="" or -1 hides all of them."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shown is not None and shown.split(",")[0].strip() in ("", "-1"):
+    """Whether the NVIDIA driver shows a GPU to this process.
+
+    CUDA_VISIBLE_DEVICES="" or -1 hides all GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.split(",")[0].strip() in ("", "-1"):
         return False
     if any(DEVICES.glob("nvidia[0-9]*")):
         return True
-    return (DEVICES / "dxg").exists() and WSL_DRIVER.exists()  # Windows Subsystem for Linux
+    return (DEVICES / "dxg").exists() and WSL_DRIVER.exists()
 
 
 def missing() -> str | None:
-    """What the cuda backend lacks in this Python installation, with the remedy; None: nothing."""
+    """The packages that the cuda backend lacks, with the remedy; None if it lacks none."""
     packages = (("PyTorch", "torch"), ("Triton", "triton"))
     absent = [name for name, module in packages if find_spec(module) is None]
     if absent:
@@ -48,18 +51,18 @@ def missing() -> str | None:
 
 
 def cpu_only() -> bool:
-    """PyTorch's own version file says that it was built without CUDA. It is a file of constants."""
+    """Whether PyTorch is a build without CUDA, read from its version.py, a file of constants."""
     found = find_spec("torch")
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         try:
             return runpy.run_path(str(Path(folder, "version.py"))).get("cuda", "") is None
-        except Exception:  # another layout: importing PyTorch will tell
+        except Exception:  # an unknown layout: importing PyTorch decides
             return False
     return False
 
 
 def hidden_or_absent() -> str:
-    """Why present() is False, in words."""
+    """The reason, as text, why present() is False."""
     if any(DEVICES.glob("nvidia[0-9]*")):
         return "CUDA_VISIBLE_DEVICES hides the NVIDIA GPUs of this machine"
     return "this machine has no NVIDIA GPU, or its driver is not installed"

@@ -1,5 +1,5 @@
-"""The backend interface: a backend owns weights, KV cache memory and kernels; it executes a StepPlan
-and returns a StepResult.
+"""The backend interface. A backend owns weights, KV cache memory and kernels; it executes a
+StepPlan and returns a StepResult.
 
 A backend keeps no state about requests. The plan says which tokens, at which positions, in which
 blocks, and how to sample. What one backend can do and another cannot is a typed member of the
@@ -17,15 +17,15 @@ from verbatim.model.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """Facts about an opened backend, for the fingerprint, the closing line and the cost card."""
+    """Facts about an opened backend, for the fingerprint, the CLI's summary and the cost card."""
 
-    name: str  # reference, cpu, cuda
-    detail: str  # instruction set, device
+    name: str  # reference, cpu or cuda
+    detail: str  # instruction set or device name
     threads: int
     numerics: str  # NUMERICS_VERSION of this backend
-    weight_bytes: int  # read for every token
-    kv_token_bytes: int  # added to the cache by one token, all layers
-    note: str = ""  # why backend=auto does not use the GPU that is there
+    weight_bytes: int  # weight bytes read per decode step
+    kv_token_bytes: int  # KV cache bytes per token, all layers
+    note: str = ""  # why backend=auto does not use the GPU of this machine
 
 
 class Backend(Protocol):
@@ -48,6 +48,8 @@ class Backend(Protocol):
     def allocate(self, blocks: tuple[int, ...]) -> None:
         """Allocate this many blocks of each group. Called once, before the first step."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Copy plan.copies' blocks, run the forward pass, sample and score. Result i belongs to
+        plan.sequences[i]."""
 
     def close(self) -> None: ...

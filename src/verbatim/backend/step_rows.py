@@ -1,7 +1,8 @@
-"""Batch: a StepPlan laid flat for kernels, and the way back from logits to a StepResult. Shared by all backends.
+"""Flatten a StepPlan into one row per token, and assemble the StepResult from logits.
 
-In: a plan (sequences, each with its tokens of this step). Out: one row for each token: its token id, its position, its sequence; and which
-rows' final states and logits are needed. A prompt's inner rows need neither.
+In: a plan (sequences, each with its tokens of this step). Out: `make_batch` returns one row per
+token (token id, position) and the rows whose final hidden states and logits are needed; a prompt's
+inner rows need neither. `collect` samples and scores the computed logits. All backends share it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ Sampler = Callable[[np.ndarray, Sequence[Row]], list[Drawn]]
 class Batch:
     """All arrays are int32. Rows of one sequence are adjacent and in order of position.
 
-    Two sequences, one computing positions 4, 5, 6 and drawing after 6, the other scoring its positions 0 and 1:
+    Example: one sequence computes positions 4, 5, 6 and draws after 6; another scores its
+    positions 0 and 1:
 
-        tokens    [17, 3, 9, 40, 41]      outputs [2, 3, 4]   rows whose final state is needed
-        positions [ 4, 5, 6,  0,  1]      logits  [0, 1, 2]   entries of `outputs` whose logits are needed
-        first     [0, 3, 5]               rows of sequence s: first[s] .. first[s + 1]
+        tokens    [17, 3, 9, 40, 41]    outputs [2, 3, 4]  rows whose final state is needed
+        positions [ 4, 5, 6,  0,  1]    logits  [0, 1, 2]  indices into `outputs`: logits needed
+        first     [0, 3, 5]             rows of sequence s: first[s] .. first[s + 1]
     """
 
     tokens: np.ndarray  # [rows]
     positions: np.ndarray  # [rows]
     first: np.ndarray  # [sequences + 1]
-    tables: tuple[
-        np.ndarray, ...
-    ]  # per cache group [sequences, most blocks]: block ids, -1 where none
+    tables: tuple[np.ndarray, ...]  # per cache group [sequences, max blocks]: block ids, -1: none
     outputs: np.ndarray  # [outputs]
     logits: np.ndarray  # [logits]
 
@@ -49,9 +49,9 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
     outputs: list[int] = []
     logits: list[int] = []
     for s, start in zip(plan.sequences, first[:-1].tolist(), strict=True):
-        wants = needed_logits(s)
-        for i in range(len(s.tokens)) if s.hidden else wants:
-            if i in wants:
+        needed = needed_logits(s)
+        for i in range(len(s.tokens)) if s.hidden else needed:
+            if i in needed:
                 logits.append(len(outputs))
             outputs.append(start + i)
     return Batch(
@@ -68,7 +68,8 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
 
 
 def needed_logits(step: SeqStep) -> list[int]:
-    """Which of a sequence's rows need logits: those of its targets (from the first on) and its draws (the last ones)."""
+    """The rows of a sequence that need logits: its scored targets (the first rows) and its draws
+    (the last rows)."""
     count, scored = len(step.tokens), len(step.targets)
     drawn = count - step.draws
     if scored >= drawn:
@@ -85,12 +86,12 @@ def _table(plan: StepPlan, group: int) -> np.ndarray:
 
 
 def only_draws(plan: StepPlan) -> bool:
-    """Nobody asked for scores or final states: every row of logits is a draw."""
+    """Whether no sequence needs scores or final states: then every row of logits is a draw."""
     return not any(s.targets or s.hidden for s in plan.sequences)
 
 
-def share_out(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
-    """The draws of such a step, in order of its rows, to their sequences."""
+def split_draws(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
+    """Split the draws of a step with only_draws(), in row order, by sequence."""
     results: list[SeqResult] = []
     at = 0
     for s in plan.sequences:
@@ -102,20 +103,22 @@ def share_out(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
 def collect(
     plan: StepPlan, hidden: np.ndarray, logits: np.ndarray, sampler: Sampler = sample_rows
 ) -> StepResult:
-    """Draw, score and cut: `hidden` [outputs, H] and `logits` [logits, V] of make_batch's rows -> the step's result."""
+    """Sample and score a step whose plan make_batch flattened.
+
+    `hidden` is [outputs, H], `logits` is [logits, V]."""
     results: list[SeqResult] = []
     h = r = 0
     for s in plan.sequences:
-        wants = needed_logits(s)
-        outputs = len(s.tokens) if s.hidden else len(wants)
-        mine = logits[r : r + len(wants)]
+        needed = needed_logits(s)
+        outputs = len(s.tokens) if s.hidden else len(needed)
+        seq_logits = logits[r : r + len(needed)]
         drawn: tuple[Drawn, ...] = ()
         scored: tuple[TokenLogprob, ...] = ()
         if s.draws:
-            drawn = tuple(sampler(mine[len(wants) - s.draws :], rows_of(s)))
+            drawn = tuple(sampler(seq_logits[len(needed) - s.draws :], rows_of(s)))
         if s.targets:
-            scored = score_targets(mine[: len(s.targets)], s.targets, s.target_top)
+            scored = score_targets(seq_logits[: len(s.targets)], s.targets, s.target_top)
         state = hidden[h : h + outputs].copy() if s.hidden else None
         results.append(SeqResult(s.seq_id, drawn, scored, state))
-        h, r = h + outputs, r + len(wants)
+        h, r = h + outputs, r + len(needed)
     return StepResult(plan.step, tuple(results))

@@ -17,21 +17,21 @@ from verbatim.schedule.sequence import Sequence
 from verbatim.speculate.draft_model import DraftProposer
 from verbatim.speculate.draft_policy import Speculator
 from verbatim.speculate.forced import ForcedProposer
-from verbatim.speculate.head import Guesser, HeadProposer
+from verbatim.speculate.head import DraftBackend, HeadProposer
 from verbatim.speculate.ngram import NgramProposer
 from verbatim.speculate.proposer import Proposer, SeqView
 from verbatim.speculate.step_cost import StepCost
 from verbatim.speculate.suffix import SuffixProposer
 
 if TYPE_CHECKING:
-    from verbatim.engine.loaded_model import Parts
-    from verbatim.engine.running_request import Job
+    from verbatim.engine.loaded_model import LoadedModel
+    from verbatim.engine.running_request import RunningRequest
     from verbatim.schedule.scheduler import Scheduler
 
 MODES = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
-def cache_share(parts: Parts) -> float:
+def cache_share(parts: LoadedModel) -> float:
     """Of the memory for caches, what is left to the target's: a draft model's holds as many tokens."""
     if parts.draft is None:
         return 1.0
@@ -44,7 +44,7 @@ class Drafting:
 
     `adaptive=False` (tests) submits every guess in full, whether it pays or not."""
 
-    def __init__(self, parts: Parts, config: EngineConfig, scheduler: Scheduler) -> None:
+    def __init__(self, parts: LoadedModel, config: EngineConfig, scheduler: Scheduler) -> None:
         self.default, colon, _ = config.speculate.partition(":")
         if self.default not in MODES or (colon and self.default not in ("head", "draft")):
             raise ParameterError(
@@ -68,14 +68,14 @@ class Drafting:
             self._draft = DraftProposer(parts.draft, self._draft_blocks(parts, config))
         self._head: HeadProposer | None = None
         self._headless = "no draft head comes with this model; open the engine with speculate=head:FILE and the cpu backend"
-        if parts.head is not None and isinstance(parts.backend, Guesser):
+        if parts.head is not None and isinstance(parts.backend, DraftBackend):
             self._head = HeadProposer(parts.backend, parts.head)
         elif parts.head is not None:
             self._headless = f"the {parts.backend.info.name} backend runs no draft heads; open the engine with the cpu backend"
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
 
-    def _draft_blocks(self, parts: Parts, config: EngineConfig) -> int:
+    def _draft_blocks(self, parts: LoadedModel, config: EngineConfig) -> int:
         """As many as the target's cache is worth, so that both stay within the memory that cache_share() split; and no more than could be used."""
         draft, sizes = parts.draft, parts.backend.block_bytes()
         assert draft is not None
@@ -128,7 +128,7 @@ class Drafting:
 
     # ---------------------------------------------------------------------------------------------------- step by step
 
-    def propose(self, jobs: Mapping[int, Job]) -> None:
+    def propose(self, jobs: Mapping[int, RunningRequest]) -> None:
         """Guesses for every sequence whose next step draws from its last known token."""
         writing: dict[str, list[Sequence]] = {}
         for seq in self._scheduler.running:
@@ -154,10 +154,10 @@ class Drafting:
             for seq_id, drafts in (speculator.drafts(views, running) if views else {}).items():
                 matcher = jobs[seq_id].matchers.get(seq_id)
                 if matcher is not None:
-                    drafts = matcher.usable(drafts)
+                    drafts = matcher.allowed_drafts(drafts)
                 self._scheduler.set_drafts(seq_id, drafts)
 
-    def _view(self, seq: Sequence, job: Job) -> SeqView:
+    def _view(self, seq: Sequence, job: RunningRequest) -> SeqView:
         matcher = job.matchers.get(seq.id)
         return SeqView(
             seq.id,

@@ -21,16 +21,16 @@ WORTH_LOADING = 16  # tokens that a text must have before a head is loaded for i
 
 
 @runtime_checkable
-class Guesser(Protocol):
+class DraftBackend(Protocol):
     """A backend that can run a draft head over the states of its last step."""
 
     def load_head(self, head: DraftHead) -> None: ...
 
-    def start_guess(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
-        """The first guess of each, begun beside what the caller does next. guess() with the same rows, tokens and temperatures takes it;
+    def start_draft(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
+        """The first guess of each, begun beside what the caller does next. draft() with the same rows, tokens and temperatures takes it;
         whatever else the backend does drops it."""
 
-    def guess(
+    def draft(
         self, asks: Sequence[tuple[int, int, int, float]], floor: float
     ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
         """For each (row of the last step's final states, token drawn from it, most tokens, temperature): tokens and odds,
@@ -41,7 +41,7 @@ class HeadProposer:
     name = "head"
     states_odds = True
 
-    def __init__(self, backend: Guesser, head: DraftHead) -> None:
+    def __init__(self, backend: DraftBackend, head: DraftHead) -> None:
         self.token_cost = 1e-6  # replaced by what is measured
         self._backend = backend
         self._head: DraftHead | None = head  # until it is loaded
@@ -70,7 +70,7 @@ class HeadProposer:
                         (self._rows[step.seq_id][0] + right, drawn[right], 1, asked[step.seq_id])
                     )
         if asks:
-            self._backend.start_guess(asks)
+            self._backend.start_draft(asks)
 
     def _locate(self, steps: Sequence[SeqStep]) -> None:
         """Which row each token of a step was drawn from."""
@@ -108,7 +108,7 @@ class HeadProposer:
         if not asks:
             return {}
         began = time.perf_counter()
-        found = self._backend.guess(asks, floor)
+        found = self._backend.draft(asks, floor)
         spent = time.perf_counter() - began
         out, made = {}, 0
         for seq_id, (tokens, odds) in zip(asking, found, strict=True):

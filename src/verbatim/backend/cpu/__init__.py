@@ -1,6 +1,7 @@
 """The CPU backend: C++ kernels with the same bits on every instruction set.
 
-`CpuBackend` and `unsupported` are missing where the kernels were not built; open_backend then takes the reference backend and says so.
+If the kernels are not built, `CpuBackend` and `unsupported` do not exist; open_backend then opens
+the reference backend and reports it in info.detail.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""CpuBackend: StepPlan -> StepResult on the native kernels, one native call a step.
+"""CpuBackend: StepPlan -> StepResult on the native kernels, with one native call per step.
 
-The model's forward pass is recorded when the backend is made (ops.py). A step hands the plan's sequences to C++, which checks every index,
-runs the program in its team of threads without the GIL, and leaves logits and final states where Python can look at them.
+The model's forward pass is recorded once, when the backend is opened (ops.py). A step passes the
+plan's sequences to C++, which checks every index, runs the recorded operations in its thread pool
+without the GIL, and keeps logits and final states in buffers that Python reads without a copy.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo
-from verbatim.backend.step_rows import collect, only_draws, share_out
+from verbatim.backend.step_rows import collect, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import StepPlan, StepResult
@@ -36,7 +37,7 @@ KV_TYPES = ("f16", "q8")
 
 
 def unsupported(model: Model) -> str | None:
-    """Why the native kernels cannot run this model, or None where they can."""
+    """The reason why the native kernels cannot run this model; None if they can."""
     spec = model.spec
     if spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
         return f"{spec.heads} query heads over {spec.kv_heads} key heads"
@@ -79,8 +80,9 @@ class CpuBackend:
             self._embed = record(model, self._engine)
         except ValueError as error:
             raise BackendError(str(error)) from None
-        _forget_pages(model)
+        _drop_file_pages(model)
         self._sampler = NativeSampler(native, self._engine)
+        # without a tied head, a token reads one embedding row only, so the matrix does not count
         embed = 0 if spec.tied else int(model.weights["embed"].data.nbytes)
         self._weight_bytes = int(self._engine.weight_bytes) - embed
 
@@ -112,17 +114,17 @@ class CpuBackend:
         self._engine.step(plan.sequences)
         if not only_draws(plan):
             return collect(plan, self._engine.hidden(), self._engine.logits())
-        # all rows in one native call
-        return share_out(
-            plan, self._sampler.draw([row for s in plan.sequences for row in rows_of(s)])
-        )
+        # sample all sequences in one native call
+        rows = [row for s in plan.sequences for row in rows_of(s)]
+        return split_draws(plan, self._sampler.draw(rows))
 
     def load_head(self, head: DraftHead) -> None:
-        """Pack a draft head; its scores are rows of the model's own head, in four bits: a guess need not be exact, but must be quick."""
-        from verbatim.weights.quantise import quantise  # for those who speculate only
+        """Pack a draft head. It scores its vocabulary with rows of the model's own output matrix,
+        requantised to 4 bits: a draft must be fast and need not be exact."""
+        from verbatim.weights.quantise import quantise  # imported only for speculative decoding
 
         rows = self._model.weights["embed" if self.spec.tied else "head"]
-        known = Tensor(
+        output = Tensor(
             "",
             rows.type,
             (len(head.words), rows.shape[-1]),
@@ -134,20 +136,21 @@ class CpuBackend:
         ]
         mats += [
             self._engine.matrix(
-                "q4_0", quantise("q4_0", known.to_f32()), known.rows, known.shape[-1], 0
+                "q4_0", quantise("q4_0", output.to_f32()), output.rows, output.shape[-1], 0
             ),
             self._embed,
         ]
         scales = (head.state_scale, head.word_scale, head.keep, head.out)
         self._engine.draft_head(mats, *scales, head.words.tolist())
 
-    def start_guess(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
-        self._engine.start_guess(list(asks))
+    def start_draft(self, requests: Sequence[tuple[int, int, int, float]]) -> None:
+        """speculate.head.DraftBackend: compute the first draft token on a pool thread."""
+        self._engine.start_guess(list(requests))
 
-    def guess(self, asks: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
-        """speculate.head.Guesser, over the final states of the last step."""
-        found: list[Any] = self._engine.guess(list(asks), floor)
-        return found
+    def draft(self, requests: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
+        """speculate.head.DraftBackend: draft from the final states of the last step."""
+        drafts: list[Any] = self._engine.guess(list(requests), floor)
+        return drafts
 
     def close(self) -> None:
         self._engine = None
@@ -155,7 +158,7 @@ class CpuBackend:
 
 
 def physical_cores() -> int:
-    """Cores that this process may use, threads of one core counted once."""
+    """Cores that this process may use; hyper-threads of one core count once."""
     allowed = (
         sorted(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -164,16 +167,16 @@ def physical_cores() -> int:
     cores = set()
     for cpu in allowed:
         try:
-            cores.add(
-                Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
-            )
+            topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+            cores.add((topology / "thread_siblings_list").read_text())
         except OSError:
             return max(1, len(allowed))
     return max(1, len(cores))
 
 
-def _forget_pages(model: Model) -> None:
-    """The file's pages were read once, to be packed; give them back to the system. The map itself stays valid."""
+def _drop_file_pages(model: Model) -> None:
+    """Release the mapped model file's resident pages: packing has copied them. The mapping stays
+    valid."""
     seen: set[int] = set()
     for tensor in model.weights.values():
         base: Any = tensor.data

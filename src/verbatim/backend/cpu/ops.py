@@ -1,13 +1,14 @@
-"""The forward pass, written down once: model/decoder.py -> a native program.
+"""Record the forward pass of model/decoder.py as a list of fused native operations.
 
-In: a Model and an empty native engine. Out: the engine holds packed weights and a list of fused operations, ready to be replayed for any step.
+In: a Model and an empty native engine. Out: the engine holds packed weights and a list of fused
+operations, which it replays for any step.
 
-decoder.forward calls these operations once, with handles instead of numbers. What costs nothing by itself is kept in the handle until the
-operation that consumes it is known, which is how a norm ends up in the product behind it, a rotation in the projection before it,
-and an addition in the product whose result it adds:
+decoder.forward runs once, on symbolic handles instead of arrays. Cheap operations stay pending in
+the handle until their consumer is known. So a norm is fused into the matmul that reads it, RoPE
+into the QKV projection before it, and a residual addition into the matmul before it:
 
-    norm -> qkv -> head_norm -> rope        one operation, which also writes the cache
-    linear | mlp | moe -> add               one operation (two for an MLP), which adds into the residual row
+    norm -> qkv -> head_norm -> rope   one operation, which also writes the KV cache
+    linear | mlp | moe -> add          one operation (two for an MLP), which adds to the residual
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from verbatim.weights.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """Rows that exist (`buffer`), or will exist once the operation `pending` is written down with a destination."""
+    """Rows in `buffer`, or rows that the operation `pending` will compute, once its destination is
+    known."""
 
     buffer: int = -1
-    norm: str = ""  # to be normed with this weight first
+    norm: str = ""  # weight of the norm that the consumer applies first
     pending: tuple[str, dict[str, Any]] | None = None
-    qkv: dict[str, Any] = field(default_factory=dict)
-    outputs: bool = False  # only the rows of the outputs
+    qkv: dict[str, Any] = field(default_factory=dict)  # fields of the pending qkv operation
+    outputs: bool = False  # only the rows in Batch.outputs
 
 
 class Recorder:
@@ -47,17 +49,17 @@ class Recorder:
         self._ropes: dict[RopeSpec, int] = {}
         spec = self.spec
         self._x = engine.buffer(spec.hidden)
-        self._y = engine.buffer(spec.hidden)  # results that are normed before they are added
+        self._y = engine.buffer(spec.hidden)  # block outputs that are normed before the addition
         self._h = engine.buffer(spec.hidden)
         self._q = engine.buffer(spec.heads * spec.head_dim)
         self._o = engine.buffer(spec.heads * spec.head_dim)
         self._inner = engine.buffer(spec.mlp) if spec.mlp else -1
         self._logits = engine.buffer(spec.vocab)
 
-    # ------------------------------------------------------------------------------------------------------- weights
+    # ---- weights
 
     def _matrix(self, name: str, heads: int = 0) -> int:
-        """Pack the weight of this name once. `heads`: rows of one head, which starts a panel of its own."""
+        """Pack this weight once. `heads`: rows per head, if each head must start a new panel."""
         if name not in self._matrices:
             t = self.weights[name]
             self._matrices[name] = self._pack(t, _bytes(t), t.rows, heads)
@@ -80,18 +82,19 @@ class Recorder:
         values = t.to_f32().reshape(-1)
         if not np.isfinite(values).all():
             raise ModelError(
-                f"tensor {t.name}: it holds a value that is not a finite number; the file is damaged: get it again",
+                f"tensor {t.name}: it holds a value that is not a finite number; "
+                "the file is damaged: get it again",
                 file=self._file,
             )
         return int(
             self.engine.vector(np.ascontiguousarray(values + np.float32(offset), np.float32))
         )
 
-    def _bias(self, name: str, wanted: bool) -> int:
-        return self._vector(f"{name}.bias") if wanted else -1
+    def _bias(self, name: str, has_bias: bool) -> int:
+        return self._vector(f"{name}.bias") if has_bias else -1
 
     def _normed(self, h: Handle) -> dict[str, int]:
-        """Fields of an operation that reads `h`."""
+        """Source and norm fields of an operation that reads `h`."""
         if not h.norm:
             return {"src": h.buffer}
         bias = self._vector(f"{h.norm}.bias") if self.spec.norm == "layer" else -1
@@ -101,12 +104,12 @@ class Recorder:
             "norm_bias": bias,
         }
 
-    def _write(self, h: Handle, dst: int, add: bool) -> None:
+    def _emit(self, h: Handle, dst: int, add: bool) -> None:
         assert h.pending is not None
         name, fields = h.pending
         self.engine.op(name, dst=dst, add=add, **fields)
 
-    # ---------------------------------------------------------------------------------------------------- operations
+    # ---- operations
 
     def embed(self) -> Handle:
         self.engine.op(
@@ -123,8 +126,8 @@ class Recorder:
                 "norm", dst=self._h, outputs=True, **self._normed(Handle(x.buffer, norm=name))
             )
             return Handle(self._h)
-        if x.pending:  # a norm behind a block (gemma): the block's result needs a place of its own
-            self._write(x, self._y, add=False)
+        if x.pending:  # gemma norms a block's output before the addition, so it needs a buffer
+            self._emit(x, self._y, add=False)
             return Handle(pending=("normadd", self._normed(Handle(self._y, norm=name))))
         return Handle(x.buffer, norm=name)
 
@@ -157,7 +160,7 @@ class Recorder:
         return replace(x, qkv={**x.qkv, "rope": self._ropes[spec]})
 
     def attend(self, q: Handle, k: Handle, v: Handle, layer: int) -> Handle:
-        assert q.qkv.get("rope") == k.qkv.get("rope"), "queries and keys turn together"
+        assert q.qkv.get("rope") == k.qkv.get("rope"), "queries and keys use the same rope"
         fields = {name: value for name, value in (k.qkv | q.qkv).items() if name != "part"}
         self.engine.op("qkv", dst=self._q, **fields)
         scale, cap = self.spec.scale, self.spec.attention_softcap
@@ -192,7 +195,7 @@ class Recorder:
         return Handle(pending=("moe", fields))
 
     def add(self, x: Handle, y: Handle) -> Handle:
-        self._write(y, x.buffer, add=True)
+        self._emit(y, x.buffer, add=True)
         return x
 
     def take(self, x: Handle, which: Literal["outputs", "logits"]) -> Handle:
@@ -207,7 +210,9 @@ class Recorder:
 
 
 def record(model: Model, engine: Any) -> int:
-    """Pack the model's weights into `engine` and write its forward pass there. The number of the embedding is returned, for a draft head."""
+    """Pack the model's weights into `engine` and record its forward pass there.
+
+    Returns the engine's number of the embedding matrix, which a draft head uses."""
     for group in model.spec.groups:
         engine.group(group.window or 0, list(group.layers))
     recorder = Recorder(model, engine)

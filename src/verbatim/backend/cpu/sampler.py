@@ -1,6 +1,8 @@
-"""Rows of logits -> draws, by the native twin of sampling/pipeline.py. What it does not do (explain, beams) goes to the pipeline itself.
+"""Sample rows of logits with the native implementation of sampling/pipeline.py.
 
-In: the engine's logits and one Row each. Out: one Drawn each, with the bits of the specification.
+In: the engine's logits and one Row per row of logits. Out: one Drawn per row. Invariant: the same
+bits as sampling/pipeline.py. The pipeline itself samples rows with explain or beam search, which
+have no native kernel.
 """
 
 from __future__ import annotations
@@ -13,55 +15,62 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
 from verbatim.sampling.pipeline import Row, sample_rows
 
+# fields of SamplingParams that the native SampleParams has under the same name and meaning
 # fmt: off
 _SAME = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "repetition_penalty",
-    "frequency_penalty", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "no_repeat_ngram", "min_tokens",
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
+    "xtc_threshold", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "no_repeat_ngram",
+    "min_tokens",
 )
 # fmt: on
-_KEPT = 512  # requests whose native parameters are kept
+_MAX_CACHED = 512  # requests whose native parameters are cached; a full cache is cleared
 
 
 class NativeSampler:
-    """One for a backend: draws from the logits of the native engine's last step."""
+    """Samples from the logits of the native engine's last step. One per backend."""
 
     def __init__(self, native: Any, engine: Any) -> None:
         self._native = native
         self._engine = engine
-        self._made: dict[tuple[int, tuple[int, ...], int], tuple[DrawSpec, Any]] = {}
+        self._cache: dict[tuple[int, tuple[int, ...], int], tuple[DrawSpec, Any]] = {}
 
     def draw(self, rows: Sequence[Row]) -> list[Drawn]:
-        """Row i is drawn from row i of the engine's logits. A row that the pipeline must draw does not slow its neighbours' kernels."""
-        asked = [
+        """Sample rows[i] from row i of the engine's logits.
+
+        Rows without a native kernel go to the pipeline; all other rows stay in one native call."""
+        native_rows = [
             None if row.spec.beam or row.spec.params.explain else self.native_row(row)
             for row in rows
         ]
-        apart = [i for i, one in enumerate(asked) if one is None] if None in asked else []
-        if len(apart) == len(rows):
+        fallback = [i for i, row in enumerate(native_rows) if row is None]
+        if len(fallback) == len(rows):
             return sample_rows(self._engine.logits(), rows)
         try:
-            found = self._engine.sample(asked)
+            drawn = self._engine.sample(native_rows)
         except ValueError as error:
             raise BackendError(str(error)) from None
-        for i in apart:
-            found[i] = sample_rows(self._engine.logits()[i : i + 1], [rows[i]])[0]
-        return [Drawn(*one) for one in found]
+        for i in fallback:
+            drawn[i] = sample_rows(self._engine.logits()[i : i + 1], [rows[i]])[0]
+        return [Drawn(*fields) for fields in drawn]
 
     def native_row(self, row: Row) -> tuple[Any, ...]:
         spec, position, history, mask = row
         return self._params(spec), spec.key, position, spec.prompt_len, history, mask
 
     def _params(self, spec: DrawSpec) -> Any:
-        """Made once a request. The key is the identity of what the spec holds on to, which the kept spec keeps alive."""
-        key = (id(spec.params), spec.withheld, id(spec.breakers))
-        kept = self._made.get(key)
-        if kept is None:
-            if len(self._made) >= _KEPT:
-                self._made.clear()
-            kept = self._made[key] = (spec, self._make(spec.params, spec))
-        return kept[1]
+        """The native parameters, built once per request.
 
-    def _make(self, p: SamplingParams, spec: DrawSpec) -> Any:
+        The cache key holds object ids; the cached spec keeps those objects alive."""
+        key = (id(spec.params), spec.withheld, id(spec.breakers))
+        cached = self._cache.get(key)
+        if cached is None:
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            cached = self._cache[key] = (spec, self._build(spec.params, spec))
+        return cached[1]
+
+    def _build(self, p: SamplingParams, spec: DrawSpec) -> Any:
         out = self._native.SampleParams()
         for name in _SAME:
             setattr(out, name, getattr(p, name))
