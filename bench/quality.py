@@ -131,7 +131,7 @@ def simulated_engine(args: argparse.Namespace) -> Scorer:
 def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
     """The reference's operations, all rows of a window together, with activations rounded by `rules`."""
     from verbatim.backend.reference.blas import one_thread
-    from verbatim.backend.reference.ops import Floats, ReferenceOps, soft_cap, softmax
+    from verbatim.backend.reference.ops import FloatWeights, ReferenceOps, soft_cap, softmax
     from verbatim.backend.step_rows import Batch
     from verbatim.model.decoder import forward
 
@@ -166,7 +166,7 @@ def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
             out = softmax(scores) @ heads[2]
             return np.ascontiguousarray(out.transpose(2, 0, 1, 3)).reshape(q.shape)
 
-    weights = Floats(model.weights)
+    weights = FloatWeights(model.weights)
 
     def logits(window: list[int]) -> np.ndarray:
         rows = np.arange(len(window), dtype=np.int32)

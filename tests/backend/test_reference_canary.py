@@ -79,7 +79,7 @@ def test_planted_faults_are_caught(family: str, fault: object) -> None:
             with pytest.raises(CacheFault, match="sequence"):
                 backend.execute(advance(backend.spec, 4, texts, [2, 2, 2]))
             assert backend._canary is not None
-            backend._canary.own.clear()
+            backend._canary.seq_stamps.clear()
 
 
 def test_sharing_what_is_equal_is_no_fault() -> None:

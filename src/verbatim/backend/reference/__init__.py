@@ -1,4 +1,5 @@
-"""The reference backend: NumPy, slow, obvious. It is the specification; the kernels of the others are tested against it."""
+"""The reference backend: plain, slow NumPy. It is the specification: the kernels of the other
+backends are tested against it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""ReferenceBackend: StepPlan -> StepResult in NumPy, float32, with a real paged cache.
+"""ReferenceBackend: StepPlan -> StepResult in NumPy, in float32, with a real paged KV cache.
 
-Promise 1 is kept the plain way: a row at a time. A product with a weight is one matrix-vector product for each row, so its
-shape never depends on the batch; attention gathers exactly the positions that the row may see. Nothing is tiled over rows.
+Invariant: a row's bits do not depend on the batch. A matmul with a weight is one matrix-vector
+product per row, so its shape never depends on the batch; attention gathers exactly the positions
+that the row attends to. Nothing is tiled over rows.
 
-Memory: every weight that has been used is kept in float32 (4 bytes a parameter: 0.54 GB for the default model), and the cache is
-float32 whatever EngineConfig.kv_type says.
+Memory: every weight that was used stays in float32 (4 bytes per parameter: 0.54 GB for the default
+model). The KV cache is float32 whatever EngineConfig.kv_type says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.reference.blas import one_thread
 from verbatim.backend.reference.canary import Canary
-from verbatim.backend.reference.ops import Cache, Floats, ReferenceOps
+from verbatim.backend.reference.ops import Cache, FloatWeights, ReferenceOps
 from verbatim.backend.step_rows import collect, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
@@ -25,8 +26,9 @@ NUMERICS_VERSION = "reference-1"
 
 
 class ReferenceBackend:
-    """With config.check every slot of the cache remembers what was written there, and every read is verified (canary.py).
-    `note` goes into info.detail: why this backend and not the cpu's; `gpu_note` is info.note."""
+    """With config.check, a canary verifies every read of the KV cache (canary.py).
+
+    `note` is appended to info.detail: why the cpu backend is not used. `gpu_note` is info.note."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class ReferenceBackend:
         self.config = config or EngineConfig()
         self._gpu_note = gpu_note
         self._detail = f"numpy {np.__version__}, float32" + (f"; {note}" if note else "")
-        self._weights = Floats(model.weights)
+        self._weights = FloatWeights(model.weights)
         self._caches: tuple[Cache, ...] | None = None
         self._canary: Canary | None = None
 
@@ -74,14 +76,14 @@ class ReferenceBackend:
             self._canary = Canary(groups, blocks, self.block_size)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        assert self._caches is not None, "allocate comes before the first step"
+        assert self._caches is not None, "allocate is called before the first step"
         if self._canary is not None:
             self._canary.step(plan)
         for group, source, target in plan.copies:
             self._caches[group].copy(source, target)
         batch = make_batch(plan, len(self._caches))
         assert not batch.rows or 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.vocab, (
-            "token ids are checked above"
+            "the engine checks token ids"
         )
         if not batch.rows:
             return collect(
@@ -89,7 +91,7 @@ class ReferenceBackend:
                 np.zeros((0, self.spec.hidden), np.float32),
                 np.zeros((0, self.spec.vocab), np.float32),
             )
-        # exp(-x) of a large -x is inf, and 1 / inf the right 0; a model that computes NaN is reported where its logits are read
+        # exp(-x) may overflow to inf, and 1 / inf is the right 0. NaN is reported by the sampler.
         with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
             hidden, logits = forward(
                 self.spec, ReferenceOps(self.spec, self._weights, self._caches, batch)

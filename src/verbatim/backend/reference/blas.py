@@ -1,7 +1,8 @@
-"""One thread for NumPy's linear algebra while the reference computes.
+"""Limit OpenBLAS to one thread while the reference backend computes.
 
-A row at a time means many small products. OpenBLAS would hand each to all cores and let them spin: on a busy machine that is ten times
-slower than one thread. And a result that never met a second thread cannot depend on how many there are.
+The reference backend runs many small matrix-vector products. OpenBLAS would split each of them over
+all cores and spin there: on a loaded machine that is ten times slower than one thread. With one
+thread, a result also cannot depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, OpenBLAS uses one thread; afterwards what it used before. Where NumPy has another library, nothing is changed."""
+    """Set OpenBLAS to one thread inside the block, and restore its thread count afterwards.
+
+    Without OpenBLAS (a NumPy with another library) this does nothing."""
     controls = _controls()
     if controls is None:
         yield
@@ -33,14 +36,15 @@ def one_thread() -> Iterator[None]:
 
 @cache
 def _controls() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """OpenBLAS's own two functions, in the library that NumPy's wheel brings along; None where there is none."""
+    """OpenBLAS's functions that get and set its thread count, from the library in NumPy's wheel;
+    None without OpenBLAS."""
     package = Path(np.__file__).parent
     for file in [
         *(package.parent / "numpy.libs").glob("*openblas*"),
         *(package / ".dylibs").glob("*openblas*"),
     ]:
         try:
-            library = ctypes.CDLL(str(file))  # loaded already: this only finds it
+            library = ctypes.CDLL(str(file))  # already loaded: this only finds it
         except OSError:
             continue
         for name in ("scipy_openblas_{}64_", "scipy_openblas_{}", "openblas_{}64_", "openblas_{}"):
@@ -49,11 +53,7 @@ def _controls() -> tuple[Callable[[], int], Callable[[int], None]] | None:
                 for verb in ("get", "set")
             )
             if get is not None and set_ is not None:
-                get.restype, get.argtypes, set_.restype, set_.argtypes = (
-                    ctypes.c_int,
-                    [],
-                    None,
-                    [ctypes.c_int],
-                )
+                get.restype, get.argtypes = ctypes.c_int, []
+                set_.restype, set_.argtypes = None, [ctypes.c_int]
                 return get, set_
     return None

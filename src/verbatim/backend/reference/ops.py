@@ -1,4 +1,8 @@
-"""The operations of model/decoder.py in NumPy. A handle is a float32 array with one row for each token of the step."""
+"""The operations of model/decoder.py in NumPy.
+
+In and out: float32 arrays with one row per token of the step. Invariant: a row's bits do not depend
+on the other rows, nor on the address of an array.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +19,40 @@ from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
 F32 = np.float32
-Array: TypeAlias = (
-    Any  # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
-)
+# a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
+Array: TypeAlias = Any
 _GELU = F32(math.sqrt(2.0 / math.pi))
 _ERF = np.frompyfunc(math.erf, 1, 1)
 
 
-class Floats:
-    """Weights as float32 arrays, made when first used and kept. Each starts on a 64-byte boundary, so that no
-    path of the linear algebra library can depend on where the allocator put it."""
+class FloatWeights:
+    """Weights as float32 arrays, dequantised on first use and cached.
+
+    Each array starts on a 64-byte boundary, so that no code path of the BLAS library depends on the
+    address that the allocator returned."""
 
     def __init__(self, source: Mapping[str, Tensor]) -> None:
         self.source = source
         self._arrays: dict[str, Array] = {}
 
     def __getitem__(self, name: str) -> Array:
-        found = self._arrays.get(name)
-        if found is None:
-            found = self._arrays[name] = aligned(self.source[name].to_f32())
-        return found
+        array = self._arrays.get(name)
+        if array is None:
+            array = self._arrays[name] = aligned(self.source[name].to_f32())
+        return array
 
     def clear(self) -> None:
         self._arrays.clear()
 
 
 def aligned(array: Array) -> Array:
-    """A C-contiguous float32 copy (or the array itself) whose first byte is at a multiple of 64."""
+    """The array, or a copy, as C-contiguous float32 whose address is a multiple of 64."""
     array = np.ascontiguousarray(array, F32)
     if array.ctypes.data % 64 == 0:
         return array
-    room = np.empty(array.nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    copy = room[start : start + array.nbytes].view(F32).reshape(array.shape)
+    buffer = np.empty(array.nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    copy = buffer[start : start + array.nbytes].view(F32).reshape(array.shape)
     copy[...] = array
     return copy
 
@@ -71,20 +76,21 @@ class Cache:
 
 
 class ReferenceOps:
-    """One step's operations (the protocol is model.decoder.Ops, which also says what each means)."""
+    """The operations of one step. model.decoder.Ops is the protocol and defines each of them."""
 
     def __init__(
-        self, spec: ModelSpec, weights: Floats, caches: tuple[Cache, ...], batch: Batch
+        self, spec: ModelSpec, weights: FloatWeights, caches: tuple[Cache, ...], batch: Batch
     ) -> None:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
-        self._place = {
+        # layer -> (cache group, index of the layer in that group's cache)
+        self._cache_of = {
             layer: (g, i)
             for g, group in enumerate(spec.groups)
             for i, layer in enumerate(group.layers)
         }
         self._angles: dict[RopeSpec, tuple[Array, Array]] = {}
 
-    # ---------------------------------------------------------------------------------------------------- row by row
+    # ---- row by row
 
     def embed(self) -> Array:
         rows = self.weights["embed"][self.batch.tokens]
@@ -127,9 +133,8 @@ class ReferenceOps:
         assert rope is not None, "the decoder rotates only where the layer has a rope"
         if rope not in self._angles:
             self._angles[rope] = tables(rope, self.batch.positions)
-        cos, sin = (
-            t[:, None, :] for t in self._angles[rope]
-        )  # [rows, 1, dim / 2]: the same for every head
+        # [rows, 1, dim / 2]: the same for every head
+        cos, sin = (t[:, None, :] for t in self._angles[rope])
         heads = x.reshape(len(x), -1, self.spec.head_dim)
         half = rope.dim // 2
         a, b = heads[..., :half], heads[..., half : rope.dim]
@@ -149,24 +154,18 @@ class ReferenceOps:
         logits = rows_times(h, self.weights["embed" if self.spec.tied else "head"])
         return soft_cap(logits, self.spec.logit_softcap)
 
-    # ---------------------------------------------------------------------------------------------------- attention
+    # ---- attention
 
     def attend(self, q: Array, k: Array, v: Array, layer: int) -> Array:
         spec, batch = self.spec, self.batch
-        group, index = self._place[layer]
+        group, index = self._cache_of[layer]
         keys, values = self.caches[group].keys[index], self.caches[group].values[index]
         size = keys.shape[2]
-        heads = (
-            len(q),
-            spec.kv_heads,
-            -1,
-            spec.head_dim,
-        )  # query heads that share a key head lie together
+        # the query heads of one KV head are adjacent
+        heads = (len(q), spec.kv_heads, -1, spec.head_dim)
         queries, out = q.reshape(heads), np.empty_like(q).reshape(heads)
-        new_keys, new_values = (
-            k.reshape(len(k), spec.kv_heads, -1),
-            v.reshape(len(v), spec.kv_heads, -1),
-        )
+        new_keys = k.reshape(len(k), spec.kv_heads, -1)
+        new_values = v.reshape(len(v), spec.kv_heads, -1)
         for s, table in enumerate(batch.tables[group]):
             rows = slice(batch.first[s], batch.first[s + 1])
             positions = batch.positions[rows]
@@ -187,31 +186,29 @@ class ReferenceOps:
         table: Array,
         window: int | None,
     ) -> None:
-        """All rows of one sequence: gather what the first row's window begins with, then one row at a time."""
+        """All rows of one sequence: gather the blocks from the first row's window on, then attend
+        one row at a time."""
         first, last = self.batch.first[s], self.batch.first[s + 1]
         start, end = int(self.batch.positions[first]), int(self.batch.positions[last - 1]) + 1
         size = keys.shape[2]
-        begin = first_visible(start, window) // size
-        used = table[begin : -(-end // size)]
+        first_block = first_visible(start, window) // size
+        used = table[first_block : -(-end // size)]
         assert used.min() >= 0, "a visible block is in the table"
-        own_keys, own_values = (
-            _gather(keys, used),
-            _gather(values, used),
-        )  # [kv_heads, positions, head_dim]
+        # [kv_heads, positions, head_dim]
+        seq_keys, seq_values = _gather(keys, used), _gather(values, used)
         for row in range(first, last):
             position = start + row - int(first)
-            seen = slice(
-                first_visible(position, window) - begin * size, position + 1 - begin * size
-            )
+            offset = first_block * size
+            seen = slice(first_visible(position, window) - offset, position + 1 - offset)
             out[row] = attend_row(
                 queries[row],
-                own_keys[:, seen],
-                own_values[:, seen],
+                seq_keys[:, seen],
+                seq_values[:, seen],
                 self.spec.scale,
                 self.spec.attention_softcap,
             )
 
-    # ---------------------------------------------------------------------------------------------------------- mixers
+    # ---- MLP and mixture of experts
 
     def mlp(self, h: Array, layer: int) -> Array:
         spec, prefix = self.spec, f"layers.{layer}.mlp"
@@ -228,27 +225,25 @@ class ReferenceOps:
         scores = softmax(rows_times(h, self.weights[f"{prefix}.router"]))
         out = np.zeros_like(h)
         for row, x, y in zip(scores, h, out, strict=True):
-            chosen = np.argsort(-row, kind="stable")[
-                : spec.experts_used
-            ]  # stable: ties to the lower index
-            shares = (
-                row[chosen] / row[chosen].sum(dtype=F32)
-                if spec.experts_renormalised
-                else row[chosen]
-            )
+            # stable: ties go to the lower index
+            chosen = np.argsort(-row, kind="stable")[: spec.experts_used]
+            shares = row[chosen]
+            if spec.experts_renormalised:
+                shares = shares / shares.sum(dtype=F32)
             for expert, share in zip(chosen, shares, strict=True):
                 inner = activate(gate[expert] @ x, spec.activation) * (up[expert] @ x)
                 y += share * (down[expert] @ inner)
         return out
 
 
-# ------------------------------------------------------------------------------------------------------------- functions
+# ---- functions
 
 
 def rows_times(x: Array, weight: Array) -> Array:
-    """x · weightᵀ as one matrix-vector product for each row, always of the same shape: bits do not depend on the batch.
+    """x · weightᵀ as one matrix-vector product per row.
 
-    NumPy runs a stack of products with a vector as that many calls of BLAS's gemv."""
+    Each product has the same shape, so its bits do not depend on the batch: NumPy runs a stack of
+    matrix-vector products as one BLAS gemv call per row."""
     x = np.ascontiguousarray(x)
     return np.matmul(weight, x[:, :, None])[:, :, 0]
 
@@ -258,13 +253,15 @@ def first_visible(position: int, window: int | None) -> int:
 
 
 def _gather(cache: Array, blocks: Array) -> Array:
-    """[blocks, kv_heads, size, dim] and a run of block ids -> [kv_heads, len(blocks) * size, dim]."""
+    """[blocks, kv_heads, size, dim] and block ids -> [kv_heads, len(blocks) * size, dim]."""
     found = cache[blocks].transpose(1, 0, 2, 3)
     return np.ascontiguousarray(found).reshape(found.shape[0], -1, found.shape[3])
 
 
 def attend_row(q: Array, keys: Array, values: Array, scale: float, cap: float) -> Array:
-    """q [kv_heads, sharing, dim], keys and values [kv_heads, visible, dim] -> [kv_heads, sharing, dim]."""
+    """q [kv_heads, group, dim], keys and values [kv_heads, visible, dim] -> [kv_heads, group, dim].
+
+    `group`: query heads per KV head."""
     scores = soft_cap(np.matmul(q, keys.transpose(0, 2, 1)) * F32(scale), cap)
     return np.matmul(softmax(scores), values)
 
