@@ -62,7 +62,7 @@ def test_an_unknown_private_key_is_a_warning() -> None:
 
 @pytest.mark.parametrize("value", [1, 0.5, True, "alibi", [1], {"a": 1}])
 def test_an_unknown_key_that_could_change_logits_is_an_error(value: Any) -> None:
-    with pytest.raises(ModelError, match=r"foo_bar is .* may change the answers; remove") as error:
+    with pytest.raises(ModelError, match=r"foo_bar is .* may change the output; remove") as error:
         read("llama", foo_bar=value)
     assert error.value.file == "config.json"
 

@@ -1,4 +1,8 @@
-"""Fields: a config.json or GGUF metadata read with suspicion. A missing, mistyped or absurd value is a ModelError that names it."""
+"""Typed, validated access to a config.json or to GGUF metadata.
+
+In: a mapping from an untrusted file. Out: Python values of the requested type.
+A missing, mistyped or out-of-range value is a ModelError that names the key.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,15 @@ from typing import Any
 
 from verbatim.base.errors import ModelError
 
-LIMIT = (
-    1 << 27
-)  # no count of any real model is larger; keeps hostile numbers from becoming allocations
-LARGEST = 1e300  # numbers beyond it are no setting of anything, and overflow when multiplied
+# Largest accepted count. It is far above any real model, and keeps hostile numbers from becoming
+# allocations.
+MAX_COUNT = 1 << 27
+MAX_NUMBER = 1e300  # a larger setting overflows when it is multiplied
 _MISSING: Any = object()
 
 
 class Fields:
-    """Typed access to a mapping that somebody else wrote. `None` counts as missing, as in Hugging Face configs."""
+    """Typed access to an untrusted mapping. None counts as missing, as in Hugging Face configs."""
 
     def __init__(
         self,
@@ -25,10 +29,10 @@ class Fields:
         warnings: list[str] | None = None,
     ) -> None:
         self.values, self.file, self.prefix = values, file, prefix
-        self.warnings = [] if warnings is None else warnings  # to show at load
+        self.warnings = [] if warnings is None else warnings  # shown to the user at load
 
     def with_values(self, **changes: Any) -> Fields:
-        """A copy with other values of some keys; warnings go to the same list."""
+        """A copy with some keys replaced. The copy shares the list of warnings."""
         return Fields({**self.values, **changes}, self.file, self.prefix, self.warnings)
 
     def warn(self, text: str) -> None:
@@ -51,7 +55,9 @@ class Fields:
             f"{self.prefix + key} is {short(self.raw(key, None))}: {rule}", file=self.file
         )
 
-    def integer(self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = LIMIT) -> int:
+    def integer(
+        self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = MAX_COUNT
+    ) -> int:
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.fail(key, f"a whole number from {low} to {high} is needed")
@@ -62,13 +68,13 @@ class Fields:
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
-            or not above < value < LARGEST
+            or not above < value < MAX_NUMBER
         ):
             raise self.fail(key, f"a number above {above} is needed")
         return float(value)
 
     def cap(self, key: str) -> float:
-        """A positive number that may be absent: 0 then."""
+        """A positive number, or 0 if the key is absent."""
         return self.number(key) if self.has(key) else 0.0
 
     def boolean(self, key: str, default: bool) -> bool:
@@ -97,5 +103,6 @@ class Fields:
 
 
 def short(value: Any) -> str:
+    """repr(value), cut to 80 characters for error texts."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,8 +1,8 @@
 """Key tables of config.json, one per `model_type` (see keys.py for the three treatments).
 
-Defaults and the set of keys are those of transformers' config classes; tests/parity/test_config_keys.py
-compares them. Keys marked private are in published configs and in no class. docs/config-keys.md is
-generated from these tables by `python -m verbatim.model.keys_doc`.
+Defaults and the set of keys are those of transformers' config classes;
+tests/parity/test_config_keys.py compares them. Keys marked private occur in published configs but
+in no config class. docs/config-keys.md is generated from these tables by `make config-keys`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _GENERATION_KEYS = [
     "typical_p",
 ]
 
-# What every config may hold: fields of transformers' base class, and leftovers of older versions.
+# Keys that any config may hold: fields of transformers' base class and of its older versions.
 COMMON_KEYS: dict[str, Key] = {
     **dict.fromkeys(_GENERATION_KEYS, _GENERATION),
     "model_type": followed("chooses the family"),
@@ -116,7 +116,7 @@ COMMON_KEYS: dict[str, Key] = {
     ),
     "fusion_config": must_equal(note="the weights are read under their usual names"),
     "transformers_weights": must_equal(note="the weights are read from the usual files"),
-    # leftovers of older versions and of tools, in many published configs
+    # written by older versions of transformers and by tools; found in many published configs
     "finetuning_task": no_effect("metadata", private=True),
     "output_past": no_effect("chooses what a call returns, not the logits", private=True),
     "torchscript": no_effect("export only", private=True),
@@ -179,10 +179,12 @@ def _rope(theta: float, *, partial: bool = False, original: int | None = None) -
     return {
         "rope_parameters": followed("rotary positions; see the rope table"),
         "rope_scaling": followed(
-            "older name of `rope_parameters`; replaces it where both are there"
+            "older name of `rope_parameters`; replaces it where both are present"
         ),
-        "rope_theta": followed("where the rope record has none", theta),
-        "partial_rotary_factor": followed("rotated share of a head, where the rope record has none")
+        "rope_theta": followed("base of the frequencies, where the rope record has none", theta),
+        "partial_rotary_factor": followed(
+            "rotated fraction of a head, where the rope record has none"
+        )
         if partial
         else must_equal(1.0, 1, note="whole heads are rotated, as in transformers"),
         "original_max_position_embeddings": followed("wins over the rope record's value", original),
@@ -296,8 +298,10 @@ CONFIG_KEYS: dict[str, Table] = {
         "num_experts_per_tok": followed("experts used per token", 8),
         "moe_intermediate_size": followed("inner width of an expert", 768),
         "norm_topk_prob": followed("weights of the chosen experts sum to 1", False),
-        "decoder_sparse_step": followed("every so many layers one is a mixture", 1),
-        "mlp_only_layers": followed("layers that are no mixture"),
+        "decoder_sparse_step": followed(
+            "layer period: every N-th layer is a mixture of experts", 1
+        ),
+        "mlp_only_layers": followed("layers with a dense MLP"),
     },
     "mixtral": {
         **COMMON_KEYS,
@@ -333,16 +337,16 @@ CONFIG_KEYS: dict[str, Table] = {
             "one rope record per layer type: full_attention, sliding_attention"
         ),
         "rope_scaling": followed("changes the record of full_attention"),
-        "rope_theta": followed("of full_attention, where its record has none", 1e6),
+        "rope_theta": followed("theta of full_attention, where its record has none", 1e6),
         "rope_local_base_freq": followed(
             "theta of sliding_attention, where its record has none", 10000.0
         ),
-        "original_max_position_embeddings": must_equal(note="belongs into the rope record"),
+        "original_max_position_embeddings": must_equal(note="belongs in the rope record"),
         "sliding_window_pattern": followed(
-            "every so many layers one is full, where layer_types is absent", 6
+            "layer period: every N-th layer is full attention, where layer_types is absent", 6
         ),
         "_sliding_window_pattern": followed(
-            "checked: 6 where neither layer_types nor sliding_window_pattern is there"
+            "checked: 6 where neither layer_types nor sliding_window_pattern is present"
         ),
         "attn_logit_softcapping": must_equal(note="transformers ignores it in gemma3"),
         "final_logit_softcapping": followed("cap of logits; null: none", nullable=True),
@@ -404,7 +408,7 @@ CONFIG_KEYS: dict[str, Table] = {
     },
 }
 
-# ------------------------------------------------------------------------------------------------------------ rope
+# --------------------------------------------------------------------------------------- rope
 
 _ORIGINAL = {"original_max_position_embeddings": followed("trained length")}
 _FACTOR = {"factor": followed("scale")}
@@ -413,12 +417,12 @@ _ANY: dict[str, Key] = {
     "rope_type": followed("kind of scaling", "default"),
     "type": followed("older name of `rope_type`, which wins"),
     "rope_theta": followed("base of the frequencies"),
-    "partial_rotary_factor": followed("rotated share of a head (phi3); elsewhere 1.0 is needed"),
+    "partial_rotary_factor": followed("rotated fraction of a head (phi3); other families need 1.0"),
     "mrope_section": must_equal(note="positions are one number per token"),
     "finetuned": no_effect("metadata", private=True),
 }
 
-# Keys of a rope record, by its kind. A key of another kind has no effect, and is named in a warning.
+# Keys of a rope record by rope_type. A key of another rope_type has no effect; a warning names it.
 ROPE_KEYS: dict[str, Table] = {
     "default": _ANY,
     "linear": {**_ANY, **_FACTOR},
@@ -428,14 +432,14 @@ ROPE_KEYS: dict[str, Table] = {
         **_FACTOR,
         **_ORIGINAL,
         "low_freq_factor": followed("end of the blended band"),
-        "high_freq_factor": followed("begin of the blended band"),
+        "high_freq_factor": followed("start of the blended band"),
     },
     "yarn": {
         **_ANY,
         **_FACTOR,
         **_ORIGINAL,
         **_ATTENTION,
-        "beta_fast": followed("begin of the blended band", 32.0),
+        "beta_fast": followed("start of the blended band", 32.0),
         "beta_slow": followed("end of the blended band", 1.0),
         "mscale": followed("numerator of the attention factor"),
         "mscale_all_dim": followed("denominator of the attention factor"),

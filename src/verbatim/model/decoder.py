@@ -1,10 +1,11 @@
 """The forward pass, written once for every family and every backend.
 
-In: a ModelSpec, and `ops`, which a backend made for one step (it knows the step's tokens, positions and cache blocks).
-Out: two handles: the final hidden states of the rows that somebody asked for, and the logits of those that are drawn from or scored.
+In: a ModelSpec, and the `ops` of a backend for one step (its tokens, positions and KV blocks).
+Out: two handles: the final hidden states of the output rows, and the logits of those output rows
+that are sampled or scored.
 
-`forward` has no control flow that depends on numbers, only on the spec. So a backend may run it for every step (reference),
-or run it once with operations that write down what they are asked, and replay that list afterwards (cpu, cuda).
+Control flow depends on the spec alone, never on tensor values. So a backend may execute `forward`
+in every step (reference), or trace it once and replay the recorded operations (cpu, cuda).
 """
 
 from __future__ import annotations
@@ -13,62 +14,69 @@ from typing import Literal, Protocol, TypeVar
 
 from verbatim.model.spec import ModelSpec
 
-Rows = TypeVar(
-    "Rows"
-)  # a backend's handle on a matrix with one row for each token of the step: [rows, width] numbers
+# A backend's handle of a [rows, width] matrix with one row per token of the step.
+Rows = TypeVar("Rows")
 
 
 class Ops(Protocol[Rows]):
-    """What a backend supplies. Each row of a result depends on that row of the inputs alone, `attend` excepted, which also
-    reads the row's own earlier positions. Widths: hidden H, heads·head_dim Q, kv_heads·head_dim K, vocabulary V.
+    """Operations that a backend implements.
 
-    A handle is used only until the operation that consumes it for the last time; results may reuse memory of inputs that
-    forward() does not touch again, except that `add` may always write into its first argument."""
+    Each row of a result depends on the same row of the inputs alone, which makes the logits
+    independent of the batch. `attend` also reads the earlier positions of the row's own sequence.
+    Widths: hidden H, heads·head_dim Q, kv_heads·head_dim K, vocabulary V.
+
+    A result may reuse the memory of an input that forward() does not read again. `add` may always
+    write into its first argument."""
 
     def embed(self) -> Rows:
-        """[rows, H]: row of `embed` for each token of the step, times spec.embed_scale."""
+        """[rows, H]: the embedding of each token of the step, times spec.embed_scale."""
 
     def positions(self) -> Rows:
-        """[rows, H]: row of `positions` for each token's position (learned positions)."""
+        """[rows, H]: the learned position embedding of each token."""
 
     def norm(self, x: Rows, name: str) -> Rows:
-        """[rows, H]: spec.norm over the row with eps, weight `name` + spec.norm_offset, and `name`.bias for layer norms."""
+        """[rows, H]: spec.norm over the row, with epsilon spec.norm_eps, weight `name` +
+        spec.norm_offset, and `name`.bias for layer norms."""
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
-        """[rows, Q], [rows, K], [rows, K]: the three projections of the layer, with biases where spec.qkv_bias."""
+        """[rows, Q], [rows, K], [rows, K]: projections of the layer, biased if spec.qkv_bias."""
 
     def head_norm(self, x: Rows, name: str) -> Rows:
-        """RMS norm of each head of the row on its own (head_dim numbers), weight `name` + spec.norm_offset."""
+        """RMS norm over the head_dim values of each head; weight `name` + spec.norm_offset."""
 
     def rope(self, x: Rows, layer: int) -> Rows:
-        """Rotate each head of the row by the angles of its position: halves (a, b) -> (a·cos - b·sin, b·cos + a·sin)."""
+        """Rotate each head by the angles of the row's position: halves (a, b) ->
+        (a·cos - b·sin, b·cos + a·sin)."""
 
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int) -> Rows:
-        """[rows, Q]: write k and v of every row into the cache, then let each row attend to the positions of its own
-        sequence that the layer's window shows it, itself included. Score: softcap(scale · q·k); then softmax."""
+        """[rows, Q]: write k and v of every row into the KV cache, then compute attention of each
+        row over the positions of its own sequence inside the layer's window, itself included.
+        Score: softcap(scale · q·k), then softmax."""
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         """x · weightᵀ (+ `name`.bias): [rows, out]."""
 
     def mlp(self, h: Rows, layer: int) -> Rows:
-        """[rows, H]: down(act(gate(h)) · up(h)), or down(act(up(h))) where not spec.gated; biases where spec.mlp_bias."""
+        """[rows, H]: down(act(gate(h)) · up(h)), or down(act(up(h))) if not spec.gated; biased if
+        spec.mlp_bias."""
 
     def moe(self, h: Rows, layer: int) -> Rows:
-        """[rows, H]: softmax of the router over all experts, the experts_used best (ties to the lower index), their
-        weights made to sum to 1 where experts_renormalised, and the weighted sum of those experts' gated MLPs in
-        order of rank."""
+        """[rows, H]: softmax of the router over all experts, then the top experts_used of them
+        (ties go to the lower index), renormalised to sum to 1 if experts_renormalised. The result
+        is the weighted sum of those experts' gated MLPs, added in order of rank."""
 
     def add(self, x: Rows, y: Rows) -> Rows: ...
 
     def take(self, x: Rows, which: Literal["outputs", "logits"]) -> Rows:
-        """Keep some rows. "outputs": rows of the step whose final state is needed; "logits": those outputs whose logits are."""
+        """Select rows. "outputs": rows whose final hidden state is needed; "logits": those outputs
+        whose logits are needed."""
 
     def head(self, h: Rows) -> Rows:
-        """[outputs, V]: h · headᵀ (or embedᵀ where spec.tied), then softcap where spec.logit_softcap."""
+        """[outputs, V]: h · headᵀ (embedᵀ if spec.tied), then softcap if spec.logit_softcap."""
 
 
 def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
-    """One step through the model: (final hidden states of the outputs, logits of those that need them)."""
+    """Run one step: (final hidden states of the outputs, logits of the rows that need them)."""
     x = ops.embed()
     if spec.learned_positions:
         x = ops.add(x, ops.positions())

@@ -1,7 +1,8 @@
-"""config.json -> ModelSpec. Each family is one function that says how it differs; GGUF metadata is read in gguf_families.py.
+"""config.json -> ModelSpec. Each family is one function; gguf_families.py does the same for GGUF.
 
-In: the parsed config of a safetensors directory. Out: the architecture as data, and warnings to show at load.
-Every key is checked against the family's table first (config_keys.py), which also has the defaults.
+In: the parsed config of a safetensors directory. Out: the architecture as data, and warnings to
+show at load. Every key is first checked against the family's table (config_keys.py), which also
+holds the defaults.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.config_fields import Fields
 from verbatim.model.config_keys import CONFIG_KEYS
 from verbatim.model.keys import check_keys
-from verbatim.model.layout import HF_WORDS
+from verbatim.model.layout import HF_KEY_NAMES
 from verbatim.model.rope_record import Record, flat_record, gemma3_record, rope_of
 from verbatim.model.spec import LayerSpec, ModelSpec
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 4096  # far above any real model; bounds the work on a hostile config
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -36,18 +37,20 @@ _ACTIVATIONS = {
 def spec_from_config(
     config: Mapping[str, Any], *, context: int | None = None, file: str = "config.json"
 ) -> ModelSpec:
-    """The architecture that a Hugging Face config describes, for an engine with this context (None: the model's own)."""
+    """The architecture of a Hugging Face config, for an engine with `context` positions.
+
+    None: the model's own context."""
     return read_config(config, context=context, file=file)[0]
 
 
 def read_config(
     config: Mapping[str, Any], *, context: int | None = None, file: str = "config.json"
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The architecture, and what to warn of at load."""
+    """The architecture, and warnings to show at load."""
     warnings: list[str] = []
     fields = Fields(config, file)
     kind = fields.string("model_type")
-    if kind == "gemma3":  # the multi-modal wrapper: its text part is used
+    if kind == "gemma3":  # the multi-modal wrapper; only its language model is used
         outer = _checked(fields, kind, warnings)
         text = outer.mapping("text_config")
         if text.get("model_type", "gemma3_text") != "gemma3_text":
@@ -76,7 +79,7 @@ def _checked(fields: Fields, kind: str, warnings: list[str]) -> Fields:
 
 
 def rope_records(config: Mapping[str, Any], file: str) -> tuple[Record, Record]:
-    """The rope records of full and of sliding layers, as the ModelSpec was made from them. Not for gpt2."""
+    """The rope records of full and of sliding layers that the ModelSpec uses. Not for gpt2."""
     fields = Fields(config, file)
     kind = fields.string("model_type")
     if kind == "gemma3":
@@ -88,25 +91,31 @@ def rope_records(config: Mapping[str, Any], file: str) -> tuple[Record, Record]:
     return record, record
 
 
-def check_spec(spec: ModelSpec, file: str, words: Mapping[str, str] = HF_WORDS) -> ModelSpec:
-    """What must hold between the numbers of any model. `words`: the file's names of the keys."""
+def check_spec(
+    spec: ModelSpec, file: str, key_names: Mapping[str, str] = HF_KEY_NAMES
+) -> ModelSpec:
+    """Check the sizes of a model against each other. `key_names`: the file's names of the keys."""
     if spec.heads % spec.kv_heads:
         raise ModelError(
-            f"{spec.heads} query heads cannot share {spec.kv_heads} key heads ({words['heads']}, {words['kv_heads']})",
+            f"{spec.heads} query heads cannot share {spec.kv_heads} key heads "
+            f"({key_names['heads']}, {key_names['kv_heads']})",
             file=file,
         )
     for layer in spec.layers:
         if layer.rope is not None and layer.rope.dim > spec.head_dim:
             raise ModelError(
-                f"rotary dimension {layer.rope.dim} is larger than a head ({spec.head_dim}); see {words['rotary']}",
+                f"rotary dimension {layer.rope.dim} is larger than a head ({spec.head_dim}); "
+                f"see {key_names['rotary']}",
                 file=file,
             )
         if layer.experts and not 0 < spec.experts_used <= layer.experts:
             raise ModelError(
-                f"{spec.experts_used} of {layer.experts} experts cannot be used ({words['experts_used']}, {words['experts']})",
+                f"{spec.experts_used} of {layer.experts} experts cannot be used "
+                f"({key_names['experts_used']}, {key_names['experts']})",
                 file=file,
             )
-    # a window as wide as the context hides nothing: those layers share the cache group of the full ones
+    # A window as wide as the context masks nothing, so those layers join the KV cache group of
+    # full attention.
     layers = tuple(
         replace(a, window=None) if a.window is not None and a.window >= spec.context else a
         for a in spec.layers
@@ -114,26 +123,28 @@ def check_spec(spec: ModelSpec, file: str, words: Mapping[str, str] = HF_WORDS) 
     return replace(spec, layers=layers)
 
 
-def pick_context(asked: int | None, own: int, limit: int) -> int:
-    """The engine's context: what was asked, else the model's own; never beyond what the positions can express."""
-    if asked is not None and asked > limit:
+def pick_context(requested: int | None, default: int, limit: int) -> int:
+    """The engine's context: the requested one, else the model's; at most the model's positions."""
+    if requested is not None and requested > limit:
         raise ParameterError(
-            "context", f"{asked} is more than this model's {limit} positions; ask for at most that"
+            "context",
+            f"{requested} is more than this model's {limit} positions; ask for at most that",
         )
-    return asked or own
+    return requested or default
 
 
-# ----------------------------------------------------------------------------------------------------------------- parts
+# --------------------------------------------------------------------------------- shared parts
 
 
-def _context(f: Fields, asked: int | None, record: Record) -> int:
-    own = f.integer("max_position_embeddings")
+def _context(f: Fields, requested: int | None, record: Record) -> int:
+    trained = f.integer("max_position_embeddings")
     factor = record.get("factor", 1)
-    # dynamic scaling is made to go beyond the trained length, by its factor; the others say their whole length already
+    # Dynamic scaling extends the trained length by its factor. For the other rope types
+    # max_position_embeddings is the extended length already.
     dynamic = (
         record["rope_type"] == "dynamic" and isinstance(factor, (int, float)) and 1 < factor < 1e6
     )
-    return pick_context(asked, own, int(own * factor) if dynamic else own)
+    return pick_context(requested, trained, int(trained * factor) if dynamic else trained)
 
 
 def _activation(f: Fields, key: str = "hidden_act") -> Any:
@@ -158,7 +169,7 @@ def _layer_types(f: Fields, layers: int) -> list[bool] | None:
 def _windows(
     f: Fields, layers: int, default: Callable[[int], bool], window: int | None
 ) -> list[int | None]:
-    """Each layer's window: from `layer_types` where the config has it, else by the family's own rule."""
+    """Window of each layer: from `layer_types` if present, else by the family's `default`."""
     sliding = _layer_types(f, layers) or [default(i) for i in range(layers)]
     if any(sliding) and window is None:
         raise f.fail(
@@ -169,18 +180,18 @@ def _windows(
 
 
 def _check_one_window(f: Fields, layers: int, window: int | None) -> None:
-    """In a family where all layers are alike, `layer_types` may only say so."""
+    """In a family whose layers are all of one type, `layer_types` must list that type."""
     types = _layer_types(f, layers)
     if types is not None and any(sliding != (window is not None) for sliding in types):
         needed = "full_attention" if window is None else "sliding_attention"
         raise f.fail(
             "layer_types",
-            f"all layers of this family are alike, and by sliding_window they are {needed}",
+            f"all layers of this family have one type, which by sliding_window is {needed}",
         )
 
 
 def _check_pattern(f: Fields) -> None:
-    """transformers writes `_sliding_window_pattern` and reads only `sliding_window_pattern`."""
+    """Reject a `_sliding_window_pattern` that transformers writes but does not read back."""
     alone = not f.has("layer_types") and not f.has("sliding_window_pattern")
     if alone and f.raw("_sliding_window_pattern", 6) != 6:
         raise f.fail(
@@ -192,18 +203,23 @@ def _window(f: Fields) -> int | None:
     return f.integer("sliding_window") if f.has("sliding_window") else None
 
 
-# -------------------------------------------------------------------------------------------------------------- families
+# ------------------------------------------------------------------------------------- families
 
 
-def _llama(f: Fields, asked: int | None) -> ModelSpec:
-    """Llama 2, 3, 3.x, SmolLM2; the others start from here."""
-    return _rotary(f, asked, flat_record(f))
+def _llama(f: Fields, requested: int | None) -> ModelSpec:
+    """Llama 2, 3, 3.x and SmolLM2."""
+    return _rotary(f, requested, flat_record(f))
 
 
 def _rotary(
-    f: Fields, asked: int | None, record: Record, window: int | None = None, *, alike: bool = True
+    f: Fields,
+    requested: int | None,
+    record: Record,
+    window: int | None = None,
+    *,
+    uniform: bool = True,
 ) -> ModelSpec:
-    """What all rotary families share. `alike`: no layer differs from the others."""
+    """The spec that all rotary families start from. `uniform`: all layers have one type."""
     hidden, heads, layers = (
         f.integer("hidden_size"),
         f.integer("num_attention_heads"),
@@ -211,10 +227,10 @@ def _rotary(
     )
     if layers > MAX_LAYERS:
         raise f.fail("num_hidden_layers", f"at most {MAX_LAYERS}")
-    if alike:
+    if uniform:
         _check_one_window(f, layers, window)
     head_dim = f.integer("head_dim", max(1, hidden // heads))
-    context = _context(f, asked, record)
+    context = _context(f, requested, record)
     bias = f.boolean("attention_bias", False)
     return ModelSpec(
         family="llama",
@@ -235,18 +251,18 @@ def _rotary(
     )
 
 
-def _mistral(f: Fields, asked: int | None) -> ModelSpec:
-    return _rotary(f, asked, flat_record(f), _window(f))
+def _mistral(f: Fields, requested: int | None) -> ModelSpec:
+    return _rotary(f, requested, flat_record(f), _window(f))
 
 
-def _qwen2(f: Fields, asked: int | None) -> ModelSpec:
-    """Biases on q, k, v always, on o never. Windows only where use_sliding_window, from layer max_window_layers on."""
-    base = _rotary(f, asked, flat_record(f), alike=False)
+def _qwen2(f: Fields, requested: int | None) -> ModelSpec:
+    """Always biases on q, k and v, never on o. Windows from layer max_window_layers on."""
+    base = _rotary(f, requested, flat_record(f), uniform=False)
     return replace(_windowed_qwen(f, base), family="qwen2", qkv_bias=True, out_bias=False)
 
 
-def _qwen3(f: Fields, asked: int | None) -> ModelSpec:
-    base = _rotary(f, asked, flat_record(f), alike=False)
+def _qwen3(f: Fields, requested: int | None) -> ModelSpec:
+    base = _rotary(f, requested, flat_record(f), uniform=False)
     return replace(_windowed_qwen(f, base), family="qwen3", qk_norm=True)
 
 
@@ -259,8 +275,8 @@ def _windowed_qwen(f: Fields, spec: ModelSpec) -> ModelSpec:
     )
 
 
-def _mixtral(f: Fields, asked: int | None) -> ModelSpec:
-    base = _rotary(f, asked, flat_record(f), _window(f))
+def _mixtral(f: Fields, requested: int | None) -> ModelSpec:
+    base = _rotary(f, requested, flat_record(f), _window(f))
     experts = f.integer("num_local_experts", high=4096)
     return replace(
         base,
@@ -272,14 +288,14 @@ def _mixtral(f: Fields, asked: int | None) -> ModelSpec:
     )
 
 
-def _qwen3_moe(f: Fields, asked: int | None) -> ModelSpec:
+def _qwen3_moe(f: Fields, requested: int | None) -> ModelSpec:
     window = _window(f) if f.boolean("use_sliding_window", False) else None
     if window is not None and f.integer("max_window_layers", 0, low=0):
         raise f.fail(
             "max_window_layers",
             "only 0 is supported with use_sliding_window: every layer has the window",
         )
-    base = replace(_rotary(f, asked, flat_record(f), window), family="qwen3moe", qk_norm=True)
+    base = replace(_rotary(f, requested, flat_record(f), window), family="qwen3moe", qk_norm=True)
     experts = f.integer("num_experts", high=4096)
     step, dense = f.integer("decoder_sparse_step"), f.items("mlp_only_layers")
     if any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
@@ -298,8 +314,8 @@ def _qwen3_moe(f: Fields, asked: int | None) -> ModelSpec:
     )
 
 
-def _gemma2(f: Fields, asked: int | None) -> ModelSpec:
-    base = _gemma(f, asked, flat_record(f))
+def _gemma2(f: Fields, requested: int | None) -> ModelSpec:
+    base = _gemma(f, requested, flat_record(f))
     windows = _windows(f, len(base.layers), lambda i: i % 2 == 0, _window(f))
     return replace(
         base,
@@ -310,10 +326,10 @@ def _gemma2(f: Fields, asked: int | None) -> ModelSpec:
     )
 
 
-def _gemma3(f: Fields, asked: int | None) -> ModelSpec:
-    """Five windowed layers to one full one. Windowed layers have a rope record of their own."""
+def _gemma3(f: Fields, requested: int | None) -> ModelSpec:
+    """Five sliding layers per full layer. Sliding layers have a separate rope record."""
     full, sliding = gemma3_record(f, "full_attention"), gemma3_record(f, "sliding_attention")
-    base = _gemma(f, asked, full)
+    base = _gemma(f, requested, full)
     local = rope_of(f, sliding, base.head_dim, base.context)
     pattern = f.integer("sliding_window_pattern")
     windows = _windows(f, len(base.layers), lambda i: (i + 1) % pattern != 0, _window(f))
@@ -329,8 +345,8 @@ def _gemma3(f: Fields, asked: int | None) -> ModelSpec:
     )
 
 
-def _gemma(f: Fields, asked: int | None, record: Record) -> ModelSpec:
-    base = _rotary(f.with_values(hidden_act=None), asked, record, alike=False)
+def _gemma(f: Fields, requested: int | None, record: Record) -> ModelSpec:
+    base = _rotary(f.with_values(hidden_act=None), requested, record, uniform=False)
     return replace(
         base,
         activation=_activation(f, "hidden_activation"),
@@ -341,11 +357,11 @@ def _gemma(f: Fields, asked: int | None, record: Record) -> ModelSpec:
     )
 
 
-def _phi3(f: Fields, asked: int | None) -> ModelSpec:
-    return replace(_rotary(f, asked, flat_record(f, phi3=True), _window(f)), family="phi3")
+def _phi3(f: Fields, requested: int | None) -> ModelSpec:
+    return replace(_rotary(f, requested, flat_record(f, phi3=True), _window(f)), family="phi3")
 
 
-def _gpt2(f: Fields, asked: int | None) -> ModelSpec:
+def _gpt2(f: Fields, requested: int | None) -> ModelSpec:
     hidden, heads = f.integer("n_embd"), f.integer("n_head")
     positions, layers = f.integer("n_positions"), f.integer("n_layer", high=MAX_LAYERS)
     if hidden % heads:
@@ -359,7 +375,7 @@ def _gpt2(f: Fields, asked: int | None) -> ModelSpec:
         kv_heads=heads,
         head_dim=hidden // heads,
         mlp=f.integer("n_inner", 4 * hidden),
-        context=pick_context(asked, positions, positions),
+        context=pick_context(requested, positions, positions),
         layers=(LayerSpec(),) * layers,
         norm="layer",
         norm_eps=f.number("layer_norm_epsilon"),

@@ -1,7 +1,8 @@
-"""GGUF metadata -> ModelSpec, for the architectures llama, qwen2, qwen3, qwen3moe, gemma2, gemma3, phi3 and gpt2.
+"""GGUF metadata -> ModelSpec, one function per architecture.
 
-In: the metadata of a GGUF file, and its tensors (some facts lie only there: the size of the vocabulary, a tied head, the divisors
-of llama3's and longrope's frequencies). Out: the architecture as data.
+In: the metadata of a GGUF file and its tensors, which alone tell the vocabulary size, whether the
+head is tied, and the frequency divisors of llama3 and longrope. Out: the architecture as data, the
+pooling of embeddings, and warnings to show at load.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.families import MAX_LAYERS, check_spec, pick_context
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, POOLING, is_metadata
-from verbatim.model.keys import check_keys, spelled
-from verbatim.model.layout import GGUF_WORDS
+from verbatim.model.keys import check_keys, printable
+from verbatim.model.layout import GGUF_KEY_NAMES
 from verbatim.model.rope import length_warning, make_rope
 from verbatim.model.spec import LayerSpec, ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
-# Gemma's 27B models scale queries by hidden / heads instead of the head's size. The files do not say so: their depth does.
+# Gemma's 27B models scale queries by hidden / heads instead of by head_dim. No key in the file says
+# so, so the model is recognised by its number of layers.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 Tensors = Mapping[str, Tensor]
@@ -29,11 +31,11 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a GGUF header says of the model."""
+    """The model that a GGUF header describes."""
 
     spec: ModelSpec
-    warnings: tuple[str, ...] = ()  # to show at load
-    pooling: str = "mean"  # how `embed` makes one vector of a text
+    warnings: tuple[str, ...] = ()  # shown to the user at load
+    pooling: str = "mean"  # how `embed` pools a sequence into one vector
 
 
 def spec_from_gguf(
@@ -45,7 +47,7 @@ def spec_from_gguf(
 def read_header(
     metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str
 ) -> Header:
-    """The architecture, how texts are embedded, and what to warn of at load."""
+    """Check every metadata key and build the Header."""
     architecture = Fields(metadata, file).string("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelError(
@@ -58,7 +60,7 @@ def read_header(
     general = {name: value for name, value in others.items() if name in GENERAL_KEYS}
     check_keys(general, GENERAL_KEYS, what="GGUF files", file=file)
     warnings += [
-        f"{spelled(name)} is not known, and is no key of {architecture}; ignored"
+        f"{printable(name)} is not known and is not a key of {architecture}; ignored"
         for name in others
         if name not in GENERAL_KEYS and not is_metadata(name)
     ]
@@ -67,18 +69,18 @@ def read_header(
     )
     warnings += checked.warnings
     fields = Fields(checked.values, file, prefix, warnings)
-    spec = check_spec(_ARCHITECTURES[architecture](fields, tensors, context), file, GGUF_WORDS)
+    spec = check_spec(_ARCHITECTURES[architecture](fields, tensors, context), file, GGUF_KEY_NAMES)
     kind = fields.integer("pooling_type", 1, low=0, high=max(POOLING))
     return Header(spec, tuple(warnings), POOLING[kind])
 
 
-def _llama(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
-    """What all rotary architectures share."""
+def _llama(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    """The spec that all rotary architectures start from."""
     hidden, heads = f.integer("embedding_length"), f.integer("attention.head_count")
     head_dim = f.integer("attention.key_length", max(1, hidden // heads))
     if f.integer("attention.value_length", head_dim) != head_dim:
         raise f.fail("attention.value_length", f"values must be as long as keys ({head_dim})")
-    context = pick_context(asked, f.integer("context_length"), f.integer("context_length"))
+    context = pick_context(requested, f.integer("context_length"), f.integer("context_length"))
     rope = _rope(f, tensors, f.integer("rope.dimension_count", head_dim), context)
     window = (
         f.integer("attention.sliding_window", low=0) if f.has("attention.sliding_window") else 0
@@ -114,7 +116,8 @@ def _vocab(f: Fields, tensors: Tensors) -> int:
 
 
 def _rope(f: Fields, tensors: Tensors, dim: int, context: int) -> RopeSpec:
-    """GGUF names the scaling by keys of its own; llama3 and longrope keep divisors of each frequency as tensors."""
+    """Rope scaling in GGUF's own keys. llama3 and longrope store one divisor per frequency, as
+    tensors."""
     trained = f.integer("context_length")
     factor = f.raw("rope.scaling.factor", f.raw("rope.scale_linear", None))
     scaled = factor not in (None, 0, 1)
@@ -138,7 +141,7 @@ def _rope(f: Fields, tensors: Tensors, dim: int, context: int) -> RopeSpec:
         if record["rope_type"] != "none":
             raise f.fail(
                 "rope.scaling.type",
-                "rope_freqs.weight is there too; one of the two scalings is supported",
+                "rope_freqs.weight is there too; only one of the two scalings is supported",
             )
         record = {
             "rope_type": "divided",
@@ -152,7 +155,7 @@ def _rope(f: Fields, tensors: Tensors, dim: int, context: int) -> RopeSpec:
 
 
 def _attention_factor(f: Fields, kind: str, record: Mapping[str, Any]) -> float:
-    """attn_factor multiplies what the scaling's own rule gives: for yarn 1 + 0.1 ln(factor), for the others 1."""
+    """attn_factor times the default of the scaling: 1 + 0.1 ln(factor) for yarn, else 1."""
     factor = record.get("factor", 1)
     grows = (
         kind == "yarn"
@@ -160,8 +163,8 @@ def _attention_factor(f: Fields, kind: str, record: Mapping[str, Any]) -> float:
         and not isinstance(factor, bool)
         and 1 < factor < math.inf
     )
-    own = 1 + 0.1 * math.log(factor) if grows else 1.0
-    return f.number("rope.scaling.attn_factor") * own
+    default = 1 + 0.1 * math.log(factor) if grows else 1.0
+    return f.number("rope.scaling.attn_factor") * default
 
 
 def _numbers(tensor: Tensor, file: str) -> list[float]:
@@ -172,21 +175,21 @@ def _numbers(tensor: Tensor, file: str) -> list[float]:
     return [float(v) for v in tensor.to_f32()]
 
 
-def _qwen2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
-    return replace(_llama(f, tensors, asked), family="qwen2", qkv_bias=True)
+def _qwen2(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    return replace(_llama(f, tensors, requested), family="qwen2", qkv_bias=True)
 
 
-def _qwen3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
-    return replace(_llama(f, tensors, asked), family="qwen3", qk_norm=True)
+def _qwen3(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    return replace(_llama(f, tensors, requested), family="qwen3", qk_norm=True)
 
 
-def _qwen3moe(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+def _qwen3moe(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
     f.integer("expert_count")
-    return replace(_llama(f, tensors, asked), family="qwen3moe", qk_norm=True)
+    return replace(_llama(f, tensors, requested), family="qwen3moe", qk_norm=True)
 
 
-def _gemma(f: Fields, tensors: Tensors, asked: int | None, family: str) -> ModelSpec:
-    base = _llama(f, tensors, asked)
+def _gemma(f: Fields, tensors: Tensors, requested: int | None, family: str) -> ModelSpec:
+    base = _llama(f, tensors, requested)
     wide = len(base.layers) == _GEMMA_27B_LAYERS[family]
     return replace(
         base,
@@ -201,12 +204,12 @@ def _gemma(f: Fields, tensors: Tensors, asked: int | None, family: str) -> Model
 
 
 def _cap(f: Fields, key: str) -> float:
-    """A cap, of which 0 means none in GGUF."""
+    """A softcap; in GGUF 0 means none."""
     return 0.0 if f.raw(key, 0) == 0 else f.cap(key)
 
 
-def _gemma2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
-    base = _gemma(f, tensors, asked, "gemma2")
+def _gemma2(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    base = _gemma(f, tensors, requested, "gemma2")
     window = f.integer("attention.sliding_window")
     layers = tuple(
         replace(a, window=window if i % 2 == 0 else None) for i, a in enumerate(base.layers)
@@ -214,8 +217,8 @@ def _gemma2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     return replace(base, layers=layers)
 
 
-def _gemma3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
-    base = _gemma(f, tensors, asked, "gemma3")
+def _gemma3(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    base = _gemma(f, tensors, requested, "gemma3")
     window, pattern = (
         f.integer("attention.sliding_window"),
         f.raw("attention.sliding_window_pattern"),
@@ -239,11 +242,11 @@ def _gemma3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
     return replace(base, qk_norm=True, layers=layers)
 
 
-def _phi3(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
-    return replace(_llama(f, tensors, asked), family="phi3")
+def _phi3(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    return replace(_llama(f, tensors, requested), family="phi3")
 
 
-def _gpt2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
+def _gpt2(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
     hidden, heads, positions = (
         f.integer("embedding_length"),
         f.integer("attention.head_count"),
@@ -263,7 +266,7 @@ def _gpt2(f: Fields, tensors: Tensors, asked: int | None) -> ModelSpec:
         kv_heads=heads,
         head_dim=hidden // heads,
         mlp=f.integer("feed_forward_length"),
-        context=pick_context(asked, positions, positions),
+        context=pick_context(requested, positions, positions),
         layers=(LayerSpec(),) * f.integer("block_count", high=MAX_LAYERS),
         norm="layer",
         norm_eps=f.number("attention.layer_norm_epsilon"),

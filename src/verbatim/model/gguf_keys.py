@@ -1,8 +1,9 @@
 """Key tables of GGUF headers (see keys.py for the three treatments).
 
-`ARCH.*` keys have one table per architecture; an unknown one is a warning where its value is off, else an error.
-`general.*`, `tokenizer.*` and other namespaces cannot change logits, so an unknown key there is a warning.
-Names are those of llama.cpp's gguf constants; tests/model/test_gguf_keys.py compares them.
+`ARCH.*` keys have one table per architecture. An unknown one is ignored with a warning if its value
+means off; any other value is an error. `general.*`, `tokenizer.*` and other namespaces cannot
+change logits, so an unknown key there is a warning. Names are those of llama.cpp's gguf constants;
+tests/model/test_model_keys.py compares them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FIRST: dict[str, Key] = {
     "attention.head_count_kv": followed("key and value heads; absent: as many as query heads"),
     "attention.causal": must_equal(True, note="attention is causal; encoders are not supported"),
     "pooling_type": followed(
-        "how `embed` makes one vector: 1 mean, 2 cls, 3 last; others are refused by `embed`"
+        "how `embed` pools a sequence: 1 mean, 2 cls, 3 last; `embed` rejects others"
     ),
     "vocab_size": no_effect("the embedding's rows decide"),
     "tensor_data_layout": no_effect("metadata"),
@@ -36,7 +37,7 @@ _FIRST: dict[str, Key] = {
     "logit_scale": must_equal(0, 1, note="not scaled"),
     "residual_scale": must_equal(0, 1, note="not scaled"),
     "embedding_scale": must_equal(0, 1, note="not scaled, except by the family's own rule"),
-    "nextn_predict_layers": must_equal(0, note="no layers that predict several tokens"),
+    "nextn_predict_layers": must_equal(0, note="no multi-token prediction layers"),
 }
 _ROTARY: dict[str, Key] = {
     **_FIRST,
@@ -52,7 +53,7 @@ _ROTARY: dict[str, Key] = {
     "rope.scale_linear": followed("older name of rope.scaling.factor", private=True),
     "rope.scaling.original_context_length": followed("trained length"),
     "rope.scaling.attn_factor": followed("multiplies cosines and sines"),
-    "rope.scaling.yarn_beta_fast": followed("begin of yarn's blended band", 32.0),
+    "rope.scaling.yarn_beta_fast": followed("start of yarn's blended band", 32.0),
     "rope.scaling.yarn_beta_slow": followed("end of yarn's blended band", 1.0),
     "rope.scaling.yarn_ext_factor": must_equal(-1, 1, note="yarn's band is used in full"),
     "rope.scaling.yarn_attn_factor": must_equal(1, note="rope.scaling.attn_factor decides"),
@@ -99,7 +100,7 @@ GGUF_KEYS: dict[str, Table] = {
         ),
         "attention.sliding_window": followed("window of the sliding layers", 1024),
         "attention.sliding_window_pattern": followed(
-            "every so many layers one is full, or one flag per layer", 6
+            "layer period: every N-th layer is full attention; or one flag per layer", 6
         ),
         "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
         "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
@@ -108,11 +109,13 @@ GGUF_KEYS: dict[str, Table] = {
     "gpt2": {**_FIRST, "attention.layer_norm_epsilon": followed("epsilon of the norms")},
 }
 
-# Namespaces beside ARCH.*: what their keys are for. None of them changes logits.
+# Namespaces other than ARCH.* and their use. None of them changes logits.
 GENERAL_KEYS: dict[str, Key] = {
     "general.architecture": followed("chooses the family"),
-    "general.alignment": followed("where the tensors lie", 32),
-    "general.type": must_equal("model", note="adapters, projectors and matrices are no models"),
+    "general.alignment": followed("alignment of tensor data in bytes", 32),
+    "general.type": must_equal(
+        "model", note="adapters, projectors and importance matrices are not models"
+    ),
     "general.quantization_version": no_effect("metadata; tensor types decide"),
     "general.file_type": no_effect("metadata; tensor types decide"),
 }
@@ -125,9 +128,11 @@ NAMESPACES = {
     "training.": "training only",
 }
 _METADATA = re.compile(
-    r"general\.((sampling|base_model|dataset|source|license)\b.*|name|author|version|organization|finetune|basename"
+    r"general\.((sampling|base_model|dataset|source|license)\b.*"
+    r"|name|author|version|organization|finetune|basename"
     r"|description|quantized_by|size_label|url|doi|uuid|repo_url|tags|languages|license)"
-    r"|tokenizer\..*|split\.(no|count|tensors\.count)|quantize\.imatrix\..*|imatrix\..*|training\..*"
+    r"|tokenizer\..*|split\.(no|count|tensors\.count)"
+    r"|quantize\.imatrix\..*|imatrix\..*|training\..*"
 )
 
 

@@ -1,17 +1,17 @@
 """Key tables: how the loader treats each key of a config.json or of a GGUF header.
 
 In: the keys and values of a model file, and the table of its family (config_keys.py, gguf_keys.py).
-Out: the warnings to show at load; a key that the engine cannot follow is a ModelError that names it.
+Out: warnings to show at load. A key that the engine cannot follow is a ModelError that names it.
 
 Every key has one of three treatments:
 
     followed    read into the ModelSpec (or, for token ids, into the stop tokens)
-    must equal  only the listed values are implemented; any other value is refused
+    must equal  only the listed values are implemented; any other value is an error
     no effect   cannot change logits: training, metadata, generation defaults, kernel choice
 
-A key that is in no table is unknown. Its value decides: off (null, false, 0, empty) or a private name
-(leading underscore) is a warning, because such a key changes nothing; any other value is an error,
-because the key may change logits and the engine does not know how.
+A key that is in no table is unknown. If its value means off (null, false, 0, empty) or its name is
+private (leading underscore), it is ignored with a warning. Any other unknown key is an error,
+because it may change logits in a way that the engine does not implement.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
 
 Treatment = Literal["followed", "must equal", "no effect"]
-_NAMED = 8  # unknown keys that one message lists
+_MAX_LISTED = 8  # unknown keys listed in one error text
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,7 @@ class Key:
     default: Any = None  # value of an absent key ("followed" only)
     nullable: bool = False  # an explicit null is a value of its own, not the default
     alias: str = ""  # another name of this key in the same family
-    private: bool = (
-        False  # in published files, unknown to transformers' class or to gguf's constants
-    )
+    private: bool = False  # found in published files, but not in transformers or gguf's constants
 
 
 Table = Mapping[str, Key]
@@ -54,7 +52,7 @@ def followed(
 def alias(of: str, *, private: bool = False) -> Key:
     return Key(
         "followed",
-        f"another name of `{of}`; both with different values are refused",
+        f"another name of `{of}`; both with different values are an error",
         alias=of,
         private=private,
     )
@@ -70,7 +68,7 @@ def no_effect(note: str, *, private: bool = False) -> Key:
 
 @dataclass(slots=True)
 class Checked:
-    """Values of a file after the check: aliases resolved, defaults filled in, and what to warn of."""
+    """Values of a file with aliases resolved and defaults filled in, and the warnings."""
 
     values: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
@@ -79,7 +77,9 @@ class Checked:
 def check_keys(
     values: Mapping[str, Any], table: Table, *, what: str, file: str, prefix: str = ""
 ) -> Checked:
-    """Check every key of `values` that begins with `prefix` against `table` (whose keys have no prefix)."""
+    """Check every key of `values` that starts with `prefix` against `table`.
+
+    The keys of `table` have no prefix."""
     checked = Checked(dict(values))
     reader = Fields(values, file, prefix)
     unknown: list[str] = []
@@ -100,10 +100,11 @@ def check_keys(
         elif key.alias and value is not None:
             _resolve_alias(full, prefix + key.alias, value, checked.values, file)
     if unknown:
-        more = f" (and {len(unknown) - _NAMED} more)" if len(unknown) > _NAMED else ""
+        more = f" (and {len(unknown) - _MAX_LISTED} more)" if len(unknown) > _MAX_LISTED else ""
         raise ModelError(
-            f"{', '.join(unknown[:_NAMED])}{more}: not known for {what}, and may change the answers; "
-            "remove what has no effect on this model, or use the model with the code it was made for",
+            f"{', '.join(unknown[:_MAX_LISTED])}{more}: not known for {what}, and may change the "
+            "output; remove the keys if they have no effect on this model, or run the model with "
+            "the code it was made for",
             file=file,
         )
     for name, key in table.items():
@@ -117,17 +118,18 @@ def check_keys(
 def _unknown(name: str, value: Any, what: str, unknown: list[str], warnings: list[str]) -> None:
     plain = name.rsplit(".", 1)[-1]
     if plain.startswith("_"):
-        warnings.append(f"{spelled(name)} is not known for {what}; a private key, ignored")
+        warnings.append(f"{printable(name)} is not known for {what}; a private key, ignored")
     elif not value:
         warnings.append(
-            f"{spelled(name)} is not known for {what}; its value {short(value)} means off, ignored"
+            f"{printable(name)} is not known for {what}; "
+            f"its value {short(value)} means off, ignored"
         )
     else:
-        unknown.append(f"{spelled(name)} is {short(value)}")
+        unknown.append(f"{printable(name)} is {short(value)}")
 
 
-def spelled(name: str) -> str:
-    """A key in a message: as it is, unless it is long or holds what a terminal would not show as text."""
+def printable(name: str) -> str:
+    """A key for messages: escaped and cut if it is long or not printable."""
     return name if name.isprintable() and len(name) <= 80 else short(name)
 
 
@@ -137,13 +139,13 @@ def _resolve_alias(
     other = values.get(canonical)
     if other is not None and not _same(other, value):
         raise ModelError(
-            f"{name} is {short(value)} and {canonical} is {short(other)}: two names of one number, "
-            "which must be equal; remove the wrong one",
+            f"{name} is {short(value)} and {canonical} is {short(other)}: two names of one "
+            "setting, which must be equal; remove the wrong one",
             file=file,
         )
     values[canonical] = value
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Equal as JSON: true is not 1, and 1 is 1.0."""
+    """Equality of JSON values: true differs from 1, but 1 equals 1.0."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

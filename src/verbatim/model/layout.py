@@ -1,4 +1,8 @@
-"""Which weights a ModelSpec has, by our names, and their shapes. The loader proves the file against this; backends may rely on it."""
+"""Names and shapes of all weights of a ModelSpec.
+
+In: a ModelSpec. Out: internal weight name -> shape. The loader validates every file against this
+table, so backends can rely on it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,8 @@ from verbatim.model.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
-# Keys that decide the shapes of weights, for error messages: our word -> the file's key.
-HF_WORDS = {
+# Keys that decide the shapes of weights, for error texts: ModelSpec field -> key in the file.
+HF_KEY_NAMES = {
     "vocab": "vocab_size",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -25,7 +29,7 @@ HF_WORDS = {
     "rotary": "partial_rotary_factor",
     "experts_used": "num_experts_per_tok",
 }
-GPT2_WORDS = HF_WORDS | {
+GPT2_KEY_NAMES = HF_KEY_NAMES | {
     "hidden": "n_embd",
     "heads": "n_head",
     "kv_heads": "n_head",
@@ -34,7 +38,7 @@ GPT2_WORDS = HF_WORDS | {
     "layers": "n_layer",
     "positions": "n_positions",
 }
-GGUF_WORDS = {
+GGUF_KEY_NAMES = {
     "vocab": "token_embd.weight",
     "hidden": "embedding_length",
     "heads": "attention.head_count",
@@ -72,8 +76,8 @@ _DECIDES = {
 }
 
 
-def deciding_keys(name: str, words: dict[str, str]) -> str:
-    """The keys that decide whether a weight is there and how large it is: "vocab_size, hidden_size"."""
+def deciding_keys(name: str, key_names: dict[str, str]) -> str:
+    """The file's keys that decide a weight's presence and shape: "vocab_size, hidden_size"."""
     stem = name.removesuffix(".bias")
     part = stem.split(".", 2)[2] if stem.startswith("layers.") else stem
     keys = _DECIDES.get(part, ("hidden",))
@@ -81,10 +85,10 @@ def deciding_keys(name: str, words: dict[str, str]) -> str:
         keys = (*keys, "mlp_bias" if part.startswith("mlp.") else "attention_bias")
     if name.startswith("layers."):
         keys = (*keys, "layers")
-    return ", ".join(dict.fromkeys(words[key] for key in keys))
+    return ", ".join(dict.fromkeys(key_names[key] for key in keys))
 
 
-# What --quant turns into blocks: the big matrices. Norms, biases, routers and learned positions stay as they are.
+# Matrices that --quant quantises. Norms, biases, routers and learned positions keep their type.
 QUANTISED = ("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o")
 _QUANTISED_PARTS = ("mlp.gate", "mlp.up", "mlp.down", "moe.gate", "moe.up", "moe.down")
 
@@ -96,7 +100,7 @@ def is_quantisable(name: str) -> bool:
 
 
 def layout(spec: ModelSpec) -> dict[str, Shape]:
-    """Every weight of the model: name -> shape. `head` is absent where it is tied to `embed`."""
+    """Every weight of the model: name -> shape. `head` is absent if it is tied to `embed`."""
     weights: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden)}
     if spec.learned_positions:
         weights["positions"] = (spec.trained_positions, spec.hidden)

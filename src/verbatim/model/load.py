@@ -1,8 +1,10 @@
-"""load_model: a .gguf file or a safetensors directory -> Model: the architecture as data and every weight by our names.
+"""Load a model: a .gguf file or a safetensors directory in, a Model out.
 
-Weights stay where they lie: a GGUF weight is a view of the memory-mapped file. Only what must be rearranged is copied
-(llama's interleaved query and key rows in GGUF, gpt2's transposed matrices, stacked experts). With `quant`, float matrices
-become blocks a few rows at a time: the peak is the finished model and a few MiB (for stacked experts, one stack more).
+A Model is the architecture as data (ModelSpec) and every weight under its internal name. Weights
+are views of the memory-mapped file. Only weights that must be rearranged are copied: llama's
+interleaved query and key rows in GGUF, gpt2's transposed matrices, stacked experts. With `quant`,
+float matrices are quantised a few rows at a time, so that peak memory is the quantised model plus
+a few MiB (plus one stack for stacked experts).
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.layout import (
-    GGUF_WORDS,
-    GPT2_WORDS,
-    HF_WORDS,
+    GGUF_KEY_NAMES,
+    GPT2_KEY_NAMES,
+    HF_KEY_NAMES,
     deciding_keys,
     is_quantisable,
     layout,
@@ -39,19 +41,17 @@ _FLOATS = ("f32", "f16", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model at rest: what a backend needs, and what the text rooms need from the same file."""
+    """A loaded model: input of the backends, and of the tokenizer and chat template."""
 
     spec: ModelSpec
     weights: Weights
     source: GGUFFile | SafetensorsDir
     eos_ids: tuple[int, ...] = ()
     generation_config: dict[str, Any] = field(default_factory=dict)
-    warnings: tuple[
-        str, ...
-    ] = ()  # keys of the file that are ignored or that differ from transformers, to show at load
-    pooling: str = (
-        "mean"  # how `embed` makes one vector of a text: mean, cls, last, or a kind that it refuses
-    )
+    # Keys that are ignored or that differ from transformers; shown to the user at load.
+    warnings: tuple[str, ...] = ()
+    # How `embed` pools a sequence: mean, cls, last, or another name, which `embed` rejects.
+    pooling: str = "mean"
 
     @property
     def path(self) -> Path:
@@ -59,7 +59,9 @@ class Model:
 
 
 def load_model(path: str | Path, *, context: int | None = None, quant: str | None = None) -> Model:
-    """Read the model at `path`. `context`: positions the engine will serve (None: the model's own); `quant`: q8_0 or q4_0."""
+    """Load the model at `path`.
+
+    `context`: positions that the engine serves (None: the model's own). `quant`: q8_0 or q4_0."""
     if quant is not None and quant not in QUANTS:
         raise ParameterError("quant", f"{quant!r} is not one of {', '.join(QUANTS)}")
     path = Path(path)
@@ -76,11 +78,11 @@ def load_model(path: str | Path, *, context: int | None = None, quant: str | Non
 
 def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     source = read_gguf(path)
-    file = str(source.path)  # of a split model the first part, whichever was named
+    file = str(source.path)  # the first part of a split model
     header = read_header(source.metadata, source.tensors, context=context, file=file)
     spec = header.spec
     architecture = source.metadata["general.architecture"]
-    collector = _Collector(spec, source.tensors, file, quant, GGUF_WORDS)
+    collector = _Collector(spec, source.tensors, file, quant, GGUF_KEY_NAMES)
     weights = collector.collect(
         lambda name: gguf_source(architecture, name), harmless("gguf", tied=spec.tied, nested=False)
     )
@@ -107,11 +109,11 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
         spec = replace(spec, tied=False)
         warnings = (
             *warnings,
-            f"tie_word_embeddings is true, but the file has {find('head').names[0]} with other values than the embedding; "
-            "the file's head is used, as in transformers",
+            f"tie_word_embeddings is true, but the file has {find('head').names[0]} with "
+            "other values than the embedding; the file's head is used, as in transformers",
         )
-    words = GPT2_WORDS if spec.family == "gpt2" else HF_WORDS
-    collector = _Collector(spec, source.tensors, file, quant, words, source.others)
+    key_names = GPT2_KEY_NAMES if spec.family == "gpt2" else HF_KEY_NAMES
+    collector = _Collector(spec, source.tensors, file, quant, key_names, source.others)
     nested = source.config.get("model_type") == "gemma3"
     weights = collector.collect(find, harmless("hf", tied=spec.tied, nested=nested))
     generation = dict(source.generation_config or {})
@@ -121,13 +123,13 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
 
 
 def _has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
-    """Whether the file has a head that is not the embedding."""
+    """Whether the file has an output head that differs from the embedding."""
     if head not in tensors or embed not in tensors:
         return False
     a, b = tensors[embed], tensors[head]
     if a.shape != b.shape or a.type != b.type:
         return True
-    size = 1 << 24  # bytes compared at once: the weights may be larger than memory
+    size = 1 << 24  # bytes compared at once, because the weights may exceed memory
     return any(
         not np.array_equal(a.data[i : i + size], b.data[i : i + size])
         for i in range(0, a.data.size, size)
@@ -135,12 +137,14 @@ def _has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
 
 
 def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
-    """What names this model in fingerprints: the file, and what was made of it. quant changes the weights, and the context may choose
-    other rotary frequencies; two engines that differ in either may write different tokens."""
+    """The model's part of fingerprints: file digest, quantisation and layer specs.
+
+    `quant` changes the weights and the context may change rotary frequencies, so two engines that
+    differ in either may generate different tokens."""
     return hashlib.sha256(repr((source, quant, spec.layers)).encode()).hexdigest()
 
 
-# -------------------------------------------------------------------------------------------------------------- tokens
+# ---------------------------------------------------------------------------------- stop tokens
 
 
 def _ids(value: Any) -> list[int]:
@@ -155,18 +159,20 @@ def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _config_eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    """The config's ids and the generation config's: a chat model often names its end of turn only in the second."""
+    """Stop tokens of config.json and generation_config.json.
+
+    Chat models often list their end-of-turn token in the second file only."""
     text = config.get("text_config")
     nested = text.get("eos_token_id") if isinstance(text, Mapping) else None
     found = _ids(config.get("eos_token_id")) + _ids(nested) + _ids(generation.get("eos_token_id"))
     return tuple(dict.fromkeys(found))
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
+# -------------------------------------------------------------------------------------- weights
 
 
 class _Collector:
-    """Finds every weight that the spec needs, checks it, and notices what is left over."""
+    """Maps the tensors of a file to the weights of the spec; rejects missing and extra tensors."""
 
     def __init__(
         self,
@@ -174,17 +180,11 @@ class _Collector:
         tensors: Mapping[str, Tensor],
         file: str,
         quant: str | None,
-        words: dict[str, str],  # the file's names of the keys that decide shapes
-        others: Mapping[str, str]
-        | None = None,  # tensors of types that are no weights: name -> type
+        key_names: dict[str, str],  # the file's names of the keys that decide shapes
+        others: Mapping[str, str] | None = None,  # tensors of unsupported types: name -> type
     ) -> None:
-        self.spec, self.tensors, self.file, self.quant, self.words = (
-            spec,
-            tensors,
-            file,
-            quant,
-            words,
-        )
+        self.spec, self.tensors, self.file, self.quant = spec, tensors, file, quant
+        self.key_names = key_names
         self.others = others or {}
 
     def collect(
@@ -203,20 +203,20 @@ class _Collector:
                 file=self.file,
             )
         if missing := sorted(wanted - set(self.tensors)):
-            ours = next(name for name, source in sources.items() if missing[0] in source.names)
-            keys = deciding_keys(ours, self.words)
+            weight = next(name for name, source in sources.items() if missing[0] in source.names)
+            keys = deciding_keys(weight, self.key_names)
             raise ModelError(
-                f"tensor {missing[0]} is missing{_more(missing)}; it is expected by {keys}",
+                f"tensor {missing[0]} is missing{_and_more(missing)}; it is expected by {keys}",
                 file=self.file,
             )
         if extra := sorted(n for n in self.tensors if n not in wanted and not ignorable(n)):
             keys = ", ".join(
-                self.words[word]
-                for word in ("layers", "experts", "attention_bias", "mlp_bias", "mixtures")
+                self.key_names[key]
+                for key in ("layers", "experts", "attention_bias", "mlp_bias", "mixtures")
             )
             raise ModelError(
-                f"tensor {extra[0]} is not known for {self.spec.family}{_more(extra)}; "
-                f"which tensors there are is decided by the family and by {keys}",
+                f"tensor {extra[0]} is not known for {self.spec.family}{_and_more(extra)}; "
+                f"the family and {keys} decide which tensors are expected",
                 file=self.file,
             )
 
@@ -228,7 +228,7 @@ class _Collector:
             if part.shape != expected:
                 raise ModelError(
                     f"tensor {part.name} has shape {part.shape}, {expected} is needed for {name}, "
-                    f"by {deciding_keys(name, self.words)}",
+                    f"by {deciding_keys(name, self.key_names)}",
                     file=self.file,
                 )
         parts = [self._quantised(name, part) for part in parts]
@@ -262,7 +262,7 @@ class _Collector:
         return Tensor(tensor.name, tensor.type, tensor.shape[::-1], data)
 
     def _rows(self, tensor: Tensor, part: str) -> Tensor:
-        """The rows of q, k, v or of gate, up out of a matrix that holds them one after the other."""
+        """The rows of q, k, v, gate or up of a fused matrix."""
         q, kv, mlp = (
             self.spec.heads * self.spec.head_dim,
             self.spec.kv_heads * self.spec.head_dim,
@@ -278,10 +278,11 @@ class _Collector:
         whole = q + 2 * kv if part in ("q", "k", "v") else 2 * mlp
         if tensor.shape[0] != whole:
             keys = deciding_keys(
-                "layers.0.attn.q" if part in "qkv" else "layers.0.mlp.up", self.words
+                "layers.0.attn.q" if part in "qkv" else "layers.0.mlp.up", self.key_names
             )
             raise ModelError(
-                f"tensor {tensor.name} has {tensor.shape[0]} rows, {whole} are needed, by {keys}, {self.words['kv_heads']}",
+                f"tensor {tensor.name} has {tensor.shape[0]} rows, {whole} are needed, "
+                f"by {keys}, {self.key_names['kv_heads']}",
                 file=self.file,
             )
         row = tensor.data.nbytes // whole
@@ -293,10 +294,13 @@ class _Collector:
         )
 
     def _unpermuted(self, tensor: Tensor, permuted: bool) -> Tensor:
-        """GGUF's llama keeps each rotated pair (j, j + d/2) side by side: rows 0, d/2, 1, d/2 + 1, … Put the halves back."""
+        """Undo the row order of GGUF's llama.
+
+        The file stores each rotated pair (j, j + d/2) side by side: rows 0, d/2, 1, d/2 + 1, …
+        The result has the first and the second half of each head."""
         half = self.spec.head_dim // 2
         if not permuted or not half or tensor.shape[0] % (2 * half):
-            return tensor  # a wrong row count is reported with the shapes
+            return tensor  # the shape check reports a wrong row count
         pairs = tensor.data.reshape(tensor.shape[0] // (2 * half), half, 2, -1)
         data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(-1)
         return Tensor(tensor.name, tensor.type, tensor.shape, data)
@@ -307,12 +311,13 @@ class _Collector:
         if tensor.type not in _FLOATS:
             raise ParameterError(
                 "quant",
-                f"{self.file} is quantised already ({tensor.name} is {tensor.type}); leave quant out",
+                f"{self.file} is quantised already ({tensor.name} is {tensor.type}); "
+                "leave quant out",
             )
         if tensor.shape[-1] % BLOCKS[self.quant][0]:
-            return tensor  # rows that blocks of 32 do not divide stay as they are
+            return tensor  # a row must be a multiple of 32 values to be quantised
         return requantise(tensor, self.quant)
 
 
-def _more(names: list[str]) -> str:
+def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,11 +1,14 @@
-"""Rotary positions. In: the scaling record of a config (Hugging Face's keys). Out: a RopeSpec, and later the cosines and sines.
+"""Rotary position embeddings.
 
-Two machines must get the same bits, and `pow`, `log`, `cos` of a C library may differ between them. So frequencies are
-computed in decimal arithmetic and rounded once to float64, and `tables` uses nothing but IEEE additions and
-multiplications.
+In: the scaling record of a config (Hugging Face's keys). Out: a RopeSpec and its cos/sin tables.
 
-dynamic and longrope have frequencies that depend on a length. transformers looks at the length of the text so far, which changes the
-angles of keys that are already cached; here the length is the engine's context, fixed when the model is loaded.
+All machines must compute the same bits, but `pow`, `log` and `cos` differ between C libraries.
+So frequencies are computed in decimal arithmetic and rounded once to float64, and `tables` uses
+only IEEE additions and multiplications.
+
+The frequencies of dynamic and longrope depend on a length. transformers uses the current length of
+the sequence, which changes the angles of keys that are cached already. Here the length is the
+engine's context, which is fixed at load.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.model.spec import RopeSpec
 
-MAX_DIM = 4096  # eight times the largest head in use; more would be hours of decimal digits
-_DIGITS = 40
+MAX_DIM = 4096  # eight times the largest head in use; bounds the time of decimal arithmetic
+_DIGITS = 40  # decimal precision; float64 needs 17
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 
 
@@ -36,7 +39,9 @@ def plain_frequencies(theta: float, dim: int) -> list[Decimal]:
 def make_rope(
     scaling: Mapping[str, Any], *, theta: float, dim: int, context: int, trained: int, file: str
 ) -> RopeSpec:
-    """`scaling` has rope_type (or type) and that type's numbers; `trained` is the config's max_position_embeddings."""
+    """Compute the frequencies.
+
+    `scaling`: rope_type (or type) and that type's numbers. `trained`: max_position_embeddings."""
     kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
     if not isinstance(kind, str) or kind not in _KINDS:
         raise ModelError(
@@ -44,8 +49,8 @@ def make_rope(
         )
     if dim % 2 or not 2 <= dim <= MAX_DIM:
         raise ModelError(
-            f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim times partial_rotary_factor, "
-            "in GGUF rope.dimension_count",
+            f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim times "
+            "partial_rotary_factor, in GGUF rope.dimension_count",
             file=file,
         )
     if not 0 < theta < math.inf:
@@ -65,26 +70,27 @@ def make_rope(
 
 
 def length_warning(scaling: Mapping[str, Any], *, context: int, trained: int) -> str | None:
-    """What to say at load where the frequencies depend on a length, and the engine's context decides otherwise
-    than the length of a short text would in transformers."""
+    """Warning for load where the engine's context gives other frequencies than transformers uses
+    for a short sequence."""
     kind = scaling.get("rope_type")
     original = scaling.get("original_max_position_embeddings") or trained
     if kind == "longrope" and context > original:
         return (
-            f"rope_type longrope: the context is {context}, above the original length {original}, so every text uses "
-            f"long_factor; transformers uses short_factor for texts of up to {original} tokens "
-            f"(context={original} gives those answers)"
+            f"rope_type longrope: the context is {context}, above the original length {original}, "
+            "so every sequence uses long_factor; transformers uses short_factor for sequences of "
+            f"up to {original} tokens (context={original} gives the same output)"
         )
     if kind == "dynamic" and context > trained:
         return (
-            f"rope_type dynamic: the context is {context}, above the trained length {trained}, so every text uses the "
-            f"frequencies of {context} tokens; transformers uses those of the text's own length"
+            f"rope_type dynamic: the context is {context}, above the trained length {trained}, so "
+            f"every sequence uses the frequencies of {context} tokens; transformers uses those of "
+            "the sequence's own length"
         )
     return None
 
 
 class _Reader:
-    """The scaling record's numbers, each checked as it is read."""
+    """Typed, validated access to the numbers of a scaling record."""
 
     def __init__(self, values: Mapping[str, Any], kind: str, file: str) -> None:
         self._values, self._kind, self._file = values, kind, file
@@ -137,17 +143,19 @@ def _linear(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _
 
 
 def _dynamic(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
-    """NTK: a larger base, so that the slowest pair turns as far over `context` as it did over the trained length."""
+    """NTK scaling: raise theta so that the slowest pair rotates as far over `context` as it did
+    over the trained length."""
     factor, length = r.number("factor"), max(context, trained)
     if dim == 2:
-        return plain_frequencies(theta, dim), _ONE  # one pair, frequency 1 whatever the base
+        return plain_frequencies(theta, dim), _ONE  # the only pair has frequency 1 for any theta
     growth = factor * length / trained - (factor - 1)
     log_theta = Decimal(theta).ln() + growth.ln() * dim / (dim - 2)
     return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)], _ONE
 
 
 def _llama3(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
-    """Fast pairs stay, slow ones are divided by factor, the band between is blended by wavelength."""
+    """Keep fast pairs, divide slow pairs by `factor`, and interpolate the band between them by
+    wavelength."""
     factor, low, high = (
         r.number("factor"),
         r.number("low_freq_factor"),
@@ -156,11 +164,11 @@ def _llama3(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _
     original = r.number("original_max_position_embeddings", trained)
     result = []
     for f in plain_frequencies(theta, dim):
-        turns = original * f / (2 * _PI)  # full turns over the original context
-        if turns < low:
+        rotations = original * f / (2 * _PI)  # full rotations over the original context
+        if rotations < low:
             f = f / factor
-        elif turns <= high and high != low:
-            smooth = (turns - low) / (high - low)
+        elif rotations <= high and high != low:
+            smooth = (rotations - low) / (high - low)
             f = (1 - smooth) * f / factor + smooth * f
         result.append(f)
     return result, _ONE
@@ -171,10 +179,10 @@ def _yarn(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Sc
     factor = r.optional("factor") or Decimal(trained) / original
     fast, slow = r.number("beta_fast", 32.0), r.number("beta_slow", 1.0)
 
-    def pair_that_turns(times: Decimal) -> Decimal:
+    def pair_that_rotates(times: Decimal) -> Decimal:
         return dim * (original / (times * 2 * _PI)).ln() / (2 * Decimal(theta).ln())
 
-    low, high = pair_that_turns(fast), pair_that_turns(slow)
+    low, high = pair_that_rotates(fast), pair_that_rotates(slow)
     if r.flag("truncate", True):
         low, high = Decimal(math.floor(low)), Decimal(math.ceil(high))
     low, high = max(low, Decimal(0)), min(high, Decimal(dim - 1))
@@ -182,9 +190,8 @@ def _yarn(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Sc
         high += Decimal("0.001")
     result = []
     for j, f in enumerate(plain_frequencies(theta, dim)):
-        ramp = min(
-            max((j - low) / (high - low), Decimal(0)), _ONE
-        )  # 0: keep the frequency, 1: divide it by factor
+        # 0: keep the frequency; 1: divide it by factor.
+        ramp = min(max((j - low) / (high - low), Decimal(0)), _ONE)
         result.append(f / factor * ramp + f * (1 - ramp))
     return result, r.optional("attention_factor") or _yarn_magnitude(r, factor)
 
@@ -208,7 +215,7 @@ def _longrope(r: _Reader, theta: float, dim: int, context: int, trained: int) ->
 
 
 def _divided(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
-    """GGUF's rope_freqs tensor: each frequency has its own divisor, worked out by whoever wrote the file."""
+    """GGUF's rope_freqs tensor: one precomputed divisor per frequency."""
     divisors = r.numbers("divisors", dim // 2)
     return [f / d for f, d in zip(plain_frequencies(theta, dim), divisors, strict=True)], _ONE
 
@@ -226,28 +233,28 @@ _KINDS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------ cosines and sines
+# ------------------------------------------------------------------------------- cos and sin tables
 
-# pi/2 in three pieces; the first two have 33 bits, so that k * piece is exact for |k| < 2**20
+# pi/2 as a sum of three floats. The first two have 33 bits: k * piece is exact for |k| < 2**20.
 _HALF_PI = (
     float.fromhex("0x1.921fb544p+0"),
     float.fromhex("0x1.0b4611a6p-34"),
     float.fromhex("0x1.3198a2e037073p-69"),
 )
-_SIN = [
-    (-1.0) ** n / math.factorial(2 * n + 1) for n in range(1, 9)
-]  # Taylor: |x| <= pi/4, error below 2**-60
+# Taylor coefficients for |x| <= pi/4; the truncation error is below 2**-60.
+_SIN = [(-1.0) ** n / math.factorial(2 * n + 1) for n in range(1, 9)]
 _COS = [(-1.0) ** n / math.factorial(2 * n) for n in range(1, 10)]
 
 
 def tables(rope: RopeSpec, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of position * inv_freq, times attention_factor: two [len(positions), dim / 2] float32 arrays.
+    """attention_factor times cos and sin of position * inv_freq: float32 [positions, dim / 2].
 
-    Only IEEE float64 additions, multiplications and roundings are used, one NumPy call each (so nothing can be fused):
-    the same bits everywhere. Against a correctly rounded result the float32 differs in about one of a million values."""
+    Each float64 addition, multiplication and rounding is one NumPy call, so nothing can be fused
+    and the bits are the same on all machines. About one value in a million differs from the
+    correctly rounded float32."""
     angle = positions.astype(np.float64)[:, None] * np.asarray(rope.inv_freq, np.float64)[None, :]
-    turns = np.rint(angle * (2.0 / math.pi))
-    x = ((angle - turns * _HALF_PI[0]) - turns * _HALF_PI[1]) - turns * _HALF_PI[2]
+    rotations = np.rint(angle * (2.0 / math.pi))
+    x = ((angle - rotations * _HALF_PI[0]) - rotations * _HALF_PI[1]) - rotations * _HALF_PI[2]
     square = x * x
     sine, cosine = np.full_like(x, _SIN[-1]), np.full_like(x, _COS[-1])
     for s in reversed(_SIN[:-1]):
@@ -256,7 +263,7 @@ def tables(rope: RopeSpec, positions: np.ndarray) -> tuple[np.ndarray, np.ndarra
         cosine = cosine * square + c
     sine = x + x * (square * sine)
     cosine = 1.0 + square * cosine
-    quarter = turns.astype(np.int64) & 3
+    quarter = rotations.astype(np.int64) & 3
     swap = (quarter & 1).astype(bool)
     cos = np.where(swap, sine, cosine) * np.where((quarter == 1) | (quarter == 2), -1.0, 1.0)
     sin = np.where(swap, cosine, sine) * np.where(quarter >= 2, -1.0, 1.0)

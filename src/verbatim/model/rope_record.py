@@ -1,12 +1,13 @@
-"""Which rope record of a config.json holds, as transformers 5 resolves it.
+"""Resolve the rope record of a config.json as transformers 5 does.
 
-In: a config with its defaults filled in. Out: a checked rope record (rope_type and that type's numbers)
-and from it a RopeSpec.
+In: a config with its defaults filled in. Out: a checked rope record (rope_type and that type's
+numbers), and its RopeSpec.
 
-A config may have `rope_parameters` (transformers 5), `rope_scaling` (older), and keys beside them. The order:
-`rope_scaling`, where it is not empty, replaces `rope_parameters`; theta and the rotated share come from the record,
-else from the config; `original_max_position_embeddings` comes from the config, else from the record, else it is
-`max_position_embeddings`. gemma3 has one record per layer type, and `rope_scaling` changes that of full_attention.
+Precedence: a non-empty `rope_scaling` (older name) replaces `rope_parameters` (transformers 5).
+Theta and partial_rotary_factor come from the record, else from the config.
+`original_max_position_embeddings` comes from the config, else from the record, else it is
+`max_position_embeddings`. gemma3 has one record per layer type; its `rope_scaling` changes the
+record of full_attention.
 """
 
 from __future__ import annotations
@@ -22,20 +23,18 @@ from verbatim.model.rope import length_warning, make_rope
 from verbatim.model.spec import RopeSpec
 
 Record = dict[str, Any]
-_SCALED_BY_LENGTH = (
-    "llama3",
-    "yarn",
-    "longrope",
-)  # kinds that read original_max_position_embeddings
+# The rope types that read original_max_position_embeddings.
+_SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def flat_record(f: Fields, *, phi3: bool = False) -> Record:
-    """The one record of a family whose layers all rotate alike."""
+    """The rope record of a family with one record for all layers."""
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
     if old and new and old != new:
         f.warn(
-            "rope_scaling and rope_parameters are both there and differ: rope_scaling is used, as in transformers"
+            "rope_scaling and rope_parameters are both there and differ: rope_scaling is used, "
+            "as in transformers"
         )
     where = "rope_scaling" if old else "rope_parameters"
     record = _checked(f, old or new, where, phi3=phi3)
@@ -56,7 +55,7 @@ def flat_record(f: Fields, *, phi3: bool = False) -> Record:
 
 
 def gemma3_record(f: Fields, layer_type: str) -> Record:
-    """The record of one layer type."""
+    """The rope record of one layer type."""
     records = f.mapping("rope_parameters")
     for name, value in records.items():
         if name not in LAYER_TYPES and value is not None:
@@ -97,6 +96,7 @@ def gemma3_record(f: Fields, layer_type: str) -> Record:
 
 
 def rope_of(f: Fields, record: Record, head_dim: int, context: int) -> RopeSpec:
+    """The RopeSpec of a checked record; warns where the context changes the frequencies."""
     trained = f.integer("max_position_embeddings")
     inner = Fields(record, f.file)
     dim = int(head_dim * inner.number("partial_rotary_factor", 1.0))
@@ -114,10 +114,10 @@ def rope_of(f: Fields, record: Record, head_dim: int, context: int) -> RopeSpec:
 
 
 def _checked(f: Fields, record: Mapping[str, Any], where: str, *, phi3: bool = False) -> Record:
-    """The record with its kind under `rope_type`, without nulls, and without keys of other kinds."""
+    """The record with `rope_type` set, and without nulls and keys of other rope types."""
     kind = record.get("rope_type", record.get("type")) or "default"
     if kind == "su" or (kind == "yarn" and phi3):
-        kind = "longrope"  # early phi3 configs say su or yarn and mean longrope
+        kind = "longrope"  # early phi3 configs use su or yarn for longrope
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         known = ", ".join(sorted(ROPE_KEYS))
         raise ModelError(
@@ -145,7 +145,7 @@ def _checked(f: Fields, record: Mapping[str, Any], where: str, *, phi3: bool = F
     )
     for text in checked.warnings:
         f.warn(text)
-    # a null length counts as missing; a null factor means "from the lengths", which absence means too
+    # Nulls were dropped: null and absence mean the same, also for `factor` (ratio of the lengths).
     return {name.removeprefix(f"{where}."): value for name, value in checked.values.items()} | {
         "rope_type": kind
     }

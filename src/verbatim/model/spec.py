@@ -1,14 +1,16 @@
-"""ModelSpec: an architecture as data. Families differ here, not in code: model/decoder.py reads this and nothing else.
+"""ModelSpec: a model architecture as data. Families differ in these fields, not in code.
 
-Names of weights are ours, whatever the file calls them (weights/names.py translates):
+model/decoder.py reads nothing else. Weights have internal names (weights/names.py maps the names
+of each file format to them):
 
     embed, positions, final_norm[.bias], head
-    layers.{i}.attn_norm[.bias]        layers.{i}.attn.{q,k,v,o}[.bias]      layers.{i}.attn.{q_norm,k_norm}
-    layers.{i}.attn_post_norm          layers.{i}.mlp_norm[.bias]            layers.{i}.mlp_post_norm
+    layers.{i}.attn_norm[.bias]    layers.{i}.attn.{q,k,v,o}[.bias]
+    layers.{i}.attn.{q_norm,k_norm}
+    layers.{i}.attn_post_norm      layers.{i}.mlp_norm[.bias]    layers.{i}.mlp_post_norm
     layers.{i}.mlp.{gate,up,down}[.bias]
-    layers.{i}.moe.router              layers.{i}.moe.{gate,up,down}         experts stacked: [experts, out, in]
+    layers.{i}.moe.router          layers.{i}.moe.{gate,up,down}    stacked: [experts, out, in]
 
-A linear weight is [out, in]. Rotary halves are laid out as in the Hugging Face models (first half, second half of a head).
+A linear weight is [out, in]. Rotary pairs are (j, j + d/2) of a head, as in Hugging Face models.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from verbatim.base.records import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary positions of one kind of layer: the angle of pair j at position p is p * inv_freq[j].
+    """Rotary positions of one layer type: the angle of pair j at position p is p * inv_freq[j].
 
-    All scalings in use (linear, dynamic, llama3, yarn, longrope) are resolved into `inv_freq` and `attention_factor`
-    when the file is read. longrope and dynamic have frequencies that depend on the length; model/families.py picks them by the
-    engine's context, never by the request's, so that no token's keys change while a text grows."""
+    All scalings (linear, dynamic, llama3, yarn, longrope) are resolved into `inv_freq` and
+    `attention_factor` at load. The frequencies of longrope and dynamic depend on the engine's
+    context, never on the length of a sequence, so cached keys stay valid while it grows."""
 
     dim: int  # rotated part of each head; the rest passes through
-    inv_freq: tuple[float, ...]  # dim / 2 numbers
+    inv_freq: tuple[float, ...]  # dim / 2 values, radians per position
     attention_factor: float = 1.0  # multiplies cos and sin
 
 
@@ -42,14 +44,16 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
+    """Sizes and options of one decoder-only transformer."""
+
     family: str  # llama, qwen2, qwen3, gemma2, gemma3, phi3, gpt2, mixtral, qwen3moe
     vocab: int
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int  # inner width of the dense MLP (0 where every layer is a mixture)
-    context: int
+    mlp: int  # inner width of the dense MLP; 0 if every layer is a mixture of experts
+    context: int  # positions that the engine serves
     layers: tuple[LayerSpec, ...]
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
@@ -60,15 +64,15 @@ class ModelSpec:
     out_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
     qk_norm: bool = False  # RMS norm of each query and key head before the rotation
-    post_norms: bool = False  # gemma: norms after attention and after the MLP too
+    post_norms: bool = False  # gemma: further norms after attention and after the MLP
     learned_positions: bool = False  # gpt2
-    tied: bool = False  # head is embed
+    tied: bool = False  # the output head is the embedding
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
     attention_softcap: float = 0.0  # cap * tanh(score / cap) before the mask; 0 is off
-    logit_softcap: float = 0.0
+    logit_softcap: float = 0.0  # cap * tanh(logit / cap); 0 is off
     embed_scale: float = 1.0  # gemma multiplies embeddings by sqrt(hidden)
-    experts_used: int = 0
-    expert_mlp: int = 0
+    experts_used: int = 0  # experts per token
+    expert_mlp: int = 0  # inner width of an expert
     experts_renormalised: bool = True  # weights of the chosen experts sum to 1
     trained_positions: int = 0  # rows of `positions` (learned positions only)
 
@@ -78,7 +82,7 @@ class ModelSpec:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Layers by window: full attention first. A model without windows has one group."""
+        """Layers grouped by window, full attention first. A model without windows has one group."""
         windows = sorted(
             {layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0)
         )
@@ -89,5 +93,5 @@ class ModelSpec:
 
     @property
     def kv_values(self) -> int:
-        """Numbers one token adds to the cache of one layer (keys and values)."""
+        """Values that one token adds to the KV cache of one layer (keys and values)."""
         return 2 * self.kv_heads * self.head_dim
