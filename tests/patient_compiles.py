@@ -20,5 +20,5 @@ def patient_pool() -> Iterator[CompilePool]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None:
-    monkeypatch.setattr(matcher, "PATIENCE", 3600.0)
+    monkeypatch.setattr(matcher, "ARRIVAL_TIMEOUT", 3600.0)
     monkeypatch.setattr(matcher, "_pool", patient_pool)

@@ -53,7 +53,7 @@ def patient_pool() -> Iterator[CompilePool]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None:
-    monkeypatch.setattr(matcher_module, "PATIENCE", 3600.0)
+    monkeypatch.setattr(matcher_module, "ARRIVAL_TIMEOUT", 3600.0)
     monkeypatch.setattr(matcher_module, "_pool", patient_pool)
 
 
@@ -186,12 +186,12 @@ Answers = list[list[tuple[tuple[int, ...], Any]]]
 
 
 def grown(seeds: Sequence[int], n: int = 1, **options: Any) -> Answers:
-    matcher_module._KEPT.clear()
+    matcher_module._CACHES.clear()
     llm = fake_llm(**options)
     llm.core.drafting.adaptive = False
     done = llm.generate(["ab"] * len(seeds), [replace(GROWING, seed=seed, n=n) for seed in seeds])
     llm.check()
-    matcher_module._KEPT.clear()
+    matcher_module._CACHES.clear()
     return [[(tuple(c.token_ids), c.finish) for c in one.choices] for one in done]
 
 
@@ -234,7 +234,7 @@ def test_texts_together_may_need_more_than_one_lexer_has(monkeypatch: pytest.Mon
     assert {finish.reason for _, finish in together} == {"length"}
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 120)
     assert {finish.reason for _, finish in grown([3], n=2)[0]} == {"error"}
-    monkeypatch.setattr(private_matcher, "STRETCH", 8)
+    monkeypatch.setattr(private_matcher, "MIN_LEXER_TOKENS", 8)
     assert grown([3], n=8)[0] == together
 
 
@@ -297,7 +297,7 @@ def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(
 
     def breaks(self: Matcher, token: int) -> None:
         honest(self, token)
-        if len(self._taken) == at:
+        if len(self._tokens) == at:
             paused.append(at)
             self._inner = broken.deep_copy()
 
@@ -309,7 +309,7 @@ def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(
     llm.check()
 
 
-@pytest.mark.parametrize("where", ["look", "advance"])
+@pytest.mark.parametrize("where", ["poll_mask", "advance"])
 def test_a_structure_that_fails_ends_its_own_request_alone(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

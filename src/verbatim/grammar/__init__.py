@@ -1,1 +1,1 @@
-"""Structured output: JSON schema, regex and grammar constraints as token masks."""
+"""Structured output: JSON schema, regex, grammar and choice constraints as token masks."""

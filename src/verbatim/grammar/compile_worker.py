@@ -1,8 +1,8 @@
 """Compile worker: the subprocess of compile_pool.py that translates and compiles structures.
 
-Standard input is a socket. In: a line of JSON, [field, value]. Out: a line of JSON, the result of
-translate.judge(); the first line says that start-up is done. The invariant: this process ends with
-its parent, whatever it is doing.
+Standard input is a socket. In: a line of JSON per compile, [field, value]. Out: a line of JSON, the
+result of translate.try_compile(); the first line reports that start-up is done. Invariant: this
+process ends with its parent, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from verbatim.grammar.translate import byte_tokenizer, judge, parser_limits
+from verbatim.grammar.translate import byte_tokenizer, try_compile, parser_limits
 
-NICE = 10  # a tenth of a CPU beside one busy thread; at 19 a compile starves on a busy machine
-PARENT_CHECK = (
-    2.0  # seconds; end-of-input tells sooner, unless a fork of the parent holds the socket
-)
+NICE = 10  # a tenth of a CPU beside one busy thread; 19 would leave a seventieth
+# Seconds between checks of the parent's id. End-of-input comes sooner, unless a fork of the parent
+# still holds the socket.
+PARENT_CHECK = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,9 +36,9 @@ def main(parent: int, memory: int, cpu_seconds: float, limits: dict[str, Any]) -
     threading.Thread(target=_watch, args=(channel, parent, jobs), daemon=True).start()
     _end_with_parent(parent)
     _limit("RLIMIT_AS", memory)
-    _limit("RLIMIT_CORE", 0)  # an abort for want of memory is expected, its core file is not wanted
+    _limit("RLIMIT_CORE", 0)  # running out of memory aborts, and must not write a core file
     tokenizer, bounds = byte_tokenizer(), parser_limits(limits)
-    judge("choice", ["a"], tokenizer, bounds)
+    try_compile("choice", ["a"], tokenizer, bounds)
     with suppress(OSError):
         os.nice(NICE)
     _send(channel, {"ready": True})
@@ -46,26 +46,26 @@ def main(parent: int, memory: int, cpu_seconds: float, limits: dict[str, Any]) -
         field, value = json.loads(jobs.get())
         _allow_cpu(cpu_seconds)
         try:
-            answer = judge(field, value, tokenizer, bounds)
+            answer = try_compile(field, value, tokenizer, bounds)
         except MemoryError:
-            os.abort()  # as llguidance does
+            os.abort()  # llguidance aborts too, so the pool sees one signal for both
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(channel, answer)
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL at the parent's end. Linux only; elsewhere _watch() and the CPU
-    limit must do."""
+    """Request SIGKILL from the kernel when the parent ends. Linux only; elsewhere _watch() and the
+    CPU limit end this process."""
     if sys.platform == "linux":
         with suppress(AttributeError, OSError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request took effect
+    if os.getppid() != parent:  # the parent ended before the request took effect
         os._exit(0)
 
 
 def _watch(channel: socket.socket, parent: int, jobs: queue.SimpleQueue[bytes]) -> None:
-    """Read requests, and end the process at end-of-input or when the parent has changed. Runs
-    during a compile too: llguidance releases the GIL."""
+    """Read requests; exit at end-of-input or when the parent's id has changed. Runs during a
+    compile too, because llguidance releases the GIL."""
     pending = b""
     while True:
         readable, _, _ = select.select([channel], [], [], PARENT_CHECK)
@@ -83,19 +83,19 @@ def _watch(channel: socket.socket, parent: int, jobs: queue.SimpleQueue[bytes]) 
 
 
 def _allow_cpu(seconds: float) -> None:
-    """CPU time for one compile; beyond it the kernel kills this process. SIGPROF comes at the
-    limit; RLIMIT_CPU, in whole seconds since the process began, is the net behind it."""
+    """Set the CPU limit of one compile, beyond which the kernel kills this process: SIGPROF, and as
+    a backstop RLIMIT_CPU, which counts whole seconds since process start."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     used = os.times()
     _limit("RLIMIT_CPU", math.ceil(used.user + used.system + seconds) + 1, soft=True)
 
 
-def _limit(name: str, most: int, soft: bool = False) -> None:
-    with suppress(ImportError, AttributeError, OSError, ValueError):  # not every system has each
+def _limit(name: str, value: int, soft: bool = False) -> None:
+    with suppress(ImportError, AttributeError, OSError, ValueError):  # not available everywhere
         import resource
 
         which = getattr(resource, name)
-        resource.setrlimit(which, (most, resource.getrlimit(which)[1] if soft else most))
+        resource.setrlimit(which, (value, resource.getrlimit(which)[1] if soft else value))
 
 
 def _send(channel: socket.socket, message: dict[str, Any]) -> None:

@@ -1,11 +1,13 @@
-"""Is there a finite document under a JSON schema? (schema) -> the keyword that forbids it, or None.
+"""Reject JSON schemas that no finite document satisfies.
+
+In: a schema. Out: the keyword that forces infinite recursion, or None. Example:
 
     {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
 
-asks for an object within an object without end. A grammar accepts its every beginning and never its end, so a model would write
-until its last token. We look for the least set of schemas that have a finite value: start with none, add those that need only what
-is in the set, until nothing changes. Where a rule is not understood, or the search takes too long, the schema is taken to be finite: nothing
-honest is refused.
+requires infinitely nested objects. A grammar would accept every prefix and no complete document, so
+the model would write until max_tokens. The algorithm is a least fixed point: start with no schema
+known to be finite, add each schema that needs only finite ones, repeat until nothing changes.
+Invariant: a schema with a finite document is never rejected; unknown rules count as finite.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 Known = Callable[[Any], bool]
-MOST_LOOKS = 200_000  # some tenths of a second
+MAX_VISITS = 200_000  # schema nodes; some tenths of a second, then the schema counts as finite
 
-_INSIDE_ONE = ("additionalProperties", "items")
-_INSIDE_MANY = (
+_ONE_SCHEMA = ("additionalProperties", "items")
+_MANY_SCHEMAS = (
     "allOf",
     "anyOf",
     "oneOf",
@@ -29,24 +31,22 @@ _INSIDE_MANY = (
 )
 
 
-def endless(schema: Any) -> str | None:
-    """The keyword by which every document of this schema would have to contain itself; None if there is a finite one."""
+def infinite_keyword(schema: Any) -> str | None:
+    """The keyword that makes every document contain itself; None if a finite document exists."""
     nodes = list(_nodes(schema))
     finite: dict[int, bool] = {id(node): False for node in nodes}
 
     def known(part: Any) -> bool:
-        return finite.get(
-            id(part), True
-        )  # true and false are no nodes; false is llguidance's to refuse
+        return finite.get(id(part), True)  # true and false are not nodes; llguidance rejects false
 
-    changed, looked = True, 0
+    changed, visited = True, 0
     while changed:
         changed = False
-        for node in reversed(nodes):  # the innermost first: most schemas are done in one round
+        for node in reversed(nodes):  # innermost first: most schemas need one round
             if not finite[id(node)] and _blocked(node, schema, known) is None:
                 finite[id(node)] = changed = True
-        looked += len(nodes)
-        if looked > MOST_LOOKS:
+        visited += len(nodes)
+        if visited > MAX_VISITS:
             return None
     return (
         _blocked(schema, schema, known)
@@ -61,8 +61,8 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
         node = stack.pop()
         if isinstance(node, Mapping):
             yield node
-            stack += [node[k] for k in _INSIDE_ONE if k in node]
-            for k in _INSIDE_MANY:
+            stack += [node[k] for k in _ONE_SCHEMA if k in node]
+            for k in _MANY_SCHEMAS:
                 value = node.get(k)
                 stack += (
                     value.values()
@@ -74,7 +74,7 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _blocked(node: Mapping[str, Any], root: Any, finite: Known) -> str | None:
-    """The first keyword of this schema that needs something not known to be finite."""
+    """The first keyword of this schema that requires a part not known to be finite."""
     if "$ref" in node and not finite(_target(node["$ref"], root)):
         return "$ref"
     if not all(finite(part) for part in node.get("allOf", ())):
@@ -89,7 +89,7 @@ def _blocked(node: Mapping[str, Any], root: Any, finite: Known) -> str | None:
         return "required" if not all(finite(part) for part in _required(node)) else None
     if kinds in ("array", ["array"]):
         return "minItems" if not all(finite(part) for part in _least_items(node)) else None
-    return None  # some other value is free to be chosen
+    return None  # a value of another type is allowed
 
 
 def _required(node: Mapping[str, Any]) -> Iterator[Any]:
@@ -110,7 +110,7 @@ def _least_items(node: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _target(ref: Any, root: Any) -> Any:
-    """What a $ref within the schema points at; True (finite) for any other."""
+    """The target of a $ref within the schema; True (finite) for any other $ref."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return True
     node = root

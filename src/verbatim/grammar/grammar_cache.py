@@ -1,4 +1,8 @@
-"""Grammar cache: compiled structures by digest, least recently used evicted first, single-flight."""
+"""Grammar cache: compiled structures by digest; LRU eviction, single-flight compiles.
+
+In: a digest and a compile function. Out: the compiled structure. Rejections for cost are cached
+too, for a limited time; timeouts are not, because they depend on load.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,9 @@ from typing import Any
 
 from verbatim.grammar.compile_pool import PoolBusy, TooExpensive
 
-BYTES = 64 << 20  # of compiled structures, by their own estimate
-MEMORY_OF_REFUSALS = 60.0  # seconds until a structure that was too expensive is compiled again
-REFUSALS = 256
+CAPACITY = 64 << 20  # bytes of compiled structures, by Structure.size
+REFUSAL_SECONDS = 60.0  # until a structure that was too expensive is compiled again
+MAX_REFUSALS = 256  # cached rejections
 
 
 def digest(field: str, value: Any) -> bytes:
@@ -23,66 +27,67 @@ def digest(field: str, value: Any) -> bytes:
     return hashlib.sha256(f"{field}\0{json.dumps(value)}".encode()).digest()
 
 
-class Kept:
-    def __init__(self, limit: int = BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+class GrammarCache:
+    def __init__(self, limit: int = CAPACITY, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
         self._lock = threading.Lock()
-        self._done: OrderedDict[bytes, Any] = OrderedDict()  # least recently used first
-        self._flying: dict[bytes, Future[Any]] = {}
+        self._compiled: OrderedDict[bytes, Any] = OrderedDict()  # least recently used first
+        self._in_flight: dict[bytes, Future[Any]] = {}
         self._refused: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
         self.bytes = 0
 
-    def get(self, name: bytes, deadline: float, make: Callable[[], Any]) -> Any:
-        """The structure of this name: cached, or compiled by make(). Concurrent callers share the
+    def get(self, key: bytes, deadline: float, make: Callable[[], Any]) -> Any:
+        """The structure of this key: cached, or compiled by make(). Concurrent callers share the
         compile in flight (single-flight) and wait for it at most until `deadline`."""
         with self._lock:
-            if name in self._done and not self._done[name].spent:
-                self._done.move_to_end(name)
-                return self._done[name]
-            if (
-                name in self._refused
-                and self._clock() - self._refused[name][0] < MEMORY_OF_REFUSALS
-            ):
-                raise TooExpensive(self._refused[name][1])
-            other = self._flying.get(name)
+            if key in self._compiled and not self._compiled[key].exhausted:
+                self._compiled.move_to_end(key)
+                return self._compiled[key]
+            if key in self._refused and self._clock() - self._refused[key][0] < REFUSAL_SECONDS:
+                raise TooExpensive(self._refused[key][1])
+            other = self._in_flight.get(key)
             if other is None:
-                mine = self._flying[name] = Future()
+                mine = self._in_flight[key] = Future()
         if other is not None:
             try:
                 return other.result(max(0.0, deadline - self._clock()))
             except TimeoutError:
                 raise PoolBusy from None
         try:
-            found = make()
+            compiled = make()
         except BaseException as error:
-            self._land(name, mine, error=error)
+            self._finish(key, mine, error=error)
             raise
-        self._land(name, mine, found)
-        return found
+        self._finish(key, mine, compiled)
+        return compiled
 
-    def _land(
-        self, name: bytes, mine: Future[Any], found: Any = None, error: BaseException | None = None
+    def _finish(
+        self,
+        key: bytes,
+        mine: Future[Any],
+        compiled: Any = None,
+        error: BaseException | None = None,
     ) -> None:
         with self._lock:
-            del self._flying[name]
+            del self._in_flight[key]
             if error is None:
-                self._keep(name, found)
+                self._store(key, compiled)
             elif isinstance(error, TooExpensive):
-                self._refused[name] = (self._clock(), str(error))
-                while len(self._refused) > REFUSALS:
+                self._refused[key] = (self._clock(), str(error))
+                while len(self._refused) > MAX_REFUSALS:
                     self._refused.popitem(last=False)
         if error is None:
-            mine.set_result(found)
+            mine.set_result(compiled)
         else:
             mine.set_exception(error if isinstance(error, Exception) else PoolBusy())
 
-    def _keep(self, name: bytes, found: Any) -> None:
-        if name in self._done:
-            self.bytes -= self._done.pop(name).size
-        if found.size > self._limit:
+    def _store(self, key: bytes, compiled: Any) -> None:
+        if key in self._compiled:
+            self.bytes -= self._compiled.pop(key).size
+        if compiled.size > self._limit:
             return
-        self._done[name] = found
-        self.bytes += found.size
+        self._compiled[key] = compiled
+        self.bytes += compiled.size
         while self.bytes > self._limit:
-            _, old = self._done.popitem(last=False)
+            _, old = self._compiled.popitem(last=False)
             self.bytes -= old.size

@@ -1,8 +1,8 @@
-"""JSON Schema, looked over before it is compiled: which keywords we honour, and how large it may be.
+"""Check a JSON schema before it is compiled: supported keywords, size and depth.
 
-llguidance skips keywords that it does not know, as the JSON Schema standard tells validators to. For a generator that would be a
-silent promise broken ("requierd" would require nothing), so every keyword must be one that is honoured or one that asserts
-nothing; any other is refused by name.
+llguidance skips unknown keywords, as the standard tells validators to. For a generator that would
+break a promise silently ("requierd" would require nothing). So every keyword must be supported or
+an annotation; any other is rejected by name.
 """
 
 from __future__ import annotations
@@ -12,28 +12,29 @@ from typing import Any
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 
-MAX_DEPTH = 64
-MAX_NODES = 20_000
+MAX_DEPTH = 64  # levels of nested schemas
+MAX_NODES = 20_000  # schemas in all
 
-# keyword -> how its value holds further schemas: "" not at all, "one" a schema, "many" a list or mapping of schemas
-HONOURED = {
+# keyword -> subschemas in its value: "" none, "one" a schema, "many" a list or mapping of schemas
+SUPPORTED = {
     "type": "", "enum": "", "const": "",
     "allOf": "many", "anyOf": "many", "oneOf": "many",
     "$ref": "", "$defs": "many", "definitions": "many",
-    "properties": "many", "patternProperties": "many", "additionalProperties": "one", "required": "",
-    "minProperties": "", "maxProperties": "",
+    "properties": "many", "patternProperties": "many", "additionalProperties": "one",
+    "required": "", "minProperties": "", "maxProperties": "",
     "items": "one", "prefixItems": "many", "additionalItems": "one", "minItems": "", "maxItems": "",
     "minLength": "", "maxLength": "", "pattern": "", "format": "",
     "minimum": "", "maximum": "", "exclusiveMinimum": "", "exclusiveMaximum": "", "multipleOf": "",
 }  # fmt: skip
-SILENT = {
-    "$schema", "$id", "$comment", "title", "description", "default", "examples", "example", "deprecated", "readOnly",
-    "writeOnly", "discriminator",
+ANNOTATIONS = {
+    "$schema", "$id", "$comment", "title", "description", "default", "examples", "example",
+    "deprecated", "readOnly", "writeOnly", "discriminator",
 }  # fmt: skip
 
 
 def check_schema(schema: Any, field: str = "json_schema") -> None:
-    """Raise UnsupportedError or ParameterError, naming the field and the keyword, unless every part is one we honour."""
+    """Raise UnsupportedError or ParameterError, naming field and keyword, unless every keyword is
+    supported."""
     nodes = 0
     stack: list[tuple[Any, int, str]] = [(schema, 0, "#")]
     while stack:
@@ -53,14 +54,15 @@ def check_schema(schema: Any, field: str = "json_schema") -> None:
                 f"the keyword 'additionalItems' (at {path}) means nothing without a list of items",
             )
         _check_numbers(node, path, field)
-        _check_least_properties(node, path, field)
+        _check_min_properties(node, path, field)
         for keyword, value in node.items():
-            stack += [(s, depth + 1, p) for s, p in _inside(keyword, value, path, field)]
+            stack += [(s, depth + 1, p) for s, p in _subschemas(keyword, value, path, field)]
 
 
 def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
-    """llguidance 1.9 takes a multiple of -2 for one of 2, and writes the bound itself, "0" for {"exclusiveMinimum": 0, "maximum": 0.5}, where the other
-    bound lies within one of it."""
+    """Reject what llguidance 1.9 gets wrong: it reads multipleOf -2 as 2, and it generates an open
+    bound itself where the other bound is less than 1 away ("0" for {"exclusiveMinimum": 0,
+    "maximum": 0.5})."""
     for step in _bounds(node, "multipleOf"):
         if step <= 0:
             raise ParameterError(field, f"multipleOf (at {path}): {step} is not above 0")
@@ -78,14 +80,17 @@ def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
                     if bound == int(bound) and 0 < sign * (other - bound) < 1
                 ]
                 if near:
-                    why = f"{open_end} {bound} together with {name} {near[0]}, less than one away (at {path}), is not supported"
                     raise UnsupportedError(
-                        field, f"{why}; use a bound that is not open, or a pattern"
+                        field,
+                        f"{open_end} {bound} together with {name} {near[0]}, less than one "
+                        f"away (at {path}), is not supported; use a bound that is not open, "
+                        "or a pattern",
                     )
 
 
-def _check_least_properties(node: Mapping[str, Any], path: str, field: str) -> None:
-    """A name that the schema does not spell out may be written twice, and counts once for whoever reads the document: llguidance counts both."""
+def _check_min_properties(node: Mapping[str, Any], path: str, field: str) -> None:
+    """Reject minProperties over free names: llguidance counts a repeated name twice, a JSON parser
+    once."""
     least = max(_bounds(node, "minProperties"), default=0)
     required = node.get("required")
     sure = (
@@ -95,12 +100,15 @@ def _check_least_properties(node: Mapping[str, Any], path: str, field: str) -> N
     )
     spelled = node.get("additionalProperties") is False and not node.get("patternProperties")
     if least > max(1, sure) and not spelled:
-        why = f"the keyword 'minProperties' (at {path}) is not supported where names are free: one may be written twice and count once"
-        raise UnsupportedError(field, f"{why}; name them under 'properties' and 'required'")
+        raise UnsupportedError(
+            field,
+            f"the keyword 'minProperties' (at {path}) is not supported where names are free: "
+            "one may be written twice and count once; name them under 'properties' and 'required'",
+        )
 
 
 def _bounds(node: Mapping[str, Any], name: str) -> list[float]:
-    """The numbers behind a keyword, here and in the parts that hold as well."""
+    """The numeric values of a keyword in this schema and in its allOf parts."""
     parts = node.get("allOf")
     inner = (
         [part.get(name) for part in parts if isinstance(part, Mapping)]
@@ -114,12 +122,12 @@ def _bounds(node: Mapping[str, Any], name: str) -> list[float]:
     ]
 
 
-def _inside(keyword: str, value: Any, path: str, field: str) -> list[tuple[Any, str]]:
-    """The schemas inside one keyword's value."""
+def _subschemas(keyword: str, value: Any, path: str, field: str) -> list[tuple[Any, str]]:
+    """(subschema, path) for each schema in the keyword's value."""
     here = f"{path}/{keyword}"
-    kind = HONOURED.get(keyword)
+    kind = SUPPORTED.get(keyword)
     if kind is None:
-        if keyword in SILENT or (keyword.startswith("x-") and keyword != "x-guidance"):
+        if keyword in ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
             return []
         raise UnsupportedError(field, f"the keyword {keyword!r} (at {path}) is not supported")
     if keyword == "items" and isinstance(value, list):  # drafts before 2020-12

@@ -1,17 +1,17 @@
-"""Structured output: (json_schema | regex | grammar | choice, tokenizer) -> masks, one for each token drawn.
+"""Structured output. In: a request's json_schema, regex, grammar or choice. Out: token masks.
 
-    structure = compile_structure(params, tokenizer)     # off the engine's thread: up to PATIENCE seconds
-    matcher = structure.start()                          # one for each sequence
-    matcher.mask() -> bytes                              # bit i of byte i // 8, lowest first: may id i come next?
-    matcher.look() -> bool                               # False: that takes a while, beside the engine (own.py); look again later
-    matcher.advance(token);  matcher.finished            # finished: nothing but an end token could follow
-    matcher.usable(drafts) -> (ids, ...)                 # the first of them, as far as the structure can follow
-    matcher.masks_along(usable) -> (mask, ...)           # for the draws of a step with these drafts
-    matcher.forced() -> (ids, ...)                       # what must come next: drafts that cost no guess
+    structure = compile_structure(params, tokenizer)  # not on the engine's thread
+    matcher = structure.start()                       # one matcher per sequence
+    matcher.poll_mask() -> bool                       # False: a rebuild is pending, poll again
+    matcher.mask() -> bytes                           # bit i % 8 of byte i // 8: id i is allowed
+    matcher.advance(token);  matcher.finished         # finished: only an end token could follow
+    matcher.allowed_drafts(drafts) -> (ids, ...)      # the longest prefix the grammar accepts
+    matcher.masks_along(drafts) -> (mask, ...)        # masks of a step that verifies these drafts
+    matcher.forced() -> (ids, ...)                    # tokens that the grammar fully determines
 
-llguidance does the parsing (extra `grammar`); it is imported when first used. End tokens are allowed exactly where the text so
-far is complete. Everything that could be hostile is bounded: the size and depth of what is given, the states and
-steps of the parser, and the time to compile. What cannot be honoured is refused by name, never ignored. What was compiled lately is kept.
+llguidance parses (extra `grammar`, imported on first use). Invariant: an end token is allowed
+exactly where the output so far is a complete document. Input size, parser states and compile time
+are bounded; an unsupported keyword is an error, never ignored.
 """
 
 from __future__ import annotations
@@ -28,28 +28,30 @@ from weakref import WeakKeyDictionary, ref
 from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.grammar.compile_pool import Busy, CompilePool, PoolBusy, TooExpensive, never_busy
-from verbatim.grammar.grammar_cache import Kept, digest
+from verbatim.grammar.grammar_cache import GrammarCache, digest
 from verbatim.grammar.private_matcher import (
-    Origin,
-    Own,
-    consumed,
+    InitialMatcher,
+    PrivateMatcher,
+    consume,
     first_token,
-    halved,
-    masked,
-    renew,
-    renewable,
-    used_up,
+    shared_limits,
+    compute_mask,
+    rebuild,
+    can_rebuild,
+    lexer_exhausted,
 )
 from verbatim.grammar.translate import choice_text, first_line, refusal
 
-PATIENCE = 10.0  # seconds from arrival to the end of both compiles: twice the timeout of the pool
-MAX_TEXT = 256 * 1024  # characters of a schema, grammar or all choices together
-MAX_REGEX = 16 * 1024
-AT_ONCE = 0.005  # seconds that a step of the engine may wait for scouts to be compiled;
-BESIDE = 0.1  # what takes longer is made beside it, up to this: what takes longer still gets none
-PLAIN = 64 * 1024  # characters; a shorter list of choices compiles within 40 ms and needs no worker
+# Seconds from arrival to the end of both compiles. The pool's CPU limit is the real bound; this
+# one only ends a request on an overloaded machine. One and a half times the pool's timeout.
+ARRIVAL_TIMEOUT = 30.0
+MAX_TEXT = 256 * 1024  # characters of a schema, a grammar, or all choices together
+MAX_REGEX = 16 * 1024  # characters
+INLINE_COMPILE = 0.005  # seconds; a draft matcher that compiles faster is compiled during the step
+MAX_DRAFT_COMPILE = 0.1  # seconds; up to this it compiles in a thread, above it there are no drafts
+MAX_INLINE_CHOICES = 64 * 1024  # characters; a shorter choice list compiles in 40 ms, in process
 
-# Half of llguidance's defaults or less: one step stays within milliseconds, one matcher within some 50 MB.
+# At most half of llguidance's defaults: a mask takes milliseconds, a matcher at most about 50 MB.
 LIMITS = {
     "max_items_in_row": 1000,
     "initial_lexer_fuel": 1_000_000,
@@ -72,82 +74,87 @@ class GrammarTokenizer(Protocol):
 
 
 class Structure:
-    """One compiled structure; start() gives a matcher for each sequence that must follow it.
+    """One compiled grammar; start() returns a matcher for one sequence.
 
-    llguidance's copies share one lexer. The number of its states is limited: what one answer's text used up, another's would miss; and a failure inside it in one
-    copy ends them all. So a matcher that finds it so gets one of its own (own.py), and nothing new is begun with what is `spent`.
+    Copies of an llguidance matcher share one lexer with a limited number of states, and an error in
+    one copy affects all. When the shared lexer is exhausted, a sequence gets a private matcher
+    (private_matcher.py) and the cache compiles the grammar again for new requests.
 
-    Guesses are walked by scouts: copies of a second one, compiled when the first guess is looked for. What wrong guesses use up, no answer misses; the scouts'
-    own end only ends guessing. A structure that takes more than BESIDE to compile has none, and its answers no drafts."""
+    Drafts are checked on copies of a second matcher, compiled when drafts are first requested. So
+    wrong drafts never use up the lexer of a completion; when the draft lexer is exhausted, only
+    drafting ends. A grammar that takes longer than MAX_DRAFT_COMPILE gets no drafts."""
 
     def __init__(
         self, make: Callable[[dict[str, Any]], Any], field: str, eos_ids: Sequence[int]
     ) -> None:
-        """`make`: compile it, with these limits."""
+        """`make(limits)` compiles the grammar under these parser limits."""
         self._make, self.field = make, field
-        self.spent = False
-        self._scouts: Origin | None = None
-        self._scouting: bool | None = None  # None: nobody has looked for guesses yet
+        self.exhausted = False
+        self._draft_origin: InitialMatcher | None = None
+        self._drafting: bool | None = None  # None: no drafts were requested yet
         self._eos = frozenset(eos_ids)
         began = time.thread_time()
-        shared = self._make(halved(LIMITS))
-        self._first = self._first_mask(shared)  # kept, so that no step of the engine waits for it
-        self._origin = Origin(shared, first_token(self._first))
+        shared = self._make(shared_limits(LIMITS))
+        self._first = self._first_mask(shared)  # computed here, so that no engine step waits for it
+        self._origin = InitialMatcher(shared, first_token(self._first))
         self.seconds = time.thread_time() - began
 
     def _first_mask(self, shared: Any) -> bytes:
-        """Raises where no text can follow it, or the very first step is too much."""
+        """The mask of the first token. Raises if no output can match, or if it is too complex."""
         if shared.is_error():
             raise refusal(self.field, shared.get_error())
-        probe, mask = masked(shared.deep_copy(), None)
-        if used_up(probe):  # what that means, one that shares nothing says
-            probe, mask = masked(self._make(LIMITS), None)
+        probe, mask = compute_mask(shared.deep_copy(), None)
+        if lexer_exhausted(probe):  # the shared limits are halved: try again with the full limits
+            probe, mask = compute_mask(self._make(LIMITS), None)
         if "NoExtension" in probe.get_error() or not any(mask or b"?"):
             raise ParameterError(self.field, "no text can satisfy it")
         if mask is None:
             raise too_complex(self.field, probe)
         return mask
 
-    def own(self) -> Origin:
-        """A matcher that shares nothing."""
-        return Origin(self._make(LIMITS), self._origin.token)
+    def private_matcher(self) -> InitialMatcher:
+        """A matcher with its own lexer and the full limits."""
+        return InitialMatcher(self._make(LIMITS), self._origin.token)
 
     @property
     def size(self) -> int:
-        """Bytes, as far as we can tell: measured on many kinds, a millisecond of compiling leaves 80 to 170 KB, and its scouts as much again."""
-        return int(100_000 + 200_000_000 * self.seconds) * (2 if self.seconds <= BESIDE else 1)
+        """Estimated bytes. Measured over many grammars: 80 to 170 KB per millisecond of compile
+        time, and the same again for the draft matcher."""
+        return int(100_000 + 200_000_000 * self.seconds) * (
+            2 if self.seconds <= MAX_DRAFT_COMPILE else 1
+        )
 
-    def scout(self) -> Origin | None:
-        """One from the beginning, to walk guesses with; None where there is none: not yet, not for this structure, or no more."""
-        if self._scouting is None:
-            self._scouting = self.seconds <= BESIDE
-            if self.seconds <= AT_ONCE:
-                self._make_scouts()
-            elif self._scouting:
-                # llguidance leaves Python's lock to others meanwhile; no daemon, so that Python's end waits for it
-                threading.Thread(target=self._make_scouts).start()
-        return self._scouts if self._scouting else None
+    def draft_matcher(self) -> InitialMatcher | None:
+        """The initial matcher for drafts; None while it compiles, or if this grammar has none."""
+        if self._drafting is None:
+            self._drafting = self.seconds <= MAX_DRAFT_COMPILE
+            if self.seconds <= INLINE_COMPILE:
+                self._make_draft_matcher()
+            elif self._drafting:
+                # llguidance releases the GIL. Not a daemon thread: interpreter exit must wait.
+                threading.Thread(target=self._make_draft_matcher).start()
+        return self._draft_origin if self._drafting else None
 
-    def _make_scouts(self) -> None:
-        self._scouts = Origin(self._make(halved(LIMITS)), self._origin.token)
+    def _make_draft_matcher(self) -> None:
+        self._draft_origin = InitialMatcher(self._make(shared_limits(LIMITS)), self._origin.token)
 
     @property
-    def scouted(self) -> bool:
-        return bool(self._scouting) and self._scouts is not None
+    def has_draft_matcher(self) -> bool:
+        return bool(self._drafting) and self._draft_origin is not None
 
-    def end_scouting(self) -> None:
-        """They have used up what they share."""
-        self._scouting, self._scouts = False, None
+    def end_drafting(self) -> None:
+        """The draft lexer is exhausted: no more drafts for this grammar."""
+        self._drafting, self._draft_origin = False, None
 
     def start(self) -> Matcher:
         return Matcher(self, self._origin, self._eos, self._first)
 
 
 class Matcher:
-    """Where one sequence stands in its structure."""
+    """The grammar state of one sequence."""
 
     def __init__(
-        self, structure: Structure, origin: Origin, eos: frozenset[int], mask: bytes | None
+        self, structure: Structure, origin: InitialMatcher, eos: frozenset[int], mask: bytes | None
     ) -> None:
         self._structure, self._origin, self._inner, self._eos = (
             structure,
@@ -156,96 +163,95 @@ class Matcher:
             eos,
         )
         self._mask = mask
-        self._since: int | None = (
-            None  # tokens taken when a lexer of its own was begun; None: it shares the structure's
-        )
-        self.renewal: Future[Own] | None = (
-            None  # one of its own, or the next one, that is being made
-        )
-        self._ahead: tuple[tuple[int, ...], tuple[bytes | None, ...]] = (
-            (),
-            (),
-        )  # drafts and the masks along them
-        self._taken: list[int] = []
+        # Number of tokens when the private lexer was created; None: the lexer is the shared one.
+        self._lexer_start: int | None = None
+        self.rebuilding: Future[PrivateMatcher] | None = None  # the private matcher in the making
+        # Drafts, and the mask before each of them and after the last.
+        self._draft_masks: tuple[tuple[int, ...], tuple[bytes | None, ...]] = ((), ())
+        self._tokens: list[int] = []
         self._ended = False
-        self._scouts: Origin | None = None  # where its scout began
-        self._scout: Any = None
-        self._scouted = 0  # of the tokens taken, those that the scout has gone along
+        self._draft_origin: InitialMatcher | None = None
+        self._draft_matcher: Any = None
+        self._draft_position = 0  # tokens that the draft matcher has consumed
 
     @property
     def finished(self) -> bool:
-        """The text is complete and nothing may follow it. The engine ends the sequence here, with or without an end token. While a renewal is needed it is not
-        known, and False."""
+        """The output is complete and nothing may follow it: the engine ends the sequence here, with
+        or without an end token. False while a rebuild is pending."""
         return self._ended or bool(
-            self.renewal is None and self._inner.is_stopped() and not self._inner.is_error()
+            self.rebuilding is None and self._inner.is_stopped() and not self._inner.is_error()
         )
 
     @property
     def accepting(self) -> bool:
-        """The text so far is a whole answer; more may still follow."""
+        """The output so far is a complete document; more may follow."""
         return self._ended or bool(self._inner.is_accepting())
 
     def mask(self) -> bytes:
-        """The ids that may come next. Waits for a renewal."""
-        while not self.look():
-            assert self.renewal is not None
-            self.renewal.exception()
+        """The token ids that may come next. Waits for a pending rebuild."""
+        while not self.poll_mask():
+            assert self.rebuilding is not None
+            self.rebuilding.exception()
         if self._mask is None:
             self._mask = bytes(self._inner.compute_bitmask())
             self._check()
         return self._mask
 
-    def look(self) -> bool:
-        """Find what may come next, unless nothing may. False: not known yet, and the sequence has to wait for the renewal. Raises where the text became too complex."""
-        if self.renewal is not None:
-            if not self.renewal.done():
+    def poll_mask(self) -> bool:
+        """Compute the next mask, unless the output is finished. False: a private matcher is being
+        built, and the sequence must wait. Raises UnsupportedError if the output is too complex."""
+        if self.rebuilding is not None:
+            if not self.rebuilding.done():
                 return False
-            (self._inner, self._origin, self._since, self._mask), self.renewal = (
-                self.renewal.result(),
+            (self._inner, self._origin, self._lexer_start, self._mask), self.rebuilding = (
+                self.rebuilding.result(),
                 None,
             )
             self._check()
         if self._mask is not None or self.finished:
             return True
         if not self._inner.is_error():
-            self._inner, self._mask = masked(self._inner, self._origin)
+            self._inner, self._mask = compute_mask(self._inner, self._origin)
         if self._mask is not None:
             return True
-        if not renewable(self._inner, self._since, len(self._taken)):
+        if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
             self._check()
-        if self._since is None:
-            self._structure.spent = True
-        self.renewal = renew(self._structure.own, self._taken, self._since, ref(self))
+        if self._lexer_start is None:
+            self._structure.exhausted = True
+        self.rebuilding = rebuild(
+            self._structure.private_matcher, self._tokens, self._lexer_start, ref(self)
+        )
         return False
 
     def masks_along(self, drafts: Sequence[int]) -> tuple[bytes | None, ...]:
-        """The mask here and after each draft, 1 + len(drafts), as usable() found them. None where a draft completes the text: nothing is
-        drawn behind it."""
+        """1 + len(drafts) masks, before the first draft and after each, from allowed_drafts().
+        None where a draft completes the document: no token is drawn after it."""
         if not drafts:
             return (self.mask(),)
-        tokens, masks = self._ahead
+        tokens, masks = self._draft_masks
         assert tuple(drafts) == tokens[: len(drafts)], (
-            "drafts of a structure are those that usable() let pass"
+            "drafts under a grammar must come from allowed_drafts()"
         )
         return masks[: 1 + len(drafts)]
 
     def advance(self, token: int) -> None:
-        """Take a token that the mask allows (an end token included)."""
-        assert not self.finished or token in self._eos, "a finished structure takes no more tokens"
-        assert self.renewal is None, "while a renewal is made, nothing is drawn"
+        """Consume a token that the mask allows (end tokens included)."""
+        assert not self.finished or token in self._eos, "a finished matcher accepts no more tokens"
+        assert self.rebuilding is None, "no token is drawn while a rebuild is pending"
         complete = self.accepting if self._mask is None else _allows(self._mask, token)
         self._mask = None
         if token in self._eos and complete:
             self._ended = True
             return
-        self._taken.append(token)
-        self._inner = consumed(self._inner, self._origin, token)
-        if not renewable(self._inner, self._since, len(self._taken)):
+        self._tokens.append(token)
+        self._inner = consume(self._inner, self._origin, token)
+        if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
             self._check()
 
-    def usable(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Of these drafts the first ones that the structure allows and that can be followed: a guess that runs into a limit must not end an
-        answer which may go another way. What is wrong at this very place is told by mask(). The masks on the way are kept for the step."""
+    def allowed_drafts(self, drafts: Sequence[int]) -> tuple[int, ...]:
+        """The longest prefix of `drafts` that the grammar accepts within its limits. A draft that
+        exceeds a limit is cut off here, because the completion may continue without it. The masks
+        along the drafts are kept for masks_along()."""
         try:
             masks: list[bytes | None] = [self.mask()]
         except UnsupportedError:
@@ -254,50 +260,60 @@ class Matcher:
         here = self._here()
         if here is None:
             return ()
-        scout = here.deep_copy()
+        draft_matcher = here.deep_copy()
         for token in drafts:
             if masks[-1] is None or token in self._eos or not _allows(masks[-1], token):
                 break
-            scout.consume_token(token)
-            scout, mask = (scout, None) if scout.is_stopped() else masked(scout, self._scouts)
-            if self._lost(scout):
+            draft_matcher.consume_token(token)
+            draft_matcher, mask = (
+                (draft_matcher, None)
+                if draft_matcher.is_stopped()
+                else compute_mask(draft_matcher, self._draft_origin)
+            )
+            if self._lost(draft_matcher):
                 break
             masks.append(mask)
-        self._ahead = tuple(drafts[: len(masks) - 1]), tuple(masks)
-        return self._ahead[0]
+        self._draft_masks = tuple(drafts[: len(masks) - 1]), tuple(masks)
+        return self._draft_masks[0]
 
     def forced(self) -> tuple[int, ...]:
-        """Tokens that the structure leaves no choice about, as the tokenizer writes them; often empty."""
-        scout = None if self.finished else self._here()
-        if scout is None:
+        """The tokens that the grammar fully determines from here, as tokenized; often empty."""
+        draft_matcher = None if self.finished else self._here()
+        if draft_matcher is None:
             return ()
-        found = tuple(scout.compute_ff_tokens())
-        return () if self._lost(scout) else found
+        found = tuple(draft_matcher.compute_ff_tokens())
+        return () if self._lost(draft_matcher) else found
 
     def _here(self) -> Any:
-        """A scout at this point of the text, to look ahead with; None where there is none."""
-        if self._scout is None or not self._structure.scouted:
-            self._scouts, self._scouted = self._structure.scout(), 0
-            self._scout = None if self._scouts is None else self._scouts.inner.deep_copy()
-        if self._scout is not None and self._scouted < len(self._taken):
-            self._scout.consume_tokens(self._taken[self._scouted :])
-            self._scouted = len(self._taken)
-        return None if self._scout is None or self._lost(self._scout) else self._scout
+        """The draft matcher, advanced to the end of the output; None if there is none."""
+        if self._draft_matcher is None or not self._structure.has_draft_matcher:
+            self._draft_origin, self._draft_position = self._structure.draft_matcher(), 0
+            self._draft_matcher = (
+                None if self._draft_origin is None else self._draft_origin.inner.deep_copy()
+            )
+        if self._draft_matcher is not None and self._draft_position < len(self._tokens):
+            self._draft_matcher.consume_tokens(self._tokens[self._draft_position :])
+            self._draft_position = len(self._tokens)
+        return (
+            None
+            if self._draft_matcher is None or self._lost(self._draft_matcher)
+            else self._draft_matcher
+        )
 
-    def _lost(self, scout: Any) -> bool:
-        """It can go no further. Where that is because all scouts together have used up what they share, none goes on."""
-        if not scout.is_error():
+    def _lost(self, draft_matcher: Any) -> bool:
+        """Whether the draft matcher failed. Ends drafting if its lexer is exhausted."""
+        if not draft_matcher.is_error():
             return False
-        if used_up(scout):
-            self._structure.end_scouting()
+        if lexer_exhausted(draft_matcher):
+            self._structure.end_drafting()
         return True
 
     def copy(self) -> Matcher:
-        """For a fork of the sequence, or to look ahead."""
+        """For a fork of the sequence."""
         twin = Matcher(self._structure, self._origin, self._eos, self._mask)
-        twin._inner, twin._taken, twin._ended = (
+        twin._inner, twin._tokens, twin._ended = (
             self._inner.deep_copy(),
-            list(self._taken),
+            list(self._tokens),
             self._ended,
         )
         return twin
@@ -321,10 +337,11 @@ def compile_structure(
     engine_busy: Busy = never_busy,
     deadline: float | None = None,
 ) -> Structure | None:
-    """The request's structure, or None if it has none. Raises ParameterError (the structure is wrong)
-    or UnsupportedError (it is not offered, or too expensive); OverloadedError if it was not compiled
-    before `deadline`, on the clock of time.monotonic. All name the field. `engine_busy`: compiles run
-    one at a time while it is true. Call it off the engine's thread."""
+    """The compiled grammar of a request; None if it has none. Do not call on the engine's thread.
+
+    Raises ParameterError (invalid), UnsupportedError (unsupported, or too expensive to compile), or
+    OverloadedError (not compiled before `deadline`, on the clock of time.monotonic); each names the
+    field. Compiles run one at a time while `engine_busy()`."""
     for field in STRUCTURE:
         value = getattr(params, field)
         if value is not None:
@@ -334,11 +351,11 @@ def compile_structure(
                 raise ParameterError(field, f"{size} characters are more than {limit}")
             lib = _llguidance(field)
             ours = _tokenizer(lib, tokenizer)  # once per model, so outside the request's time
-            deadline = time.monotonic() + PATIENCE if deadline is None else deadline
-            kept = _KEPT.setdefault(tokenizer, Kept())
+            deadline = time.monotonic() + ARRIVAL_TIMEOUT if deadline is None else deadline
+            cache = _CACHES.setdefault(tokenizer, GrammarCache())
             try:
                 make = partial(_compile, field, value, lib, ours, tokenizer, engine_busy, deadline)
-                structure: Structure = kept.get(digest(field, value), deadline, make)
+                structure: Structure = cache.get(digest(field, value), deadline, make)
                 return structure
             except TooExpensive as reason:
                 raise UnsupportedError(field, f"{reason}; make it simpler") from None
@@ -348,16 +365,17 @@ def compile_structure(
 
 
 def busy(field: str) -> OverloadedError:
-    """The structure was not compiled in time. Says nothing about the structure: a retry may succeed."""
-    why = f"could not be compiled within {PATIENCE:g} seconds beside what else runs here"
+    """The grammar was not compiled in time. That says nothing about it: a retry may succeed."""
+    why = f"could not be compiled within {ARRIVAL_TIMEOUT:g} seconds beside what else runs here"
     return OverloadedError(
         f"{field}: {why}; try again, or make it simpler", param=field, retry_after=2.0
     )
 
 
 def prepare(tokenizer: GrammarTokenizer) -> None:
-    """Build now what every structure of this model needs: over a large vocabulary llguidance holds Python's lock for some tenths of a second, in which
-    no answer goes on. Without llguidance, or an end token, nothing happens: the request that asks will be told."""
+    """Build llguidance's tokenizer at start-up: for a large vocabulary it holds the GIL for some
+    tenths of a second. Without llguidance, or without an end token, this does nothing; a request
+    with a grammar then gets the error."""
     with contextlib.suppress(UnsupportedError):
         _tokenizer(_llguidance("structure"), tokenizer)
 
@@ -371,10 +389,10 @@ def _compile(
     engine_busy: Busy,
     deadline: float,
 ) -> Structure:
-    """Compile in a worker process, which may be killed; then, what passed, in this process."""
-    pool = the_pool()
+    """Compile in a worker process, which can be killed; then again in this process."""
+    pool = shared_pool()
     with pool.slot(deadline, engine_busy):
-        if field == "choice" and sum(map(len, value)) <= PLAIN:
+        if field == "choice" and sum(map(len, value)) <= MAX_INLINE_CHOICES:
             written = choice_text(value)
         else:
             written = pool.translate(field, value, deadline)
@@ -385,19 +403,19 @@ def _matcher(lib: Any, ours: Any, written: str, limits: dict[str, Any]) -> Any:
     return lib.LLMatcher(ours, written, log_level=0, limits=lib.LLParserLimits(**limits))
 
 
-def the_pool() -> CompilePool:
+def shared_pool() -> CompilePool:
     """One pool per process, shared by all engines in it."""
     global _pool
-    with _BUILDING:
+    with _LOCK:
         _pool = _pool or CompilePool(LIMITS)
     return _pool
 
 
 _pool: CompilePool | None = None
-_KEPT: WeakKeyDictionary[GrammarTokenizer, Kept] = WeakKeyDictionary()
+_CACHES: WeakKeyDictionary[GrammarTokenizer, GrammarCache] = WeakKeyDictionary()
 
 
-# -------------------------------------------------------------------------------------------------------- llguidance
+# --- llguidance
 
 
 def _llguidance(field: str) -> Any:
@@ -413,18 +431,16 @@ def _llguidance(field: str) -> Any:
 
 
 class _Wrapper:
-    """Our tokenizer as llguidance's LLTokenizer wants to see it."""
+    """Adapter from our tokenizer to the interface of llguidance.LLTokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: GrammarTokenizer) -> None:
-        self._tokenizer = ref(
-            tokenizer
-        )  # which keeps what is built for it, not the other way round
+        self._tokenizer = ref(tokenizer)  # weak: _TOKENIZERS must not keep its own key alive
         ids = range(tokenizer.vocab_size)
         self.eos_token_id = tokenizer.eos_ids[0]
-        # Without this mark, a control token's literal text could be drawn as if it were text.
+        # Unless marked as special, a control token would match its literal text in a grammar.
         self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
         self.tokens = [tokenizer.token_bytes(i) for i in ids]
 
@@ -433,14 +449,14 @@ class _Wrapper:
         return [] if tokenizer is None else tokenizer.encode(text)
 
 
-_BUILT: WeakKeyDictionary[GrammarTokenizer, Any] = WeakKeyDictionary()
-_BUILDING = threading.Lock()
+_TOKENIZERS: WeakKeyDictionary[GrammarTokenizer, Any] = WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 def _tokenizer(lib: Any, tokenizer: GrammarTokenizer) -> Any:
-    """llguidance's view of a tokenizer, built once (a trie over the vocabulary)."""
-    with _BUILDING:
-        found = _BUILT.get(tokenizer)
+    """The LLTokenizer of a tokenizer (a trie over the vocabulary), built once."""
+    with _LOCK:
+        found = _TOKENIZERS.get(tokenizer)
         if found is None:
             if not tokenizer.eos_ids:
                 raise UnsupportedError(
@@ -450,7 +466,7 @@ def _tokenizer(lib: Any, tokenizer: GrammarTokenizer) -> Any:
             found = lib.LLTokenizer(
                 _Wrapper(tokenizer), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_ids)
             )
-            _BUILT[tokenizer] = found
+            _TOKENIZERS[tokenizer] = found
         return found
 
 

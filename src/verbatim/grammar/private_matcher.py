@@ -1,16 +1,16 @@
-"""A matcher of one text's own, made when the one that many share is used up: it alone decides whether a text became too complex to follow.
+"""Private llguidance matcher for one sequence, built when the shared lexer reaches its state limit.
 
-llguidance's copies share one lexer, whose states are limited. When they are used up depends on all who share it, and on their pace: so that must
-never end a text. What ends it is a function of its own tokens:
+Copies of an llguidance matcher share one lexer with a limited number of states. When it is
+exhausted depends on all sequences that share it, so that must never end a completion. Invariant:
+whether a completion ends as too complex is a function of its private tokens.
 
-    a matcher that shares nothing takes the tokens from the first on, its mask computed after each, as if nobody else had ever been;
-    where its lexer is used up after STRETCH tokens or more, a new one takes the tokens up to there, and goes on;
-    where it is used up sooner, the text ends.
+    A private matcher replays the tokens from the first, computing the mask after each.
+    If its lexer is exhausted after MIN_LEXER_TOKENS tokens or more, a new lexer replaces it.
+    If its lexer is exhausted sooner, the completion ends.
 
-The shared one has half the limits (`halved`): what passes it, with states that others found before, passes alone as well.
-
-Compiling takes milliseconds, for the largest tenths of a second, and the walk as long as the text's masks took before. So it is done beside the engine, one at
-a time; the sequence waits for it, and nobody else does.
+The shared lexer has half the limits (`shared_limits`): what passes there also passes alone. A
+rebuild takes milliseconds to tenths of a second, plus the time of the masks. It runs in one
+background thread; only the sequence that needs it waits.
 """
 
 from __future__ import annotations
@@ -19,117 +19,130 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-STRETCH = 1024  # tokens that a lexer must have lasted for another to be made: what bounds the compiling for one text
-SIGNS = (
+MIN_LEXER_TOKENS = 1024  # per private lexer; bounds the number of compiles per completion
+# Substrings of llguidance's error messages for an exhausted lexer.
+EXHAUSTED_ERRORS = (
     "too many states",
     "too many expressions",
     "PoisonError",
-)  # of a lexer that can do no more, in llguidance's errors
-HALVED = ("max_lexer_states", "step_lexer_fuel")
+)
+HALVED_LIMITS = ("max_lexer_states", "step_lexer_fuel")
 
-_BESIDE = ThreadPoolExecutor(
-    1, "own-matchers"
-)  # one, so that however many wait, they take one processor at most
+# One thread: rebuilds take at most one CPU, however many sequences wait.
+_REBUILD_THREAD = ThreadPoolExecutor(1, "private-matchers")
 
 
-class Origin(NamedTuple):
-    """A matcher at the beginning of a text, quickly copied however long the text is by now; and a token that may come first."""
+class InitialMatcher(NamedTuple):
+    """A matcher in its initial state, which is cheap to copy, and a valid first token."""
 
     inner: Any
     token: int
 
-    def tried(self) -> Any:
-        """A copy that took it: an error shows that the lexer, which all copies share, is used up."""
+    def probe(self) -> Any:
+        """A copy that consumed the first token; an error shows that the lexer is exhausted."""
         trial = self.inner.deep_copy()
         trial.consume_token(self.token)
         return trial
 
 
-class Own(NamedTuple):
+class PrivateMatcher(NamedTuple):
     inner: Any
-    origin: Origin
-    since: int  # tokens taken when its lexer was begun
-    mask: bytes | None  # of the next token; None where none may follow, or after an error
+    origin: InitialMatcher
+    lexer_start: int  # number of tokens when its lexer was created
+    mask: bytes | None  # of the next token; None when finished, or after an error
 
 
-def halved(limits: dict[str, Any]) -> dict[str, Any]:
-    """The limits of what is shared."""
-    return limits | {name: limits[name] // 2 for name in HALVED}
+def shared_limits(limits: dict[str, Any]) -> dict[str, Any]:
+    """The parser limits of a matcher whose lexer is shared."""
+    return limits | {name: limits[name] // 2 for name in HALVED_LIMITS}
 
 
-def used_up(inner: Any) -> bool:
-    return bool(inner.is_error()) and any(sign in inner.get_error() for sign in SIGNS)
+def lexer_exhausted(inner: Any) -> bool:
+    return bool(inner.is_error()) and any(sign in inner.get_error() for sign in EXHAUSTED_ERRORS)
 
 
-def renewable(inner: Any, since: int | None, taken: int) -> bool:
-    """Used up, and that is not the text's end: what was shared (`since` is None), or what has lasted."""
-    return used_up(inner) and (since is None or taken - since >= STRETCH)
+def can_rebuild(inner: Any, lexer_start: int | None, taken: int) -> bool:
+    """The lexer is exhausted, and a new one may replace it: it was shared (`lexer_start` is None),
+    or it lasted MIN_LEXER_TOKENS."""
+    return lexer_exhausted(inner) and (
+        lexer_start is None or taken - lexer_start >= MIN_LEXER_TOKENS
+    )
 
 
-def renew(
-    make: Callable[[], Origin],
+def rebuild(
+    make: Callable[[], InitialMatcher],
     taken: Sequence[int],
-    since: int | None,
+    lexer_start: int | None,
     wanted: Callable[[], object],
-) -> Future[Own]:
-    """What follows after these tokens, in a while. `wanted`: None when nobody waits for it any more."""
-    return _BESIDE.submit(_walk if since is None else _begin, make, tuple(taken), wanted)
+) -> Future[PrivateMatcher]:
+    """Build a private matcher that has consumed these tokens. Cancelled once `wanted()` returns
+    None: the sequence is gone."""
+    return _REBUILD_THREAD.submit(
+        _replay if lexer_start is None else _new_lexer, make, tuple(taken), wanted
+    )
 
 
-def consumed(inner: Any, origin: Origin, token: int) -> Any:
-    """The matcher, behind the token; or one that tells the error. A lexer that is used up in the middle of a token makes llguidance say that the token is wrong."""
+def consume(inner: Any, origin: InitialMatcher, token: int) -> Any:
+    """The matcher after the token, or a copy that shows the real error: a lexer that is exhausted
+    in the middle of a token makes llguidance report an invalid token."""
     inner.consume_token(token)
-    if inner.is_error() and not used_up(inner):
-        trial = origin.tried()
-        return trial if used_up(trial) else inner
+    if inner.is_error() and not lexer_exhausted(inner):
+        trial = origin.probe()
+        return trial if lexer_exhausted(trial) else inner
     return inner
 
 
 def first_token(mask: bytes) -> int:
-    """The last of them, where there are several."""
+    """The highest token id that the mask allows."""
     return max(int.from_bytes(mask, "little").bit_length() - 1, 0)
 
 
-def masked(inner: Any, origin: Origin | None) -> tuple[Any, bytes | None]:
-    """The mask of the next token, and the matcher; after an error no mask, and a matcher that tells the error.
+def compute_mask(inner: Any, origin: InitialMatcher | None) -> tuple[Any, bytes | None]:
+    """(matcher, mask of the next token); after an error (a matcher that shows the error, None).
 
-    Where llguidance thinks that there is one way only, it does not ask its lexer, and does not notice that it is used up: then what it says may be
-    wrong, without an error (a single token where hundreds may follow). When a token is taken it does notice. So where there is one way, that is tried, at the
-    beginning of the text; None: this is the beginning."""
+    With a single allowed byte llguidance does not run its lexer, so it misses that the lexer is
+    exhausted and may return a wrong mask without an error (one token where hundreds are allowed).
+    Consuming a token does detect it. So such a mask is verified with a probe from the initial
+    state; `origin` None: this matcher is in the initial state."""
     mask = bytes(inner.compute_bitmask())
     if inner.is_error():
         return inner, None
     if len(mask) - mask.count(0) <= 1:
-        trial = (origin or Origin(inner, first_token(mask))).tried()
-        if used_up(trial):
+        trial = (origin or InitialMatcher(inner, first_token(mask))).probe()
+        if lexer_exhausted(trial):
             return trial, None
     return inner, mask
 
 
-def _walk(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
-    own = _begin(make, (), wanted)
+def _replay(
+    make: Callable[[], InitialMatcher], taken: tuple[int, ...], wanted: Callable[[], object]
+) -> PrivateMatcher:
+    private = _new_lexer(make, (), wanted)
     for count, token in enumerate(taken, 1):
-        if own.inner.is_error():
+        if private.inner.is_error():
             break
         if wanted() is None:
             raise CancelledError
-        own = _looked(consumed(own.inner, own.origin, token), own.origin, own.since)
-        if renewable(own.inner, own.since, count):
-            own = _begin(make, taken[:count], wanted)
-    return own
+        private = _with_mask(
+            consume(private.inner, private.origin, token), private.origin, private.lexer_start
+        )
+        if can_rebuild(private.inner, private.lexer_start, count):
+            private = _new_lexer(make, taken[:count], wanted)
+    return private
 
 
-def _begin(make: Callable[[], Origin], taken: tuple[int, ...], wanted: Callable[[], object]) -> Own:
+def _new_lexer(
+    make: Callable[[], InitialMatcher], taken: tuple[int, ...], wanted: Callable[[], object]
+) -> PrivateMatcher:
     if wanted() is None:
         raise CancelledError
     origin = make()
     inner = origin.inner.deep_copy()
     inner.consume_tokens(list(taken))
-    return _looked(inner, origin, len(taken))
+    return _with_mask(inner, origin, len(taken))
 
 
-def _looked(inner: Any, origin: Origin, since: int) -> Own:
-    inner, mask = (
-        (inner, None) if inner.is_stopped() else masked(inner, origin)
-    )  # in an error it is stopped too
-    return Own(inner, origin, since, mask)
+def _with_mask(inner: Any, origin: InitialMatcher, lexer_start: int) -> PrivateMatcher:
+    # A matcher in an error state counts as stopped too.
+    inner, mask = (inner, None) if inner.is_stopped() else compute_mask(inner, origin)
+    return PrivateMatcher(inner, origin, lexer_start, mask)

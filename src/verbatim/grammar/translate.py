@@ -1,9 +1,8 @@
-"""A request's structure -> the grammar that llguidance compiles, or a refusal that names the field. Runs in a compile worker (compile_worker.py).
+"""Translate a structure to llguidance's grammar text and compile it once, in a compile worker.
 
-    translate("json_schema", '{"type": "integer"}') -> llguidance's text
-
-Everything slow that is written in Python happens here, outside the engine's process: the keywords of
-a schema are checked, GBNF is read, and the result is compiled once to see whether it can be.
+In: a request's json_schema, regex, grammar or choice. Out: grammar text, or an error that names the
+field. Slow Python code runs here, outside the engine's process: the schema check and the GBNF
+parser.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from typing import Any
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import no_key_twice
-from verbatim.grammar.finite import endless
+from verbatim.grammar.finite import infinite_keyword
 from verbatim.grammar.json_schema import check_schema
 
-WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON's parts: free, but a model that likes blanks must come to an end
+WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON tokens; bounded, or a model may write blanks forever
 
 
 def translate(field: str, value: Any) -> str:
-    """Raises ParameterError (what was given is wrong) or UnsupportedError (we do not offer it)."""
+    """The grammar text. Raises ParameterError (invalid) or UnsupportedError (not supported)."""
     try:
-        return _WRITERS[field](value)
+        return _TRANSLATORS[field](value)
     except RequestError:
         raise
     except RecursionError:
         raise ParameterError(field, "is nested too deeply") from None
-    except ValueError as error:  # llguidance's own reader
+    except ValueError as error:  # from llguidance's parser
         raise refusal(field, str(error)) from None
 
 
-# ------------------------------------------------------------------------------------ the four kinds, as llguidance text
+# --- one translator per kind of structure
 
 
 def _json_text(schema: str) -> str:
@@ -45,13 +44,9 @@ def _json_text(schema: str) -> str:
         raise ParameterError("json_schema", "false: no text can satisfy it")
     value = {} if value is True else value
     try:
-        keyword = endless(value)
-    except (
-        TypeError,
-        ValueError,
-        AttributeError,
-    ):  # an ill-typed keyword, which llguidance will name
-        keyword = None
+        keyword = infinite_keyword(value)
+    except (TypeError, ValueError, AttributeError):
+        keyword = None  # a keyword of a wrong type, which llguidance reports
     if keyword is not None:
         raise ParameterError(
             "json_schema",
@@ -64,7 +59,7 @@ def _json_text(schema: str) -> str:
 def _regex_text(pattern: str) -> str:
     from llguidance import LLMatcher
 
-    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance would drop it
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # llguidance would drop the backslash
         raise ParameterError(
             "regex",
             "ends in a backslash that escapes nothing; write two of them for the character itself",
@@ -73,7 +68,7 @@ def _regex_text(pattern: str) -> str:
 
 
 def _grammar_text(grammar: str) -> str:
-    """Lark as llguidance reads it; a grammar with `::=` is GBNF (llama.cpp's form) and translated."""
+    """Lark in llguidance's dialect; a grammar with `::=` is GBNF (llama.cpp) and is translated."""
     from llguidance import LLMatcher
 
     if "::=" in grammar:
@@ -90,35 +85,32 @@ def _grammar_text(grammar: str) -> str:
             "grammar",
             "the attribute `temperature` inside a grammar is not offered; set the parameter",
         )
-    for found in re.finditer(
-        r"%json\s*(?=[{])", grammar
-    ):  # schemas inside a grammar are held to the same rule
+    for found in re.finditer(r"%json\s*(?=[{])", grammar):  # embedded schemas: the same rules
         try:
             schema, _ = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(
                 grammar, found.end()
             )
         except json.JSONDecodeError:
-            continue  # llguidance will say what is wrong with it
+            continue  # llguidance reports the error
         except ValueError as error:
             raise ParameterError("grammar", f"%json: {error}") from None
         check_schema(schema, "grammar")
     return str(LLMatcher.grammar_from_lark(grammar))
 
 
-_LITERAL = {
-    ord(sign): f"\\{sign}" for sign in r"\.+*?()|[]{}^$#&-~/"
-}  # what a regular expression would read as something else
+# Characters that a regular expression must escape to match literally.
+_LITERAL = {ord(sign): f"\\{sign}" for sign in r"\.+*?()|[]{}^$#&-~/"}
 
 
 def choice_text(choices: Sequence[str]) -> str:
-    """One expression of alternatives: the lexer follows thousands of them at once, the parser would not. llguidance reads it in half the time of as
-    many strings in a grammar."""
+    """One regex of alternatives. Unlike the parser, the lexer follows thousands of them at once, and
+    it compiles in half the time of a grammar of strings."""
     from llguidance import LLMatcher
 
     return str(LLMatcher.grammar_from_regex("|".join(text.translate(_LITERAL) for text in choices)))
 
 
-_WRITERS: dict[str, Callable[[Any], str]] = {
+_TRANSLATORS: dict[str, Callable[[Any], str]] = {
     "json_schema": _json_text,
     "regex": _regex_text,
     "grammar": _grammar_text,
@@ -126,11 +118,12 @@ _WRITERS: dict[str, Callable[[Any], str]] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
+# --- errors
 
-# What llguidance says of things that are right in themselves but that it does not offer.
-_NOT_OFFERED = re.compile(
-    r"unimplemented|not supported|unsupported|too complex|too large|too many|limit|fuel|unknown format|not disjoint|registry",
+# llguidance's messages for valid input that it does not support.
+_UNSUPPORTED = re.compile(
+    r"unimplemented|not supported|unsupported|too complex|too large|too many|limit|fuel"
+    r"|unknown format|not disjoint|registry",
     re.I,
 )
 _BAD_REGEX = re.compile(
@@ -139,13 +132,11 @@ _BAD_REGEX = re.compile(
 
 
 def refusal(field: str, message: str) -> ParameterError | UnsupportedError:
-    """llguidance's complaint in our words."""
+    """The error for a message of llguidance."""
     if found := _BAD_REGEX.search(message):
         message = _about_regex(field, found["pattern"], len(found["before"]), found["why"])
-    elif "regex parse error" in message and (
-        why := re.search(r"^error: (.*)$", message, re.M)
-    ):  # a pattern of several lines
-        message = f"is not a regular expression: {why[1]}; {_SYNTAX}"
+    elif "regex parse error" in message and (why := re.search(r"^error: (.*)$", message, re.M)):
+        message = f"is not a regular expression: {why[1]}; {_SYNTAX}"  # a pattern of several lines
     else:
         message = first_line(message)
     if "unknown special token" in message:
@@ -153,10 +144,11 @@ def refusal(field: str, message: str) -> ParameterError | UnsupportedError:
             field, "control tokens (<|...|>) inside a grammar are not offered; write text in quotes"
         )
     if "registry" in message:
-        message = f"$ref outside the schema is not supported, nothing is ever fetched ({message.split(' is not')[0]})"
+        where = message.split(" is not")[0]
+        message = f"$ref outside the schema is not supported, nothing is ever fetched ({where})"
     return (
         UnsupportedError(field, message)
-        if _NOT_OFFERED.search(message)
+        if _UNSUPPORTED.search(message)
         else ParameterError(field, message)
     )
 
@@ -168,8 +160,8 @@ _SYNTAX = (
 
 def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
     """
-    >>> _about_regex("regex", "ab(c", 2, "unclosed group")
-    "'ab(c' is not a regular expression: unclosed group, at character 3 ('(c'); the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
+    >>> _about_regex("regex", "ab(c", 2, "unclosed group").removesuffix(_SYNTAX)
+    "'ab(c' is not a regular expression: unclosed group, at character 3 ('(c'); "
     """
     shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
     what = f"{shown!r} is not a regular expression" + (
@@ -179,16 +171,16 @@ def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
 
 
 def first_line(text: str) -> str:
-    if text.startswith("panic:"):  # a fault of its own, whose words say nothing to whoever asked
+    if text.startswith("panic:"):  # a bug in llguidance, whose message does not help the client
         return "llguidance, which follows it, failed"
     return text.strip().splitlines()[0][:300] if text.strip() else "unknown reason"
 
 
-# ------------------------------------------------------------------------------------ the first compile
+# --- the first compile
 
 
 class _Bytes:
-    """The smallest vocabulary that makes llguidance build its lexer."""
+    """A vocabulary of single bytes, the smallest with which llguidance builds its lexer."""
 
     is_tokenizer_wrapper = True
     bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
@@ -211,9 +203,9 @@ def parser_limits(limits: dict[str, Any]) -> Any:
     return LLParserLimits(**limits)
 
 
-def judge(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, str]:
-    """{"grammar": text} if the structure translates and compiles, else {"error": the class,
-    "param": the field, "message": why}."""
+def try_compile(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, str]:
+    """{"grammar": text} if the structure compiles, else {"error": the class, "param": the field,
+    "message": why}."""
     from llguidance import LLMatcher
 
     try:
@@ -222,7 +214,7 @@ def judge(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, str]
         found = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if found:
             raise refusal(field, "\n".join(found))
-        matcher.compute_bitmask()  # the first step costs most
+        matcher.compute_bitmask()  # the first mask is the most expensive
     except (ParameterError, UnsupportedError) as error:
         return {
             "error": type(error).__name__,
