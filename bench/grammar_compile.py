@@ -22,7 +22,7 @@ from typing import Any
 from verbatim import SamplingParams
 from verbatim.base.errors import VerbatimError
 from verbatim.engine.async_engine import AsyncEngine
-from verbatim.server.process.cpu_affinity import give_places, native_threads
+from verbatim.server.process.cpu_affinity import pin_threads, native_threads
 
 Make = Callable[[int], dict[str, Any]]
 Figures = dict[str, list[float]]
@@ -126,7 +126,7 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
     numbers = itertools.count(int(time.time()) % 100_000)
     before = native_threads()
     async with AsyncEngine(asked.model, context=4096) as engine:
-        give_places(engine, before)
+        pin_threads(engine, before)
         await window(engine, None, numbers, 1.0, {})
         idle = await idle_latency(engine, kinds, numbers)
         loads = {}

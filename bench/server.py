@@ -40,12 +40,12 @@ BARE = """
 import asyncio, json, sys, time
 from verbatim.base.params import SamplingParams
 from verbatim.engine.async_engine import AsyncEngine
-from verbatim.server.process.cpu_affinity import give_places, native_threads
+from verbatim.server.process.cpu_affinity import pin_threads, native_threads
 
 async def main(model, prompt, streams, tokens):
     before = native_threads()
     async with AsyncEngine(model, speculate="off") as engine:
-        give_places(engine, before)  # as the server's engine has it
+        pin_threads(engine, before)  # as the server's engine has it
         async def one(seed):
             stream = await engine.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed))
             async for _ in stream:

@@ -65,7 +65,7 @@ async def obey(loop: ManualClock, command: str, *values: str) -> None:
 
 def run(settings: Settings) -> int:
     set_up_logs(settings)
-    server.allow_many_files()
+    server.raise_file_limit()
     loop = ManualClock()
     tasks: set[asyncio.Task[None]] = set()
 

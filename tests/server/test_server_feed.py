@@ -1,4 +1,4 @@
-"""The engine's side of the wire: a Feed that carries a step's news in one call, and the places of the engine's threads."""
+"""The engine's side of the wire: a OutputSink that carries a step's news in one call, and the places of the engine's threads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, VerbatimError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.async_stream import Feed
-from verbatim.server.process.cpu_affinity import give_places, native_threads
+from verbatim.engine.async_stream import OutputSink
+from verbatim.server.process.cpu_affinity import pin_threads, native_threads
 from verbatim.testing import FakeBackend, fake_parts
 
 PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
@@ -52,7 +52,7 @@ def test_a_feed_brings_each_request_its_deltas_in_order_and_one_end() -> None:
                 over.set()
 
         async with AsyncEngine.from_parts(fake_parts(), kv_blocks=256) as engine:
-            feed = Feed(take)
+            feed = OutputSink(take)
             for name in names:
                 await engine.submit_to(feed, name, f"prompt of {name}", PARAMS)
             await asyncio.wait_for(over.wait(), HANG_SECONDS)
@@ -72,7 +72,7 @@ def test_the_news_of_one_step_come_in_one_call() -> None:
         calls: list[int] = []
         backend = GatedBackend()
         async with AsyncEngine.from_parts(fake_parts(backend), kv_blocks=256) as engine:
-            feed = Feed(lambda items: calls.append(len(items)))
+            feed = OutputSink(lambda items: calls.append(len(items)))
             for i in range(9):
                 await engine.submit_to(
                     feed, f"r{i}", "x", SamplingParams(max_tokens=3, seed=i, ignore_eos=True)
@@ -94,7 +94,7 @@ def test_a_feed_tells_of_an_engine_that_died() -> None:
         backend = GatedBackend()
         engine = AsyncEngine.from_parts(fake_parts(backend), kv_blocks=64)
         try:
-            await engine.submit_to(Feed(found.set_result), "a", "hello", PARAMS)
+            await engine.submit_to(OutputSink(found.set_result), "a", "hello", PARAMS)
             backend.broken = True
             backend.gate.set()
             return await asyncio.wait_for(found, HANG_SECONDS)
@@ -116,7 +116,7 @@ def test_a_refused_request_never_reaches_the_feed() -> None:
                 if isinstance(items[-1][1], Completion):
                     over.set()
 
-            feed = Feed(take)
+            feed = OutputSink(take)
             with pytest.raises(VerbatimError):
                 await engine.submit_to(feed, "refused", [10**6], PARAMS)
             await engine.submit_to(
@@ -149,10 +149,10 @@ def allowed(pid: int) -> list[str]:
 def test_each_thread_of_a_step_has_a_processor_of_its_own(real: Any) -> None:
     """Where there are as many as processors (the default, on processors without hyperthreads); otherwise the kernel decides."""
     processors = sorted(os.sched_getaffinity(0))
-    placed = len(processors) > 1 and "processor of its own" in real.said()
+    placed = len(processors) > 1 and "pinned to a core of its own" in real.said()
     single = sorted(int(p) for p in allowed(real.engine_pid()) if p.isdigit())
     if len(processors) == 1:  # each thread has this one, and none was placed
-        assert "processor of its own" not in real.said()
+        assert "pinned to a core of its own" not in real.said()
     else:
         assert single == (processors if placed else [])
 
@@ -161,7 +161,7 @@ def test_a_team_that_leaves_a_processor_free_is_left_to_the_kernel() -> None:
     async def main() -> None:
         before = native_threads()
         async with AsyncEngine.from_parts(fake_parts(), kv_blocks=64) as engine:
-            assert not give_places(engine, before)  # the fake has one thread
+            assert not pin_threads(engine, before)  # the fake has one thread
 
     asyncio.run(main())
     assert len(os.sched_getaffinity(0)) >= 1

@@ -144,14 +144,14 @@ WRONG: list[tuple[list[Any], str]] = [
     (["Deltas", [["r", 0, "a", ["8"], None, [], []]]], "a list of .*int.* holds a str"),
     (["Deltas", [["r", 0, "a", [8], None, [3], []]]], "holds a int"),
     (["Deltas", [["r", "0", "a", [8], None, [], []]]], "WireDelta.choice cannot be a str"),
-    (["Deltas", [["r", 0, "a", [8], [], [], []]]], "WireFinish has 4 fields, and 0 came"),
+    (["Deltas", [["r", 0, "a", [8], [], [], []]]], "WireFinish has 4 fields; received 0"),
     (
         ["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], []]]],
         "TopLogprob has 3 fields",
     ),
     (["Deltas", [{}]], "holds a dict"),
     (["Accepted", "r", True], "Accepted.text cannot be a bool"),
-    (["Ready", []], "ModelFacts has 13 fields, and 0 came"),
+    (["Ready", []], "ModelFacts has 13 fields; received 0"),
     (["Failed", b"bytes"], "Failed.message cannot be a bytes"),
     (["Nothing", 1], "no such message here: 'Nothing'"),
 ]

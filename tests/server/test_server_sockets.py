@@ -15,7 +15,7 @@ from live_server import Gate, Live, check_ledger, resident
 from streams import stream
 
 from eventually import HANG_SECONDS, eventually
-from verbatim.server.http.connection import GOODBYE_SECONDS, HttpProtocol
+from verbatim.server.http.connection import TLS_CLOSE_SECONDS, HttpProtocol
 
 pytestmark = pytest.mark.server
 
@@ -424,7 +424,7 @@ def test_a_tls_client_that_does_not_say_goodbye_is_not_waited_for() -> None:
     protocol.connection_made(transport)
     protocol.shutdown()
     seconds, call = later[-1]
-    assert (done, seconds) == (["close"], GOODBYE_SECONDS)
+    assert (done, seconds) == (["close"], TLS_CLOSE_SECONDS)
     call()
     assert done == ["close", "abort"]
 

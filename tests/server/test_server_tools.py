@@ -282,14 +282,14 @@ def test_a_result_may_repeat_the_name_of_its_call_and_no_other(fake: Any) -> Non
 
 def test_a_message_keeps_the_clients_number_where_ours_stands_before_it() -> None:
     from verbatim.server.api.api_errors import Problem
-    from verbatim.server.api.to_params import renamed
+    from verbatim.server.api.to_params import with_client_names
 
     problem = Problem("unsupported_parameter", "messages[2].name: why", "messages[2].name")
-    assert (renamed(problem, {}, 1).param, renamed(problem, {}, 1).message) == (
+    assert (with_client_names(problem, {}, 1).param, with_client_names(problem, {}, 1).message) == (
         "messages[1].name",
         "messages[1].name: why",
     )
-    assert renamed(problem, {"messages.name": "tool_name"}).param == "messages[2].tool_name"
+    assert with_client_names(problem, {"messages.name": "tool_name"}).param == "messages[2].tool_name"
 
 
 def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
@@ -502,7 +502,7 @@ def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
     read = read_calls('{"name": "f", "arguments": ' + arguments + "}", {"f"})
     assert [c.arguments for c in read] == ([] if ODD[arguments] is None else [ODD[arguments]])
     for c in read:
-        assert json.dumps(anthropic.written(c.arguments)) == ODD[arguments].replace("é", "\\u00e9")  # type: ignore[union-attr]
+        assert json.dumps(anthropic.loads_lossless(c.arguments)) == ODD[arguments].replace("é", "\\u00e9")  # type: ignore[union-attr]
 
 
 SHOWN = [  # what the model of random numbers is made to write -> the text of its messages

@@ -1,4 +1,8 @@
-"""Answers kept because the request said store: true. In memory, bounded in number and in bytes, the oldest leave first, each key sees its own only."""
+"""In-memory store for completions that a client requested with `store: true`.
+
+The store is a FIFO bounded by item count and by bytes; it evicts the oldest item first. A tenant
+(API key) can read only its own items.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,20 @@ class Store:
         self._capacity = capacity
         self._max_bytes = max_bytes
         self._bytes = 0
-        self._items: OrderedDict[tuple[str, Kind, str], tuple[dict[str, Any], int]] = (
-            OrderedDict()
-        )  # (tenant, kind, id) -> item, size
+        # (tenant, kind, id) -> (item, size in bytes)
+        self._items: OrderedDict[tuple[str, Kind, str], tuple[dict[str, Any], int]] = OrderedDict()
 
-    def check_offered(self, asked: bool) -> None:
-        if asked and not self._capacity:
+    def check_enabled(self, requested: bool) -> None:
+        if requested and not self._capacity:
             raise Problem(
                 "unsupported_parameter",
-                "store: this server keeps no answers (--store-items 0)",
+                "store: this server stores no answers (--store-items 0)",
                 "store",
             )
 
     def put(self, tenant: str, kind: Kind, name: str, item: dict[str, Any]) -> None:
-        """item: the object as clients get it, and what else its routes need. Kept as long as there is room; one that is larger than all the room is not."""
+        """Store `item`: the object that clients get, plus what its routes need. An item larger than
+        the whole store is dropped."""
         size = len(dumps(item))
         if size > self._max_bytes:
             return
@@ -43,7 +47,8 @@ class Store:
         if found is None:
             raise Problem(
                 "not_found",
-                "no stored answer has this id; only those made with store: true are kept, and the oldest leave first",
+                "no stored answer has this id; only requests with store: true are stored, and the"
+                " oldest answers are evicted first",
             )
         return found[0]
 
@@ -55,6 +60,6 @@ class Store:
     def of(self, tenant: str, kind: Kind) -> list[dict[str, Any]]:
         return [
             item
-            for (owner, what, _), (item, _) in self._items.items()
-            if (owner, what) == (tenant, kind)
+            for (owner, item_kind, _), (item, _) in self._items.items()
+            if (owner, item_kind) == (tenant, kind)
         ]

@@ -1,6 +1,8 @@
-"""The HTTP application: routes, and what stands before them (request id, Host, key, CORS, errors, the log line).
+"""The ASGI application: the route table, and the middleware in front of it (request id, Host check,
+API key, CORS, error responses, access log).
 
-In: an ASGI scope. Out: an answer in the protocol's shape, always with x-request-id; never a traceback, a path or an address.
+An ASGI scope comes in; a response in the format of the route's protocol goes out. Every response
+has an x-request-id. No response contains a traceback, a file path or an address.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from verbatim.server.api.chat_completions import chat
 from verbatim.server.api.completions import completions
 from verbatim.server.api.openapi import document
 from verbatim.server.api.request_context import (
-    Call,
-    ClientGone,
+    ClientDisconnected,
     EventStream,
     Handler,
     Json,
-    answer_of,
+    RequestContext,
     new_id,
+    to_problem,
 )
 from verbatim.server.api.validate import check_query
 from verbatim.server.json_io import dumps
@@ -42,16 +44,21 @@ from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
-LOOKED_AT = (b"authorization", b"x-api-key", b"origin", b"access-control-request-headers")
+AUTH_AND_CORS_HEADERS = (
+    b"authorization",
+    b"x-api-key",
+    b"origin",
+    b"access-control-request-headers",
+)
 HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+( *, *[A-Za-z0-9_-]+)*").fullmatch
-Refused = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
+RejectedResponse = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
 
-async def _openapi(call: Call) -> Response:
+async def _openapi(call: RequestContext) -> Response:
     return Json(await asyncio.to_thread(document, tuple(route_list()), call.state.names()))
 
 
-# path -> method -> (handler, takes room in the queue)
+# path -> method -> (handler, counts against max_queue)
 ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/v1/completions": {"POST": (completions, True)},
     "/v1/chat/completions": {"POST": (chat, True), "GET": (stored.list_chats, False)},
@@ -88,47 +95,44 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/metrics": {"GET": (info.metrics, False)},
     "/openapi.json": {"GET": (_openapi, False)},
 }
-ROOM_ROUTES = {
-    path
-    for path, methods in ROUTES.items()
-    if any(needs_room for _, needs_room in methods.values())
+QUEUED_ROUTES = {
+    path for path, methods in ROUTES.items() if any(is_queued for _, is_queued in methods.values())
 }
 
 
-def make_app(state: State) -> Door:
+def make_app(state: State) -> Middleware:
     routes = [
         Route(path, _endpoint(state, path, methods), methods=list(methods))
         for path, methods in ROUTES.items()
     ]  # fmt: skip
     inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
     inner.router.redirect_slashes = False
-    return Door(inner, state)
+    return Middleware(inner, state)
 
 
 def _endpoint(
     state: State, path: str, methods: dict[str, tuple[Handler, bool]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def run(request: Request) -> Response:
-        call = Call(request, state, path)
-        handler, needs_room = methods["GET" if request.method == "HEAD" else request.method]
+        call = RequestContext(request, state, path)
+        handler, is_queued = methods["GET" if request.method == "HEAD" else request.method]
         response: Response | None = None
         try:
-            if needs_room:
-                call.room.enter_context(state.admit(call.tenant))
+            if is_queued:
+                call.admission.enter_context(state.admit(call.tenant))
             call.query = check_query(
                 "GET" if request.method == "HEAD" else request.method,
                 path,
                 request.query_params.multi_items(),
             )
             response = await handler(call)
-        except (ClientGone, ClientDisconnect):
+        except (ClientDisconnected, ClientDisconnect):
             response = Response(status_code=499)
         except Exception as error:
-            response = spell_problem(path, answer_of(error, call.id))
+            response = problem_response(path, to_problem(error, call.id))
         finally:
-            if not isinstance(
-                response, EventStream
-            ):  # a stream closes its call after its last byte
+            # A stream closes its call itself, after its last byte.
+            if not isinstance(response, EventStream):
                 call.close()
         return response
 
@@ -136,13 +140,13 @@ def _endpoint(
 
 
 def problem_body(path: str, problem: Problem) -> dict[str, Any]:
-    """In the protocol's own shape: clients look for the words where they expect them."""
+    """The error body in the format of the route's protocol (Anthropic, Ollama or OpenAI)."""
     if path.startswith("/v1/messages"):
         return anthropic.error_body(problem)
     return {"error": problem.message} if path.startswith("/api/") else problem.body()
 
 
-def spell_problem(path: str, problem: Problem) -> Response:
+def problem_response(path: str, problem: Problem) -> Response:
     return Json(problem_body(path, problem), problem.status, headers=problem.headers())
 
 
@@ -154,13 +158,13 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         if error.status_code == 405
         else "no such route; /openapi.json lists them"
     )
-    response = spell_problem(request.url.path, Problem(code, message))
+    response = problem_response(request.url.path, Problem(code, message))
     response.headers.update(error.headers or {})
     return response
 
 
-class Door:
-    """Everything that must hold for every route alike, even those that do not exist."""
+class Middleware:
+    """The checks, headers and accounting that apply to every request, known route or not."""
 
     def __init__(self, inner: Starlette, state: State) -> None:
         self._inner = inner
@@ -176,18 +180,21 @@ class Door:
             *(h.lower() for h in settings.allowed_hosts),
         }
 
-    def early(self, scope: Scope) -> Refused | None:
-        """What can be said before anything of the request but its head is looked at: no, or nothing. The connection asks this before it
-        begins an exchange, so that a flood is answered in a fraction of the time that it would take from the requests that run."""
-        headers = {k: v for k, v in scope["headers"] if k in LOOKED_AT}
+    def reject_early(self, scope: Scope) -> RejectedResponse | None:
+        """Decide from the request head alone whether to reject a request; None: it is admitted.
+
+        The connection calls this before it creates an ASGI task. Under a flood, a rejection then
+        costs a fraction of the CPU time that it would take from running requests.
+        """
+        headers = {k: v for k, v in scope["headers"] if k in AUTH_AND_CORS_HEADERS}
         request_id = new_id("req_")
         scope["verbatim.id"] = request_id
         scope["verbatim.arrived"] = self._state.clock()
         scope["verbatim.tenant"] = ""
         scope["verbatim.headers"] = [(b"x-request-id", request_id.encode()), *self._cors(headers)]
-        problem, route = self._refuse(scope, headers), "other"
-        if problem is None and scope["method"] == "POST" and scope["path"] in ROOM_ROUTES:
-            problem, route = self._state.no_room(scope["verbatim.tenant"]), scope["path"]
+        problem, route = self._check_access(scope, headers), "other"
+        if problem is None and scope["method"] == "POST" and scope["path"] in QUEUED_ROUTES:
+            problem, route = self._state.rejection(scope["verbatim.tenant"]), scope["path"]
         if problem is None:
             return None
         body = dumps(problem_body(scope["path"], problem))
@@ -200,8 +207,8 @@ class Door:
         self._count(scope, route, problem.status)
         return problem.status, answer, body
 
-    def broken(self, status: int) -> str:
-        """What the connection itself refused, because it was no request: counted and logged like any answer. Returns its id."""
+    def count_malformed(self, status: int) -> str:
+        """Count and log input that the connection rejected as malformed HTTP. Returns its id."""
         scope = {
             "verbatim.id": new_id("req_"),
             "verbatim.arrived": self._state.clock(),
@@ -214,9 +221,9 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        refused = self.early(scope) if "verbatim.id" not in scope else None
-        if refused is not None:
-            status, headers, body = refused
+        rejected = self.reject_early(scope) if "verbatim.id" not in scope else None
+        if rejected is not None:
+            status, headers, body = rejected
             await send({"type": "http.response.start", "status": status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
             return
@@ -240,7 +247,8 @@ class Door:
         self._count(scope, getattr(scope.get("route"), "path", "other"), status)
 
     def _count(self, scope: Scope, route: str, status: int) -> None:
-        """In the metrics and in the log. Never the text of a prompt, never a key; the tenant is a digest."""
+        """Count the response in the metrics and the access log. Neither holds prompt text or keys;
+        the tenant is a digest of its key."""
         self._state.metrics.answered(route, status)
         if self._state.access is not None:
             line = {
@@ -255,13 +263,14 @@ class Door:
                 {**line, "seconds": seconds, "tenant": scope["verbatim.tenant"], **labels}
             )
 
-    # ------------------------------------------------------------------------------------------------------ who may
+    # ---------------------------------------------------------------------------- access control
 
-    def _refuse(self, scope: Scope, headers: dict[bytes, bytes]) -> Problem | None:
+    def _check_access(self, scope: Scope, headers: dict[bytes, bytes]) -> Problem | None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) > 1:  # a proxy might have looked at the other one
+        if len(hosts) > 1:  # a proxy may have checked the other one
             return Problem("invalid_request", "the Host header is there twice; send one", "host")
-        # A load balancer's probe may come without a Host. No browser does, so nobody can be led here by that; and a probe tells no secret.
+        # A load balancer's health probe may send no Host. Every browser sends one, so this
+        # exception opens no DNS rebinding; and the health routes reveal no secret.
         if not (hosts and self._host_allowed(hosts[0])) and (
             hosts or scope["path"] not in OPEN_ROUTES
         ):
@@ -287,9 +296,9 @@ class Door:
         return None
 
     def _tenant(self, headers: dict[bytes, bytes]) -> str | None:
-        """Every key is compared, in the same time whether and where they differ."""
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        candidate = given.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
+        """The tenant of the request's API key. Compares with every key in constant time."""
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        candidate = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         digest = hashlib.sha256(candidate).digest()
         found: str | None = None
         for known, name in self._keys:
@@ -298,7 +307,8 @@ class Door:
         return found
 
     def _host_allowed(self, host: bytes) -> bool:
-        """Against DNS rebinding: a browser that was led here by another name sends that name. Addresses cannot be rebound."""
+        """Protection against DNS rebinding: a browser sends the host name of the attacking page.
+        IP addresses are allowed, because they cannot be rebound."""
         name = host.decode("latin-1").lower()
         if name.startswith("["):
             name = name[1:].partition("]")[0]
@@ -320,18 +330,14 @@ class Door:
             or (origin.decode("latin-1") not in origins and "*" not in origins)
         ):
             return []
-        asked = headers.get(
-            b"access-control-request-headers", b""
-        )  # clients add many of their own, such as x-stainless-lang
-        wanted = (
-            asked
-            if HEADER_NAMES(asked)
-            else b"authorization, content-type, x-api-key, anthropic-version"
-        )
+        # Echo the requested names: clients add many of their own, such as x-stainless-lang.
+        requested = headers.get(b"access-control-request-headers", b"")
+        default = b"authorization, content-type, x-api-key, anthropic-version"
+        allowed = requested if HEADER_NAMES(requested) else default
         return [
             (b"access-control-allow-origin", b"*" if "*" in origins else origin),
             (b"access-control-allow-methods", b"GET, POST, DELETE"),
-            (b"access-control-allow-headers", wanted),
+            (b"access-control-allow-headers", allowed),
             (b"access-control-expose-headers", b"x-request-id, retry-after"),
             (b"vary", b"origin"),
         ]

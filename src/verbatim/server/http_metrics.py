@@ -1,6 +1,8 @@
-"""Metrics of the HTTP process, followed by the engine's text from its last heartbeat.
+"""Prometheus metrics of the HTTP process. /metrics appends the engine's text from its last
+heartbeat.
 
-Histograms have fixed bounds and nothing is kept per request, so memory does not grow with traffic.
+Histograms have fixed bounds and nothing is stored per request, so memory does not grow with
+traffic.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""`verbatim serve`: the HTTP process. In: Settings. Out: an exit code, after a drain that gave every stream its end.
+"""The HTTP process of `verbatim serve`: binds the socket, starts the supervisor, drains at the end.
 
-SIGTERM, SIGINT   new requests get 503; running ones have drain_seconds to end, then an error event; then exit 0, no child left
-a second one      the drain is cut short
+Settings come in; an exit code goes out, after every stream has received its last event.
+
+    SIGTERM, SIGINT   new requests get 503; running requests have drain_seconds to finish, then get
+                      an error event; then exit 0 with no child process left
+    a second signal   ends the drain at once
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.server")
-SPARE_FILES = 100  # for the engine's socket, the log, and answers of 503
+SPARE_FILES = 100  # file descriptors reserved for the engine socket, the log and 503 responses
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its signal handlers: ours drain first."""
+    """uvicorn without its signal handlers: serve() installs its own, which drain first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -40,7 +43,7 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: Settings) -> socket.socket:
-    """Before the model is loaded, so that a taken port is known at once."""
+    """Bind the listening socket. Called before the model loads, so a port in use fails at once."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -57,7 +60,8 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def check_certificate(settings: Settings) -> None:
-    """Before anything is started; and a key with a password is refused rather than asked about on a terminal nobody reads."""
+    """Check the TLS files before anything starts. A key with a password is an error: OpenSSL would
+    otherwise prompt for it on the terminal of a server."""
     if settings.tls_cert is None or settings.tls_key is None:
         return
     for name, path in (("tls_cert", settings.tls_cert), ("tls_key", settings.tls_key)):
@@ -84,20 +88,20 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     state.access = AccessLog(settings.log_format)
     app = make_app(state)
     config = uvicorn.Config(
-        app, http=HttpProtocol, ws="none", lifespan="off", access_log=False, log_config=None, server_header=False,
-        backlog=4096, proxy_headers=False,
+        app, http=HttpProtocol, ws="none", lifespan="off",
+        access_log=False, log_config=None, server_header=False, proxy_headers=False, backlog=4096,
         ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
     )  # fmt: skip
     HttpProtocol.limits = settings.limits
-    HttpProtocol.early = app.early
-    HttpProtocol.broken = app.broken
-    HttpProtocol.max_connections = room_for_connections(settings.limits.max_connections)
+    HttpProtocol.reject_early = app.reject_early
+    HttpProtocol.count_malformed = app.count_malformed
+    HttpProtocol.max_connections = connection_limit(settings.limits.max_connections)
     server = Server(config)
     stop = asyncio.Event()
-    hurry = asyncio.Event()
+    drain_now = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: hurry.set() if stop.is_set() else stop.set())
+        loop.add_signal_handler(number, lambda: drain_now.set() if stop.is_set() else stop.set())
     supervisor.start()
     host, port = sock.getsockname()[:2]
     scheme = "https" if settings.tls_cert else "http"
@@ -109,16 +113,16 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
         ", ".join(state.names()),
     )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
-    ticking = asyncio.create_task(tick(state))
+    keepalives = asyncio.create_task(send_keepalives(state))
     try:
         await asyncio.wait(
             (asyncio.ensure_future(stop.wait()), supervisor.fatal, serving),
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not supervisor.fatal.done():
-            await drain(state, hurry)
+            await drain(state, drain_now)
     finally:
-        ticking.cancel()
+        keepalives.cancel()
         server.should_exit = True
         await serving
         await supervisor.close()
@@ -139,16 +143,17 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     return 0
 
 
-async def drain(state: State, hurry: asyncio.Event) -> None:
-    """Until the last request has its answer, the time is over, or somebody insists; then what is left is told so."""
+async def drain(state: State, drain_now: asyncio.Event) -> None:
+    """Wait until no request is open, drain_seconds have passed, or a second signal arrives.
+    Requests that are still open then fail with a 503."""
     state.draining = True
     log.info("draining %d requests", state.open)
     deadline = asyncio.get_running_loop().time() + state.settings.drain_seconds
-    while state.open and not hurry.is_set() and asyncio.get_running_loop().time() < deadline:
+    while state.open and not drain_now.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
     if state.open:
         log.warning("cutting %d requests", state.open)
-        state.supervisor.cut_all(
+        state.supervisor.fail_all(
             Problem("unavailable", "the server is shutting down", retry_after=30)
         )
         for _ in range(60):
@@ -157,15 +162,16 @@ async def drain(state: State, hurry: asyncio.Event) -> None:
             await asyncio.sleep(0.05)
 
 
-async def tick(state: State) -> None:
-    """Keep-alives: a silent stream wakes now and then and looks at the clock."""
+async def send_keepalives(state: State) -> None:
+    """Wake every stream three times per keepalive interval; a silent one then sends a comment."""
     while True:
         await asyncio.sleep(max(state.settings.keepalive_seconds / 3, 0.05))
-        state.supervisor.nudge()
+        state.supervisor.wake_all()
 
 
-def allow_many_files() -> None:
-    """As many open connections as the system lets us have: the usual soft limit of 1,024 files is a tenth of what a busy server needs."""
+def raise_file_limit() -> None:
+    """Raise the soft limit on open files to the hard limit. The usual soft limit of 1,024 is a
+    tenth of what a busy server needs."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -174,26 +180,27 @@ def allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def room_for_connections(asked: int) -> int:
-    """Where the system allows fewer files, connections beyond them would be cut without a word: better to say 503 to those."""
+def connection_limit(requested: int) -> int:
+    """`requested`, capped by the open-file limit. Connections beyond that limit would be dropped
+    without a response; below it they get a 503."""
     import resource
 
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES
-    if asked and asked <= files:
-        return asked
-    if asked > 2 * files:
+    if requested and requested <= files:
+        return requested
+    if requested > 2 * files:
         log.warning(
             "the system allows %d open files: at most %d connections, not %d",
             files + SPARE_FILES,
             files,
-            asked,
+            requested,
         )
     return max(files, 1)
 
 
 def run(settings: Settings) -> int:
     set_up_logs(settings)
-    allow_many_files()
+    raise_file_limit()
     try:
         import uvloop
     except ImportError:

@@ -1,4 +1,8 @@
-"""JSON as it leaves: compact, UTF-8, never NaN; one encoder, made once. And JSON inside texts, such as the arguments of calls: all of it, or none."""
+"""JSON encoding of responses, and parsing of JSON strings inside messages (tool call arguments).
+
+dumps() writes compact UTF-8 and never NaN. The loads_* functions return the whole value or raise
+ValueError; they never drop part of the input.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from typing import Any
 
 from verbatim.base.params import no_key_twice
 
-MAX_DEPTH = 64  # of JSON inside a text
+MAX_DEPTH = 64  # nesting levels of a JSON string; far below Python's recursion limit
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _escape = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -17,37 +21,37 @@ _escape = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 def dumps(value: Any) -> bytes:
     try:
         return _encode(value).encode()
-    except (
-        UnicodeEncodeError
-    ):  # half a surrogate pair, which a model may write as an escape: it leaves as one
+    except UnicodeEncodeError:  # a lone surrogate, which a model may write as an escape
         return _escape(value).encode()
 
 
-# ------------------------------------------------------------------------------------------------------- JSON inside texts
+# -------------------------------------------------------------------- JSON strings inside messages
 
 
-def sound(text: str) -> Any:
-    """The value of a JSON text from a client, if plain data can hold all of it: no key twice, no number that is none or beyond 64 bits, no half a
-    character, not absurdly deep. ValueError for any other. (Python would take them all, and fail when the value is handed on.)"""
+def loads_strict(text: str) -> Any:
+    """Parse a JSON string from a client. ValueError for a duplicate key, NaN or infinity, an
+    integer above 64 bits, a lone surrogate, or nesting deeper than MAX_DEPTH: json.loads() accepts
+    all of these, and encoding the value for the engine process would fail later."""
     data = _loads(text, no_key_twice)
-    if has_huge(data):
+    if has_big_integer(data):
         raise ValueError("a whole number of more than 64 bits")
-    if "\\u" in text:  # only an escape can make half a surrogate pair
+    if "\\u" in text:  # only an escape can produce a lone surrogate
         _encode(data).encode()
     return data
 
 
-def written(text: str) -> Any:
-    """The value of a JSON text that a model wrote, which `spelled` writes again without loss, even where a key is there twice. ValueError: it is no JSON."""
-    return _loads(text, _faithful)
+def loads_lossless(text: str) -> Any:
+    """Parse a JSON string that a model generated. dumps_lossless() writes the value back without
+    loss, duplicate keys included. ValueError: not JSON."""
+    return _loads(text, _keep_pairs)
 
 
-def spelled(value: Any) -> str:
+def dumps_lossless(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if _whole(text) else json.dumps(value)
+    return text if _is_utf8(text) else json.dumps(value)
 
 
-def _whole(text: str) -> bool:
+def _is_utf8(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -68,7 +72,7 @@ def _loads(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]]) 
 
 
 class _Pairs(dict[str, Any]):
-    """An object with a key that is there twice. Whoever looks it up gets the last; whoever writes it writes all."""
+    """An object with a duplicate key. Lookup returns the last value; items() returns every pair."""
 
     def __init__(self, pairs: list[tuple[str, Any]]) -> None:
         super().__init__(pairs)
@@ -78,7 +82,7 @@ class _Pairs(dict[str, Any]):
         return self._pairs
 
 
-def _faithful(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _keep_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     return out if len(out) == len(pairs) else _Pairs(pairs)
 
@@ -90,12 +94,12 @@ def _not_json(name: str) -> Any:
 def _finite(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
-        raise ValueError("a number beyond all bounds")
+        raise ValueError("a number too large for a float")
     return number
 
 
 def depth_of(data: Any, limit: int) -> int:
-    """Level by level, without recursion, and no further than the limit."""
+    """Nesting depth, counted breadth-first without recursion; stops above `limit`."""
     level, depth = [data], 0
     while level and depth <= limit:
         level = [
@@ -108,8 +112,8 @@ def depth_of(data: Any, limit: int) -> int:
     return depth
 
 
-def has_huge(value: Any) -> bool:
-    """Schemas and arguments are free-form JSON; what is passed on must fit the messages between the processes."""
+def has_big_integer(value: Any) -> bool:
+    """Whether any integer exceeds 64 bits, which msgpack cannot encode for the engine process."""
     level = [value]
     while level:
         if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):

@@ -1,7 +1,8 @@
-"""The server's log: one line a request and one an event, as text or as JSON, on stderr. Never the text of a prompt, never a key.
+"""The server's log on stderr, as text or JSON: one line per event (logging) and one line per
+request (AccessLog). It never holds prompt text, unless --log-prompts is set, and never a key.
 
-Lines of requests do not go through the logging package, which takes as long for one as all the rest of a refusal does: they are spelled here, and those
-of a twentieth of a second leave in one write.
+AccessLog bypasses the logging package, because one logging call costs as much as the whole rest of
+a rejected request. It formats lines itself and writes them in batches every FLUSH_SECONDS.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TextIO
 from verbatim.server.settings import Settings
 
 PLAIN = re.compile(r"[\w./:{}@+-]*", re.ASCII).fullmatch
-FLUSH_SECONDS = 0.05
+FLUSH_SECONDS = 0.05  # one write per interval, short enough to follow the log live
 
 
 class JsonLines(logging.Formatter):
@@ -53,13 +54,12 @@ def set_up_logs(settings: Settings) -> None:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False
-        logger.setLevel(
-            logging.INFO if name == "verbatim" else logging.ERROR
-        )  # what else uvicorn says, we say ourselves
+        # The server logs uvicorn's other events (start, stop) itself.
+        logger.setLevel(logging.INFO if name == "verbatim" else logging.ERROR)
 
 
-def _one_word(value: Any) -> Any:
-    """A label that a client chose cannot begin a line of its own, nor a field."""
+def _quoted(value: Any) -> Any:
+    """Quote a label that a client chose, so that it cannot inject a line or a field."""
     return json.dumps(value) if isinstance(value, str) and not PLAIN(value) else value
 
 
@@ -69,30 +69,29 @@ class AccessLog:
         self._to = to or sys.stderr
         self._loop = asyncio.get_running_loop()
         self._lines: list[str] = []
-        self._second = (0, "")  # the last second that was spelled
+        self._second = (0, "")  # the last second formatted, and its text
 
     def add(self, line: dict[str, Any]) -> None:
         now = time.time()
         if self._json:
             text = json.dumps({"time": _iso(now), **line})
         else:
-            words = " ".join(
-                [f"{name}={_one_word(value)}" for name, value in line.items() if value != ""]
+            fields = " ".join(
+                [f"{name}={_quoted(value)}" for name, value in line.items() if value != ""]
             )
-            text = f"{self._clock(int(now))},{int(now * 1000) % 1000:03d} INFO {words}"
+            text = f"{self._format_second(int(now))},{int(now * 1000) % 1000:03d} INFO {fields}"
         if not self._lines:
             self._loop.call_later(FLUSH_SECONDS, self.flush)
         self._lines.append(text)
 
-    def _clock(self, second: int) -> str:
+    def _format_second(self, second: int) -> str:
         if second != self._second[0]:
             self._second = (second, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second)))
         return self._second[1]
 
     def flush(self) -> None:
         lines, self._lines = self._lines, []
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # whoever read our log is gone: no reason to stop serving
+        # A closed stderr is no reason to stop serving.
+        with contextlib.suppress(OSError, ValueError):
             self._to.write("\n".join([*lines, ""]))
             self._to.flush()

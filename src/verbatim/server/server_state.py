@@ -1,6 +1,8 @@
-"""What all handlers share: settings, the supervisor, the model names, who may come in, how many are in, what is stored.
+"""State shared by all request handlers: settings, supervisor, model names, admission counts, stored
+answers.
 
-In: a request id and its tenant. Out: an admission (a context manager) or a 429 or 503, decided at once and without asking the engine.
+admit(tenant) returns a context manager or raises a 429 or 503. Admission is decided at once in the
+HTTP process, without a message to the engine.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Settings
 
-MAX_ROWS = 4  # requests at once whose explanations hold rows of logits: each is up to 64 rows, 17 MB where there are 49,152 ids, in three places
+# Concurrent requests with explain_rows. Each holds up to 64 rows of logits: 17 MB at a vocabulary
+# of 49,152, in three places (engine, socket, response).
+MAX_ROWS = 4
 
 
 class State:
@@ -31,7 +35,7 @@ class State:
         self.settings = settings
         self.limits = settings.limits
         self.supervisor = supervisor
-        self.clock = clock  # seconds; every deadline of a request is read from it
+        self.clock = clock  # seconds; the time base of every request deadline
         self.metrics = Metrics()
         self.store = Store(settings.store_items, settings.limits.max_store_bytes)
         self.access: AccessLog | None = None
@@ -53,7 +57,7 @@ class State:
 
     @property
     def max_json_values(self) -> int:
-        """The limit, and room for a prompt of token ids."""
+        """The configured limit, plus one value per token of a prompt given as token ids."""
         facts = self.supervisor.facts
         return self.limits.max_json_values + (0 if facts is None else facts.context)
 
@@ -61,11 +65,12 @@ class State:
         return self.settings.served_names or (self.settings.model,)
 
     def check_model(self, name: str | None) -> str:
-        """Names are keys of a start-up table, never paths or addresses. None: the first of them."""
+        """The served name for a request's `model`; None: the first. A name is only looked up in the
+        start-up table, never used as a path or an address."""
         names = self.names()
         if name is None:
             return names[0]
-        plain = name.removesuffix(":latest")  # Ollama's clients add it
+        plain = name.removesuffix(":latest")  # Ollama clients append it
         if name in names:
             return name
         if plain in names:
@@ -76,8 +81,8 @@ class State:
             "model",
         )
 
-    def no_room(self, tenant: str) -> Problem | None:
-        """Why one more request of this tenant is not taken now, if so. Asked at the door, before anything of the request is looked at."""
+    def rejection(self, tenant: str) -> Problem | None:
+        """The 429 or 503 for one more request of this tenant; None: it is admitted."""
         if self.draining:
             return Problem("unavailable", "the server is shutting down", retry_after=30)
         if self.open >= self.limits.max_queue:
@@ -87,10 +92,10 @@ class State:
                 retry_after=1,
             )
         if self.limits.max_per_key and self._per_tenant[tenant] >= self.limits.max_per_key:
-            mine = self._per_tenant[tenant]
+            count = self._per_tenant[tenant]
             return Problem(
                 "key_overloaded",
-                f"this key has {mine} requests open, which is its limit",
+                f"this key has {count} requests open, which is its limit",
                 retry_after=1,
             )
         return None
@@ -108,8 +113,8 @@ class State:
 
     @contextlib.contextmanager
     def admit(self, tenant: str) -> Iterator[None]:
-        """Room for one more request, for as long as it lasts."""
-        problem = self.no_room(tenant)
+        """Count one request as open for the duration of the context. Raises its rejection."""
+        problem = self.rejection(tenant)
         if problem is not None:
             raise problem
         self.open += 1

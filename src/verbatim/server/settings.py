@@ -1,6 +1,7 @@
-"""Every setting of the server, with its default, its flag and the error that enforces it. Resolved once, at start-up.
+"""The server's settings: each with its default, its flag and the error that enforces it.
 
-In: the flags of `verbatim serve`. Out: one frozen record that the HTTP side and (as plain data) the engine process read.
+The flags of `verbatim serve` come in; one frozen Settings record goes out. It is resolved once at
+start-up. The HTTP process reads it; the engine process gets its part in the Start message.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may ask. Each is a flag of `verbatim serve` (underscores become dashes) and an error that names it."""
+    """Limits on clients. Each field is a flag of `verbatim serve` (underscores become dashes) and
+    is named by the error that it causes. Sizes in bytes, times in seconds."""
 
     max_header_bytes: int = field(
         default=64 * 1024, metadata={"help": "request line and headers together", "error": "431"}
@@ -143,41 +145,37 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Settings:
     model: str = "smollm2"
-    served_names: tuple[str, ...] = ()  # names clients may use; empty: the model's own
+    served_names: tuple[str, ...] = ()  # model names for clients; empty: the model's own
     engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
     revision: str | None = None
     offline: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
     keys: tuple[str, ...] = ()
-    allowed_hosts: tuple[
-        str, ...
-    ] = ()  # further names in the Host header; loopback and --host are always allowed
+    # Further names accepted in the Host header. Loopback and --host are always allowed.
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     tls_cert: str | None = None
     tls_key: str | None = None
-    drain_seconds: float = 30.0  # after SIGTERM, before running answers are cut
-    keepalive_seconds: float = 15.0  # a comment line on a silent stream
-    engine_silence_seconds: float = (
-        60.0  # no heartbeat, or no step although there is work: the engine is killed
-    )
+    drain_seconds: float = 30.0  # from SIGTERM until running requests fail
+    keepalive_seconds: float = 15.0  # silence of a stream before it sends a comment line
+    # Watchdog: the engine is killed after this long without a heartbeat, or without a step although
+    # it has work.
+    engine_silence_seconds: float = 60.0
     backoff_seconds: float = 0.5  # before the first restart; doubles up to backoff_limit
-    backoff_limit: float = 30.0
-    store_items: int = (
-        1000  # answers kept for retrieval when a request says store: true; 0 refuses store
-    )
+    backoff_limit: float = 30.0  # seconds
+    store_items: int = 1000  # answers stored for requests with store: true; 0 rejects store
     log_format: str = "text"  # text | json
     log_prompts: bool = False
-    test_engine: str = (
-        ""  # tests only: what verbatim.testing should be asked for instead of a model file
-    )
+    test_engine: str = ""  # tests only: options of verbatim.testing.server_parts
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.keys:
             raise ParameterError(
                 "host",
-                f"{self.host} is reachable from other machines; set a key (--api-key-file or VERBATIM_API_KEY) or use 127.0.0.1",
+                f"{self.host} is reachable from other machines; set a key (--api-key-file or"
+                " VERBATIM_API_KEY) or use 127.0.0.1",
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ParameterError("tls_cert", "--tls-cert and --tls-key belong together")
@@ -193,7 +191,7 @@ class Settings:
 
     @property
     def served_name(self) -> str:
-        """The model's first name for clients."""
+        """The model name in receipts: the first name for clients."""
         return self.served_names[0] if self.served_names else self.model
 
 
@@ -210,7 +208,11 @@ def limits_table() -> list[tuple[str, str, str, str]]:
     """(flag, default, meaning, error) of every limit, for docs/serving.md."""
     values = asdict(Limits())
     return [
-        ("--" + f.name.replace("_", "-"), f"{values[f.name]:g}" if isinstance(values[f.name], float) else str(values[f.name]),
-         f.metadata["help"], f.metadata["error"])
+        (
+            "--" + f.name.replace("_", "-"),
+            f"{values[f.name]:g}" if isinstance(values[f.name], float) else str(values[f.name]),
+            f.metadata["help"],
+            f.metadata["error"],
+        )
         for f in fields(Limits)
-    ]  # fmt: skip
+    ]

@@ -1,7 +1,7 @@
-"""OpenTelemetry, where the package is there: one span a request. Without it, nothing.
+"""OpenTelemetry tracing: one server span per request, if the opentelemetry package is installed.
 
-Only a tracer that somebody set up is used (the `opentelemetry-instrument` command, or code); the API alone records nothing. A span has the
-route, the request id and the caller's trace, never text.
+Spans are recorded only if a tracer provider is configured (by `opentelemetry-instrument` or code).
+A span holds the route, the request id and the client's trace context, never prompt text.
 """
 
 from __future__ import annotations

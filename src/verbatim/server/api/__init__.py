@@ -1,1 +1,1 @@
-"""The HTTP protocols, one file each, and what they share."""
+"""The HTTP protocols, one module per protocol, and the code that they share."""

@@ -1,6 +1,9 @@
-"""POST /v1/messages in Anthropic's shapes, streamed or not. Its fields become chat fields; its blocks become messages and back.
+"""POST /v1/messages: the Anthropic Messages API, streamed or not.
 
-A last message of the assistant's is continued (prefill). Not offered: images, documents, thinking, server tools; each is refused by name.
+In: a checked Anthropic request, translated into OpenAI chat fields. Out: a message object, or
+Anthropic's stream events. If the last message has the assistant role, the model continues it.
+Images, documents, thinking and server tools are not supported; a request that sends one gets a
+400 that names the field.
 """
 
 from __future__ import annotations
@@ -12,22 +15,22 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import Ask, count_tokens
+from verbatim.server.api.chat_completions import ChatRequest, count_tokens
 from verbatim.server.api.field_table import MESSAGES
 from verbatim.server.api.generate import (
-    extras,
+    choice_deltas,
+    extra_fields,
     finish_reason,
-    observe,
-    pieces,
+    observe_latency,
     speculation,
     usage_of,
 )
-from verbatim.server.api.request_context import Call, EventStream, Json, new_id, sse
+from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id, sse
 from verbatim.server.api.tools import plain_text
-from verbatim.server.json_io import written
+from verbatim.server.json_io import loads_lossless
 from verbatim.server.process.messages import Generated, WireFinish
 
-FAILED = "Error: "  # before the result of a tool that failed
+FAILED = "Error: "  # prefix of a tool result with is_error
 NAMES = {"stop": "stop_sequences"}
 TYPES = {
     400: "invalid_request_error",
@@ -72,13 +75,17 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
             {"role": "tool", "content": _result(b), "tool_call_id": b["tool_use_id"]}
             for b in results
         ]
-        turns = _turns(message["role"], [b for b in blocks if b["type"] != "tool_result"])
-        out += turns if turns or results else [{"role": message["role"], "content": ""}]
+        split = _template_messages(
+            message["role"], [b for b in blocks if b["type"] != "tool_result"]
+        )
+        out += split if split or results else [{"role": message["role"], "content": ""}]
     return out
 
 
-def _turns(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Text, then calls: that is a message of a template. Text behind a call begins another one, so that the order stays what it was."""
+def _template_messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Split one message into template messages, each with text followed by tool calls.
+
+    Text after a call starts a new message, so that the order of text and calls is kept."""
     out: list[dict[str, Any]] = []
     for block in blocks:
         if block["type"] == "text":
@@ -101,18 +108,19 @@ def _turns(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
-    """Anthropic's own rules. What breaks them has no place in a chat template, which would drop it or move it."""
-    alien, told = (
+    """Enforce Anthropic's rules about block order and roles. A chat template would drop or reorder
+    blocks that break them."""
+    wrong_type, reason = (
         ("tool_use", "belongs to the assistant")
         if role == "user"
         else ("tool_result", "belongs to the user")
     )
     text_seen = False
     for number, block in enumerate(blocks):
-        if block["type"] == alien:
+        if block["type"] == wrong_type:
             raise Problem(
                 "invalid_parameter",
-                f"{where}[{number}]: a {alien} block {told}",
+                f"{where}[{number}]: a {wrong_type} block {reason}",
                 f"{where}[{number}]",
             )
         if block["type"] == "tool_result" and text_seen:
@@ -125,7 +133,7 @@ def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
 
 
 def _result(block: dict[str, Any]) -> str:
-    """Templates have no place for is_error; the model is told in words."""
+    """The text of a tool result. Templates have no is_error field, so a prefix marks a failure."""
     text = plain_text(block.get("content"))
     return f"{FAILED}{text}" if block.get("is_error") else text
 
@@ -176,17 +184,18 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_prefill(last: dict[str, Any]) -> None:
-    """Anthropic's own rules; the second because templates trim, and what the client sent would not be what is continued."""
+    """Enforce Anthropic's rules for a continued message. Trailing white space is rejected because
+    templates trim it, and the model would continue a different text."""
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
         raise Problem(
             "invalid_parameter",
-            "messages: the last one, the assistant's, has no text to be continued",
+            "messages: the last message has the assistant role and no text to continue",
             "messages",
         )
     if last["content"] != last["content"].rstrip():
         raise Problem(
             "invalid_parameter",
-            "messages: the last one, the assistant's, cannot end in white space",
+            "messages: the last message has the assistant role and cannot end in white space",
             "messages",
         )
 
@@ -200,8 +209,8 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return {**made, "strict": True} if tool.get("strict") else made
 
 
-class Answer:
-    def __init__(self, ask: Ask, model: str) -> None:
+class MessagesReply:
+    def __init__(self, ask: ChatRequest, model: str) -> None:
         self.ask = ask
         self.call = ask.call
         self.base: dict[str, Any] = {
@@ -226,23 +235,23 @@ class Answer:
         usage = usage_of(self.call.runs)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
-            "input_tokens": usage["prompt_tokens"]
-            - cached,  # Anthropic counts what was not in the cache
+            # Anthropic counts only the tokens that were not in the cache
+            "input_tokens": usage["prompt_tokens"] - cached,
             "output_tokens": usage["completion_tokens"],
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
         }
 
-    def own(self) -> dict[str, Any]:
+    def extension_fields(self) -> dict[str, Any]:
         facts, runs = self.call.state.facts, self.call.runs
         return {
             "seed": self.ask.params.get("seed"),
             "system_fingerprint": facts.fingerprint,
             **speculation(runs),
-            **extras(runs),
+            **extra_fields(runs),
         }
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         text, calls = self.ask.read(choice.text)
@@ -250,17 +259,17 @@ class Answer:
             [{"type": "text", "text": text}] if text.strip() or not calls else []
         )
         content += [
-            {"type": "tool_use", "id": c.id, "name": c.name, "input": written(c.arguments)}
+            {"type": "tool_use", "id": c.id, "name": c.name, "input": loads_lossless(c.arguments)}
             for c in calls
         ]
-        observe(self.call)
+        observe_latency(self.call)
         made = {
             **self.base,
             "content": content,
             **self.stop(choice.finish, bool(calls)),
             "usage": self.usage(),
         }
-        return Json({**made, **self.own()})
+        return Json({**made, **self.extension_fields()})
 
     async def events(self) -> AsyncIterator[bytes]:
         blank = {
@@ -277,8 +286,8 @@ class Answer:
             "usage": blank,
         }
         yield sse({"type": "message_start", "message": start}, "message_start")
-        parser, finish, blocks = self.ask.parser(), None, Blocks()
-        async for piece in pieces(self.call):
+        parser, finish, blocks = self.ask.parser(), None, BlockEvents()
+        async for piece in choice_deltas(self.call):
             if piece is None:
                 yield sse({"type": "ping"}, "ping")
                 continue
@@ -293,20 +302,20 @@ class Answer:
             return
         for made in blocks.close():
             yield made
-        observe(self.call)
+        observe_latency(self.call)
         called = parser is not None and parser.calls > 0
         last = {
             "type": "message_delta",
             "delta": self.stop(finish, called),
             "usage": self.usage(),
-            **self.own(),
+            **self.extension_fields(),
         }
         yield sse(last, "message_delta")
         yield sse({"type": "message_stop"}, "message_stop")
 
 
-class Blocks:
-    """Content blocks open and close one after another, numbered."""
+class BlockEvents:
+    """Numbers the content blocks of a stream; at most one block is open at a time."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -352,21 +361,23 @@ class Blocks:
         return out
 
 
-async def create(call: Call) -> Response:
+async def create(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     form = "output_format" if "output_format" in body else "output_config"
-    ask = Ask(
+    ask = ChatRequest(
         call, as_chat(body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form}
     )
-    answer = Answer(ask, model)
+    answer = MessagesReply(ask, model)
     stream = bool(body.get("stream"))
     ask.submit(stream)
     await call.accepted()
-    return EventStream(call, answer.events(), error_event) if stream else await answer.whole()
+    return (
+        EventStream(call, answer.events(), error_event) if stream else await answer.full_response()
+    )
 
 
-async def count(call: Call) -> Response:
+async def count(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body["model"])
     return Json({"input_tokens": await count_tokens(call, as_chat(body), NAMES)})

@@ -1,7 +1,8 @@
-"""What a client is told when something is wrong: OpenAI's error shape, from a closed list of codes.
+"""API errors: OpenAI's error object, with codes from a closed list.
 
-In: an exception. Out: a Problem, which becomes an HTTP answer, an `error` event inside a stream, or Anthropic's and Ollama's spelling.
-A client's mistake is never a 5xx (OpenAI's client retries those), and a fault of ours never carries a path, an address or a traceback.
+In: an exception. Out: a Problem, which becomes an HTTP response, an `error` event inside a stream,
+or the error shape of Anthropic or Ollama. A client error is never a 5xx, because OpenAI's client
+retries those. A server error never contains a path, an address or a traceback.
 """
 
 from __future__ import annotations
@@ -27,39 +28,49 @@ TYPES = {
     503: "unavailable_error",
 }
 
-# Every code that can leave this server, with its status and what it means; docs/serving.md prints the table.
+# Every error code of the server: HTTP status and meaning. docs/serving.md prints this table.
 CODES = {
-    "invalid_request": (400, "the request cannot be served as asked"),
-    "invalid_json": (400, "the body is not JSON, or holds NaN, infinity or half a character"),
+    "invalid_request": (400, "the request is not valid"),
+    "invalid_json": (
+        400,
+        "the body is not JSON, or contains NaN, infinity or an unpaired surrogate",
+    ),
     "json_too_deep": (400, "the body is nested too deeply"),
-    "json_too_large": (400, "the body holds too many values"),
-    "invalid_parameter": (400, "a field's value breaks its rule; `param` names it"),
-    "unknown_parameter": (400, "no such field in this protocol; `param` names it"),
-    "unsupported_parameter": (400, "a known field that is not offered; `param` names it"),
-    "missing_parameter": (400, "a required field is absent; `param` names it"),
-    "context_length_exceeded": (400, "prompt and answer do not fit the context"),
-    "cache_capacity_exceeded": (400, "the request could never fit the cache"),
-    "invalid_api_key": (401, "no key, or a wrong one"),
+    "json_too_large": (400, "the body contains too many values"),
+    "invalid_parameter": (400, "the value of a field is not allowed; `param` names the field"),
+    "unknown_parameter": (400, "the protocol has no such field; `param` names it"),
+    "unsupported_parameter": (
+        400,
+        "a field of the protocol that this server does not support; `param` names it",
+    ),
+    "missing_parameter": (400, "a required field is missing; `param` names it"),
+    "context_length_exceeded": (400, "prompt and output do not fit into the context"),
+    "cache_capacity_exceeded": (400, "the request needs more KV cache than the server has"),
+    "invalid_api_key": (401, "the API key is missing or wrong"),
     "host_not_allowed": (403, "the Host header names neither loopback nor an allowed host"),
-    "model_not_found": (404, "no such model name on this server"),
-    "not_found": (404, "no such route, or no such stored object"),
-    "method_not_allowed": (405, "the route exists, not with this method"),
-    "timeout": (408, "the request took longer than its limit"),
+    "model_not_found": (404, "the server has no model of this name"),
+    "not_found": (404, "the route or the stored object does not exist"),
+    "method_not_allowed": (405, "the route does not support this method"),
+    "timeout": (408, "the request exceeded its time limit"),
     "body_too_large": (413, "the body is larger than the limit"),
     "unsupported_media_type": (415, "the body is not application/json"),
-    "overloaded": (429, "the queue is full; Retry-After says when to come back"),
-    "key_overloaded": (429, "this key has too many requests open"),
-    "cancelled": (499, "the client went away"),
-    "slow_reader": (499, "the stream was not read fast enough and its buffer is full"),
-    "internal_error": (500, "a fault of ours; the log has the request id"),
-    "engine_died": (503, "the engine ended while this request ran; it is being restarted"),
-    "unavailable": (503, "starting, restarting or draining; Retry-After says when to come back"),
+    "overloaded": (429, "the queue is full; retry after Retry-After seconds"),
+    "key_overloaded": (429, "this API key has too many open requests"),
+    "cancelled": (499, "the client disconnected"),
+    "slow_reader": (499, "the client read the stream too slowly and its buffer is full"),
+    "internal_error": (500, "a server error; the log has the request id"),
+    "engine_died": (503, "the engine died during this request; it is being restarted"),
+    "unavailable": (
+        503,
+        "the server is starting, restarting or draining; retry after Retry-After seconds",
+    ),
 }
 
 
 @dataclass(eq=False)
 class Problem(Exception):
-    """An answer that is an error. Raised by the HTTP side; made from the exceptions of the rooms below by `problem_of`."""
+    """An error response. The server raises it; `problem_of` converts exceptions of the lower
+    packages."""
 
     code: str
     message: str
@@ -91,7 +102,7 @@ class Problem(Exception):
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Our own errors keep their words; anything else becomes a sentence that tells nothing of the inside."""
+    """Convert an exception. Verbatim's errors keep their message; any other becomes a generic 500."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, (OverloadedError, UnavailableError)):

@@ -1,7 +1,8 @@
-"""POST /v1/chat/completions: a conversation in, a message out, with tools, structure and log-probabilities as OpenAI spells them.
+"""POST /v1/chat/completions: OpenAI chat with tools, structured output and log-probabilities.
 
-Asking (`Ask`: messages, tools, format -> one message to the engine) is shared with the Responses, Anthropic and Ollama routes, which translate
-their fields into OpenAI's chat fields first; spelling the answer is each protocol's own.
+In: a checked request. Out: a chat completion object, or a stream of chunks. `ChatRequest` turns
+chat fields into one message to the engine process. The Responses, Anthropic and Ollama routes
+share it: they translate their fields into chat fields first, and format the output themselves.
 """
 
 from __future__ import annotations
@@ -15,34 +16,34 @@ from starlette.responses import Response
 from verbatim.base.params import STRUCTURE
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.completions import closing, reports_of, stream_options
+from verbatim.server.api.completions import choice_reports, closing_events, stream_options
 from verbatim.server.api.field_table import CHAT, Rule
 from verbatim.server.api.generate import (
-    Piece,
+    ChoiceDelta,
     chat_logprobs,
-    extras,
+    choice_deltas,
+    extra_fields,
     finish_reason,
     obfuscation,
-    observe,
-    pieces,
+    observe_latency,
     usage_of,
 )
 from verbatim.server.api.request_context import (
     DONE,
     KEEP_ALIVE,
-    Call,
     Chunks,
     EventStream,
     Json,
+    RequestContext,
     new_id,
 )
-from verbatim.server.api.tools import Call as ToolCall
 from verbatim.server.api.tools import (
+    ParsedCall,
     ToolParser,
     call_or_text,
     forced_schema,
-    joined,
     template_messages,
+    text_and_calls,
 )
 from verbatim.server.process.messages import (
     Generate,
@@ -54,7 +55,7 @@ from verbatim.server.process.messages import (
     WireLogprob,
 )
 
-# what encode_chat takes by these names is not the client's to set through the back door
+# Template variables that encode_chat sets itself; chat_template_kwargs must not override them.
 RESERVED = (
     "messages",
     "tools",
@@ -69,14 +70,14 @@ RESERVED = (
 )
 
 
-class Ask:
-    """A chat request, understood: what goes to the engine, and how its text is to be read.
+class ChatRequest:
+    """A chat request after validation: what the engine gets, and how to parse its output.
 
-    names: the engine's word for a parameter -> the client's, for errors."""
+    `names` maps the engine's parameter names to the client's field names, for error messages."""
 
     def __init__(
         self,
-        call: Call,
+        call: RequestContext,
         body: Mapping[str, Any],
         table: Mapping[str, Rule] = CHAT,
         names: Mapping[str, str] | None = None,
@@ -87,9 +88,8 @@ class Ask:
         self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False
-        self.continues = bool(
-            body.get("continue_final")
-        )  # the last message; only protocols that know this set it
+        # The model continues the last message. Only protocols with this feature set it.
+        self.continues = bool(body.get("continue_final"))
         self.values = to_params.sampling_values(body, table)
         self._length()
         self._logprobs()
@@ -101,11 +101,11 @@ class Ask:
         self.params = to_params.finish_params(
             self.values, limits=state.limits, facts=state.facts, names=self.names
         )
-        self.rows = to_params.wants_rows(body, self.params)
+        self.rows = to_params.wants_logit_rows(body, self.params)
         if self.rows:
-            call.room.enter_context(state.admit_rows())
+            call.admission.enter_context(state.admit_rows())
 
-    def _own(self, name: str) -> str:
+    def _client_name(self, name: str) -> str:
         return self.names.get(name, name)
 
     def _length(self) -> None:
@@ -126,8 +126,8 @@ class Ask:
         if top and not self.body.get("logprobs"):
             raise Problem(
                 "invalid_parameter",
-                f"{self._own('top_logprobs')}: needs logprobs: true",
-                self._own("top_logprobs"),
+                f"{self._client_name('top_logprobs')}: needs logprobs: true",
+                self._client_name("top_logprobs"),
             )
         if self.body.get("logprobs"):
             self.values["logprobs"] = top or 0
@@ -137,20 +137,20 @@ class Ask:
         form = self.body.get("response_format") or {"type": "text"}
         if form["type"] == "text":
             return
-        self._only_structure("response_format")
+        self._check_single_grammar("response_format")
         schema: Any = {"type": "object"}
         if form["type"] == "json_schema":
             schema = form["json_schema"].get("schema", True)
         self.values["json_schema"] = schema
         self.names = {"json_schema": "response_format", **self.names}
 
-    def _only_structure(self, name: str) -> None:
-        own = self._own(name)
+    def _check_single_grammar(self, name: str) -> None:
+        own = self._client_name(name)
         for other in STRUCTURE:
             if other in self.values:
                 raise Problem(
                     "invalid_parameter",
-                    f"{own}: only one structure at a time, and {self._own(other)} is set too",
+                    f"{own}: cannot be combined with {self._client_name(other)}; send one of them",
                     own,
                 )
 
@@ -158,43 +158,52 @@ class Ask:
         check_tools(self.call, self.tools)
         names = [tool["function"]["name"] for tool in self.tools]
         wanted = self.choice["function"]["name"] if isinstance(self.choice, dict) else None
-        own = self._own("tool_choice")
+        own = self._client_name("tool_choice")
         if self.choice == "none":
             self.tools = []
         elif self.choice == "auto":
-            self._calls_or_answer()
+            self._calls_or_text_grammar()
         else:
             if not self.tools:
                 raise Problem(
-                    "invalid_parameter", f"{own}: asks for a call, and there are no tools", own
+                    "invalid_parameter", f"{own}: requires a call, but tools is empty", own
                 )
             if wanted is not None and wanted not in names:
-                raise Problem("invalid_parameter", f"{own}: names a tool that is not in tools", own)
-            self._only_structure("tool_choice")
+                raise Problem(
+                    "invalid_parameter", f"{own}: names a function that is not in tools", own
+                )
+            self._check_single_grammar("tool_choice")
             self.values["json_schema"] = forced_schema(self.tools, wanted)
             self.names["json_schema"] = "tools"
             self.forced = True
 
-    def _calls_or_answer(self) -> None:
-        """With strict tools, or an answer that must be JSON, a grammar lets the model choose between valid calls and such an answer."""
+    def _calls_or_text_grammar(self) -> None:
+        """For strict tools or a JSON response format, set a grammar that allows either valid calls or
+        the constrained text."""
         schema = self.values.get("json_schema")
         strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
         if not self.tools or not (strict or schema is not None):
             return
         if strict and any(name in self.values for name in STRUCTURE if name != "json_schema"):
             where = f"tools[{strict[0]}].function.strict"
-            raise Problem("invalid_parameter", f"{where}: only one structure at a time", where)
+            raise Problem(
+                "invalid_parameter",
+                f"{where}: cannot be combined with regex, grammar or choice",
+                where,
+            )
         single = self.body.get("parallel_tool_calls") is False
         grammar = call_or_text(
             self.tools, self.call.state.facts.tool_format, single=single, text=schema
         )
         if grammar is None:
             where = (
-                f"tools[{strict[0]}].function.strict" if strict else self._own("response_format")
+                f"tools[{strict[0]}].function.strict"
+                if strict
+                else self._client_name("response_format")
             )
             raise Problem(
                 "unsupported_parameter",
-                f"{where}: not offered beside tool_choice auto for this model's tool format",
+                f"{where}: not supported with tool_choice auto for this model's tool format",
                 where,
             )
         self.values.pop("json_schema", None)
@@ -203,10 +212,10 @@ class Ask:
 
     def _check_continued(self) -> None:
         if self.continues and any(name in self.values for name in STRUCTURE):
-            own = self._own("messages")
+            own = self._client_name("messages")
             raise Problem(
                 "invalid_parameter",
-                f"{own}: an answer whose beginning is given cannot be held to a structure or a tool",
+                f"{own}: structured output and tool_choice are not supported when the last message is continued",
                 own,
             )
 
@@ -225,7 +234,7 @@ class Ask:
         self.call.submit(message)
 
     def parser(self) -> ToolParser | None:
-        """For one choice. None: the text is the answer."""
+        """A tool-call parser for one choice; None if the request has no tools."""
         if not self.tools:
             return None
         names = {tool["function"]["name"] for tool in self.tools}
@@ -233,15 +242,15 @@ class Ask:
         form = self.call.state.facts.tool_format
         return ToolParser(form, names, forced=self.forced, single=single, midway=self.continues)
 
-    def read(self, text: str) -> tuple[str, list[ToolCall]]:
-        """A whole answer's text and calls."""
+    def read(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Split a complete output into text and tool calls."""
         parser = self.parser()
         if parser is None:
             return text, []
-        return joined([*parser.push(text), *parser.finish()])
+        return text_and_calls([*parser.push(text), *parser.finish()])
 
 
-def check_tools(call: Call, tools: Sequence[Mapping[str, Any]]) -> None:
+def check_tools(call: RequestContext, tools: Sequence[Mapping[str, Any]]) -> None:
     limit = call.state.limits.max_tools
     if len(tools) > limit:
         raise Problem(
@@ -254,13 +263,15 @@ def check_tools(call: Call, tools: Sequence[Mapping[str, Any]]) -> None:
 
 
 def conversation(
-    call: Call,
+    call: RequestContext,
     body: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]],
     names: Mapping[str, str],
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Messages and options for the chat template, within this server's limits. From here on the engine may refuse them: it learns what the
-    client calls them."""
+    """Messages and options for the chat template, after checking the server's limits.
+
+    Also sets the client's field names on the request context, so that later errors of the engine
+    name the right field."""
     messages, facts = body["messages"], call.state.facts
     limit, own = call.state.limits.max_messages, names.get("messages", "messages")
     if len(messages) > limit:
@@ -283,16 +294,16 @@ def conversation(
         template["tools"] = tools
     if body.get("continue_final"):
         template["continue_final"] = True
-    call.names = {
-        "prompt": own,
-        **names,
-    }  # what the engine calls the prompt is made of the messages
+    # The engine's prompt is made from the messages, so errors about it name that field.
+    call.names = {"prompt": own, **names}
     call.shift = len(made) - len(messages)
     return made, template
 
 
-async def count_tokens(call: Call, body: Mapping[str, Any], names: Mapping[str, str]) -> int:
-    """Of the prompt that a request in chat fields would have."""
+async def count_tokens(
+    call: RequestContext, body: Mapping[str, Any], names: Mapping[str, str]
+) -> int:
+    """Number of prompt tokens of a request in chat fields."""
     tools = [] if body.get("tool_choice") == "none" else body.get("tools", [])
     check_tools(call, tools)
     messages, template = conversation(call, body, tools, names)
@@ -302,19 +313,20 @@ async def count_tokens(call: Call, body: Mapping[str, Any], names: Mapping[str, 
 
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's own variables for the template; whether the template reads them, the engine's side says."""
+    """The client's template variables. The engine process rejects those that the template does not
+    read."""
     template = dict(body.get("chat_template_kwargs") or {})
     for name in RESERVED:
         if name in template:
             raise Problem(
                 "invalid_parameter",
-                f"chat_template_kwargs.{name}: is the server's to set",
+                f"chat_template_kwargs.{name}: is set by the server",
                 "chat_template_kwargs",
             )
     return template
 
 
-def spelled_call(call: ToolCall, index: int | None = None) -> dict[str, Any]:
+def tool_call_object(call: ParsedCall, index: int | None = None) -> dict[str, Any]:
     out = {
         "id": call.id,
         "type": "function",
@@ -323,8 +335,8 @@ def spelled_call(call: ToolCall, index: int | None = None) -> dict[str, Any]:
     return out if index is None else {"index": index, **out}
 
 
-class Chat:
-    def __init__(self, ask: Ask, model: str) -> None:
+class ChatReply:
+    def __init__(self, ask: ChatRequest, model: str) -> None:
         self.ask = ask
         self.call = ask.call
         self.top = ask.body.get("top_logprobs") or 0
@@ -339,22 +351,26 @@ class Chat:
             "service_tier": "default",
         }
 
-    # ---------------------------------------------------------------------------------------------------------- whole
+    # ------------------------------------------------------------------------ not streamed
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         answer = self._answer(done)
-        observe(self.call)
+        observe_latency(self.call)
         if self.ask.body.get("store"):
-            self._keep(answer)
+            self._store(answer)
         return Json(answer)
 
     def _answer(self, done: Generated) -> dict[str, Any]:
         choices = [self._choice(choice) for choice in done.choices]
-        told = {"choices": choices, "usage": usage_of(self.call.runs), **extras(self.call.runs)}
-        return {**self.head, "seed": done.seed, **told}
+        body = {
+            "choices": choices,
+            "usage": usage_of(self.call.runs),
+            **extra_fields(self.call.runs),
+        }
+        return {**self.head, "seed": done.seed, **body}
 
-    def _keep(self, answer: dict[str, Any]) -> None:
+    def _store(self, answer: dict[str, Any]) -> None:
         kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
         item = {"object": kept, "messages": self.ask.body["messages"]}
         self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
@@ -367,43 +383,46 @@ class Chat:
             "refusal": None,
         }
         if calls:
-            message["tool_calls"] = [spelled_call(c) for c in calls]
+            message["tool_calls"] = [tool_call_object(c) for c in calls]
         out = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs) if self.with_logprobs else None,
             "finish_reason": reason_with_calls(choice.finish, bool(calls)),
         }
-        return out | reports_of(choice)
+        return out | choice_reports(choice)
 
     def _logprobs(self, items: Sequence[WireLogprob]) -> dict[str, Any]:
         return {"content": chat_logprobs(items, self.top), "refusal": None}
 
-    # --------------------------------------------------------------------------------------------------------- stream
+    # ---------------------------------------------------------------------------- streamed
 
     async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
         head = {**self.head, "object": "chat.completion.chunk"}
         chunks = Chunks(head, {"usage": None} if with_usage else {})
         parsers: dict[int, ToolParser | None] = {}
-        async for piece in pieces(self.call):
+        async for piece in choice_deltas(self.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
             for choice in self._deltas(piece, parsers):
-                yield chunks.spell(
+                yield chunks.serialise(
                     choice, obfuscation(choice["delta"].get("content") or "") if pad else None
                 )
         done = self.call.runs[0].generated
         if done is not None:
-            observe(self.call)
+            observe_latency(self.call)
             if self.ask.body.get("store"):
-                self._keep(self._answer(done))
-            for last in closing(self.call, head, with_usage):
+                self._store(self._answer(done))
+            for last in closing_events(self.call, head, with_usage):
                 yield last
         yield DONE
 
-    def _deltas(self, piece: Piece, parsers: dict[int, ToolParser | None]) -> list[dict[str, Any]]:
-        """The chunks of one piece: text and calls as they become certain; the role first, the finish last and alone."""
+    def _deltas(
+        self, piece: ChoiceDelta, parsers: dict[int, ToolParser | None]
+    ) -> list[dict[str, Any]]:
+        """The chunks of one delta: the role first, then text and calls, then the finish reason in a
+        chunk of its own."""
         deltas: list[dict[str, Any]] = []
         if piece.index not in parsers:
             parsers[piece.index] = self.ask.parser()
@@ -418,10 +437,9 @@ class Chat:
             found = parser.push(piece.text)
             if piece.finish is not None:
                 found += parser.finish()
-            deltas += spelled_deltas(found, before)
-            if not found and (
-                piece.logprobs or piece.explain
-            ):  # the text is held back, what is said of it is not
+            deltas += delta_objects(found, before)
+            # The parser holds the text back, but its log-probabilities are sent at once.
+            if not found and (piece.logprobs or piece.explain):
                 deltas.append({"content": ""})
         out: list[dict[str, Any]] = [
             {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None}
@@ -439,13 +457,13 @@ class Chat:
         return out
 
 
-def spelled_deltas(found: list[tuple[str, Any]], number: int) -> list[dict[str, Any]]:
+def delta_objects(found: list[tuple[str, Any]], number: int) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for kind, value in found:
         if kind == "text":
             out.append({"content": value})
         else:
-            out.append({"tool_calls": [spelled_call(value, number)]})
+            out.append({"tool_calls": [tool_call_object(value, number)]})
             number += 1
     return out
 
@@ -455,21 +473,21 @@ def reason_with_calls(finish: WireFinish | None, called: bool) -> str | None:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-async def chat(call: Call) -> Response:
+async def chat(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
-    call.state.store.check_offered(bool(body.get("store")))
+    call.state.store.check_enabled(bool(body.get("store")))
     with_usage, pad = stream_options(body)
     stream = bool(body.get("stream"))
     if stream and (body.get("best_of") or 1) > body.get("n", 1):
         raise Problem(
             "invalid_parameter",
-            "best_of: cannot be streamed, because the best is known only at the end",
+            "best_of: cannot be streamed, because the best choice is known only at the end",
             "best_of",
         )
-    made = Chat(ask := Ask(call, body), model)
+    made = ChatReply(ask := ChatRequest(call, body), model)
     ask.submit(stream)
     await call.accepted()
     if stream:
         return EventStream(call, made.events(with_usage, pad))
-    return await made.whole()
+    return await made.full_response()

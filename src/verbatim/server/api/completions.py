@@ -1,6 +1,7 @@
-"""POST /v1/completions: text in, text out, as OpenAI's older endpoint does it.
+"""POST /v1/completions: OpenAI's older text endpoint.
 
-A list of prompts becomes as many requests of the engine, in one step together; choices are numbered prompt by prompt.
+In: a checked request. Out: a completion object, or a stream of chunks. Each prompt of a list is
+one engine request; the scheduler batches them. Choices are numbered prompt by prompt.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_table import COMPLETIONS
 from verbatim.server.api.generate import (
-    Piece,
-    Places,
+    ChoiceDelta,
+    TokenOffsets,
+    choice_deltas,
     completion_logprobs,
-    extras,
+    extra_fields,
     finish_reason,
     obfuscation,
-    observe,
-    pieces,
-    spelled,
+    observe_latency,
+    token_text,
     usage_of,
 )
 from verbatim.server.api.request_context import (
     DONE,
     KEEP_ALIVE,
-    Call,
     Chunks,
     EventStream,
     Json,
+    RequestContext,
     new_id,
     sse,
 )
@@ -41,8 +42,9 @@ from verbatim.server.process.messages import Generate, Generated, WireChoice
 DEFAULT_MAX_TOKENS = 16
 
 
-def prompts_of(value: Any, name: str, call: Call) -> list[str | list[int]]:
-    """The four spellings of `prompt` as a list; hopeless and senseless ones are refused here, before the engine sees them."""
+def prompts_of(value: Any, name: str, call: RequestContext) -> list[str | list[int]]:
+    """The four forms of `prompt` as a list. Prompts that are empty, too long or have invalid token
+    ids are rejected here, before they reach the engine."""
     many = isinstance(value, list) and not isinstance(value[0], int)
     prompts: list[str | list[int]] = list(value) if many else [value]
     limit = call.state.limits.max_prompts
@@ -72,7 +74,7 @@ def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool
     if body.get("parse_special") and not isinstance(prompts[0], str):
         raise Problem(
             "invalid_parameter",
-            "parse_special: only with text; token ids are what they are",
+            "parse_special: only with text; token ids are not parsed",
             "parse_special",
         )
     return bool(body.get("parse_special"))
@@ -89,11 +91,11 @@ def stream_options(body: dict[str, Any]) -> tuple[bool, bool]:
     return bool(options.get("include_usage")), bool(options.get("include_obfuscation"))
 
 
-class Completions:
-    """One request's answer. Its name, time and model are the same in every chunk."""
+class CompletionsReply:
+    """Builds the response of one request. Id, time and model are the same in every chunk."""
 
     def __init__(
-        self, call: Call, body: dict[str, Any], model: str, prompts: list[str | list[int]]
+        self, call: RequestContext, body: dict[str, Any], model: str, prompts: list[str | list[int]]
     ) -> None:
         self.call = call
         self.body = body
@@ -109,14 +111,14 @@ class Completions:
         self.parse = parses_special(body, prompts)
         self.top = body.get("logprobs")
         self.params: dict[str, Any] = {}
-        self.asked: list[dict[str, Any]] = []  # params of each prompt
-        self.own_seeds = False
+        self.prompt_params: list[dict[str, Any]] = []  # params of each prompt
+        self.seed_per_prompt = False
         self.n = body.get("num_return_sequences") or (
             1 if body.get("num_beams", 1) > 1 else body.get("n", 1)
         )
-        self.places: dict[tuple[int, int], Places] = {}
+        self.places: dict[tuple[int, int], TokenOffsets] = {}
 
-    def ask(self) -> None:
+    def prepare(self) -> None:
         values = to_params.sampling_values(self.body, COMPLETIONS)
         values["max_tokens"] = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
         if self.top is not None:
@@ -126,35 +128,35 @@ class Completions:
         if self.echo and self.top is not None and self.body.get("stream"):
             raise Problem(
                 "unsupported_parameter",
-                "echo: with logprobs it is not offered in a stream; leave one out",
+                "echo: cannot be streamed together with logprobs",
                 "echo",
             )
         if self.body.get("stream") and (self.body.get("best_of") or 1) > self.body.get("n", 1):
             raise Problem(
                 "invalid_parameter",
-                "best_of: cannot be streamed, because the best is known only at the end",
+                "best_of: cannot be streamed, because the best choice is known only at the end",
                 "best_of",
             )
         state = self.call.state
         self.params = to_params.finish_params(
             values, limits=state.limits, facts=state.facts, prompts=len(self.prompts)
         )
-        self.rows = to_params.wants_rows(self.body, self.params, len(self.prompts))
+        self.rows = to_params.wants_logit_rows(self.body, self.params, len(self.prompts))
         if self.rows:
-            self.call.room.enter_context(state.admit_rows())
-        self.asked = to_params.for_each_prompt(self.params, self.body, len(self.prompts))
-        self.own_seeds = len({params.get("seed") for params in self.asked}) > 1
-        self.head["seed"] = None if self.own_seeds else self.params.get("seed")
+            self.call.admission.enter_context(state.admit_rows())
+        self.prompt_params = to_params.for_each_prompt(self.params, self.body, len(self.prompts))
+        self.seed_per_prompt = len({params.get("seed") for params in self.prompt_params}) > 1
+        self.head["seed"] = None if self.seed_per_prompt else self.params.get("seed")
 
     def seed_of(self, run: int) -> dict[str, Any]:
-        """Where prompts have seeds of their own, each choice says which it was drawn with."""
-        return {"seed": self.asked[run]["seed"]} if self.own_seeds else {}
+        """The seed field of a choice, if each prompt has its own seed."""
+        return {"seed": self.prompt_params[run]["seed"]} if self.seed_per_prompt else {}
 
     def choice(self, run: int, choice: WireChoice, done: Generated, echo: str) -> dict[str, Any]:
         logprobs = None
         if self.top is not None:
             logprobs = self.echoed(run, done)
-            places = self.answer_places(len(echo))
+            places = self.output_offsets(len(echo))
             for name, values in completion_logprobs(choice.logprobs, self.top, places).items():
                 logprobs[name] = [*logprobs[name], *values] if values is not None else None
         out = {
@@ -163,56 +165,58 @@ class Completions:
             "logprobs": logprobs,
             "finish_reason": finish_reason(choice.finish),
         }
-        return out | self.seed_of(run) | reports_of(choice)
+        return out | self.seed_of(run) | choice_reports(choice)
 
     def echoed(self, run: int, done: Generated) -> dict[str, Any]:
-        """Log-probabilities of the prompt that stands before the answer; of nothing without echo. A prompt of ids is shown with its control
-        tokens, one of text without those that the model wants around it."""
+        """Log-probabilities of the echoed prompt; empty lists without echo. A prompt of token ids
+        is shown with its control tokens; a text prompt without those that the tokenizer adds."""
         assert self.top is not None
         items, prompt, facts = (
             done.prompt_logprobs if self.echo else [],
             self.prompts[run],
             self.call.state.facts,
         )
-        places = Places(facts, skip_special=isinstance(prompt, str) and not self.parse, start=True)
-        if self.parse and isinstance(
-            prompt, str
-        ):  # its own control tokens are in the text, those put before it are not
+        places = TokenOffsets(
+            facts, skip_special=isinstance(prompt, str) and not self.parse, start=True
+        )
+        # With parse_special the prompt's own control tokens are visible; those added before it
+        # are not.
+        if self.parse and isinstance(prompt, str):
             typed = (
                 n
                 for n, item in enumerate(items)
-                if item.token not in facts.control or prompt.startswith(spelled(item.raw))
+                if item.token not in facts.control or prompt.startswith(token_text(item.raw))
             )
             places.unseen = next(typed, len(items))
         return completion_logprobs(items, self.top, places)
 
-    def answer_places(self, before: int = 0) -> Places:
-        places = Places(self.call.state.facts, self.params.get("skip_special", True))
+    def output_offsets(self, before: int = 0) -> TokenOffsets:
+        places = TokenOffsets(self.call.state.facts, self.params.get("skip_special", True))
         places.at = before
         return places
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         results = await self.call.results(Generated)
         choices = [
             self.choice(number, choice, done, self.call.runs[number].text)
             for number, done in enumerate(results)
             for choice in done.choices
         ]
-        observe(self.call)
+        observe_latency(self.call)
         return Json(
             {
                 **self.head,
                 "choices": choices,
                 "usage": usage_of(self.call.runs),
-                "seed": None if self.own_seeds else results[0].seed,
-                **extras(self.call.runs),
+                "seed": None if self.seed_per_prompt else results[0].seed,
+                **extra_fields(self.call.runs),
             }
         )
 
     async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
         started: set[tuple[int, int]] = set()
         chunks = Chunks(self.head, {"usage": None} if with_usage else {})
-        async for piece in pieces(self.call):
+        async for piece in choice_deltas(self.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
@@ -220,16 +224,16 @@ class Completions:
             if self.echo and key not in started:
                 started.add(key)
                 piece.text = self.call.runs[piece.run].text + piece.text
-            yield chunks.spell(self.delta(piece), obfuscation(piece.text) if pad else None)
-        observe(self.call)
-        for last in closing(self.call, self.head, with_usage):
+            yield chunks.serialise(self.delta(piece), obfuscation(piece.text) if pad else None)
+        observe_latency(self.call)
+        for last in closing_events(self.call, self.head, with_usage):
             yield last
         yield DONE
 
-    def delta(self, piece: Piece) -> dict[str, Any]:
+    def delta(self, piece: ChoiceDelta) -> dict[str, Any]:
         logprobs = None
         if self.top is not None:
-            places = self.places.setdefault((piece.run, piece.index), self.answer_places())
+            places = self.places.setdefault((piece.run, piece.index), self.output_offsets())
             logprobs = completion_logprobs(piece.logprobs, self.top, places)
         out = {
             "text": piece.text,
@@ -240,9 +244,10 @@ class Completions:
         return out | ({"explain": piece.explain} if piece.explain else {}) | self.seed_of(piece.run)
 
 
-def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
-    """After the last choice: a chunk without choices where usage or a receipt was asked for; warnings and loops otherwise as comments."""
-    more = extras(call.runs)
+def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool) -> list[bytes]:
+    """Events after the last choice: a chunk without choices if the client requested usage or a
+    receipt; otherwise warnings and loops as SSE comments."""
+    more = extra_fields(call.runs)
     results = [run.generated for run in call.runs]
     loops = [choice.loop for done in results if done is not None for choice in done.choices]
     if with_usage or "receipt" in more:
@@ -252,28 +257,28 @@ def closing(call: Call, head: dict[str, Any], with_usage: bool) -> list[bytes]:
                 {**head, "choices": [], **usage, **more, **({"loops": loops} if any(loops) else {})}
             )
         ]
-    said = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
-    said += [
+    comments = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
+    comments += [
         f": loop: choice {i} repeats its last {n} tokens\n\n" for i, n in enumerate(loops) if n
     ]
-    return [line.encode() for line in said]
+    return [line.encode() for line in comments]
 
 
-def reports_of(choice: WireChoice) -> dict[str, Any]:
-    """Members of our own, where there is something to report."""
-    told = {"score": choice.score, "explain": choice.explain, "loop": choice.loop}
-    return {name: value for name, value in told.items() if value}
+def choice_reports(choice: WireChoice) -> dict[str, Any]:
+    """Verbatim's extra fields of a choice, if set."""
+    reports = {"score": choice.score, "explain": choice.explain, "loop": choice.loop}
+    return {name: value for name, value in reports.items() if value}
 
 
-async def completions(call: Call) -> Response:
+async def completions(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     with_usage, pad = stream_options(body)
     prompts = prompts_of(body["prompt"], "prompt", call)
-    made = Completions(call, body, model, prompts)
-    made.ask()
+    made = CompletionsReply(call, body, model, prompts)
+    made.prepare()
     stream = bool(body.get("stream"))
-    for prompt, params in zip(prompts, made.asked, strict=True):
+    for prompt, params in zip(prompts, made.prompt_params, strict=True):
         message = Generate(
             call.next_id(),
             call.tenant,
@@ -288,4 +293,4 @@ async def completions(call: Call) -> Response:
     await call.accepted()
     if stream:
         return EventStream(call, made.events(with_usage, pad))
-    return await made.whole()
+    return await made.full_response()

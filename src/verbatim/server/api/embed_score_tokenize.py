@@ -1,4 +1,4 @@
-"""The short routes: /v1/embeddings, /v1/score, /tokenize, /detokenize. Text or token ids in, numbers out."""
+"""/v1/embeddings, /v1/score, /tokenize and /detokenize: text or token ids in, numbers out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import conversation
 from verbatim.server.api.completions import parses_special, prompts_of
-from verbatim.server.api.generate import extras, floor, observe, spelled, usage_of
-from verbatim.server.api.request_context import Call, Json
+from verbatim.server.api.generate import extra_fields, floor, observe_latency, token_text, usage_of
+from verbatim.server.api.request_context import Json, RequestContext
 from verbatim.server.process.messages import (
     Detokenize,
     Detokenized,
@@ -25,8 +25,8 @@ from verbatim.server.process.messages import (
 )
 
 
-async def embeddings(call: Call) -> Response:
-    """One vector of the final hidden states (LLM.embed), scaled to length 1 as OpenAI's are."""
+async def embeddings(call: RequestContext) -> Response:
+    """One embedding vector per prompt (LLM.embed), normalised to length 1 as OpenAI does."""
     body = await call.body()
     model = call.state.check_model(body["model"])
     prompts = prompts_of(body["input"], "input", call)
@@ -56,7 +56,7 @@ async def embeddings(call: Call) -> Response:
     total = sum(r.usage.prompt_tokens for r in results)
     usage = {"prompt_tokens": total, "total_tokens": total}
     return Json(
-        {"object": "list", "data": data, "model": model, "usage": usage, **extras(call.runs)}
+        {"object": "list", "data": data, "model": model, "usage": usage, **extra_fields(call.runs)}
     )
 
 
@@ -72,8 +72,8 @@ def _spell_vector(vector: list[float], body: dict[str, Any]) -> Any:
     return vector
 
 
-async def score(call: Call) -> Response:
-    """Teacher-forced log-probability of every token of each prompt, and the perplexity, in one pass and without writing anything."""
+async def score(call: RequestContext) -> Response:
+    """Teacher-forced log-probability of every prompt token, and the perplexity; generates no token."""
     body = await call.body()
     model = call.state.check_model(body["model"])
     top = body.get("top_logprobs", 0)
@@ -90,7 +90,7 @@ async def score(call: Call) -> Response:
             Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse)
         )
     results = await call.results(Generated)
-    observe(call)
+    observe_latency(call)
     return Json(
         {
             "object": "list",
@@ -98,7 +98,7 @@ async def score(call: Call) -> Response:
             "system_fingerprint": call.state.facts.fingerprint,
             "data": [_scored(i, r) for i, r in enumerate(results)],
             "usage": usage_of(call.runs),
-            **extras(call.runs),
+            **extra_fields(call.runs),
         }
     )
 
@@ -107,10 +107,10 @@ def _scored(index: int, done: Generated) -> dict[str, Any]:
     tokens: list[dict[str, Any]] = []
     for item in done.prompt_logprobs:
         logprob = None if item.logprob is None else floor(item.logprob)
-        tokens.append({"id": item.token, "token": spelled(item.raw), "logprob": logprob})
+        tokens.append({"id": item.token, "token": token_text(item.raw), "logprob": logprob})
         if item.top:
             tokens[-1]["top_logprobs"] = [
-                {"id": t, "token": spelled(r), "logprob": floor(lp)} for t, lp, r in item.top
+                {"id": t, "token": token_text(r), "logprob": floor(lp)} for t, lp, r in item.top
             ]
     known = [t["logprob"] for t in tokens if t["logprob"] is not None]
     total = math.fsum(known)
@@ -124,7 +124,7 @@ def _scored(index: int, done: Generated) -> dict[str, Any]:
     }
 
 
-async def tokenize(call: Call) -> Response:
+async def tokenize(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body.get("model"))
     if ("prompt" in body) == ("messages" in body):
@@ -133,7 +133,7 @@ async def tokenize(call: Call) -> Response:
         if "messages" in body and name in body:
             raise Problem(
                 "invalid_parameter",
-                f"{name}: only with prompt; the chat template writes its own",
+                f"{name}: only with prompt; the chat template adds its own special tokens",
                 name,
             )
     if "prompt" in body:
@@ -153,15 +153,15 @@ async def tokenize(call: Call) -> Response:
     if done.warnings:
         answer["warnings"] = done.warnings
     if body.get("return_token_strs"):
-        answer["token_strs"] = [spelled(raw) for raw in done.raw]
+        answer["token_strs"] = [token_text(raw) for raw in done.raw]
     return Json(answer)
 
 
-async def detokenize(call: Call) -> Response:
+async def detokenize(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body.get("model"))
     if len(body["tokens"]) > 8 * call.state.facts.context:
-        raise Problem("invalid_parameter", "tokens: far more than the context holds", "tokens")
+        raise Problem("invalid_parameter", "tokens: more than eight times the context", "tokens")
     to_params.check_vocabulary("tokens", body["tokens"], call.state.facts)
     call.submit(Detokenize(call.next_id(), call.tenant, body["tokens"]))
     (done,) = await call.results(Detokenized)

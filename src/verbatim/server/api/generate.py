@@ -1,6 +1,7 @@
-"""What every generating handler shares: deltas of one choice merged into pieces, whole choices, usage, log-probabilities in OpenAI's shapes.
+"""Shared by all generating handlers: merged stream deltas, usage, log-probabilities.
 
-In: Running requests. Out: Piece after Piece for streams, Whole for answers; the protocols' files only spell them.
+In: the `Running` requests of one HTTP request. Out: a stream of `ChoiceDelta`, and dicts in
+OpenAI's shapes. The protocol modules only format these.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from verbatim.base.records import Usage
-from verbatim.server.api.request_context import Call
+from verbatim.server.api.request_context import RequestContext
 from verbatim.server.api.to_params import check_finish
 from verbatim.server.process.messages import (
     Generated,
@@ -24,12 +25,12 @@ from verbatim.server.process.messages import (
 from verbatim.server.process.running import Running
 from verbatim.text.decode import TextDecoder
 
-FLOOR = -9999.0  # OpenAI's spelling of "impossible": JSON has no minus infinity
+FLOOR = -9999.0  # OpenAI's log-probability of an impossible token; JSON has no -inf
 
 
 @dataclass(slots=True)
-class Piece:
-    """What one choice gained since the last piece. run: which prompt of the request."""
+class ChoiceDelta:
+    """New output of one choice since its last delta. `run` is the index of the prompt."""
 
     run: int
     index: int
@@ -39,9 +40,12 @@ class Piece:
     finish: WireFinish | None = None
 
 
-async def pieces(call: Call) -> AsyncIterator[Piece | None]:
-    """Pieces of all choices until every run ended; None: nothing for a while, send a keep-alive. Raises the Problem of a run that failed,
-    and ends silently when the client has gone. What piled up while the client did not read comes as one piece a choice."""
+async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | None]:
+    """Yield deltas of all choices until every run has ended.
+
+    None means that nothing arrived for a keep-alive interval. Deltas that queue up while the client
+    does not read are merged, one per choice. Raises the Problem of a run that failed; ends silently
+    when the client has disconnected."""
     runs, last = call.runs, call.state.clock()
     quiet = call.state.settings.keepalive_seconds
     while True:
@@ -69,13 +73,13 @@ async def pieces(call: Call) -> AsyncIterator[Piece | None]:
         await call.signal.wait()
 
 
-def _merged(run: int, deltas: Sequence[WireDelta]) -> list[Piece]:
-    if len(deltas) == 1:  # by far the most frequent: the client reads as fast as tokens come
+def _merged(run: int, deltas: Sequence[WireDelta]) -> list[ChoiceDelta]:
+    if len(deltas) == 1:  # the common case: the client keeps up
         _, index, text, _, finish, logprobs, explain = deltas[0]
-        return [Piece(run, index, text, logprobs, explain, finish)]
-    out: dict[int, Piece] = {}
+        return [ChoiceDelta(run, index, text, logprobs, explain, finish)]
+    out: dict[int, ChoiceDelta] = {}
     for delta in deltas:
-        piece = out.setdefault(delta.choice, Piece(run, delta.choice))
+        piece = out.setdefault(delta.choice, ChoiceDelta(run, delta.choice))
         piece.text += delta.text
         piece.logprobs = [*piece.logprobs, *delta.logprobs]
         piece.explain = [*piece.explain, *delta.explain]
@@ -84,8 +88,7 @@ def _merged(run: int, deltas: Sequence[WireDelta]) -> list[Piece]:
 
 
 def finish_reason(finish: WireFinish | None) -> str | None:
-    """OpenAI's name of a finish reason. A loop that was stopped by request is a stop. An error has
-    been raised before (asks.check_finish)."""
+    """OpenAI's name of a finish reason. `check_finish` has already raised for an error."""
     if finish is None:
         return None
     assert not _failed(finish)
@@ -97,12 +100,12 @@ def _failed(finish: WireFinish | None) -> bool:
 
 
 def _generated(runs: Sequence[Running]) -> list[Generated]:
-    """The results so far."""
+    """The results of the runs that have ended."""
     return [done for run in runs if (done := run.generated) is not None]
 
 
 def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
-    """Summed over the prompts of one request, with what the prefix cache and the drafts saved."""
+    """Usage summed over the prompts of one request, with prefix-cache and draft savings."""
     results = _generated(runs)
     usage = Usage(*map(sum, zip(*(astuple(done.usage) for done in results), strict=True)))
     saved = sum(done.timings.saved for done in results)
@@ -123,19 +126,20 @@ def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
 
 
 def speculation(runs: Sequence[Running]) -> dict[str, Any]:
-    """For the protocols whose usage has no place for drafts; nothing where nothing was drafted."""
-    told = usage_of(runs)["completion_tokens_details"]
-    accepted, rejected = told["accepted_prediction_tokens"], told["rejected_prediction_tokens"]
+    """Draft statistics for protocols whose usage object has none; empty if nothing was drafted."""
+    details = usage_of(runs)["completion_tokens_details"]
+    accepted = details["accepted_prediction_tokens"]
+    rejected = details["rejected_prediction_tokens"]
     if not accepted + rejected:
         return {}
-    rest = {name: told[name] for name in ("mean_accepted_length", "saved_seconds")}
+    rest = {name: details[name] for name in ("mean_accepted_length", "saved_seconds")}
     return {
         "speculation": {"drafted_tokens": accepted + rejected, "accepted_tokens": accepted, **rest}
     }
 
 
-def extras(runs: Sequence[Running]) -> dict[str, Any]:
-    """Our own members at an answer's end: warnings and receipts where there are any."""
+def extra_fields(runs: Sequence[Running]) -> dict[str, Any]:
+    """Verbatim's extra fields at the end of a response: warnings and receipts, if any."""
     results = _generated(runs)
     out: dict[str, Any] = {}
     warnings = sorted({warning for done in results for warning in done.warnings})
@@ -147,7 +151,7 @@ def extras(runs: Sequence[Running]) -> dict[str, Any]:
     return out
 
 
-def observe(call: Call) -> None:
+def observe_latency(call: RequestContext) -> None:
     metrics, now = call.state.metrics, call.state.clock()
     metrics.duration.observe(now - call.arrived)
     for done in _generated(call.runs):
@@ -155,10 +159,10 @@ def observe(call: Call) -> None:
             metrics.first_token.observe(done.timings.first_token)
 
 
-# -------------------------------------------------------------------------------------------------------- logprobs
+# -------------------------------------------------------------------------------- logprobs
 
 
-def spelled(raw: bytes) -> str:
+def token_text(raw: bytes) -> str:
     return raw.decode("utf-8", errors="replace")
 
 
@@ -167,11 +171,11 @@ def floor(value: float) -> float:
 
 
 def chat_logprobs(items: Sequence[WireLogprob], top: int) -> list[dict[str, Any]]:
-    """Log-probabilities as chat completions and responses spell them. Not for a prompt's first
+    """Log-probabilities in the shape of chat completions and responses. Not for the first prompt
     token, which has none."""
 
     def one(raw: bytes, logprob: float) -> dict[str, Any]:
-        return {"token": spelled(raw), "logprob": floor(logprob), "bytes": list(raw)}
+        return {"token": token_text(raw), "logprob": floor(logprob), "bytes": list(raw)}
 
     out = []
     for item in items:
@@ -182,13 +186,15 @@ def chat_logprobs(items: Sequence[WireLogprob], top: int) -> list[dict[str, Any]
     return out
 
 
-class Places:
-    """Where in a text its tokens begin, in characters. The text was decoded by text/decode.py, and so are the tokens again: a character that is
-    spread over tokens counts once, for the token that completes it, and a control token that is not shown counts nothing."""
+class TokenOffsets:
+    """Character offset at which each token starts in the output text.
+
+    Decodes the tokens again with text/decode.py, as the output was. A character that spans several
+    tokens counts for the token that completes it; a hidden control token has length 0."""
 
     def __init__(self, facts: ModelFacts, skip_special: bool, *, start: bool = False) -> None:
         self.at = 0
-        self.unseen = 0  # so many tokens were put before the text
+        self.unseen = 0  # number of leading tokens that are not in the text
         self.space_prefix = facts.space_prefix
         self._control = facts.control
         self._raw = b""
@@ -209,10 +215,12 @@ class Places:
         return at
 
 
-def completion_logprobs(items: Sequence[WireLogprob], top: int, places: Places) -> dict[str, Any]:
-    """The older shape: four parallel lists."""
+def completion_logprobs(
+    items: Sequence[WireLogprob], top: int, places: TokenOffsets
+) -> dict[str, Any]:
+    """The shape of /v1/completions: four parallel lists."""
     return {
-        "tokens": [spelled(item.raw) for item in items],
+        "tokens": [token_text(item.raw) for item in items],
         "token_logprobs": [None if item.logprob is None else floor(item.logprob) for item in items],
         "top_logprobs": [_best(item.top, top) for item in items] if top else None,
         "text_offset": [places.place(item.token, item.raw) for item in items],
@@ -220,9 +228,11 @@ def completion_logprobs(items: Sequence[WireLogprob], top: int, places: Places) 
 
 
 def _best(best: Sequence[TopLogprob] | None, top: int) -> dict[str, float] | None:
-    """None: the first token of a prompt, which has no alternatives."""
+    """None for the first token of a prompt, which has no alternatives."""
     return (
-        None if best is None else {spelled(raw): floor(logprob) for _, logprob, raw in best[:top]}
+        None
+        if best is None
+        else {token_text(raw): floor(logprob) for _, logprob, raw in best[:top]}
     )
 
 
@@ -230,5 +240,5 @@ ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 def obfuscation(text: str) -> str:
-    """Padding to a multiple of 16 characters, so that the sizes of encrypted packets say less about the words."""
+    """Padding to a multiple of 16 characters, so that packet sizes reveal less about the text."""
     return "".join(secrets.choice(ALPHABET) for _ in range(-len(text) % 16))

@@ -1,4 +1,4 @@
-"""The routes that ask nothing of the engine: models, health, metrics."""
+"""Routes that send nothing to the engine: models, health, metrics."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from verbatim.server.api.request_context import Call, Json
+from verbatim.server.api.request_context import Json, RequestContext
 
 
-def _model(call: Call, name: str) -> dict[str, Any]:
+def _model(call: RequestContext, name: str) -> dict[str, Any]:
     out: dict[str, Any] = {
         "id": name,
         "object": "model",
@@ -22,20 +22,21 @@ def _model(call: Call, name: str) -> dict[str, Any]:
     return out | {"context_length": facts.context, "fingerprint": facts.fingerprint}
 
 
-async def models(call: Call) -> Response:
+async def models(call: RequestContext) -> Response:
     return Json({"object": "list", "data": [_model(call, name) for name in call.state.names()]})
 
 
-async def model(call: Call) -> Response:
+async def model(call: RequestContext) -> Response:
     return Json(_model(call, call.state.check_model(call.request.path_params["id"])))
 
 
-async def live(call: Call) -> Response:
+async def live(call: RequestContext) -> Response:
     return Json({"live": True})
 
 
-async def health(call: Call) -> Response:
-    """200 when requests are served; 503 while the model loads, the engine restarts or the server drains. Open without a key, so it says no more."""
+async def health(call: RequestContext) -> Response:
+    """200 when the server accepts requests; 503 while it loads, restarts the engine or drains.
+    Needs no API key, so it reveals nothing else."""
     ready = call.state.supervisor.ready.is_set() and not call.state.draining
     status = "draining" if call.state.draining else "ready" if ready else "loading"
     return Json(
@@ -45,7 +46,7 @@ async def health(call: Call) -> Response:
     )
 
 
-async def metrics(call: Call) -> Response:
+async def metrics(call: RequestContext) -> Response:
     return Response(
         call.state.metrics.text(call.state.supervisor, call.state.open),
         media_type="text/plain; version=0.0.4",

@@ -1,6 +1,8 @@
-"""Ollama's /api/chat, /api/generate, /api/tags, /api/ps, /api/show, /api/version: lines of JSON in Ollama's shapes.
+"""Ollama's /api/chat, /api/generate, /api/tags, /api/ps, /api/show and /api/version.
 
-Sampling defaults are this server's (temperature 1, no penalty), not Ollama's; options for the machine (num_gpu, num_thread, ...) are refused.
+In: a checked Ollama request, translated into OpenAI chat fields. Out: Ollama's JSON objects, one per
+line when streamed. Sampling defaults are this server's (temperature 1, no penalty), not Ollama's.
+Machine options (num_gpu, num_thread, ...) are rejected.
 """
 
 from __future__ import annotations
@@ -15,16 +17,22 @@ from starlette.responses import Response
 from verbatim import __version__
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import Ask
+from verbatim.server.api.chat_completions import ChatRequest
 from verbatim.server.api.field_table import OLLAMA_CHAT
-from verbatim.server.api.generate import extras, finish_reason, observe, pieces, speculation
-from verbatim.server.api.request_context import Call, EventStream, Json, new_id
+from verbatim.server.api.generate import (
+    choice_deltas,
+    extra_fields,
+    finish_reason,
+    observe_latency,
+    speculation,
+)
+from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id
 from verbatim.server.api.schemas import OLLAMA_PARAMS
-from verbatim.server.json_io import dumps, written
+from verbatim.server.json_io import dumps, loads_lossless
 from verbatim.server.process.messages import Generate, Generated, WireFinish
 
-OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama's option -> our parameter
-NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
+OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama option -> SamplingParams field
+NEVER = "9999-12-31T23:59:59Z"  # expiry time: the model is never unloaded
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "max_tokens": "options.num_predict",
     "seed": "options.seed",
@@ -39,39 +47,34 @@ def sampling(options: dict[str, Any]) -> dict[str, Any]:
     values = {
         ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None
     }
-    if options.get("seed", -1) not in (
-        None,
-        -1,
-    ):  # -1: Ollama's word for one of the server's choice
+    if options.get("seed", -1) not in (None, -1):  # -1: the server chooses the seed
         values["seed"] = to_params.positive_seed(options["seed"])
     length = options.get("num_predict")
-    if (
-        length is not None and length > 0
-    ):  # -1 and -2: until the context's end, which is what missing means
+    if length is not None and length > 0:  # -1 and -2 mean up to the context length: the default
         values["max_tokens"] = length
     elif length == 0:
         raise Problem(
             "invalid_parameter",
-            "options.num_predict: 0 leaves nothing to write",
+            "options.num_predict: must be at least 1, or negative for no limit",
             "options.num_predict",
         )
     return values
 
 
-def window(call: Call, options: dict[str, Any]) -> tuple[int | None, bool]:
-    """options.num_ctx, and whether the client left the answer's length open (num_ctx then cuts it)."""
-    asked: int | None = options.get("num_ctx")
-    if asked is None:
+def window(call: RequestContext, options: dict[str, Any]) -> tuple[int | None, bool]:
+    """options.num_ctx, and whether num_predict is unset, so that num_ctx limits the output."""
+    num_ctx: int | None = options.get("num_ctx")
+    if num_ctx is None:
         return None, False
     context = call.state.facts.context
-    if asked > context:
+    if num_ctx > context:
         where = "options.num_ctx"
         raise Problem(
             "invalid_parameter",
-            f"{where}: {asked} is above this server's context of {context}",
+            f"{where}: {num_ctx} is above this server's context of {context}",
             where,
         )
-    return asked, (options.get("num_predict") or -1) < 0
+    return num_ctx, (options.get("num_predict") or -1) < 0
 
 
 def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -100,10 +103,10 @@ def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-class Answer:
-    """`key`: where the text goes: message.content (chat) or response (generate)."""
+class OllamaReply:
+    """Builds the response lines. The text is in message.content (chat) or response (generate)."""
 
-    def __init__(self, call: Call, model: str, ask: Ask | None) -> None:
+    def __init__(self, call: RequestContext, model: str, ask: ChatRequest | None) -> None:
         self.call = call
         self.model = model
         self.ask = ask
@@ -118,7 +121,7 @@ class Answer:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if calls:
             message["tool_calls"] = [
-                {"id": c.id, "function": {"name": c.name, "arguments": written(c.arguments)}}
+                {"id": c.id, "function": {"name": c.name, "arguments": loads_lossless(c.arguments)}}
                 for c in calls
             ]
         return {**head, "message": message, "done": done}
@@ -127,7 +130,7 @@ class Answer:
         done = self.call.runs[0].generated
         assert done is not None
         usage, times = done.usage, done.timings
-        observe(self.call)
+        observe_latency(self.call)
         return {
             "done_reason": finish_reason(finish) or "stop",
             "total_duration": int(times.total * 1e9),
@@ -139,10 +142,10 @@ class Answer:
             "seed": done.seed,
             "system_fingerprint": done.fingerprint,
             **speculation(self.call.runs),
-            **extras(self.call.runs),
+            **extra_fields(self.call.runs),
         }
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         text, calls = self.ask.read(choice.text) if self.ask is not None else (choice.text, [])
@@ -151,9 +154,9 @@ class Answer:
     async def events(self) -> AsyncIterator[bytes]:
         parser = self.ask.parser() if self.ask is not None else None
         finish: WireFinish | None = None
-        async for piece in pieces(self.call):
+        async for piece in choice_deltas(self.call):
             if piece is None:
-                continue  # lines of JSON have no comment to keep a connection alive with
+                continue  # a keep-alive: JSON lines have no comment syntax for it
             finish = piece.finish or finish
             found = [("text", piece.text)] if parser is None else parser.push(piece.text)
             if parser is not None and piece.finish is not None:
@@ -186,7 +189,7 @@ def structure(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def chat(call: Call) -> Response:
+async def chat(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     if not body["messages"]:
@@ -205,13 +208,13 @@ async def chat(call: Call) -> Response:
     }
     if body.get("tools"):
         fields["tools"] = body["tools"]
-    ask = Ask(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
-    return await _answer(
-        call, body, Answer(call, model, ask), window(call, body.get("options") or {})
+    ask = ChatRequest(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
+    return await _reply(
+        call, body, OllamaReply(call, model, ask), window(call, body.get("options") or {})
     )
 
 
-async def generate(call: Call) -> Response:
+async def generate(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     prompt = body.get("prompt", "")
@@ -223,7 +226,7 @@ async def generate(call: Call) -> Response:
     if body.get("parse_special"):
         raise Problem(
             "invalid_parameter",
-            "parse_special: only with raw; the chat template writes the control tokens",
+            "parse_special: only with raw; the chat template adds the control tokens",
             "parse_special",
         )
     system = [{"role": "system", "content": body["system"]}] if "system" in body else []
@@ -233,17 +236,21 @@ async def generate(call: Call) -> Response:
         "messages": [*system, {"role": "user", "content": prompt}],
         "prompt": prompt,
     }
-    ask = Ask(call, fields, _params(), {**NAMES, "messages": "prompt"})
-    return await _answer(
-        call, body, Answer(call, model, ask), window(call, body.get("options") or {})
+    ask = ChatRequest(call, fields, _params(), {**NAMES, "messages": "prompt"})
+    return await _reply(
+        call, body, OllamaReply(call, model, ask), window(call, body.get("options") or {})
     )
 
 
 async def _raw(
-    call: Call, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]
+    call: RequestContext, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]
 ) -> Response:
     if "system" in body:
-        raise Problem("invalid_parameter", "system: has no place in a raw prompt", "system")
+        raise Problem(
+            "invalid_parameter",
+            "system: only without raw; a raw prompt has no system message",
+            "system",
+        )
     form = structure(body).get("response_format")
     if form:
         values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
@@ -264,13 +271,13 @@ async def _raw(
     )
     call.submit(message)
     await call.accepted()
-    return await _answer(call, body, Answer(call, model, None))
+    return await _reply(call, body, OllamaReply(call, model, None))
 
 
-async def _answer(
-    call: Call,
+async def _reply(
+    call: RequestContext,
     body: dict[str, Any],
-    answer: Answer,
+    answer: OllamaReply,
     window: tuple[int | None, bool] = (None, False),
 ) -> Response:
     stream = body.get("stream", True)
@@ -280,7 +287,7 @@ async def _answer(
     return (
         EventStream(call, answer.events(), error_line, "application/x-ndjson")
         if stream
-        else await answer.whole()
+        else await answer.full_response()
     )
 
 
@@ -294,7 +301,7 @@ def _head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
 
-def _details(call: Call) -> dict[str, Any]:
+def _details(call: RequestContext) -> dict[str, Any]:
     return {
         "parent_model": "",
         "format": "",
@@ -305,18 +312,26 @@ def _details(call: Call) -> dict[str, Any]:
     }
 
 
-async def tags(call: Call) -> Response:
+async def tags(call: RequestContext) -> Response:
     when = datetime.fromtimestamp(call.state.started, UTC).isoformat().replace("+00:00", "Z")
     facts = call.state.supervisor.facts
     digest = "" if facts is None else facts.digest
     rows = [
-        {"name": n, "model": n, "modified_at": when, "size": 0, "digest": digest, "details": _details(call)} for n in call.state.names()
-    ]  # fmt: skip
+        {
+            "name": name,
+            "model": name,
+            "modified_at": when,
+            "size": 0,
+            "digest": digest,
+            "details": _details(call),
+        }
+        for name in call.state.names()
+    ]
     return Json({"models": rows})
 
 
-async def ps(call: Call) -> Response:
-    """The one model that is loaded, and stays so."""
+async def ps(call: RequestContext) -> Response:
+    """The loaded model. A server has one, and never unloads it."""
     facts, name = call.state.facts, next(iter(call.state.names()))
     row = {
         "name": name,
@@ -330,7 +345,7 @@ async def ps(call: Call) -> Response:
     )
 
 
-async def show(call: Call) -> Response:
+async def show(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body["model"])
     facts = call.state.facts
@@ -351,5 +366,5 @@ async def show(call: Call) -> Response:
     )
 
 
-async def version(call: Call) -> Response:
+async def version(call: RequestContext) -> Response:
     return Json({"version": __version__})

@@ -1,4 +1,4 @@
-"""/openapi.json, made from the tables and models that check the requests: what it promises is what the code does."""
+"""/openapi.json, generated from the field tables and pydantic models that validate requests."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from verbatim.server.api.field_table import PROTOCOLS, QUERIES
 from verbatim.server.api.validate import request_model
 
 ERROR_STATUS = {
-    "400": "a mistake in the request; `param` names the field",
-    "401": "no key, or a wrong one",
+    "400": "the request is not valid; `param` names the field",
+    "401": "the API key is missing or wrong",
     "403": "the Host header is not allowed",
-    "404": "no such model or object",
-    "408": "too slow",
-    "413": "body too large",
-    "415": "not application/json",
+    "404": "the model or object does not exist",
+    "408": "the time limit was exceeded",
+    "413": "the body is too large",
+    "415": "the body is not application/json",
     "429": "too many requests; see Retry-After",
-    "500": "a fault of ours",
-    "503": "starting, restarting or draining; see Retry-After",
+    "500": "a server error",
+    "503": "the server is starting, restarting or draining; see Retry-After",
 }
 
 
 @functools.cache
 def document(routes: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> dict[str, Any]:
-    """`routes`: (path, method) of every route. `names`: the models of this server, which a request may name."""
+    """The OpenAPI document. `routes`: (path, method) pairs; `names`: the served model names."""
     _, schemas = models_json_schema(
         [(request_model(route), "validation") for route in PROTOCOLS],
         ref_template="#/components/schemas/{model}",
@@ -47,22 +47,28 @@ def document(routes: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> dic
         paths.setdefault(plain, {})[method.lower()] = _operation(path, plain, method)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Verbatim", "version": __version__, "description": "The same tokens, always. Unknown and refused fields are 400s that name them."},
+        "info": {
+            "title": "Verbatim",
+            "version": __version__,
+            "description": "The same tokens, always. Unknown and refused fields get a 400 "
+            "that names the field.",
+        },
         "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
-    }  # fmt: skip
+    }
 
 
 def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
-        "operationId": f"{method.lower()}{plain.replace('/', '_').replace('{', '').replace('}', '')}",
+        "operationId": method.lower() + plain.translate(str.maketrans("/", "_", "{}")),
         "responses": {
             "200": {
-                "description": "the answer; text/event-stream (Ollama: application/x-ndjson) when streamed"
+                "description": "the response; text/event-stream when streamed "
+                "(Ollama: application/x-ndjson)"
             }
         },
     }
@@ -77,7 +83,7 @@ def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
         else [_parameter("id", "path", {"type": "string", "minLength": 1}, required=True)]
     )
     for name, rule in QUERIES.get(f"{method} {path}", {}).items():
-        if name != "metadata[KEY]":  # a family of names, which OpenAPI cannot spell
+        if name != "metadata[KEY]":  # a family of names, which OpenAPI cannot express
             parameters.append(
                 _parameter(
                     name,
@@ -100,7 +106,7 @@ def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
             if rule.kind == "refused"
         ]
         if refused:
-            operation["description"] = "Refused by name: " + "; ".join(refused)
+            operation["description"] = "Not supported: " + "; ".join(refused)
     return operation
 
 
@@ -125,7 +131,7 @@ def _error_schema() -> dict[str, Any]:
                         },
                         "required": ["message", "type", "param", "code"],
                     },
-                    {"type": "string", "description": "on /api/ routes, as Ollama spells it"},
+                    {"type": "string", "description": "on /api/ routes, Ollama's error shape"},
                 ]
             }
         },

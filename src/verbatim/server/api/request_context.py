@@ -1,7 +1,7 @@
-"""One HTTP call: its body checked, its room taken, its client watched. Every generating handler is written against this.
+"""The context of one HTTP request: body validation, engine submission, disconnects, streaming.
 
-In: a Starlette Request. Out: Running requests, whole answers, or an event stream; a client that leaves frees the engine within a step,
-streamed or not.
+In: a Starlette Request. Out: `Running` engine requests, JSON responses, or an event stream. When a
+client disconnects, its engine requests are aborted within one step, streamed or not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.server.api.api_errors import Problem, problem_of
-from verbatim.server.api.to_params import check_finish, renamed
+from verbatim.server.api.to_params import check_finish, with_client_names
 from verbatim.server.api.validate import check, parse_json
 from verbatim.server.json_io import dumps
 from verbatim.server.process.messages import Generated, Result, Work
@@ -27,12 +27,12 @@ from verbatim.server.server_state import State
 
 log = logging.getLogger("verbatim.server")
 R = TypeVar("R", bound=Result)
-WRITE_GRACE = 10.0  # seconds a reader has to take the last bytes before its connection is cut
-SLOW_GRACE = 1.0  # one that is cut because it did not read has had its time
+WRITE_GRACE = 10.0  # seconds a client has to read the last bytes before it is disconnected
+SLOW_GRACE = 1.0  # seconds, for a client that has already proved to read too slowly
 
 
-class ClientGone(Exception):
-    """Nobody is left to answer."""
+class ClientDisconnected(Exception):
+    """The client disconnected before its response was ready."""
 
 
 class Json(Response):
@@ -42,7 +42,7 @@ class Json(Response):
         return dumps(content)
 
 
-class Call:
+class RequestContext:
     def __init__(self, request: Request, state: State, route: str) -> None:
         self.request = request
         self.state = state
@@ -50,20 +50,18 @@ class Call:
         self.id: str = request.scope["verbatim.id"]
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
-        self.query: dict[str, str] = {}  # checked against the table
-        self.names: Mapping[
-            str, str
-        ] = {}  # the engine's word for a parameter -> the client's, for what the engine refuses
-        self.shift = 0  # messages of ours before the client's own
+        self.query: dict[str, str] = {}  # validated against QUERIES
+        # engine parameter name -> client field name, for errors that the engine reports
+        self.names: Mapping[str, str] = {}
+        self.shift = 0  # number of messages that the server put before the client's messages
         self.signal = Signal()
         self.runs: list[Running] = []
-        self.deadline: asyncio.Timeout | None = None  # of an open event stream
-        self.room = (
-            contextlib.ExitStack()
-        )  # what admission gave; a stream keeps it until its last byte
+        self.deadline: asyncio.Timeout | None = None  # of the open event stream
+        # resources taken at admission; a stream holds them until its last byte
+        self.admission = contextlib.ExitStack()
         self._timer: asyncio.TimerHandle | None = None
 
-    # ----------------------------------------------------------------------------------------------------------- body
+    # -------------------------------------------------------------------------------- body
 
     async def body(self, route: str | None = None) -> dict[str, Any]:
         raw = await self.read_raw()
@@ -101,10 +99,10 @@ class Call:
             raise Problem("timeout", "the body did not arrive in time") from None
         return bytes(raw)
 
-    # ---------------------------------------------------------------------------------------------------------- engine
+    # ------------------------------------------------------------------------------ engine
 
     def next_id(self) -> str:
-        """The id of the next message to submit; a list of prompts is as many messages."""
+        """The id of the next message to submit. A list of prompts has one message per prompt."""
         return self.id if not self.runs else f"{self.id}-{len(self.runs)}"
 
     def submit(self, message: Work) -> Running:
@@ -112,12 +110,12 @@ class Call:
             wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
             self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
         running = self.state.supervisor.submit(message, self.signal)
-        running.on_fail, running.own = self._failed, self._own
+        running.on_fail, running.localize = self._failed, self._with_client_names
         self.runs.append(running)
         return running
 
-    def _own(self, problem: Problem) -> Problem:
-        return renamed(problem, self.names, self.shift)
+    def _with_client_names(self, problem: Problem) -> Problem:
+        return with_client_names(problem, self.names, self.shift)
 
     def _expire(self) -> None:
         for running in self.runs:
@@ -125,13 +123,15 @@ class Call:
                 running.fail(
                     Problem(
                         "timeout",
-                        f"the request took longer than {self.state.limits.request_seconds:g} seconds",
+                        "the request took longer than "
+                        f"{self.state.limits.request_seconds:g} seconds",
                     )
                 )
                 self.state.supervisor.abort(running)
 
     def _failed(self) -> None:
-        """The request is over and only its last words are left to write: a reader that takes nothing is not waited for."""
+        """Shorten the stream's deadline after a failure: only the error event is left to send, and a
+        client that does not read must not hold the connection."""
         now = asyncio.get_running_loop().time()
         known_slow = any(
             run.problem is not None and run.problem.code == "slow_reader" for run in self.runs
@@ -141,24 +141,26 @@ class Call:
             self.deadline.reschedule(min(self.deadline.when() or end, end))
 
     def close(self) -> None:
-        """Ends what still runs and gives the room back. Twice is fine."""
+        """Abort what still runs and release admission. May be called twice."""
         for running in self.runs:
             running.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self.room.close()
+        self.admission.close()
 
     async def accepted(self) -> None:
-        """All parts of the request are with the engine, or a Problem is raised while an HTTP status can still be sent. Whoever waits in the
-        queue for longer than a keep-alive gets its 200 and the keep-alives; a refusal then comes as an event."""
-        await self._while_here(
+        """Wait until the engine has accepted all parts, so that a rejection gets an HTTP status.
+
+        Returns after a keep-alive interval even if the request still queues: the client then gets
+        its 200 and keep-alives, and a later rejection is an error event."""
+        await self._unless_disconnected(
             self._all(Running.wait_accepted), self.state.settings.keepalive_seconds
         )
 
     async def results(self, kind: type[R]) -> list[R]:
-        """The results of all messages, in order; each is a `kind`."""
-        results = await self._while_here(self._all(Running.result))
+        """The results of all messages, in order; each is of type `kind`."""
+        results = await self._unless_disconnected(self._all(Running.result))
         for done in results:
             assert isinstance(done, kind), f"{type(done).__name__} is not a {kind.__name__}"
             for choice in done.choices if isinstance(done, Generated) else ():
@@ -168,27 +170,27 @@ class Call:
     async def _all(self, wait: Callable[[Running], Awaitable[Any]]) -> list[Any]:
         return [await wait(running) for running in self.runs]
 
-    async def _while_here(
-        self, work: Awaitable[list[Any]], patience: float | None = None
+    async def _unless_disconnected(
+        self, work: Awaitable[list[Any]], timeout: float | None = None
     ) -> list[Any]:
-        """`work`, unless the client leaves first. After `patience` seconds an empty list."""
+        """The result of `work`; an empty list after `timeout` seconds. Raises if the client
+        disconnects first."""
         task = asyncio.ensure_future(work)
         gone = asyncio.ensure_future(wait_for_disconnect(self.request.receive))
         try:
-            await asyncio.wait((task, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if gone.done() and not task.done():
-                raise ClientGone
+                raise ClientDisconnected
             return task.result() if task.done() else []
         finally:
             gone.cancel()
             task.cancel()
-            await asyncio.gather(
-                gone, task, return_exceptions=True
-            )  # until they let go of the signal and of receive()
+            # Wait until both tasks have released the signal and receive().
+            await asyncio.gather(gone, task, return_exceptions=True)
 
 
 def labels_of(body: dict[str, Any]) -> dict[str, str]:
-    """Whom the client says it asks for: written to the log, as the table of fields promises."""
+    """The end-user labels of a request, for the log line."""
     user = body.get("user") or (body.get("metadata") or {}).get("user_id")
     named = {"user": user, "safety_identifier": body.get("safety_identifier")}
     return {name: value for name, value in named.items() if isinstance(value, str) and value}
@@ -217,12 +219,14 @@ def error_event(problem: Problem) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields, each piece whole, while watching for the client to leave. `events` ends by itself when the call's
-    runs are closed; the call is closed however this ends. Where `events` raises, `failed` spells the last words of the stream."""
+    """Sends what `events` yields and watches for a disconnect.
+
+    A disconnect closes the runs, which ends `events`. The request context is closed in every case.
+    If `events` raises, `failed` formats the final error event."""
 
     def __init__(
         self,
-        call: Call,
+        call: RequestContext,
         events: AsyncIterator[bytes],
         failed: Callable[[Problem], bytes] = error_event,
         media_type: str = "text/event-stream",
@@ -246,16 +250,14 @@ class EventStream(Response):
                 await send(
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 )
-                straight = scope.get(
-                    "verbatim.send", send
-                )  # past the layers that only look at a head
+                # Bypass the middleware that only inspects response headers.
+                send_body = scope.get("verbatim.send", send)
                 while (piece := await self._next()) is not None:
-                    await straight({"type": "http.response.body", "body": piece, "more_body": True})
+                    await send_body(
+                        {"type": "http.response.body", "body": piece, "more_body": True}
+                    )
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except (
-            TimeoutError,
-            ClientGone,
-        ):  # a reader that takes nothing: there is no polite way left
+        except (TimeoutError, ClientDisconnected):  # the client does not read: cut the connection
             if "verbatim.abort" in scope:
                 scope["verbatim.abort"]()
         finally:
@@ -264,13 +266,13 @@ class EventStream(Response):
             await self._events.aclose()  # type: ignore[attr-defined]
 
     async def _next(self) -> bytes | None:
-        """None: that was all."""
+        """The next event; None at the end of the stream."""
         try:
             return await anext(self._events)
         except StopAsyncIteration:
             return None
         except Exception as error:
-            return self._failed(answer_of(error, self._call.id))
+            return self._failed(to_problem(error, self._call.id))
 
     async def _watch(self, receive: Receive) -> None:
         await wait_for_disconnect(receive)
@@ -279,7 +281,7 @@ class EventStream(Response):
 
 
 class Chunks:
-    """Spells the chunks of one stream. What is the same in each, all but the choice, is spelled once."""
+    """Serialises the chunks of one stream. Everything but the choice is serialised once."""
 
     def __init__(self, head: dict[str, Any], tail: dict[str, Any]) -> None:
         self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
@@ -287,15 +289,15 @@ class Chunks:
             b"," + dumps(name) + b":" + dumps(value) for name, value in tail.items()
         )
 
-    def spell(self, choice: dict[str, Any], padding: str | None = None) -> bytes:
+    def serialise(self, choice: dict[str, Any], padding: str | None = None) -> bytes:
         pad = b"" if padding is None else b',"obfuscation":' + dumps(padding)
         return b"%s%s]%s%s}\n\n" % (self._before, dumps(choice), self._after, pad)
 
 
-Handler = Callable[[Call], Awaitable[Response]]
+Handler = Callable[[RequestContext], Awaitable[Response]]
 
 
-def answer_of(error: BaseException, call_id: str) -> Problem:
+def to_problem(error: BaseException, call_id: str) -> Problem:
     problem = problem_of(error)
     if problem.code == "internal_error" and not isinstance(error, Problem):
         log.error("request %s failed", call_id, exc_info=error)

@@ -1,6 +1,7 @@
-"""POST /v1/responses and what belongs to it: items in, items out, and a stream of typed events.
+"""POST /v1/responses: OpenAI's Responses API.
 
-In: OpenAI's Responses fields, translated into chat fields for `Ask`. Out: a response object; kept in memory when store is true.
+In: a checked request, translated into chat fields for `ChatRequest`. Out: a response object with
+output items, or a stream of typed events. With store true the response is kept in memory.
 """
 
 from __future__ import annotations
@@ -12,23 +13,29 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import Ask, count_tokens
-from verbatim.server.api.completions import reports_of
+from verbatim.server.api.chat_completions import ChatRequest, count_tokens
+from verbatim.server.api.completions import choice_reports
 from verbatim.server.api.field_table import RESPONSES
 from verbatim.server.api.generate import (
-    Piece,
-    Places,
+    ChoiceDelta,
+    TokenOffsets,
     chat_logprobs,
-    extras,
+    choice_deltas,
+    extra_fields,
     finish_reason,
     obfuscation,
-    observe,
-    pieces,
+    observe_latency,
     usage_of,
 )
-from verbatim.server.api.request_context import KEEP_ALIVE, Call, EventStream, Json, new_id, sse
-from verbatim.server.api.tools import Call as ToolCall
-from verbatim.server.api.tools import joined, plain_text
+from verbatim.server.api.request_context import (
+    KEEP_ALIVE,
+    EventStream,
+    Json,
+    RequestContext,
+    new_id,
+    sse,
+)
+from verbatim.server.api.tools import ParsedCall, plain_text, text_and_calls
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
 
 NAMES = {
@@ -40,7 +47,7 @@ NAMES = {
 
 
 def chat_messages(items: Any) -> list[dict[str, Any]]:
-    """Input items as chat messages. Calls that follow one another belong to one assistant message."""
+    """Input items as chat messages. Consecutive calls belong to one assistant message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     out: list[dict[str, Any]] = []
@@ -69,16 +76,16 @@ def chat_messages(items: Any) -> list[dict[str, Any]]:
     return out
 
 
-def earlier_messages(call: Call, name: str) -> list[dict[str, Any]]:
+def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
     try:
         return list(call.state.store.get(call.tenant, "response", name)["messages"])
-    except Problem as problem:  # the store does not know which field the id came from
+    except Problem as problem:  # add the field name, which the store does not know
         own = "previous_response_id"
         raise Problem(problem.code, f"{own}: {problem.message}", own) from None
 
 
-def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
-    """The same request in chat fields, the earlier answers and the instructions before its own input."""
+def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
+    """The request in chat fields: instructions, earlier messages, then the new input."""
     items = body.get("input", "")
     messages = chat_messages(items) or [{"role": "user", "content": ""}]
     if "previous_response_id" in body:
@@ -122,48 +129,66 @@ def as_chat(call: Call, body: dict[str, Any]) -> dict[str, Any]:
     return chat
 
 
-class TextTokens:
-    """Which of an answer's tokens stand in its texts, and not in its calls: a message has the log-probabilities of those that begin in its text."""
+class TextLogprobs:
+    """Assigns log-probabilities to the text parts of an output with tool calls.
 
-    def __init__(self, ask: Ask) -> None:
-        self._places = Places(ask.call.state.facts, ask.params.get("skip_special", True))
-        self._waiting: list[tuple[int, WireLogprob]] = []  # with the place where they begin
+    A message gets the tokens that start inside its text; tokens of tool calls are dropped."""
+
+    def __init__(self, ask: ChatRequest) -> None:
+        self._places = TokenOffsets(ask.call.state.facts, ask.params.get("skip_special", True))
+        self._waiting: list[tuple[int, WireLogprob]] = []  # (start offset, token)
 
     def add(self, items: Sequence[WireLogprob]) -> None:
         self._waiting += [(self._places.place(item.token, item.raw), item) for item in items]
 
     def within(self, start: int, end: int) -> list[WireLogprob]:
-        """Those of the next text. What begins before it was a call's."""
+        """Tokens of the next text part. Earlier tokens belong to a call and are dropped."""
         taken = [item for at, item in self._waiting if start <= at < end]
         self._waiting = [(at, item) for at, item in self._waiting if at >= end]
         return taken
 
     def rest(self) -> list[WireLogprob]:
-        """Behind the last text: what ended it and is not shown."""
+        """Tokens after the last text part: hidden end tokens."""
         taken, self._waiting = [item for _, item in self._waiting], []
         return taken
 
 
-class Answer:
-    """The response object as it grows: output items in the order in which the text showed them."""
+class ResponsesReply:
+    """Builds the response object; output items are in the order of the output."""
 
-    def __init__(self, ask: Ask, body: dict[str, Any], model: str) -> None:
+    def __init__(self, ask: ChatRequest, body: dict[str, Any], model: str) -> None:
         self.ask = ask
         self.call = ask.call
         self.body = body
         self.id = new_id("resp_")
         self.output: list[dict[str, Any]] = []
         self.base: dict[str, Any] = {
-            "id": self.id, "object": "response", "created_at": int(time.time()), "model": model, "error": None,
-            "incomplete_details": None, "instructions": body.get("instructions"), "max_output_tokens": body.get("max_output_tokens"),
-            "metadata": body.get("metadata", {}), "parallel_tool_calls": body.get("parallel_tool_calls", True),
-            "previous_response_id": body.get("previous_response_id"), "reasoning": {"effort": None, "summary": None},
-            "service_tier": "default", "store": bool(body.get("store")), "temperature": body.get("temperature", 1.0),
-            "text": body.get("text") or {"format": {"type": "text"}}, "tool_choice": body.get("tool_choice", "auto"),
-            "tools": body.get("tools", []), "top_logprobs": body.get("top_logprobs", 0), "top_p": body.get("top_p", 1.0),
-            "truncation": "disabled", "user": body.get("user"), "background": False,
-            "seed": ask.params.get("seed"), "system_fingerprint": self.call.state.facts.fingerprint,
-        }  # fmt: skip
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata", {}),
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "previous_response_id": body.get("previous_response_id"),
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": bool(body.get("store")),
+            "temperature": body.get("temperature", 1.0),
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice", "auto"),
+            "tools": body.get("tools", []),
+            "top_logprobs": body.get("top_logprobs", 0),
+            "top_p": body.get("top_p", 1.0),
+            "truncation": "disabled",
+            "user": body.get("user"),
+            "background": False,
+            "seed": ask.params.get("seed"),
+            "system_fingerprint": self.call.state.facts.fingerprint,
+        }
         self.base["text"].setdefault("format", {"type": "text"})
 
     def object(self, status: str, **more: Any) -> dict[str, Any]:
@@ -190,7 +215,7 @@ class Answer:
         return chat_logprobs(items, self.body.get("top_logprobs", 0))
 
     def finished(self, finish: WireFinish | None) -> dict[str, Any]:
-        """The last word on the response: completed, or incomplete because it was cut by a limit."""
+        """The final response object: completed, or incomplete when a token limit ended it."""
         usage = usage_of(self.call.runs)
         spelled_usage = {
             "input_tokens": usage["prompt_tokens"],
@@ -206,61 +231,60 @@ class Answer:
         made = self.object(
             "incomplete" if cut else "completed",
             usage=spelled_usage,
-            **extras(self.call.runs),
+            **extra_fields(self.call.runs),
             **self._reports(),
         )
         if cut:
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             made["completed_at"] = int(time.time())
-        self._keep(made)
+        self._store(made)
         return made
 
     def _reports(self) -> dict[str, Any]:
-        """What was asked to be said of the answer; the events of a stream carry it in their last one."""
+        """Score, explanations and loop of the choice, if requested. A stream sends them in its last event."""
         done = self.call.runs[0].generated
         assert done is not None
-        return reports_of(done.choices[0])
+        return choice_reports(done.choices[0])
 
-    def _keep(self, made: dict[str, Any]) -> None:
+    def _store(self, made: dict[str, Any]) -> None:
         if self.body.get("store"):
-            asked = self.ask.body["messages"][
-                1 if "instructions" in self.body else 0 :
-            ]  # they hold for one answer
+            # Instructions are not stored: they apply to one response only.
+            messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
             item = {
                 "object": made,
-                "messages": [*asked, *chat_messages(self.output)],
+                "messages": [*messages, *chat_messages(self.output)],
                 "input": input_rows(self.body),
             }
             self.call.state.store.put(self.call.tenant, "response", self.id, item)
 
-    # ---------------------------------------------------------------------------------------------------------- whole
+    # ------------------------------------------------------------------------ not streamed
 
-    async def whole(self) -> Response:
+    async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         text, calls, logprobs = self._read(choice)
         status = "incomplete" if choice.finish.reason == "length" else "completed"
         if text.strip() or not calls:
             self.output.append(self.message(text, logprobs, status))
-        self.output += [spelled_item(c, status) for c in calls]
-        observe(self.call)
+        self.output += [function_call_item(c, status) for c in calls]
+        observe_latency(self.call)
         return Json(self.finished(choice.finish))
 
-    def _read(self, choice: WireChoice) -> tuple[str, list[ToolCall], Sequence[WireLogprob]]:
+    def _read(self, choice: WireChoice) -> tuple[str, list[ParsedCall], Sequence[WireLogprob]]:
         parser = self.ask.parser()
         if parser is None:
             return choice.text, [], choice.logprobs
         found = [*parser.push(choice.text), *parser.finish()]
-        tokens = TextTokens(self.ask)
+        tokens = TextLogprobs(self.ask)
         tokens.add(choice.logprobs)
         logprobs = [item for span in parser.spans for item in tokens.within(*span)]
         if not found or found[-1][0] == "text":
             logprobs += tokens.rest()
-        return *joined(found), logprobs
+        return *text_and_calls(found), logprobs
 
 
-def spelled_item(call: Any, status: str) -> dict[str, Any]:
+def function_call_item(call: Any, status: str) -> dict[str, Any]:
     return {
         "id": new_id("fc_"),
         "type": "function_call",
@@ -292,17 +316,17 @@ def input_rows(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class Events:
-    """The typed events of one stream, numbered."""
+    """Builds the typed, numbered events of one stream."""
 
-    def __init__(self, answer: Answer, pad: bool) -> None:
+    def __init__(self, answer: ResponsesReply, pad: bool) -> None:
         self.answer = answer
         self.pad = pad
         self.number = 0
-        self.open: dict[str, Any] | None = None  # the message that is being written
+        self.open: dict[str, Any] | None = None  # the message item that is being streamed
         self.text = ""
         self.logprobs: list[WireLogprob] = []
         self.parser = answer.ask.parser()
-        self.tokens = TextTokens(answer.ask)
+        self.tokens = TextLogprobs(answer.ask)
 
     def event(self, kind: str, **data: Any) -> bytes:
         made = sse({"type": kind, "sequence_number": self.number, **data}, kind)
@@ -314,12 +338,12 @@ class Events:
         yield self.event("response.created", response=answer.object("in_progress"))
         yield self.event("response.in_progress", response=answer.object("in_progress"))
         finish: WireFinish | None = None
-        async for piece in pieces(answer.call):
+        async for piece in choice_deltas(answer.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
             finish = piece.finish or finish
-            for made in self._spell(piece):
+            for made in self._delta_events(piece):
                 yield made
         if all(run.done is not None for run in answer.call.runs):
             for made in self._end(finish):
@@ -329,15 +353,15 @@ class Events:
         response = self.answer.object(
             "failed", error={"code": "server_error", "message": problem.message}
         )
-        told = {
+        fields = {
             "code": problem.code,
             "message": problem.message,
             "param": problem.param,
             "error": problem.body()["error"],
         }
-        return self.event("error", **told) + self.event("response.failed", response=response)
+        return self.event("error", **fields) + self.event("response.failed", response=response)
 
-    def _spell(self, piece: Piece) -> list[bytes]:
+    def _delta_events(self, piece: ChoiceDelta) -> list[bytes]:
         parser = self.parser
         if parser is None:
             return self._text(piece.text, piece.logprobs)
@@ -364,8 +388,8 @@ class Events:
         self.text += text
         self.logprobs += logprobs
         padding = {"obfuscation": obfuscation(text)} if self.pad else {}
-        told = {"delta": text, "logprobs": self.answer.logprobs(logprobs), **padding}
-        out.append(self.event("response.output_text.delta", **self._where(), **told))
+        fields = {"delta": text, "logprobs": self.answer.logprobs(logprobs), **padding}
+        out.append(self.event("response.output_text.delta", **self._where(), **fields))
         return out
 
     def _begin(self) -> list[bytes]:
@@ -410,7 +434,7 @@ class Events:
         return out
 
     def _call(self, call: Any) -> list[bytes]:
-        item = spelled_item(call, "completed")
+        item = function_call_item(call, "completed")
         at = {"item_id": item["id"], "output_index": len(self.answer.output)}
         out = [
             self.event(
@@ -433,27 +457,27 @@ class Events:
     def _end(self, finish: WireFinish | None) -> list[bytes]:
         status = "incomplete" if finish_reason(finish) == "length" else "completed"
         out: list[bytes] = []
-        if self.open is None and not self.answer.output:  # an empty answer is a message too
+        if self.open is None and not self.answer.output:  # an empty output is one empty message
             out += self._begin()
         out += self._close(status)
-        observe(self.answer.call)
+        observe_latency(self.answer.call)
         out.append(self.event(f"response.{status}", response=self.answer.finished(finish)))
         return out
 
 
-# ------------------------------------------------------------------------------------------------------------- routes
+# ---------------------------------------------------------------------------------- routes
 
 
-async def create(call: Call) -> Response:
+async def create(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body.get("model"))
-    call.state.store.check_offered(bool(body.get("store")))
+    call.state.store.check_enabled(bool(body.get("store")))
     if "stream_options" in body and not body.get("stream"):
         raise Problem(
             "invalid_parameter", "stream_options: only with stream: true", "stream_options"
         )
-    ask = Ask(call, as_chat(call, body), RESPONSES, NAMES)
-    answer = Answer(ask, body, model)
+    ask = ChatRequest(call, as_chat(call, body), RESPONSES, NAMES)
+    answer = ResponsesReply(ask, body, model)
     stream = bool(body.get("stream"))
     ask.submit(stream)
     await call.accepted()
@@ -461,10 +485,10 @@ async def create(call: Call) -> Response:
         pad = bool((body.get("stream_options") or {}).get("include_obfuscation"))
         made = Events(answer, pad)
         return EventStream(call, made.events(), made.failed)
-    return await answer.whole()
+    return await answer.full_response()
 
 
-async def count(call: Call) -> Response:
+async def count(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body.get("model"))
     count = await count_tokens(call, as_chat(call, body), NAMES)

@@ -1,6 +1,7 @@
-"""The nested shapes of the protocols, as pydantic models: messages, content parts, tools, response formats.
+"""Pydantic models of the protocols' nested objects: messages, content parts, tools, formats.
 
-They check; the handlers go on with the plain JSON that was checked (strict mode changes no value), so there is one copy of a request.
+The models only validate. Handlers use the plain JSON (strict mode converts no value), so there is
+one copy of a request.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Label = Annotated[str, Field(strict=True, max_length=512)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 JsonObject = dict[str, Any]
 
-# Ollama's name of a parameter -> ours, where the range is the same
+# Ollama option -> SamplingParams field, where both have the same range
 OLLAMA_PARAMS = {
     "temperature": "temperature",
     "top_k": "top_k",
@@ -31,7 +32,7 @@ OLLAMA_PARAMS = {
 
 
 def type_of(name: str) -> Any:
-    """The pydantic type of a sampling parameter: its kind and range in base.params."""
+    """The pydantic type of a sampling parameter, from its kind and range in base.params."""
     rule = FIELDS[name]
     bounds: dict[str, Any] = {"strict": True, "ge": rule.low, "le": rule.high, "gt": rule.above}
     bounds = {k: v for k, v in bounds.items() if v is not None}
@@ -64,7 +65,7 @@ class Strict(BaseModel):
     )
 
 
-# ------------------------------------------------------------------------------------------------------ chat completions
+# ------------------------------------------------------------------------ chat completions
 
 
 class TextPart(Strict):
@@ -180,7 +181,7 @@ Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
 ]
-# fail_fast: of a long list that is not of this kind the first entry says so, and the others need not
+# fail_fast: the first entry of a long list shows that it is of another type
 PromptIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt = (
     Text
@@ -189,11 +190,11 @@ Prompt = (
     | Annotated[list[PromptIds], Field(min_length=1, fail_fast=True)]
 )
 
-# ---------------------------------------------------------------------------------------------------------- responses
+# ------------------------------------------------------------------------------- responses
 
 
 class InputMessage(Strict):
-    """`id` and `status` come back to us when a client sends an earlier answer as input; they name nothing here."""
+    """Clients send `id` and `status` back with earlier output items. The server ignores them."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -257,7 +258,7 @@ class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-# ---------------------------------------------------------------------------------------------------------- anthropic
+# ------------------------------------------------------------------------------- anthropic
 
 
 class CacheControl(Strict):
@@ -327,7 +328,7 @@ class AnthropicOutputConfig(Strict):
     format: AnthropicFormat | None = None
 
 
-# ------------------------------------------------------------------------------------------------------------- ollama
+# ---------------------------------------------------------------------------------- ollama
 
 
 class OllamaFunction(Strict):
@@ -353,7 +354,7 @@ class OllamaMessage(Strict):
 
 
 class _OllamaOptions(Strict):
-    """Ollama's options that are no parameters of ours, or have another range there."""
+    """Ollama options that are not SamplingParams fields, or have another range."""
 
     num_predict: Annotated[int, Field(ge=-2, le=MOST)] | None = None
     num_ctx: Annotated[int, Field(ge=1, le=MOST)] | None = None
@@ -361,6 +362,6 @@ class _OllamaOptions(Strict):
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
 
 
-# Ollama's options under its own names. Options of the machine (num_gpu, ...) are refused.
+# Ollama's sampling options. Machine options (num_gpu, ...) are rejected as unknown.
 _ollama: Any = {theirs: (type_of(ours) | None, None) for theirs, ours in OLLAMA_PARAMS.items()}
 OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama)

@@ -1,4 +1,7 @@
-"""What was kept with store: true: GET, POST and DELETE of chat completions and responses, their messages and input, and a response's events again."""
+"""Stored chat completions and responses (store: true): GET, POST and DELETE.
+
+Also their messages and input items, and a stored response replayed as stream events.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from starlette.responses import Response
 
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.generate import obfuscation
-from verbatim.server.api.request_context import Call, EventStream, Json, sse
+from verbatim.server.api.request_context import EventStream, Json, RequestContext, sse
 
 
-def page(items: list[dict[str, Any]], call: Call) -> Response:
-    """OpenAI's cursor pages: after, limit, order."""
+def page(items: list[dict[str, Any]], call: RequestContext) -> Response:
+    """OpenAI's cursor pagination: after, limit, order."""
     limit = int(call.query.get("limit", 20))
     rows = items[::-1] if call.query.get("order") == "desc" else items
     after = call.query.get("after")
@@ -35,7 +38,7 @@ def page(items: list[dict[str, Any]], call: Call) -> Response:
     )
 
 
-async def list_chats(call: Call) -> Response:
+async def list_chats(call: RequestContext) -> Response:
     wanted = call.query.get("model")
     kept = [i["object"] for i in call.state.store.of(call.tenant, "chat")]
     pairs = {
@@ -52,27 +55,27 @@ async def list_chats(call: Call) -> Response:
     )
 
 
-def _chat(call: Call) -> dict[str, Any]:
+def _chat(call: RequestContext) -> dict[str, Any]:
     return call.state.store.get(call.tenant, "chat", call.request.path_params["id"])
 
 
-async def get_chat(call: Call) -> Response:
+async def get_chat(call: RequestContext) -> Response:
     return Json(_chat(call)["object"])
 
 
-async def update_chat(call: Call) -> Response:
+async def update_chat(call: RequestContext) -> Response:
     item = _chat(call)
     item["object"]["metadata"] = (await call.body())["metadata"]
     return Json(item["object"])
 
 
-async def delete_chat(call: Call) -> Response:
+async def delete_chat(call: RequestContext) -> Response:
     name = call.request.path_params["id"]
     call.state.store.pop(call.tenant, "chat", name)
     return Json({"object": "chat.completion.deleted", "id": name, "deleted": True})
 
 
-async def chat_messages(call: Call) -> Response:
+async def chat_messages(call: RequestContext) -> Response:
     name = call.request.path_params["id"]
     messages = _chat(call)["messages"]
     return page(
@@ -84,14 +87,14 @@ async def chat_messages(call: Call) -> Response:
     )
 
 
-# ---------------------------------------------------------------------------------------------------------- responses
+# ------------------------------------------------------------------------------- responses
 
 
-def _response(call: Call) -> dict[str, Any]:
+def _response(call: RequestContext) -> dict[str, Any]:
     return call.state.store.get(call.tenant, "response", call.request.path_params["id"])
 
 
-async def get_response(call: Call) -> Response:
+async def get_response(call: RequestContext) -> Response:
     made = _response(call)["object"]
     if call.query.get("stream") != "true":
         for name in ("starting_after", "include_obfuscation"):
@@ -100,7 +103,7 @@ async def get_response(call: Call) -> Response:
         return Json(made)
     return EventStream(
         call,
-        _again(
+        _replay(
             made,
             int(call.query.get("starting_after", -1)),
             call.query.get("include_obfuscation") == "true",
@@ -108,18 +111,18 @@ async def get_response(call: Call) -> Response:
     )
 
 
-async def delete_response(call: Call) -> Response:
+async def delete_response(call: RequestContext) -> Response:
     name = call.request.path_params["id"]
     call.state.store.pop(call.tenant, "response", name)
     return Json({"id": name, "object": "response", "deleted": True})
 
 
-async def input_items(call: Call) -> Response:
+async def input_items(call: RequestContext) -> Response:
     return page(_response(call)["input"], call)
 
 
-async def _again(made: dict[str, Any], after: int, pad: bool) -> AsyncIterator[bytes]:
-    """The events of a response that is complete: as when it was written, but each text in one delta."""
+async def _replay(made: dict[str, Any], after: int, pad: bool) -> AsyncIterator[bytes]:
+    """Replay a stored response as stream events, each text in one delta."""
     for number, (kind, data) in enumerate(_events(made, pad)):
         if number > after:
             yield sse({"type": kind, "sequence_number": number, **data}, kind)

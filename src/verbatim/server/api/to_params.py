@@ -1,6 +1,7 @@
-"""From a protocol's checked fields to the engine's parameters, with the server's limits applied and the client's own field names kept.
+"""Convert a protocol's validated fields to SamplingParams, and apply the server's limits.
 
-In: a checked body (server/api/validate.py), the limits, the model's facts. Out: the mapping that SamplingParams takes, or a Problem naming the field.
+In: a validated body (validate.py), the limits, the model's facts. Out: the mapping that
+SamplingParams takes, or a Problem that names the client's field.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
 
 
 def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[str, Any]:
-    """The fields that are parameters of the engine under their own names, and seed and stop, which all OpenAI routes share."""
+    """The fields that map directly to SamplingParams, plus seed and stop."""
     values = {rule.param: body[name] for name, rule in table.items() if rule.param and name in body}
     if "seed" in body:
         values["seed"] = positive_seed(body["seed"])
@@ -32,22 +33,23 @@ def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[
 
 
 def positive_seed(seed: int) -> int:
-    """OpenAI's seeds may be negative, ours are 63 bits: taken modulo 2**63, so that each keeps an answer of its own."""
+    """Map OpenAI's signed seed to 63 bits, modulo 2**63, so that different seeds stay different."""
     return seed % 2**63
 
 
 def fresh_seed() -> int:
-    return secrets.randbelow(2**53)  # JavaScript and jq would round a larger one
+    return secrets.randbelow(2**53)  # JavaScript and jq round larger integers
 
 
 def for_each_prompt(
     params: dict[str, Any], body: Mapping[str, Any], prompts: int
 ) -> list[dict[str, Any]]:
-    """The parameters of each prompt of a list. Noise is made of seed and position: under one seed equal prompts get equal answers. So each has
-    a seed of its own, unless the client gave one, which is then everybody's, as in the library."""
-    if (
-        prompts == 1 or "seed" in body or params.get("seed") is None
-    ):  # None: beam search draws nothing
+    """The parameters of each prompt of a list.
+
+    Without a seed in the request each prompt gets its own: noise depends on seed and position, so
+    equal prompts with one seed get equal outputs. A seed in the request applies to all prompts."""
+    # seed None: beam search draws nothing
+    if prompts == 1 or "seed" in body or params.get("seed") is None:
         return [params] * prompts
     return [{**params, "seed": fresh_seed()} for _ in range(prompts)]
 
@@ -60,7 +62,7 @@ def finish_params(
     prompts: int = 1,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Apply the limits, check the ids against the vocabulary, and let SamplingParams judge the rest."""
+    """Apply the limits, check token ids against the vocabulary, and validate with SamplingParams."""
     try:
         _check_limits(values, limits, facts, prompts)
         longest = limits.max_output_tokens
@@ -72,17 +74,18 @@ def finish_params(
             )
         if longest and "max_tokens" not in values:
             values["max_tokens"] = longest
-        if (
-            values.get("num_beams", 1) == 1
-        ):  # known from the first chunk of a stream on; beam search draws nothing
+        # Choose the seed here: the first chunk of a stream reports it. Beam search draws nothing.
+        if values.get("num_beams", 1) == 1:
             values.setdefault("seed", fresh_seed())
         return SamplingParams.from_mapping(values).to_mapping()
     except (RequestError, Problem) as error:
-        raise renamed(problem_of(error), names or {}) from None
+        raise with_client_names(problem_of(error), names or {}) from None
 
 
-def renamed(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Problem:
-    """The client's word for a parameter: max_completion_tokens, not max_tokens, if that is what it sent. `shift`: messages of ours before its own."""
+def with_client_names(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Problem:
+    """The error with the client's field name: max_completion_tokens instead of max_tokens, for example.
+
+    `shift` is the number of messages that the server put before the client's."""
     own = problem.param and names.get(problem.param)
     if problem.param and (place := MESSAGE_KEY(problem.param)):
         own = f"messages[{int(place[1]) - shift}].{names.get(f'messages.{place[2]}', place[2])}"
@@ -92,8 +95,8 @@ def renamed(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Probl
     return Problem(problem.code, message, own, problem.retry_after)
 
 
-def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int = 1) -> bool:
-    """Whether explanations are sent with their rows of logits. Where there are none to send, the request is told."""
+def wants_logit_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int = 1) -> bool:
+    """Whether explanations include rows of logits. Raises if the request cannot produce them."""
     if not body.get("explain_rows"):
         return False
     if not params.get("explain") or not params.get("receipt"):
@@ -103,27 +106,25 @@ def wants_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int 
     if SamplingParams.from_mapping(params).width * prompts > 1:
         raise Problem(
             "invalid_parameter",
-            "explain_rows: rows are kept of a single answer only; ask with one prompt, and without n, best_of and num_beams",
+            "explain_rows: needs one prompt and one choice; leave out n, best_of and num_beams",
             "explain_rows",
         )
     return True
 
 
 def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
-    """Raise the Problem of a choice that ended in an error. It is the request's own mistake, found
-    late: bans and a grammar that mask every token, for instance. An error of the engine itself
-    would have ended the engine."""
+    """Raise the Problem of a choice that ended in an error.
+
+    It is a client error found late: bans and a grammar that mask every token, for example."""
     if finish is None or finish.reason != "error":
         return
-    why, fields = finish.detail or "the request could not be carried out", finish.fields
+    why, fields = finish.detail or "the request could not be completed", finish.fields
     if not fields:
         raise Problem("invalid_request", why)
     if len(fields) > 1:
-        why += (
-            f" (here: {', '.join(names.get(field, field) for field in fields)}); loosen one of them"
-        )
+        why += f" ({', '.join(names.get(field, field) for field in fields)}); relax one of them"
     message = why if why.startswith(f"{fields[0]}: ") else f"{fields[0]}: {why}"
-    raise renamed(Problem("invalid_parameter", message, fields[0]), names)
+    raise with_client_names(Problem("invalid_parameter", message, fields[0]), names)
 
 
 def _check_limits(
@@ -148,7 +149,8 @@ def _check_limits(
             times = f" times {prompts} prompts" if prompts > 1 else ""
             raise Problem(
                 "invalid_parameter",
-                f"{name}: {values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
+                f"{name}: {values.get(name, 1)}{times} is above this server's limit of "
+                f"{limits.max_width}",
                 name,
             )
     for name in STRUCTURE:
@@ -201,9 +203,10 @@ def check_id_count(name: str, ids: list[int], facts: ModelFacts) -> None:
 
 
 def check_text_length(name: str, text: str, facts: ModelFacts) -> None:
-    """A text of more bytes than the longest token times the context cannot fit: no need to tokenise it to know."""
-    most = facts.context * facts.longest_token
-    if len(text) > most or len(text.encode()) > most:
+    """Reject a text that cannot fit, before tokenising: it has more bytes than the longest token
+    times the context."""
+    max_bytes = facts.context * facts.longest_token
+    if len(text) > max_bytes or len(text.encode()) > max_bytes:
         raise Problem(
             "context_length_exceeded",
             f"{name}: the text has more bytes than {facts.context} tokens of this model can hold",

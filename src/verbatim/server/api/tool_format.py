@@ -1,4 +1,4 @@
-"""Which spelling of tool calls a chat template teaches its model. In: the template's source. Out: one of FORMATS."""
+"""Detect the tool-call format of a chat template. In: the template source. Out: one of FORMATS."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ FORMATS = ("hermes", "mistral", "llama3", "json")
 
 
 def detect_format(template: str) -> str:
-    """hermes: <tool_call>{...}</tool_call> (Hermes, Qwen); mistral: [TOOL_CALLS][{...}]; llama3: {"name", "parameters"};
-    json: no tools in the template, so the server asks for plain JSON objects in a system message.
+    """hermes: <tool_call>{...}</tool_call> (Hermes, Qwen); mistral: [TOOL_CALLS][{...}]; llama3:
+    {"name", "parameters"}; json: the template has no tools, so the server describes them in a
+    system message.
 
     >>> detect_format("... <tool_call> ...")
     'hermes'

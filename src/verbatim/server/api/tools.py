@@ -1,11 +1,13 @@
-"""Tools: how a model is told of them, and how its calls are read back out of its text.
+"""Tool calls: render tools into the prompt, and parse calls out of the output.
 
-In: the request's tools and messages, the model's format (server/api/tool_format.py), then the answer's text piece by piece.
-Out: messages for the chat template, and text and calls as they become certain. A call that cannot be read stays text: nothing is lost.
+In: the request's tools and messages, the model's format (tool_format.py), then the output text delta
+by delta. Out: messages for the chat template, then text and calls, each as soon as it is certain.
+A call that cannot be parsed stays text, so nothing of the output is lost.
 
     hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>
     mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
-    llama3   {"name": ..., "parameters": {...}}          any format: an answer that is nothing but such an object, or a list of them
+    llama3   {"name": ..., "parameters": {...}}
+    any      an output that consists of one such object, or a list of them
 """
 
 from __future__ import annotations
@@ -16,33 +18,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.server.json_io import sound, spelled, written
+from verbatim.server.json_io import dumps_lossless, loads_lossless, loads_strict
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.tool_calls import repeats_call
 
 OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 PREAMBLE = (
     "You can call these functions:\n{tools}\n"
-    'To call one, answer with a JSON object between tags:\n<tool_call>\n{{"name": NAME, "arguments": {{...}}}}\n</tool_call>'
+    "To call one, answer with a JSON object between tags:\n"
+    '<tool_call>\n{{"name": NAME, "arguments": {{...}}}}\n</tool_call>'
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedCall:
     name: str
-    arguments: str  # JSON text, as OpenAI's API carries it
+    arguments: str  # JSON text, as in OpenAI's API
     id: str = field(default_factory=lambda: "call_" + secrets.token_hex(12))
 
     @property
     def text(self) -> str:
-        return f'{{"name": {json.dumps(self.name, ensure_ascii=False)}, "arguments": {self.arguments}}}'
+        name = json.dumps(self.name, ensure_ascii=False)
+        return f'{{"name": {name}, "arguments": {self.arguments}}}'
 
 
-# ---------------------------------------------------------------------------------------------------- to the template
+# ------------------------------------------------------------------------- to the template
 
 
 def plain_text(content: Any) -> str:
-    """Text parts are joined without anything between them, as OpenAI's are."""
+    """Content as one string. Text parts are text_and_calls without a separator, as OpenAI does."""
     if isinstance(content, list):
         return "".join(part.get("text", part.get("refusal", "")) for part in content)
     return content or ""
@@ -51,8 +55,10 @@ def plain_text(content: Any) -> str:
 def template_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], facts: ModelFacts
 ) -> list[dict[str, Any]]:
-    """OpenAI's messages as chat templates expect them. Where the template knows no tools, they are told in a system message; where it
-    knows no earlier calls (it may know tools and not these), they are spelled out as text. So nothing the client sent is dropped."""
+    """OpenAI messages in the form that chat templates expect.
+
+    If the template does not support tools, a system message describes them. If it does not support
+    earlier calls, they are rendered as text. So nothing that the client sent is dropped."""
     out: list[dict[str, Any]] = []
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
@@ -60,10 +66,8 @@ def template_messages(
             "role": role,
             "content": plain_text(message.get("content")) + message.get("refusal", ""),
         }
-        for key in (
-            "name",
-            "reasoning_content",
-        ):  # for templates that have a place for them; the others refuse them (text/chat_template.py)
+        # Templates that do not read these keys reject them (text/chat_template.py).
+        for key in ("name", "reasoning_content"):
             if key in message:
                 made[key] = message[key]
         calls = message.get("tool_calls") or []
@@ -80,20 +84,22 @@ def template_messages(
                 for c in calls
             ]
             if message.get("content") is None:
-                made["content"] = None  # a template may tell a call from an answer by that
+                made["content"] = None  # some templates detect calls by content None
         elif calls:
-            made["content"] += "".join(f"{OPEN}\n{_spell(c['function'])}\n{CLOSE}" for c in calls)
+            made["content"] += "".join(
+                f"{OPEN}\n{_call_json(c['function'])}\n{CLOSE}" for c in calls
+            )
         if "tool_call_id" in message and facts.template_calls:
             made["tool_call_id"] = message["tool_call_id"]
         elif role == "tool" and repeats_call(messages, len(out)):
-            made.pop("name", None)  # the call, which is spelled out above it, has said it
+            made.pop("name", None)  # the rendered call already has the name
         out.append(made)
     if tools and not facts.template_tools:
-        _tell(out, tools)
+        _add_tools_preamble(out, tools)
     return out
 
 
-def _tell(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+def _add_tools_preamble(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
     text = PREAMBLE.format(
         tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     )
@@ -104,33 +110,33 @@ def _tell(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) ->
 
 
 def _object(arguments: str) -> Any:
-    """Arguments as templates want them; those that could not be handed on without loss stay the text that they are."""
+    """Arguments as a JSON value for the template; the original text if parsing would lose data."""
     try:
-        return sound(arguments)
+        return loads_strict(arguments)
     except ValueError:
         return arguments
 
 
-def _spell(function: Mapping[str, Any]) -> str:
+def _call_json(function: Mapping[str, Any]) -> str:
     return json.dumps(
         {"name": function["name"], "arguments": _object(function["arguments"])}, ensure_ascii=False
     )
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """The schema whose every answer is a valid call: of the named tool, or of any."""
+    """A JSON schema that allows only valid calls: of the named tool, or of any tool."""
     functions = [
         tool["function"] for tool in tools if name is None or tool["function"]["name"] == name
     ]
     if len(functions) == 1:
-        return _call_shape(functions[0], "#")
+        return _call_schema(functions[0], "#")
     return {
-        "anyOf": [_call_shape(function, f"#/anyOf/{i}") for i, function in enumerate(functions)]
+        "anyOf": [_call_schema(function, f"#/anyOf/{i}") for i, function in enumerate(functions)]
     }
 
 
-def _call_shape(function: Mapping[str, Any], place: str) -> dict[str, Any]:
-    arguments = _moved(
+def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    arguments = _rebase_refs(
         function.get("parameters") or {"type": "object"}, f"{place}/properties/arguments"
     )
     return {
@@ -141,20 +147,15 @@ def _call_shape(function: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-BY_NAME = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-)  # their members are schemas
-VALUES = ("const", "enum", "default", "examples")  # no schemas, whatever they look like
+# keywords whose members are schemas
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("const", "enum", "default", "examples")  # keywords whose value is never a schema
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """A schema that was its own root and now stands at `place`: its references (`#`, `#/$defs/X`) still mean what they meant."""
+def _rebase_refs(schema: Any, place: str) -> Any:
+    """Rebase the references (`#`, `#/$defs/X`) of a root schema that is now nested at `place`."""
     if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
+        return [_rebase_refs(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
     out: dict[str, Any] = {}
@@ -162,17 +163,19 @@ def _moved(schema: Any, place: str) -> Any:
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             out[key] = place + value[1:]
         elif key in BY_NAME and isinstance(value, dict):
-            out[key] = {name: _moved(item, place) for name, item in value.items()}
+            out[key] = {name: _rebase_refs(item, place) for name, item in value.items()}
         else:
-            out[key] = value if key in VALUES else _moved(value, place)
+            out[key] = value if key in VALUES else _rebase_refs(value, place)
     return out
 
 
 def call_or_text(
     tools: Sequence[Mapping[str, Any]], form: str, *, single: bool, text: Any = None
 ) -> str | None:
-    """A grammar whose every answer is either valid calls in the model's format, or text that holds none (or, with `text`, JSON under that
-    schema). None: a format whose marks are control tokens cannot be spelled in a grammar."""
+    """A grammar that allows valid calls in the model's format, or text without calls.
+
+    With `text`, the alternative is JSON under that schema. None for Mistral's format: its marker is
+    a control token, which a grammar cannot express."""
     if form == "mistral":
         return None
     body = f"body: %json {json.dumps(forced_schema(tools, None))}\n"
@@ -186,13 +189,14 @@ def call_or_text(
     return f"start: text | calls\n{calls}{call}{body}{plain}{free}"
 
 
-# ------------------------------------------------------------------------------------------------------- from the text
+# --------------------------------------------------------------------------- from the text
 
 
-def read_calls(text: str, names: set[str]) -> list[Call]:
-    """Calls in a piece of JSON: an object or a list of objects with a known name and an object of arguments. [] if it is anything else."""
+def read_calls(text: str, names: set[str]) -> list[ParsedCall]:
+    """Parse JSON into calls: an object, or a list of objects, with a known name and an object of
+    arguments. [] if it is anything else."""
     try:
-        data = written(text)
+        data = loads_lossless(text)
     except ValueError:
         return []
     calls = []
@@ -204,19 +208,20 @@ def read_calls(text: str, names: set[str]) -> list[Call]:
         ):
             return []
         arguments = item.get("arguments", item.get("parameters", {}))
-        if isinstance(arguments, str):  # some models write them as a text
+        if isinstance(arguments, str):  # some models write the arguments as a JSON string
             try:
-                arguments = written(arguments)
+                arguments = loads_lossless(arguments)
             except ValueError:
                 return []
         if not isinstance(arguments, dict):
             return []
-        calls.append(Call(item["name"], spelled(arguments)))
+        calls.append(ParsedCall(item["name"], dumps_lossless(arguments)))
     return calls
 
 
 class ToolParser:
-    """push(text) and finish() give ("text", str) and ("call", Call) in order; their texts and the calls' spellings make up the answer."""
+    """Incremental parser. push(text) and finish() return ("text", str) and ("call", ParsedCall) in the
+    order of the output."""
 
     def __init__(
         self,
@@ -231,33 +236,32 @@ class ToolParser:
         self._names = names
         self._single = single
         self._held = ""
-        self._at = 0  # where in the answer that begins
+        self._at = 0  # offset of `_held` in the output, in characters
         self._inside = False
-        self._called = False  # a call has just ended
-        self._whole = forced  # hold everything: only the end can tell
-        self._begun = forced or midway  # midway: the text goes on from one that was given
+        self._called = False  # the last thing parsed was a call
+        self._whole = forced  # hold all text: only the end shows whether it is a call
+        self._begun = forced or midway  # midway: the output continues a given message
         self.calls = 0
-        self.spans: list[
-            tuple[int, int]
-        ] = []  # where in the answer each text stood that was given out
+        # (start, end) offset in the output of each text that was returned
+        self.spans: list[tuple[int, int]] = []
 
     def push(self, text: str) -> list[tuple[str, Any]]:
         self._held += text
         if not self._begun:
             start = self._held.lstrip()
             if not start or (len(start) < len(self._open) and self._open.startswith(start)):
-                return []  # too early to say what this answer is
+                return []  # too short to tell text from a call
             self._begun = True
             self._whole = start[0] in "{[" and not start.startswith(self._open)
         return [] if self._whole else self._scan()
 
     def finish(self) -> list[tuple[str, Any]]:
-        """The answer ended: what is held is a whole call, or text after all."""
+        """Parse what is held at the end of the output: a complete call, or text."""
         if not self._held:
             return []
         body = self._held.removeprefix(self._open) if self._inside else self._held
         found = (
-            self._admit(read_calls(body.strip(), self._names))
+            self._limit_calls(read_calls(body.strip(), self._names))
             if self._whole or self._inside
             else []
         )
@@ -278,14 +282,16 @@ class ToolParser:
     def _scan(self) -> list[tuple[str, Any]]:
         out: list[tuple[str, Any]] = []
         while self._held:
-            if self._called:  # the line ends between calls are the format's, not the answer's
+            if self._called:  # line ends between calls belong to the format
                 self._take(len(self._held) - len(self._held.lstrip("\n")))
                 if not self._held:
                     break
                 self._called = False
             if not self._inside:
                 at = self._held.find(self._open)
-                safe = at if at >= 0 else len(self._held) - _overlap(self._held, self._open)
+                safe = (
+                    at if at >= 0 else len(self._held) - _partial_tag_length(self._held, self._open)
+                )
                 if safe:
                     out.append(self._text(safe))
                 if at < 0:
@@ -294,7 +300,9 @@ class ToolParser:
             end = self._held.find(self._close) if self._close else -1
             if end < 0:
                 break
-            found = self._admit(read_calls(self._held[len(self._open) : end].strip(), self._names))
+            found = self._limit_calls(
+                read_calls(self._held[len(self._open) : end].strip(), self._names)
+            )
             size = end + len(self._close)
             if found:
                 self._take(size)
@@ -302,29 +310,28 @@ class ToolParser:
             self._inside, self._called = False, bool(found)
         return out
 
-    def _admit(self, calls: list[Call]) -> list[tuple[str, Any]]:
-        """parallel_tool_calls: false means one call an answer; a second one stays text, even one of the same list."""
+    def _limit_calls(self, calls: list[ParsedCall]) -> list[tuple[str, Any]]:
+        """Limit to one call for parallel_tool_calls: false. Further calls stay text."""
         if self._single and self.calls:
             return []
         kept = calls[:1] if self._single else calls
         self.calls += len(kept)
-        self.spans += [(self._at, self._at)] * (
-            len(calls) - len(kept)
-        )  # texts of ours: no token is in them
+        # Calls rendered back to text contain no output token: empty spans.
+        self.spans += [(self._at, self._at)] * (len(calls) - len(kept))
         return [("call", call) for call in kept] + [
             ("text", call.text) for call in calls[len(kept) :]
         ]
 
 
-def joined(found: Sequence[tuple[str, Any]]) -> tuple[str, list[Call]]:
-    """A whole answer's text and calls."""
+def text_and_calls(found: Sequence[tuple[str, Any]]) -> tuple[str, list[ParsedCall]]:
+    """The text and the calls of a complete output."""
     return "".join(v for kind, v in found if kind == "text"), [
         v for kind, v in found if kind == "call"
     ]
 
 
-def _overlap(text: str, tag: str) -> int:
-    """Length of the longest end of text that a tag could begin with."""
+def _partial_tag_length(text: str, tag: str) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
     return next(
         (n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0
     )

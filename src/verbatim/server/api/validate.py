@@ -1,7 +1,8 @@
-"""A request body in, a checked plain dict out, or a Problem that names the field.
+"""Request validation. In: body bytes. Out: a plain dict, or a Problem that names the field.
 
-Order: bytes -> JSON (sound UTF-8, no NaN, no duplicate key, bounded depth) -> the protocol's table (unknown and refused fields by name) ->
-the request model made from that table (types and ranges). null means "not given", as OpenAI's clients send it.
+Order: bytes -> JSON (valid UTF-8, no NaN, no duplicate key, bounded depth) -> the protocol's field
+table (unknown and refused fields) -> the pydantic model made from that table (types and ranges).
+null means "not given", as OpenAI's clients send it.
 """
 
 from __future__ import annotations
@@ -17,105 +18,108 @@ from pydantic_core import ErrorDetails
 
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_table import ANY_QUERY, PROTOCOLS, QUERIES, Rule
-from verbatim.server.json_io import depth_of, has_huge
+from verbatim.server.json_io import depth_of, has_big_integer
 
 
 def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
     if too_many_values(raw, max_values):
         raise Problem(
-            "json_too_large", f"the body holds more than {max_values} values (--max-json-values)"
+            "json_too_large", f"the body contains more than {max_values} values (--max-json-values)"
         )
     try:
         data = json.loads(
-            raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_object
+            raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique_keys
         )
     except Problem:
         raise
     except RecursionError:
         raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}") from None
-    except ValueError as error:  # bad UTF-8, bad JSON, NaN, a number of thousands of digits
-        raise _unreadable(raw, error) from None
+    except ValueError as error:  # invalid UTF-8 or JSON, NaN, a number with thousands of digits
+        raise _parse_error(raw, error) from None
     if depth_of(data, max_depth) > max_depth:
         raise Problem("json_too_deep", f"the body is nested deeper than {max_depth}")
-    if b"\\u" in raw or b"\\U" in raw:  # only an escape can make half a surrogate pair
+    if b"\\u" in raw or b"\\U" in raw:  # only an escape can produce an unpaired surrogate
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise _named(
-                _place_of(data, _half), "a string holds half a surrogate pair, which is not text"
+            raise _json_problem(
+                _path_of_first(data, _has_surrogate), "a string contains an unpaired surrogate"
             ) from None
     return data
 
 
 def too_many_values(raw: bytes, limit: int) -> bool:
-    """Whether a body surely holds more values than that, before anything is made of them: yes above twice the limit, no up to the limit.
-    Reading and checking a million small values takes seconds in which nobody else is served; counting commas takes milliseconds."""
-    if _fewest_values(raw) <= limit:
+    """Whether a body contains too many values, estimated before parsing.
+
+    True above twice the limit, False up to the limit. Parsing a million small values blocks the
+    event loop for seconds; counting commas takes milliseconds."""
+    if _min_value_count(raw) <= limit:
         return False
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is inside strings does not count
-    if plain.count(b'"') > 4 * limit:  # a string has two, and may be a key
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # do not count inside strings
+    if plain.count(b'"') > 4 * limit:  # a string has two quotes, and may be a key
         return True
-    return _fewest_values(b"".join(plain.split(b'"')[::2])) > limit
+    return _min_value_count(b"".join(plain.split(b'"')[::2])) > limit
 
 
-def _fewest_values(raw: bytes) -> int:
-    """A comma stands between two values, and a list or an object is one."""
+def _min_value_count(raw: bytes) -> int:
+    """A lower bound: commas separate values, and each list or object is one."""
     return max(raw.count(b",") + 1, raw.count(b"[") + raw.count(b"{"))
 
 
-def _unreadable(raw: bytes, error: ValueError) -> Problem:
-    """Why the body could not be read. Where all but some values could, it is read again with marks in their places, to name the first."""
+def _parse_error(raw: bytes, error: ValueError) -> Problem:
+    """The error for a body that does not parse. If only some values are invalid, parse again with
+    markers in their place, to name the first."""
     if isinstance(error, UnicodeDecodeError):
         return Problem("invalid_json", "the body is not JSON: invalid UTF-8")
     if isinstance(error, json.JSONDecodeError):
         return Problem(
             "invalid_json", f"the body is not JSON: {error.msg} at character {error.pos}"
         )
-    why = str(error) if isinstance(error, _NotJson) else "a number that cannot be read"
+    why = str(error) if isinstance(error, _NotJson) else "a number that cannot be parsed"
     try:
         data = json.loads(
-            raw.decode(), parse_constant=_Unread, parse_int=_whole_number, object_pairs_hook=_object
+            raw.decode(),
+            parse_constant=_Unparsed,
+            parse_int=_int_or_marker,
+            object_pairs_hook=_unique_keys,
         )
-    except (
-        json.JSONDecodeError,
-        RecursionError,
-    ):  # what follows is no better, and there are no fields to name
+    except (json.JSONDecodeError, RecursionError):  # the rest is invalid too: no field to name
         return Problem("invalid_json", f"the body is not JSON: {why}")
-    return _named(_place_of(data, lambda value: isinstance(value, _Unread)), why)
+    return _json_problem(_path_of_first(data, lambda value: isinstance(value, _Unparsed)), why)
 
 
 class _NotJson(ValueError):
-    """A word that Python's json would take."""
+    """NaN or Infinity, which Python's json accepts and JSON does not."""
 
 
-class _Unread(str):
-    """A value that is in the JSON and cannot be read."""
+class _Unparsed(str):
+    """Marker for a JSON value that cannot be parsed."""
 
 
-def _whole_number(digits: str) -> int | _Unread:
+def _int_or_marker(digits: str) -> int | _Unparsed:
     try:
         return int(digits)
-    except ValueError:  # Python reads some thousands of digits, and no more
-        return _Unread(digits)
+    except ValueError:  # Python limits the number of digits
+        return _Unparsed(digits)
 
 
 def _no_constant(name: str) -> Any:
     raise _NotJson(f"{name} is not JSON")
 
 
-def _half(value: Any) -> bool:
+def _has_surrogate(value: Any) -> bool:
     return isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
-def _named(param: str, why: str) -> Problem:
+def _json_problem(param: str, why: str) -> Problem:
     return Problem("invalid_json", f"{param}: {why}" if param else why, param or None)
 
 
-def _place_of(data: Any, wrong: Callable[[Any], bool]) -> str:
-    """Where the first wrong value or key is, in the order of the text; without recursion, since the depth was not looked at yet."""
-    waiting: list[tuple[Any, Any]] = [
-        (None, data)
-    ]  # (the steps to a value as a linked list, the value)
+def _path_of_first(data: Any, wrong: Callable[[Any], bool]) -> str:
+    """Path of the first wrong value or key, in document order. Iterative, because the depth has not
+    been checked yet."""
+    # (path to a value as a linked list, the value)
+    waiting: list[tuple[Any, Any]] = [(None, data)]
     while waiting:
         place, value = waiting.pop()
         if wrong(value) or (place and wrong(place[1])):
@@ -123,7 +127,7 @@ def _place_of(data: Any, wrong: Callable[[Any], bool]) -> str:
             while place:
                 place, step = place
                 path.append(step)
-            return _spelled(path[::-1]).encode(errors="backslashreplace").decode()
+            return _format_path(path[::-1]).encode(errors="backslashreplace").decode()
         inside = (
             value.items()
             if isinstance(value, dict)
@@ -135,11 +139,11 @@ def _place_of(data: Any, wrong: Callable[[Any], bool]) -> str:
     return ""
 
 
-def _spelled(path: Sequence[str | int]) -> str:
+def _format_path(path: Sequence[str | int]) -> str:
     return "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in path).lstrip(".")[:256]
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         seen: set[str] = set()
@@ -150,7 +154,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-OF_ANOTHER_KIND = (
+TYPE_MISMATCHES = (
     "string_type",
     "int_type",
     "float_type",
@@ -161,12 +165,23 @@ OF_ANOTHER_KIND = (
     "literal_error",
 )
 
-# parts of a message that hold something else than text, as the protocols call them
+# content part types that are not text, in all protocols
 MEDIA = (
-    "image_url", "input_image", "image", "image_file", "input_audio", "audio", "video_url", "input_video", "video", "file", "input_file", "document",
-)  # fmt: skip
+    "image_url",
+    "input_image",
+    "image",
+    "image_file",
+    "input_audio",
+    "audio",
+    "video_url",
+    "input_video",
+    "video",
+    "file",
+    "input_file",
+    "document",
+)
 
-# -------------------------------------------------------------------------------------------------------------- models
+# ---------------------------------------------------------------------------------- models
 
 
 @functools.cache
@@ -185,7 +200,7 @@ def request_model(route: str) -> type[BaseModel]:
 
 
 def _safe(name: str) -> str:
-    """pydantic keeps leading underscores for itself."""
+    """pydantic reserves leading underscores."""
     return f"private{name}" if name.startswith("_") else name
 
 
@@ -194,7 +209,7 @@ def _unsafe(name: str) -> str:
 
 
 def allowed_type(rule: Rule) -> Any:
-    """What may be sent: None for a field that is refused whatever its value."""
+    """The accepted type; None for a field that is refused with every value."""
     if rule.kind != "refused":
         return rule.type
     if not rule.only:
@@ -204,7 +219,7 @@ def allowed_type(rule: Rule) -> Any:
 
 
 def check(route: str, data: Any) -> dict[str, Any]:
-    """The body without its nulls, every field known, offered and in range."""
+    """The body without nulls; every field is known, supported and in range."""
     table = PROTOCOLS[route][1]
     if not isinstance(data, dict):
         raise Problem("invalid_request", "the body must be a JSON object")
@@ -214,13 +229,15 @@ def check(route: str, data: Any) -> dict[str, Any]:
         if rule is None:
             raise Problem(
                 "unknown_parameter",
-                f"{name[:64]}: no such field of {route}{_near(name, table)}",
+                f"{name[:64]}: {route} has no such field{_suggestion(name, table)}",
                 param=name[:64],
             )
         if value is None:
             continue
-        if rule.kind == "refused" and not _asks_nothing(rule, value):
-            raise Problem("unsupported_parameter", f"{name}: not offered; {rule.help}", param=name)
+        if rule.kind == "refused" and not _has_no_effect(rule, value):
+            raise Problem(
+                "unsupported_parameter", f"{name}: not supported; {rule.help}", param=name
+            )
         given[name] = _without_nulls(value) if name in ("messages", "input", "tools") else value
     for name, rule in table.items():
         if rule.required and name not in given:
@@ -232,17 +249,17 @@ def check(route: str, data: Any) -> dict[str, Any]:
     except RecursionError:
         raise Problem("json_too_deep", "the body is nested too deeply") from None
     for name, value in given.items():
-        if has_huge(value):
+        if has_big_integer(value):
             raise Problem(
                 "invalid_parameter",
-                f"{name}: holds a whole number of more than 64 bits",
+                f"{name}: contains an integer of more than 64 bits",
                 param=name,
             )
     return given
 
 
 def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """The parameters of an address, each known, in its form, and there once."""
+    """Validated query parameters: each known, well-formed and given once."""
     if route in ANY_QUERY:
         return {}
     known = QUERIES.get(f"{method} {route}", {})
@@ -254,26 +271,26 @@ def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> di
         if rule is None:
             raise Problem(
                 "unknown_parameter",
-                f"{name[:64]}: no such parameter of {method} {route}",
+                f"{name[:64]}: {method} {route} has no such parameter",
                 param=name[:64],
             )
         if name in given:
-            raise Problem("invalid_parameter", f"{name[:64]}: is there twice", param=name[:64])
+            raise Problem("invalid_parameter", f"{name[:64]}: is given twice", param=name[:64])
         if re.fullmatch(rule.pattern, value, re.DOTALL) is None:
             raise Problem(
                 "invalid_parameter",
-                f"{name[:64]}: {value[:40]!r} is not its form; {rule.help}",
+                f"{name[:64]}: {value[:40]!r} is not valid; {rule.help}",
                 param=name[:64],
             )
         given[name] = value
     return given
 
 
-def _asks_nothing(rule: Rule, value: Any) -> bool:
+def _has_no_effect(rule: Rule, value: Any) -> bool:
     return any(type(value) is type(harmless) and value == harmless for harmless in rule.only)
 
 
-def _near(name: str, table: Mapping[str, Rule]) -> str:
+def _suggestion(name: str, table: Mapping[str, Rule]) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(name[:64], table, 1)
@@ -281,7 +298,7 @@ def _near(name: str, table: Mapping[str, Rule]) -> str:
 
 
 def _without_nulls(value: Any, depth: int = 3) -> Any:
-    """Clients send back what they got, nulls and all ("refusal": null): in messages a null is a field not given."""
+    """Drop nulls in messages: clients send earlier output back with "refusal": null and the like."""
     if isinstance(value, dict):
         return {
             k: _without_nulls(v, depth - 1) if depth else v
@@ -294,55 +311,58 @@ def _without_nulls(value: Any, depth: int = 3) -> Any:
 
 
 def _problem(error: ValidationError, data: Any) -> Problem:
-    """Of a union's many complaints, the one that got deepest into the data is the one the client can use; of two, not the one that
-    only says that the value is of another branch's kind."""
+    """Choose the most useful of pydantic's errors.
+
+    The deepest path wins, because a union reports errors for every branch. At equal depth, an error
+    that is not a mere type mismatch wins."""
     paths = [(_path(e, data), e) for e in error.errors(include_url=False, include_context=False)]
-    for (
-        path,
-        complaint,
-    ) in paths:  # a built-in tool lacks what a function has; what matters is that it is one
+    # A built-in tool: report its type, not the function fields that it lacks.
+    for path, complaint in paths:
         if path[:1] == ["tools"] and path[2:] == ["type"] and isinstance(complaint["input"], str):
             kind = complaint["input"][:64]
-            where = _spelled(path)
+            where = _format_path(path)
             return Problem(
                 "unsupported_parameter",
-                f"{where}: {kind!r} tools are not offered; {_words(complaint)}",
+                f"{where}: {kind!r} tools are not supported; {_message(complaint)}",
                 where,
             )
     media = next((found for path, _ in paths if (found := _media_at(path, data))), None)
     if media is not None:
         where, kind = media
-        return Problem("unsupported_parameter", f"this server reads text; {where} is {kind}", where)
+        return Problem(
+            "unsupported_parameter", f"only text input is supported; {where} is {kind}", where
+        )
     path, chosen = max(
-        paths, key=lambda item: (len(item[0]), item[1]["type"] not in OF_ANOTHER_KIND)
+        paths, key=lambda item: (len(item[0]), item[1]["type"] not in TYPE_MISMATCHES)
     )
-    param = _spelled(path)
+    param = _format_path(path)
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":
-        return Problem("unknown_parameter", f"{param}: no such field", param=param)
-    return Problem("invalid_parameter", f"{param}: {_words(chosen)}", param=param)
+        return Problem("unknown_parameter", f"{param}: unknown field", param=param)
+    return Problem("invalid_parameter", f"{param}: {_message(chosen)}", param=param)
 
 
 def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:
-    """Where on the way to a complaint something else than text was sent, and what it is. A validator only sees that it is no text part."""
+    """(path, kind) of a non-text part on the path of an error. pydantic only reports that it is not
+    a text part."""
     if path[:1] not in (["messages"], ["input"], ["system"]):
         return None
     here = data
     for i, step in enumerate(path):
         part = isinstance(here, list)
-        here = here[step] if part else here.get(step)  # a key that is missing is the last step
+        here = here[step] if part else here.get(step)  # None: a missing key, which is the last step
         if part and isinstance(here, dict) and here.get("type") in MEDIA:
-            return _spelled(
+            return _format_path(
                 path[: i + 1]
             ), f"{'an' if here['type'][0] in 'aeiou' else 'a'} {here['type']}"
         if step == "images" and here:
-            return _spelled(path[: i + 1]), "no text"
+            return _format_path(path[: i + 1]), "no text"
     return None
 
 
 def _path(error: ErrorDetails, data: Any) -> list[str | int]:
-    """pydantic's location without the names of union branches: only what can be followed in the data."""
+    """pydantic's location without union branch names: only steps that exist in the data."""
     out: list[str | int] = []
     here = data
     location = error["loc"]
@@ -354,7 +374,7 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
             and step == here.get("type")
             and isinstance(here.get(step), str)
         ):
-            continue  # the tag of a union's branch ("text"), and not the field of that name
+            continue  # a union branch tag ("text"), not a field
         if (isinstance(here, dict) and step in here) or (
             isinstance(here, list) and isinstance(step, int) and step < len(here)
         ):
@@ -365,7 +385,7 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
     return out
 
 
-def _words(error: ErrorDetails) -> str:
+def _message(error: ErrorDetails) -> str:
     value = repr(error["input"])
     shown = value if len(value) <= 40 else value[:37] + "..."
     message = error["msg"]

@@ -1,6 +1,8 @@
-"""One HTTP request and its answer, as ASGI sees them. In: what the connection parsed. Out: bytes of the answer, head and first bytes in one write.
+"""One HTTP request and its response as an ASGI receive/send pair.
 
-An exchange does not know how bytes arrive; http.py, which owns the connection, feeds it and is told when it ended.
+The connection (connection.py) feeds the parsed request in; the encoded response goes out through
+Connection.write(), head and first body bytes in one write. Connection.answered() is called exactly
+once, after the last byte of the response.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ STATUS_LINES = {
 
 
 class Connection(Protocol):
-    """What an exchange needs of its connection (http.HttpProtocol)."""
+    """The interface of connection.HttpProtocol that an exchange uses."""
 
     def write(self, data: bytes) -> None: ...
     async def drained(self) -> None: ...
@@ -41,40 +43,40 @@ class Exchange:
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
-        self.more_body = True  # the request's last byte has not come
-        self.started = False  # the answer's head was given
-        self.complete = False  # the answer's last byte was written
-        self.gone = False  # nobody is there to answer
+        self.more_body = True  # the last byte of the request has not arrived
+        self.started = False  # the app has sent the response head
+        self.complete = False  # the last byte of the response is written
+        self.disconnected = False  # the client closed the connection before `complete`
         self._connection = connection
         self._expects_continue = expects_continue
         self._chunks_allowed = scope["http_version"] == "1.1"
         self._body = bytearray()
-        self._news = asyncio.Event()
-        self._head = b""  # spelled and not yet written
-        self._framing: str | None = (
-            None  # of the answer's body: length, chunks, close (as long as the connection), none
-        )
+        self._changed = asyncio.Event()  # wakes receive()
+        self._head = b""  # encoded and not yet written
+        # Framing of the response body: "length", "chunks", "close" (ends with the connection) or
+        # "none". None: not decided yet.
+        self._framing: str | None = None
 
-    # ------------------------------------------------------------------------------------------------ the connection's side
+    # ------------------------------------------------------------------- called by the connection
 
-    def take_body(self, data: bytes) -> None:
+    def feed_body(self, data: bytes) -> None:
         if not self.complete:
             self._body += data
-            self._news.set()
+            self._changed.set()
 
     def end_of_body(self) -> None:
         self.more_body = False
-        self._news.set()
+        self._changed.set()
 
-    def leave(self) -> None:
-        """The client is gone: receive() says so, and what is sent from now on falls to the ground."""
-        self.gone = not self.complete
-        self._news.set()
+    def disconnect(self) -> None:
+        """The client disconnected: receive() reports it, and send() drops its data from now on."""
+        self.disconnected = not self.complete
+        self._changed.set()
 
     def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """At once, without an app."""
+        """Send a whole response without calling the app."""
         self.started = True
-        self._head = self._spell_head(status, headers)
+        self._head = self._encode_head(status, headers)
         self._end(body)
 
     async def run(self, app: ASGIApp) -> None:
@@ -82,7 +84,7 @@ class Exchange:
             await app(self.scope, self.receive, self.send)
         except Exception:
             log.exception("a request failed outside its handler")
-        if not self.complete and not self.gone:
+        if not self.complete and not self.disconnected:
             if self.started:
                 self._connection.abort()
             else:
@@ -92,51 +94,54 @@ class Exchange:
                     "the server failed on this request",
                 )
 
-    # ------------------------------------------------------------------------------------------------------ the app's side
+    # -------------------------------------------------------------------------- called by the app
 
     async def receive(self) -> Message:
-        if self._expects_continue and not self.started and not self.gone:
+        if self._expects_continue and not self.started and not self.disconnected:
             self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self._expects_continue = False
-        if not self.gone and not self.complete:
-            await self._news.wait()
-            self._news.clear()
-        if self.gone or self.complete:
+        if not self.disconnected and not self.complete:
+            await self._changed.wait()
+            self._changed.clear()
+        if self.disconnected or self.complete:
             return {"type": "http.disconnect"}
         body, self._body = bytes(self._body), bytearray()
         return {"type": "http.request", "body": body, "more_body": self.more_body}
 
     async def send(self, message: Message) -> None:
-        if self.gone:
+        if self.disconnected:
             return
         if message["type"] == "http.response.start":
             assert not self.started
             self.started = True
-            self._head = self._spell_head(message["status"], message["headers"])
-            asyncio.get_running_loop().call_soon(self._flush)  # a stream may begin with silence
+            self._head = self._encode_head(message["status"], message["headers"])
+            # Write the head even if the first event of a stream comes much later.
+            asyncio.get_running_loop().call_soon(self._flush)
             return
         assert self.started, "a body before its head"
         assert not self.complete, "a body after its end"
         if message.get("more_body", False):
-            self._connection.write(self._take_head() + self._framed(message.get("body", b""), True))
+            self._connection.write(
+                self._take_head() + self._encode_body(message.get("body", b""), True)
+            )
             await self._connection.drained()
         else:
             self._end(message.get("body", b""))
 
     def _end(self, body: bytes) -> None:
-        self._connection.write(self._take_head() + self._framed(body, False))
+        self._connection.write(self._take_head() + self._encode_body(body, False))
         self.complete = True
         self._body.clear()
-        self._news.set()
+        self._changed.set()
         self._connection.answered(self)
 
-    def _spell_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
+    def _encode_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> bytes:
         lines = [STATUS_LINES[status]] if status in STATUS_LINES else [b"HTTP/1.1 %d \r\n" % status]
         for name, value in [*self._connection.default_headers(), *headers]:
             if name == b"content-length":
                 self._framing = "length"
             if b"\r" in value or b"\n" in value:
-                raise ValueError("a header of the answer holds a line end")
+                raise ValueError("a response header contains a line break")
             lines.append(b"%s: %s\r\n" % (name, value))
         if self.scope["method"] == "HEAD" or status in (204, 304):
             self._framing = "none"
@@ -148,7 +153,7 @@ class Exchange:
             lines.append(b"connection: close\r\n")
         return b"".join([*lines, b"\r\n"])
 
-    def _framed(self, body: bytes, more: bool) -> bytes:
+    def _encode_body(self, body: bytes, more: bool) -> bytes:
         if self._framing == "none":
             return b""
         if self._framing != "chunks":
@@ -161,5 +166,5 @@ class Exchange:
         return head
 
     def _flush(self) -> None:
-        if self._head and not self.gone:
+        if self._head and not self.disconnected:
             self._connection.write(self._take_head())

@@ -1,16 +1,17 @@
-"""HTTP/1.1 over httptools: one connection, its bounds, and the exchanges on it. In: bytes. Out: ASGI exchanges, one after another.
+"""HTTP/1.1 connection over httptools: bytes come in, ASGI exchanges go out, one after another.
 
-It takes the place of uvicorn's own protocol, which bounds neither the size of heads and trailers nor the time they take, nor what a client may
-send after its answer or ahead of it.
+It replaces uvicorn's protocol, which limits neither the size of request heads and trailers, nor the
+time they take, nor the bytes a client sends after a response or ahead of it (pipelining).
 
-    state        what ends it                                    the clock
-    at rest      the first byte of a request                     idle_seconds
-    head         its last line; max_header_bytes                 header_seconds
-    exchange     the answer's end (the app has its own clocks)   -
-    leftover     the last byte of a body nobody wanted           body_seconds, at most LINGER_SECONDS
-    cut          the client reads its error and leaves           the same
+    state       ends with                                        timeout
+    idle        the first byte of a request                      idle_seconds
+    head        its last line; max_header_bytes                  header_seconds
+    exchange    the end of the response                          - (the app has its own deadlines)
+    leftover    the last byte of a body that the app ignored     body_seconds, max LINGER_SECONDS
+    closing     the client closes after reading the error        as leftover
 
-Reading never pauses, so a client that leaves is noticed at once, even with requests sent ahead; those are bounded instead.
+Reading never pauses, so that a disconnect is noticed at once. Pipelined requests are limited
+instead (MAX_PIPELINED, MAX_PIPELINED_BYTES).
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from verbatim.server.json_io import dumps
 from verbatim.server.settings import Limits
 
 log = logging.getLogger("verbatim.server")
-LINGER_SECONDS = 5.0
-GOODBYE_SECONDS = 0.5
-MAX_AHEAD = 16  # requests a client may send before the answer to its first
-MAX_AHEAD_BYTES = 64 * 1024  # and the bytes of their bodies
+LINGER_SECONDS = 5.0  # longest wait for the client to stop sending after its response
+TLS_CLOSE_SECONDS = 0.5  # longest wait for the peer's close_notify at shutdown
+MAX_PIPELINED = 16  # requests queued behind the running one; no known client sends more
+MAX_PIPELINED_BYTES = 64 * 1024  # their bodies together
 
 
 class HttpProtocol(asyncio.Protocol):
     limits: ClassVar[Limits] = Limits()
-    max_connections: ClassVar[int] = 0  # 0: as many as come
-    early: ClassVar[
+    max_connections: ClassVar[int] = 0  # 0: no limit
+    # app.Middleware.reject_early and .count_malformed
+    reject_early: ClassVar[
         Callable[[Scope], tuple[int, list[tuple[bytes, bytes]], bytes] | None] | None
-    ] = None  # app.Door.early
-    broken: ClassVar[Callable[[int], str] | None] = None  # app.Door.broken
+    ] = None
+    count_malformed: ClassVar[Callable[[int], str] | None] = None
 
     def __init__(
         self,
@@ -64,30 +66,28 @@ class HttpProtocol(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._parser = self._new_parser()
         self._timer: asyncio.TimerHandle | None = None
-        self._writable: asyncio.Future[None] | None = None  # while the client does not read
-        self._cut = False
-        self._active: Exchange | None = None  # the one that is being answered, or was answered last
-        self._latest: Exchange | None = None  # the one whose body is being read
-        self._ahead: deque[Exchange] = deque()
-        self._ahead_bytes = 0
-        self._no_body = (
-            0  # bytes since the request began, or its last chunk, that were not of a body
-        )
-        self._resumed = False  # a second parser reads the body of a request that offered an upgrade
-        self._in_head = self._head_timed = (
-            False  # the first byte has come, the last line has not; and its clock runs
-        )
+        self._writable: asyncio.Future[None] | None = None  # set while the write buffer is full
+        self._closing = False
+        self._active: Exchange | None = None  # the exchange that runs, or ran last
+        self._latest: Exchange | None = None  # the exchange whose request is being read
+        self._pipelined: deque[Exchange] = deque()
+        self._pipelined_bytes = 0
+        # Bytes outside the body since the request began or its last chunk: head, chunk headers and
+        # trailers. Limited by max_header_bytes.
+        self._non_body_bytes = 0
+        self._resumed = False  # a second parser reads the body of a request with an Upgrade header
+        self._in_head = False  # between the first byte and the last line of a request head
+        self._head_timed = False  # the header timeout runs
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        parser.set_dangerous_leniencies(
-            lenient_data_after_close=True
-        )  # what follows a last request is ignored, not an error
+        # Ignore data after a request with `connection: close` instead of failing on it.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
-    # ------------------------------------------------------------------------------------------------------ the transport
+    # ------------------------------------------------------------------------ transport callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -98,14 +98,14 @@ class HttpProtocol(asyncio.Protocol):
         ]
         self._scheme = "https" if info("sslcontext") else "http"
         self._shared.connections.add(self)  # type: ignore[arg-type]
-        self._clock(self.limits.idle_seconds)
+        self._set_timeout(self.limits.idle_seconds)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._shared.connections.discard(self)
-        self._stop_clock()
-        for exchange in filter(None, (self._active, self._latest, *self._ahead)):
-            exchange.leave()
-        self._ahead.clear()
+        self._clear_timeout()
+        for exchange in filter(None, (self._active, self._latest, *self._pipelined)):
+            exchange.disconnect()
+        self._pipelined.clear()
         self.resume_writing()
 
     def pause_writing(self) -> None:
@@ -117,40 +117,42 @@ class HttpProtocol(asyncio.Protocol):
             self._writable = None
 
     def shutdown(self) -> None:
-        """From the server, when it ends: whoever is at rest goes now, the others after their answer."""
+        """Called by uvicorn when the server ends: close an idle connection now, and a busy one
+        after its response."""
         if self._active is not None and not self._active.complete:
             self._active.keep_alive = False
             return
         self._transport.close()
-        if self._scheme == "https":  # a peer that does not say goodbye is not waited for
-            self._loop.call_later(GOODBYE_SECONDS, self._transport.abort)
+        if self._scheme == "https":  # do not wait for a peer that sends no close_notify
+            self._loop.call_later(TLS_CLOSE_SECONDS, self._transport.abort)
 
-    # --------------------------------------------------------------------------------------------------------- the parser
+    # --------------------------------------------------------------------------- parser callbacks
 
     def data_received(self, data: bytes) -> None:
-        if self._cut:
+        if self._closing:
             return
-        self._no_body += len(data)
+        self._non_body_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError:
-            log.exception("a fault in the HTTP protocol")
+            log.exception("the HTTP protocol failed")
             self.refuse(
                 "500 Internal Server Error", "internal_error", "the server failed on this request"
             )
         except httptools.HttpParserError:
             self.refuse("400 Bad Request", "invalid_request", "this is not HTTP")
-        if self._no_body > self.limits.max_header_bytes and not self._cut:
+        if self._non_body_bytes > self.limits.max_header_bytes and not self._closing:
             self._refuse_head()
-        if self._in_head and not self._head_timed and not self._busy() and not self._cut:
+        if self._in_head and not self._head_timed and not self._busy() and not self._closing:
             self._head_timed = True
-            self._clock(self.limits.header_seconds)
+            self._set_timeout(self.limits.header_seconds)
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """A request that offers HTTP/2 or a web socket is answered in HTTP/1.1. The parser drops its body, so a new one is told of it."""
-        if self._latest is None or self._cut:
+        """Answer a request that offers HTTP/2 or a WebSocket in HTTP/1.1. httptools stops after the
+        head of such a request, so a second parser reads its body."""
+        if self._latest is None or self._closing:
             return
         framing = [h for h in self._headers if h[0] in (b"content-length", b"transfer-encoding")]
         self._parser = self._new_parser()
@@ -162,7 +164,7 @@ class HttpProtocol(asyncio.Protocol):
             return
         self._resumed = True
         head = b"POST / HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % pair for pair in framing) + b"\r\n"
-        self._no_body -= len(rest)
+        self._non_body_bytes -= len(rest)
         self.data_received(head + rest)
 
     def on_message_begin(self) -> None:
@@ -180,9 +182,9 @@ class HttpProtocol(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if self._resumed or self._cut:
+        if self._resumed or self._closing:
             return
-        self._no_body, self._in_head, self._head_timed = 0, False, False
+        self._non_body_bytes, self._in_head, self._head_timed = 0, False, False
         if (
             sum(len(k) + len(v) + 4 for k, v in self._headers) + len(self._url)
             > self.limits.max_header_bytes
@@ -202,9 +204,9 @@ class HttpProtocol(asyncio.Protocol):
                 retry_after=1,
             )
         else:
-            self._begin()
+            self._new_exchange()
 
-    def _begin(self) -> None:
+    def _new_exchange(self) -> None:
         try:
             scope = self._scope()
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
@@ -214,42 +216,42 @@ class HttpProtocol(asyncio.Protocol):
         keep_alive = scope["http_version"] == "1.1" and self._parser.should_keep_alive()
         self._latest = Exchange(self, scope, keep_alive=keep_alive, expects_continue=expects)
         if not self._busy():
-            self._stop_clock()
+            self._clear_timeout()
             self._active = self._latest
-            early = type(self).early
-            refused = None if early is None else early(scope)
-            self._start(self._latest) if refused is None else self._latest.answer(*refused)
-        elif len(self._ahead) < MAX_AHEAD:
-            self._ahead.append(self._latest)
+            reject_early = type(self).reject_early
+            rejected = None if reject_early is None else reject_early(scope)
+            self._start(self._latest) if rejected is None else self._latest.answer(*rejected)
+        elif len(self._pipelined) < MAX_PIPELINED:
+            self._pipelined.append(self._latest)
         else:
             self.abort()
 
     def on_chunk_header(self) -> None:
-        self._no_body = 0
+        self._non_body_bytes = 0
 
     def on_body(self, body: bytes) -> None:
-        self._no_body -= len(body)
-        if self._latest is None or self._cut:
+        self._non_body_bytes -= len(body)
+        if self._latest is None or self._closing:
             return
         if self._latest is not self._active:
-            self._ahead_bytes += len(body)
-            if self._ahead_bytes > MAX_AHEAD_BYTES:
+            self._pipelined_bytes += len(body)
+            if self._pipelined_bytes > MAX_PIPELINED_BYTES:
                 self.abort()
                 return
-        self._latest.take_body(body)
+        self._latest.feed_body(body)
 
     def on_message_complete(self) -> None:
         if (
             self._latest is None
-            or self._cut
+            or self._closing
             or (self._parser.should_upgrade() and not self._resumed)
         ):
             return
         self._resumed = False
-        self._no_body = 0
+        self._non_body_bytes = 0
         self._latest.end_of_body()
-        if self._at_rest():  # a body that came after its answer
-            self._clock(self.limits.idle_seconds)
+        if self._is_idle():  # the body arrived after its response
+            self._set_timeout(self.limits.idle_seconds)
 
     def _scope(self) -> dict[str, Any]:
         url = httptools.parse_url(self._url)
@@ -272,12 +274,12 @@ class HttpProtocol(asyncio.Protocol):
             "verbatim.abort": self.abort,
         }
 
-    # ------------------------------------------------------------------------------------------------------- the exchanges
+    # ---------------------------------------------------------------------------------- exchanges
 
     def _busy(self) -> bool:
         return self._active is not None and not self._active.complete
 
-    def _at_rest(self) -> bool:
+    def _is_idle(self) -> bool:
         return not self._busy() and (self._latest is None or not self._latest.more_body)
 
     def _start(self, exchange: Exchange) -> None:
@@ -289,14 +291,14 @@ class HttpProtocol(asyncio.Protocol):
     def answered(self, exchange: Exchange) -> None:
         self._shared.total_requests += 1
         if not exchange.keep_alive:
-            self._leave_politely() if exchange.more_body else self._transport.close()
-        elif self._ahead:
-            following = self._ahead.popleft()
-            if not self._ahead:
-                self._ahead_bytes = 0
+            self._close_gracefully() if exchange.more_body else self._transport.close()
+        elif self._pipelined:
+            following = self._pipelined.popleft()
+            if not self._pipelined:
+                self._pipelined_bytes = 0
             self._start(following)
         else:
-            self._clock(self._linger() if exchange.more_body else self.limits.idle_seconds)
+            self._set_timeout(self._linger() if exchange.more_body else self.limits.idle_seconds)
 
     def default_headers(self) -> list[tuple[bytes, bytes]]:
         return self._shared.default_headers
@@ -310,16 +312,17 @@ class HttpProtocol(asyncio.Protocol):
             await asyncio.shield(self._writable)
 
     def abort(self) -> None:
-        self._cut = True
+        self._closing = True
         self._transport.abort()
 
-    # ------------------------------------------------------------------------------------------------------------ the ends
+    # --------------------------------------------------------------------- errors, close, timeouts
 
     def refuse(
         self, status: str, code: str, message: str, retry_after: float | None = None
     ) -> None:
-        """Before any exchange, or in the place of one that failed. In the middle of an answer nothing can be said any more."""
-        if self._cut:
+        """Send an error response and close. After the response head is sent no error can be sent
+        any more, so the connection is aborted."""
+        if self._closing:
             return
         if (
             self._active is not None
@@ -330,53 +333,57 @@ class HttpProtocol(asyncio.Protocol):
             return
         problem = Problem(code, message, retry_after=retry_after)
         body = dumps(problem.body())
-        broken = type(self).broken
+        count_malformed = type(self).count_malformed
         headers = problem.headers() | (
-            {} if broken is None else {"x-request-id": broken(int(status[:3]))}
+            {} if count_malformed is None else {"x-request-id": count_malformed(int(status[:3]))}
         )
         more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
+        head = (
+            f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{more}connection: close\r\n\r\n"
+        )
         self.write(head.encode() + body)
-        self._leave_politely()
+        self._close_gracefully()
 
     def _refuse_head(self) -> None:
         self.refuse(
             "431 Request Header Fields Too Large", "invalid_request", "the headers are too large"
         )
 
-    def _leave_politely(self) -> None:
-        """Close our side and wait a moment for the client's: closing with bytes unread would tear the answer from its hands."""
-        self._cut = True
+    def _close_gracefully(self) -> None:
+        """Half-close and wait for the client to close. Closing a socket with unread input sends a
+        TCP reset, which can destroy the response before the client reads it."""
+        self._closing = True
         if self._active is not None:
-            self._active.leave()
+            self._active.disconnect()
         if self._transport.can_write_eof():
             self._transport.write_eof()
-            self._clock(self._linger())
+            self._set_timeout(self._linger())
         else:
             self._transport.close()
 
     def _linger(self) -> float:
         return min(LINGER_SECONDS, self.limits.body_seconds)
 
-    def _clock(self, seconds: float) -> None:
-        self._stop_clock()
-        self._timer = self._loop.call_later(seconds, self._late, seconds)
+    def _set_timeout(self, seconds: float) -> None:
+        self._clear_timeout()
+        self._timer = self._loop.call_later(seconds, self._on_timeout, seconds)
 
-    def _stop_clock(self) -> None:
+    def _clear_timeout(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _late(self, seconds: float) -> None:
+    def _on_timeout(self, seconds: float) -> None:
         self._timer = None
-        if self._cut or (self._latest is not None and self._latest.more_body):
+        if self._closing or (self._latest is not None and self._latest.more_body):
             self.abort()
-        elif self._unread():  # the client has sent, and we have not come to read it: it is not the client that is late
-            self._clock(seconds)
+        elif self._has_unread_input():  # the event loop is late, not the client
+            self._set_timeout(seconds)
         else:
             self._transport.close()
 
-    def _unread(self) -> bool:
+    def _has_unread_input(self) -> bool:
         sock = self._transport.get_extra_info("socket")
         try:
             with socket.socket(fileno=os.dup(sock.fileno())) as peek:

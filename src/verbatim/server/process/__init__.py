@@ -1,1 +1,1 @@
-"""The HTTP process, the engine process, and the messages between them."""
+"""The engine process, its supervisor in the HTTP process, and the messages between the two."""

@@ -1,8 +1,10 @@
-"""Which processor a thread of the engine runs on. In: the threads that came with the model. Out: each on a processor of its own, where that helps.
+"""CPU affinity of the engine: pins each compute thread to a core of its own, where that helps.
 
-All threads of a step wait for the slowest of them, some hundred times a step. Where they are as many as there are processors, and HTTP wakes up
-beside them, the kernel now and then leaves two on one processor and another one idle until its next look, which takes milliseconds. Measured
-on two processors with 16 streams, in turns: 768 tokens/s with places, 601 without (docs/serving.md).
+The threads of a step meet at a barrier some hundred times per step, so the slowest one sets the
+speed. If there are as many threads as cores and the HTTP process wakes up beside them, the kernel
+sometimes puts two threads on one core and leaves another core idle until its next rebalance, which
+takes milliseconds. Measured on two cores with 16 streams, alternating: 768 tokens per second with
+pinned threads, 601 without (docs/serving.md).
 """
 
 from __future__ import annotations
@@ -18,29 +20,30 @@ if TYPE_CHECKING:
 
 
 def native_threads() -> set[int]:
-    """Of this process, those that Python did not start. Empty where there is no /proc."""
+    """Ids of the threads of this process that Python did not start. Empty without /proc."""
     try:
-        every = {int(name) for name in os.listdir("/proc/self/task")}
+        threads = {int(name) for name in os.listdir("/proc/self/task")}
     except OSError:
         return set()
-    return every - {thread.native_id for thread in threading.enumerate()}
+    return threads - {thread.native_id for thread in threading.enumerate()}
 
 
-def give_places(engine: AsyncEngine, before: set[int]) -> bool:
-    """`before`: native_threads() before the model was opened; what came since is the team. False: left to the kernel, which knows better
-    when there is a processor to spare."""
+def pin_threads(engine: AsyncEngine, before: set[int]) -> bool:
+    """Pin the step thread and the kernel thread pool to one core each. The pool is native_threads()
+    minus `before`, the threads that existed before the model was loaded. Returns False, and leaves
+    the placement to the kernel, unless there are exactly as many threads as usable cores."""
     if sys.platform != "linux" or engine.step_thread is None:
         return False
-    processors = sorted(os.sched_getaffinity(0))
-    team = [engine.step_thread, *sorted(native_threads() - before)]
+    cores = sorted(os.sched_getaffinity(0))
+    threads = [engine.step_thread, *sorted(native_threads() - before)]
     if (
-        len(team) != engine.parts.backend.info.threads
-        or len(team) != len(processors)
-        or len(team) < 2
+        len(threads) != engine.parts.backend.info.threads
+        or len(threads) != len(cores)
+        or len(threads) < 2
     ):
         return False
     with contextlib.suppress(OSError):
-        for thread, processor in zip(team, processors, strict=True):
-            os.sched_setaffinity(thread, {processor})
+        for thread, core in zip(threads, cores, strict=True):
+            os.sched_setaffinity(thread, {core})
         return True
     return False

@@ -1,9 +1,9 @@
-"""The engine process: `python -m verbatim.server.process.engine_process FD [LOG_FORMAT]`. Messages of the HTTP
-process (messages.py) come in over one socket, heartbeats, deltas and results go out.
+"""The engine process: `python -m verbatim.server.process.engine_process FD [LOG_FORMAT]`.
 
-This process has no HTTP, keys or addresses. It ends when the socket closes, so it never outlives a
-killed parent. Templates and tokenisation run here, because a hostile prompt that crashes them then
-crashes only the engine process, which is restarted.
+Messages of the HTTP process (messages.py) come in over one socket; heartbeats, deltas and results
+go out. This process knows no HTTP, keys or addresses. It ends when the socket closes, so it never
+outlives a killed parent. Templates and tokenisation run here: a hostile prompt that crashes them
+crashes only the engine process, which the supervisor restarts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.server.logs import JsonLines
 from verbatim.server.process import wire
-from verbatim.server.process.cpu_affinity import give_places, native_threads
+from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.server.process.engine_session import EngineSession
 from verbatim.server.process.messages import (
     Abort,
@@ -40,7 +40,7 @@ from verbatim.server.process.messages import (
 if TYPE_CHECKING:
     from verbatim.engine.async_engine import AsyncEngine
 
-BEAT_SECONDS = 0.25
+BEAT_SECONDS = 0.25  # heartbeat interval; also the age of the statistics in /metrics
 log = logging.getLogger("verbatim.engine")
 
 
@@ -61,13 +61,13 @@ def open_engine(start: Start) -> AsyncEngine:
     log.info("backend %s %s", info.name, info.detail)
     if info.note:
         log.warning("%s", info.note)
-    if give_places(engine, before):
-        log.info("each of the engine's threads has a processor of its own")
+    if pin_threads(engine, before):
+        log.info("each engine thread is pinned to a core of its own")
     return engine
 
 
 async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:
-    """Send heartbeats until the engine fails. The parent kills this process when they stop."""
+    """Send heartbeats until the engine fails. The supervisor kills this process when they stop."""
     count = 0
     bandwidth = Bandwidth(engine)
     while engine.error is None:
@@ -82,12 +82,16 @@ async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4)
 
 def tasks_text() -> str:
     name = "verbatim_engine_tasks"
-    return f"# HELP {name} asyncio tasks of the engine process\n# TYPE {name} gauge\n{name} {len(asyncio.all_tasks())}\n"
+    return _gauge(name, "asyncio tasks of the engine process", str(len(asyncio.all_tasks())))
+
+
+def _gauge(name: str, help: str, value: str) -> str:
+    return f"# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}\n"
 
 
 class Bandwidth:
-    """Memory bandwidth that reading the weights takes: steps since the last call times their bytes,
-    and its share of the bandwidth that `verbatim bench` measured."""
+    """Memory bandwidth used to read the weights, in bytes per second (steps since the last call
+    times weight bytes), and its share of the bandwidth that `verbatim bench` measured."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         from verbatim.observe.roofline import load_limits
@@ -95,29 +99,27 @@ class Bandwidth:
 
         info = engine.parts.backend.info
         self._bytes = info.weight_bytes
-        limits = (
-            load_limits(cache_dir()) if info.name != "cuda" else None
-        )  # measured for main memory
+        # The measured limit is that of main memory; a GPU has none.
+        limits = load_limits(cache_dir()) if info.name != "cuda" else None
         self._limit = limits.read_bytes if limits is not None else None
-        self._then, self._steps = time.monotonic(), 0
+        self._last, self._steps = time.monotonic(), 0
 
     def text(self, stats: dict[str, Any]) -> str:
         now, steps = time.monotonic(), int(stats.get("steps_total", 0))
-        rate = (steps - self._steps) * self._bytes / max(now - self._then, 1e-6)
-        self._then, self._steps = now, steps
-        out = "# HELP verbatim_weight_bytes_per_second weights read from memory\n# TYPE verbatim_weight_bytes_per_second gauge\n"
-        out += f"verbatim_weight_bytes_per_second {rate:.0f}\n"
+        rate = (steps - self._steps) * self._bytes / max(now - self._last, 1e-6)
+        self._last, self._steps = now, steps
+        name = "verbatim_weight_bytes_per_second"
+        out = _gauge(name, "weights read from memory", f"{rate:.0f}")
         if self._limit:
-            out += "# HELP verbatim_memory_bandwidth_share of the speed that verbatim bench measured here\n# TYPE verbatim_memory_bandwidth_share gauge\n"
-            out += f"verbatim_memory_bandwidth_share {rate / self._limit:.4f}\n"
+            name, help = "verbatim_memory_bandwidth_share", "share of the measured bandwidth"
+            out += _gauge(name, help, f"{rate / self._limit:.4f}")
         return out
 
 
 async def serve(fd: int) -> int:
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(
-        signal.SIGINT, lambda: None
-    )  # Ctrl-C reaches the whole group; the parent decides
+    # Ctrl-C signals the whole process group; the parent decides when this process ends.
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
     loop.add_signal_handler(signal.SIGTERM, lambda: None)
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 20)
     outbox = wire.Outbox(writer)
@@ -136,12 +138,12 @@ async def serve(fd: int) -> int:
         return 3
     session = EngineSession(engine, outbox, start)
     outbox.put(Ready(session.facts()))
-    beats = asyncio.create_task(beat(engine, outbox))
-    orders = asyncio.create_task(dispatch(reader, session))
-    tasks = (beats, orders)
+    heartbeats = asyncio.create_task(beat(engine, outbox))
+    dispatcher = asyncio.create_task(dispatch(reader, session))
+    tasks = (heartbeats, dispatcher)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if orders.done() and (failure := orders.exception()) is not None:
+        if dispatcher.done() and (failure := dispatcher.exception()) is not None:
             log.error("the engine process ends: %s", failure, exc_info=failure)
             return 5
     finally:
@@ -170,7 +172,8 @@ async def dispatch(reader: asyncio.StreamReader, session: EngineSession) -> None
 
 
 def die_with_parent() -> None:
-    """Linux: the kernel kills this process when its parent dies, even while a step holds the interpreter."""
+    """Linux: the kernel kills this process when its parent dies, even while a step holds the
+    GIL."""
     if sys.platform == "linux":
         import ctypes
 
@@ -185,7 +188,7 @@ def main(argv: list[str]) -> int:
         format="%(levelname)s engine: %(message)s",
         stream=sys.stderr,
     )
-    if argv[2:] == ["json"]:  # as the parent's log
+    if argv[2:] == ["json"]:  # the parent's log format
         logging.getLogger().handlers[0].setFormatter(JsonLines())
     try:
         import uvloop

@@ -1,8 +1,8 @@
-"""The requests of the engine process: a Generate, Tokenize or Detokenize message comes in; Accepted,
-Deltas and exactly one result (Generated, Tokenized, Detokenized or Refused) go out.
+"""The requests of the engine process.
 
-A Generate waits in the fair queue, then runs in the engine. All streamed requests share one Feed, so
-that what a step gives them leaves in one message. results.py serialises what the engine gives.
+A Generate, Tokenize or Detokenize message comes in; Accepted, Deltas and exactly one result
+(Generated, Tokenized, Detokenized or Refused) go out. A Generate waits in the fair queue, then runs
+in the engine. All requests share one OutputSink, so the deltas of a step leave in one message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from verbatim.base.errors import (
 )
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, Timings, Usage
-from verbatim.engine.async_stream import Feed
+from verbatim.engine.async_stream import OutputSink
 from verbatim.engine.request import encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 from verbatim.server.api.api_errors import Problem, problem_of
@@ -57,22 +57,23 @@ class AbortedInQueue(Exception):
 def fit_num_ctx(
     params: SamplingParams, prompt: int, num_ctx: int, open_end: bool
 ) -> SamplingParams:
-    """Apply Ollama's num_ctx, which prompt and answer together must not exceed. An answer whose
-    length the client left open is shortened to what fits; a length that the client set and that
-    does not fit is refused, as with the model's context."""
+    """Apply Ollama's num_ctx, the limit on prompt and output together. If the client set no
+    max_tokens, the output is shortened to fit; a max_tokens that does not fit is an error, as with
+    the model's context."""
     room = num_ctx - prompt
     if room < 1:
         raise ContextError(
-            f"the prompt has {prompt} tokens and options.num_ctx is {num_ctx}, which leaves no room for an answer",
+            f"the prompt has {prompt} tokens and options.num_ctx is {num_ctx}, which leaves no room"
+            " for an answer",
             param="prompt",
         )
     if params.max_tokens is None or open_end:
-        shortest = room if params.max_tokens is None else min(params.max_tokens, room)
-        return replace(params, max_tokens=shortest)
+        fitting = room if params.max_tokens is None else min(params.max_tokens, room)
+        return replace(params, max_tokens=fitting)
     if params.max_tokens > room:
         raise ContextError(
-            f"the prompt has {prompt} tokens, and with {params.max_tokens} tokens of answer it needs "
-            f"{prompt + params.max_tokens} of an options.num_ctx of {num_ctx}; "
+            f"the prompt has {prompt} tokens, and with {params.max_tokens} tokens of answer it"
+            f" needs {prompt + params.max_tokens} of an options.num_ctx of {num_ctx}; "
             f"shorten the prompt or ask for at most {room}",
             param="max_tokens",
         )
@@ -80,13 +81,13 @@ def fit_num_ctx(
 
 
 class OpenRequest:
-    """One request of this process. It may be aborted before the engine knows it: a client can
+    """One request of this process. It may be aborted before the engine has it: a client can
     disconnect while its prompt is being tokenised."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.turn: asyncio.Future[None] | None = None  # set while it waits in the fair queue
-        self.end: asyncio.Future[Completion] | None = None  # set once it is given to the engine
+        self.scheduled: asyncio.Future[None] | None = None  # resolved when it leaves the fair queue
+        self.end: asyncio.Future[Completion] | None = None  # created when it enters the engine
         self.params = SamplingParams()
         self.explain_rows = False
         self.streamed = False
@@ -100,9 +101,11 @@ class EngineSession:
         self._results = ResultEncoder(engine, start.served_name)
         self._open: dict[str, OpenRequest] = {}
         running = engine.config.max_running
-        slots = running + max(running // 8, 1)  # the reserve fills a step as soon as one ends
+        # A reserve of an eighth waits in the engine, so the batch refills as soon as a sequence
+        # ends.
+        slots = running + max(running // 8, 1)
         self._fair = FairQueue(slots, self._cache_tokens(), start.cache_share)
-        self._feed = Feed(self._send_step)
+        self._feed = OutputSink(self._send_step)
 
     def _cache_tokens(self) -> int:
         pools = self._engine.core.scheduler.cache.pools
@@ -122,8 +125,8 @@ class EngineSession:
             request.aborted = True
             if request.end is not None:
                 self._engine.abort(request_id)
-            elif request.turn is not None and not request.turn.done():
-                request.turn.cancel()
+            elif request.scheduled is not None and not request.scheduled.done():
+                request.scheduled.cancel()
 
     def cancel(self) -> None:
         for request in self._open.values():
@@ -145,8 +148,8 @@ class EngineSession:
         except Exception as error:
             problem = problem_of(error)
             if isinstance(error, BackendError):
-                told = "the engine failed while this request ran; it is being restarted"
-                problem = Problem("engine_died", told, retry_after=2)
+                message_text = "the engine failed while this request ran; it is being restarted"
+                problem = Problem("engine_died", message_text, retry_after=2)
             if problem.code == "internal_error":
                 log.exception("request %s failed", request_id)
             self._outbox.put(Refused.of(request_id, problem))
@@ -166,27 +169,27 @@ class EngineSession:
 
     async def _generate(self, request: OpenRequest, message: Generate) -> None:
         request.params = params = SamplingParams.from_mapping(message.params)
-        place = await self._wait_turn(request, message, params)
+        place = await self._wait_in_queue(request, message, params)
         try:
             await self._run_in_engine(request, message)
         finally:
             self._fair.release(place)
-            self._next_turns()
+            self._release_from_queue()
 
-    async def _wait_turn(
+    async def _wait_in_queue(
         self, request: OpenRequest, message: Generate, params: SamplingParams
     ) -> Waiting:
-        request.turn = asyncio.get_running_loop().create_future()
+        request.scheduled = asyncio.get_running_loop().create_future()
         place = self._fair.add(
-            request.turn,
+            request.scheduled,
             tenant=message.tenant,
             priority=params.priority,
             width=params.width,
             claim=await self._claim(message, params) if self._fair.share < 1 else 0,
         )
-        self._next_turns()
+        self._release_from_queue()
         try:
-            await request.turn
+            await request.scheduled
         except asyncio.CancelledError:
             place.gone = True
             if not request.aborted:
@@ -194,7 +197,7 @@ class EngineSession:
             raise AbortedInQueue from None
         return place
 
-    def _next_turns(self) -> None:
+    def _release_from_queue(self) -> None:
         while (place := self._fair.take()) is not None:
             if place.item.done():  # aborted after the queue chose it
                 self._fair.release(place)
@@ -202,14 +205,14 @@ class EngineSession:
                 place.item.set_result(None)
 
     async def _claim(self, message: Generate, params: SamplingParams) -> int:
-        """Tokens of KV cache that the request may need at most."""
+        """Maximum KV cache of the request, in tokens."""
         prompt, context = message.prompt, self._engine.context
         if isinstance(prompt, list):
             known = len(prompt)
         else:
             known = len(await asyncio.to_thread(self._encode_prompt, message))
-        longest = context - known if params.max_tokens is None else params.max_tokens
-        return params.width * min(known + max(longest, 0), context, message.num_ctx or context)
+        output = context - known if params.max_tokens is None else params.max_tokens
+        return params.width * min(known + max(output, 0), context, message.num_ctx or context)
 
     async def _run_in_engine(self, request: OpenRequest, message: Generate) -> None:
         prompt = await self._prompt(request, message)
@@ -232,7 +235,7 @@ class EngineSession:
         completion = await end
         complete = message.embedding and completion.choices[0].finish.reason != "cancel"
         embedding = line.embedding().tolist() if complete else None
-        if not request.explain_rows:  # those that came with the end, in no delta
+        if not request.explain_rows:  # records that came with the completion, in no delta
             for choice in completion.choices:
                 drop_rows(choice.explain)
         self._outbox.put(self._results.completion(completion, request.params, embedding))
@@ -249,8 +252,9 @@ class EngineSession:
         return ids
 
     def _send_step(self, items: list[tuple[str, Output | VerbatimError]]) -> None:
-        """What a step gave to all requests. Deltas leave in one message; the end of a request is
-        sent by its own task. Deltas with rows of logits are large and leave one by one."""
+        """Send the outputs of one step. The deltas of all requests leave in one message; the result
+        of a request is sent by its own task. Deltas with rows of logits are large and leave in
+        messages of their own."""
         deltas: list[WireDelta] = []
         for request_id, item in items:
             request = self._open.get(request_id)

@@ -1,8 +1,8 @@
 """The ledger: every accepted request ends in exactly one state, and its usage is added once.
 
-open(id) is called when a request is sent to the engine, close(id, state, usage) when it ended. The
-counts must add up: opened = open now + the sum of the states. `/metrics` shows them, and the tests
-compare them with the engine's own counters.
+The supervisor calls open(id) when it sends a request to the engine, and close(id, state, usage)
+when the request ends. Invariant: opened = open now + the sum of the states. `/metrics` shows the
+counts, and the tests compare them with the engine's own counters.
 """
 
 from __future__ import annotations

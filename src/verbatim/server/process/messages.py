@@ -62,8 +62,10 @@ class Generate:
     template: dict[str, Any] | None = None  # options of the chat template (tools, ...)
     parse_special: bool = False  # the text of a control token in the prompt becomes that token
     echo: bool = False  # Accepted carries the prompt's text
-    num_ctx: int | None = None  # Ollama: most tokens of prompt and answer together
-    open_end: bool = False  # Ollama: the client set no length, so num_ctx may shorten the answer
+    num_ctx: int | None = None  # Ollama: maximum tokens of prompt and output together
+    open_end: bool = (
+        False  # Ollama: the client set no max_tokens, so num_ctx may shorten the output
+    )
     embedding: bool = False  # Generated carries the mean hidden state of the prompt
     explain_rows: bool = False  # explanations carry their rows of logits
 
@@ -117,13 +119,13 @@ class ModelFacts:
     name: str
     digest: str
     fingerprint: str
-    context: int  # most tokens of prompt and answer together
+    context: int  # maximum tokens of prompt and output together
     vocab: int
     hidden: int  # size of a hidden state
     has_template: bool
     template_tools: bool  # the chat template accepts `tools`
     template_calls: bool  # the chat template accepts tool calls and tool messages
-    tool_format: str  # how this model writes a tool call, see toolformat.py
+    tool_format: str  # how this model writes a tool call, see api/tool_format.py
     control: frozenset[int]  # ids of control tokens
     space_prefix: bool  # the tokenizer puts a space before the first word
     longest_token: int  # bytes
@@ -148,7 +150,8 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Sent every BEAT_SECONDS: proof that the engine's event loop runs, and its counters."""
+    """Sent every BEAT_SECONDS: shows that the engine's event loop runs, and carries its
+    counters."""
 
     stats: dict[str, Any]
     metrics: str | None = None  # Prometheus text; None: unchanged since the last one
@@ -156,7 +159,7 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The engine has taken the request. `text` is the prompt's text if `echo` was set."""
+    """The engine has accepted the request. `text` is the prompt's text if `echo` was set."""
 
     request_id: str
     text: str = ""
@@ -192,8 +195,9 @@ class WireLogprob:
 
 
 class WireDelta(NamedTuple):
-    """What one choice of one request gained in one step. A named tuple, because each process makes
-    one per token: 4 us to encode and decode on a Neoverse-N1, 9 us as a frozen dataclass."""
+    """The new tokens and text of one choice of one request in one step. A named tuple, because each
+    process makes one per token: 4 us to encode and decode on a Neoverse-N1, 9 us as a frozen
+    dataclass."""
 
     request_id: str
     choice: int  # its index
@@ -206,7 +210,7 @@ class WireDelta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
-    """What all streamed requests gained in one step."""
+    """The deltas of all streamed requests in one step."""
 
     items: list[WireDelta]
 
@@ -293,7 +297,7 @@ def encode(message: Message) -> bytes:
 
 
 def _row(record: object) -> Any:
-    """The values of a record in order. msgpack calls this for what it cannot pack by itself."""
+    """The values of a record in order. msgpack calls this for types it cannot pack itself."""
     row = _ROWS.get(type(record))
     if row is None:
         raise TypeError(f"{type(record).__name__} is not a record of a message")
@@ -348,19 +352,19 @@ def _decoder(kind: Any) -> Callable[[list[Any]], Any]:
         (at, rule.make, rule.record) for at, rule in enumerate(rules) if rule.make is not None
     ]
     make_record = getattr(kind, "_make", None) or (lambda row: kind(*row))
-    right: set[tuple[type, ...]] = set()  # types of rows that passed: one lookup per record
+    valid: set[tuple[type, ...]] = set()  # row types that passed check(): one lookup per record
 
     def check(types: tuple[type, ...]) -> None:
         if len(types) != len(rules):
-            raise WireError(f"{kind.__name__} has {len(rules)} fields, and {len(types)} came")
+            raise WireError(f"{kind.__name__} has {len(rules)} fields; received {len(types)}")
         for name, found, rule in zip(hints, types, rules, strict=True):
             if found not in rule.types:
                 raise WireError(f"{kind.__name__}.{name} cannot be a {found.__name__}")
-        right.add(types)
+        valid.add(types)
 
     def decode(row: list[Any]) -> Any:
         types = tuple(map(type, row))
-        if types not in right:
+        if types not in valid:
             check(types)
         for at, make, record in makers:
             if types[at] is list and (row[at] or record):  # nothing to do for an empty list

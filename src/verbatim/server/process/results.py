@@ -1,4 +1,4 @@
-"""Serialises what the engine gives into messages: Delta, Completion and the model's facts come in,
+"""Serialises engine outputs for the wire: Delta, Completion and the model's facts come in,
 WireDelta, Generated and ModelFacts go out. Runs in the engine process, which has the tokenizer.
 """
 
@@ -24,14 +24,15 @@ from verbatim.server.process.messages import (
 if TYPE_CHECKING:
     from verbatim.engine.async_engine import AsyncEngine
 
-# Parameters that can mask every token, the narrowest first: the one a client would loosen.
+# Parameters that can mask every token, the narrowest first: the first one a client should relax.
 MASKING = ("allowed_token_ids", "banned_token_ids", *STRUCTURE, "no_repeat_ngram", "min_tokens")
 
 
 def wire_finish(finish: Finish, params: SamplingParams, stopped_by_token: bool) -> WireFinish:
-    """A Finish for the wire. A stop says whether its detail is one of the request's stop strings:
-    the engine's own details (a token, the name of a structure) may read the same. An error names
-    the parameters at fault: the one its text begins with, or every one that masks tokens."""
+    """Serialise a Finish. A stop records whether its detail is one of the request's stop strings,
+    because the engine's own details (a token, the name of a grammar parameter) may look the same.
+    An error names the parameters at fault: the one its text begins with, or all that mask
+    tokens."""
     reason, detail = finish.reason, finish.detail
     if reason == "stop":
         structure = detail in STRUCTURE and getattr(params, detail) is not None
@@ -47,9 +48,9 @@ def wire_finish(finish: Finish, params: SamplingParams, stopped_by_token: bool) 
 
 
 def drop_rows(records: Sequence[dict[str, Any]]) -> None:
-    """Delete the rows of logits from explanations that will not be sent with them. A row is a
-    hundred times the rest of its record, and the engine holds the same records until the request
-    ends: without this, one request with 64 prompts and a receipt holds a gigabyte."""
+    """Delete the rows of logits from explanations that are sent without them. A row is 100 times as
+    large as the rest of its record, and the engine holds the same records until the request ends:
+    otherwise one request with 64 prompts and a receipt would hold a gigabyte."""
     for record in records:
         record["row"] = record["mask"] = None
 
@@ -77,7 +78,7 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
 
 
 class ResultEncoder:
-    """`served_name` replaces the model's name in receipts: what the operator typed may be a path."""
+    """`served_name` replaces the model's name in receipts, because the latter may be a path."""
 
     def __init__(self, engine: AsyncEngine, served_name: str) -> None:
         self._token_bytes = engine.tokenizer.token_bytes

@@ -14,11 +14,11 @@ from typing import Any
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process.messages import Generated, Result, WireDelta
 
-DELTA_COST = 64  # bytes of a delta beside its text, about
+DELTA_COST = 64  # approximate bytes of a delta without its text
 
 
-def _weight(record: dict[str, Any]) -> int:
-    """Bytes of an explanation, about: its candidates, and its row and mask if it has them."""
+def _explain_bytes(record: dict[str, Any]) -> int:
+    """Approximate bytes of an explanation: its candidates, and its row and mask if present."""
     return 512 + 160 * len(record["top"]) + len(record["row"] or "") + len(record["mask"] or "")
 
 
@@ -47,8 +47,8 @@ class Signal:
 
 
 class Running:
-    """A handler calls `take()` until `ended`, and `close()` when the client disconnects. close() may
-    be called twice, and after the end."""
+    """A handler calls `take()` until `ended`, and `close()` when the client disconnects. close()
+    may be called twice, and after the end."""
 
     def __init__(
         self,
@@ -66,16 +66,15 @@ class Running:
         self.accepted = False
         self.closed = False  # the client has disconnected
         self.on_fail: Callable[[], None] | None = None
-        self.own: Callable[[Problem], Problem] | None = (
-            None  # renames parameters to the client's names
-        )
+        # Replaces our parameter names in a problem with those of the client's protocol.
+        self.localize: Callable[[Problem], Problem] | None = None
         self._abort = abort
         self._deltas: list[WireDelta] = []
         self._bytes = 0
         self._max_bytes = max_bytes
         self._signal = signal
 
-    # ----------------------------------------------------------------------------------------------- called by the supervisor
+    # ------------------------------------------------------------------- called by the supervisor
 
     def accept(self, text: str) -> None:
         self.accepted, self.text = True, text
@@ -88,10 +87,10 @@ class Running:
         self._bytes += DELTA_COST + len(delta.text) * 4
         if delta.logprobs or delta.explain:
             self._bytes += sum(64 + 48 * len(item.top or ()) for item in delta.logprobs)
-            self._bytes += sum(map(_weight, delta.explain))
+            self._bytes += sum(map(_explain_bytes, delta.explain))
         if self._bytes > self._max_bytes:
-            told = "the stream was not read fast enough and its buffer is full"
-            self.fail(Problem("slow_reader", told))
+            message = "the stream was not read fast enough and its buffer is full"
+            self.fail(Problem("slow_reader", message))
             self._abort(self)
         else:
             self.wake()
@@ -102,9 +101,9 @@ class Running:
             self.wake()
 
     def fail(self, problem: Problem) -> None:
-        """The handler gets the deltas so far, then the problem. Only the first problem is kept."""
+        """The handler gets the deltas so far, then the problem. Only the first problem counts."""
         if self.problem is None and self.done is None:
-            self.problem = problem if self.own is None else self.own(problem)
+            self.problem = problem if self.localize is None else self.localize(problem)
             self.wake()
             if self.on_fail is not None:
                 self.on_fail()
@@ -112,7 +111,7 @@ class Running:
     def wake(self) -> None:
         self._signal.set()
 
-    # ----------------------------------------------------------------------------------------------- called by the handler
+    # ---------------------------------------------------------------------- called by the handler
 
     @property
     def ended(self) -> bool:

@@ -1,9 +1,9 @@
 """Supervises the engine process from the HTTP process: starts it, sends requests, watches its
 heartbeat, and restarts it when it dies.
 
-submit(message) of the handlers comes in; Running requests go out, whose deltas and results come from
-the engine's messages. When the engine dies or stops sending heartbeats, its running requests get an
-error; HTTP stays up and answers 503 until the next engine process is ready.
+Handlers call submit(message) and get a Running request, which receives the deltas and the result
+from the engine's messages. When the engine dies or stops sending heartbeats, its running requests
+fail; the HTTP process stays up and answers 503 until the next engine process is ready.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from verbatim.server.process.running import Running, Signal
 from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.server")
-CLOSE_SECONDS = 5.0  # an engine that was told to end gets this long
-STABLE_SECONDS = 60.0  # an engine that lived this long starts its next life without waiting
+CLOSE_SECONDS = 5.0  # from the Close message until the engine process is killed
+STABLE_SECONDS = 60.0  # an engine that ran this long resets the restart back-off
 
 
 class Supervisor:
@@ -55,13 +55,12 @@ class Supervisor:
         self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
         self.stats: dict[str, Any] = {}
         self.metrics = ""
-        self.reports = 0  # heartbeats that brought the engine's metrics, over all engine lives
+        self.reports = 0  # heartbeats with engine metrics, over all engine processes
         self.pid: int | None = None
         self.restarts = 0
         self.ready = asyncio.Event()
-        self.fatal: asyncio.Future[str] = (
-            asyncio.get_running_loop().create_future()
-        )  # the first start failed: there is nothing to serve
+        # Resolved with an error text if the first engine process cannot load the model.
+        self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: dict[str, Running] = {}
         self._outbox: wire.Outbox | None = None
         self._closing = asyncio.Event()
@@ -70,7 +69,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
-    # ------------------------------------------------------------------------------------------------------- requests
+    # ----------------------------------------------------------------------------------- requests
 
     @property
     def open_requests(self) -> int:
@@ -80,8 +79,8 @@ class Supervisor:
         if not self.ready.is_set() or self._outbox is None:
             raise Problem("unavailable", "the engine is starting; try again shortly", retry_after=2)
         frame = wire.pack(message)  # may raise, so it comes before any bookkeeping
-        request_id, most = message.request_id, self.settings.limits.max_stream_bytes
-        running = Running(request_id, message.tenant, self.abort, most, signal or Signal())
+        request_id, max_bytes = message.request_id, self.settings.limits.max_stream_bytes
+        running = Running(request_id, message.tenant, self.abort, max_bytes, signal or Signal())
         self._running[request_id] = running
         self.ledger.open(request_id)
         self._outbox.put_frame(frame)
@@ -91,18 +90,18 @@ class Supervisor:
         if running.id in self._running and self._outbox is not None:
             self._outbox.put(Abort(running.id))
 
-    def cut_all(self, problem: Problem) -> None:
-        """The drain's time is over: each open request gets this end, and the engine is told to stop it."""
+    def fail_all(self, problem: Problem) -> None:
+        """End every open request with `problem` and abort it in the engine (end of a drain)."""
         for running in list(self._running.values()):
             running.fail(problem)
             self.abort(running)
 
-    def nudge(self) -> None:
-        """Lets every silent stream send a keep-alive."""
+    def wake_all(self) -> None:
+        """Wake every handler, so that a silent stream can send a keep-alive."""
         for running in self._running.values():
             running.wake()
 
-    # ---------------------------------------------------------------------------------------------------------- lives
+    # ---------------------------------------------------------------------- start, restart, close
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
@@ -128,27 +127,32 @@ class Supervisor:
     async def _supervise(self) -> None:
         wait = self.settings.backoff_seconds
         while not self._closing.is_set():
-            born = self._clock()
+            started = self._clock()
             try:
-                await self._one_life()
+                await self._run_engine()
             except Exception:
                 log.exception("the supervisor failed; the engine is started again")
-            self._bury()
+            self._fail_running()
             if self._closing.is_set() or self.fatal.done():
                 return
-            wait = self.settings.backoff_seconds if self._clock() - born > STABLE_SECONDS else wait
+            if self._clock() - started > STABLE_SECONDS:
+                wait = self.settings.backoff_seconds
             log.warning("the engine ended; starting it again in %.1f s", wait)
             self.restarts += 1
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), wait)
             wait = min(wait * 2, self.settings.backoff_limit)
 
-    async def _one_life(self) -> None:
+    async def _run_engine(self) -> None:
         ours, theirs = socket.socketpair()
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "verbatim.server.process.engine_process", str(theirs.fileno()), self.settings.log_format,
-            pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        )  # fmt: skip
+            sys.executable,
+            *("-m", "verbatim.server.process.engine_process"),
+            *(str(theirs.fileno()), self.settings.log_format),
+            pass_fds=[theirs.fileno()],
+            stdin=asyncio.subprocess.DEVNULL,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
         theirs.close()
         self.pid, self._process = process.pid, process
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
@@ -158,10 +162,9 @@ class Supervisor:
         watchdog = asyncio.create_task(self._watch(process))
         try:
             while (message := await wire.read(reader, decode_from_engine)) is not None:
-                self._hear(message)
-                await asyncio.sleep(
-                    0
-                )  # let the handlers write before the next of many buffered messages
+                self._handle(message)
+                # Let the handlers write before the next of many buffered messages.
+                await asyncio.sleep(0)
         finally:
             watchdog.cancel()
             self.ready.clear()
@@ -170,7 +173,7 @@ class Supervisor:
             await self._reap(process)
 
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
-        """The socket is closed. A sound engine ends by itself; the others are not waited for."""
+        """Wait for the process to end after its socket closed; kill it if it does not."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.wait(), 5.0 if self._closing.is_set() else 1.0)
         if process.returncode is None:
@@ -180,8 +183,8 @@ class Supervisor:
         level = logging.INFO if self._closing.is_set() else logging.ERROR
         log.log(level, "the engine process ended with code %s", process.returncode)
 
-    def _bury(self) -> None:
-        """Every request that was running gets its error now, and its line in the ledger."""
+    def _fail_running(self) -> None:
+        """Fail every running request and close it in the ledger (the engine process ended)."""
         for running in self._running.values():
             running.fail(
                 Problem(
@@ -194,7 +197,8 @@ class Supervisor:
         self._running.clear()
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """Kills an engine that neither beats nor, having work, steps. Loading a model may take as long as it takes."""
+        """Watchdog: kill an engine that sends no heartbeats, or has work and makes no steps.
+        Loading a model has no timeout."""
         limit = self.settings.engine_silence_seconds
         while True:
             await asyncio.sleep(min(1.0, limit / 4))
@@ -210,10 +214,10 @@ class Supervisor:
                 self._kill(process)
                 return
 
-    # ------------------------------------------------------------------------------------------------------- messages
+    # ----------------------------------------------------------------------------------- messages
 
     def _start_message(self) -> Start:
-        """Settings of the engine process; nothing about the network, no keys."""
+        """The settings of the engine process: nothing about the network, no keys."""
         settings = self.settings
         return Start(
             model=settings.model,
@@ -225,7 +229,7 @@ class Supervisor:
             cache_share=settings.limits.max_cache_share,
         )
 
-    def _hear(self, message: FromEngine) -> None:
+    def _handle(self, message: FromEngine) -> None:
         match message:
             case Deltas(items=items):
                 for delta in items:
@@ -263,16 +267,16 @@ class Supervisor:
     def _refused(self, message: Refused) -> None:
         running = self._running.pop(message.request_id)
         running.fail(message.problem())
-        client = running.problem is not None and running.problem.status < 500
-        self.ledger.close(running.id, "refused" if client else "error")
+        client_error = running.problem is not None and running.problem.status < 500
+        self.ledger.close(running.id, "refused" if client_error else "error")
 
     def _finished(self, result: Result) -> None:
         running = self._running.pop(result.request_id)
         if not isinstance(result, Generated):
             self.ledger.close(running.id, "done")
         else:
-            cut = running.problem.code if running.problem is not None else ""
+            code = running.problem.code if running.problem is not None else ""
             reason = result.choices[0].finish.reason if result.choices else "cancel"
-            state = cut if cut in ("timeout", "slow_reader") else reason
+            state = code if code in ("timeout", "slow_reader") else reason
             self.ledger.close(running.id, state, result.usage)
         running.finish(result)

@@ -1,6 +1,6 @@
 """Framing of messages on the socket between the HTTP process and the engine process.
 
-frame = 4 bytes big-endian length | the encoded message (messages.py)
+frame = length (4 bytes, big-endian) | the encoded message (messages.py)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from verbatim.server.process.messages import Message, WireError, encode
 
-MAX_FRAME = 256 * 1024 * 1024  # bytes; catches a bug, clients are limited long before
+MAX_FRAME = 256 * 1024 * 1024  # bytes; catches bugs, the limits on clients are far smaller
 M = TypeVar("M")
 
 
@@ -36,7 +36,8 @@ async def read(reader: asyncio.StreamReader, decode: Callable[[bytes], M]) -> M 
 
 
 class Outbox:
-    """Writes messages; those put in one iteration of the event loop leave in one system call."""
+    """Writes messages to the socket: all messages of one event loop iteration in one system
+    call."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
