@@ -21,7 +21,7 @@ import torch
 from verbatim import LLM, SamplingParams
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.base.config import EngineConfig
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.families import spec_from_config
 from verbatim.model.layout import layout
 from verbatim.model.load import Model
@@ -91,7 +91,7 @@ def open_shape(name: str, **options: Any) -> LLM:
     model = Model(spec, Weights({}, name, name), source, (), {})
     config = EngineConfig(backend="cuda", **options)
     backend = CudaBackend(model, config, weights=weights_of(spec, torch.device("cuda")))
-    parts = Parts(backend, Words(spec.vocab), (), name=name, digest=name)
+    parts = LoadedModel(backend, Words(spec.vocab), (), name=name, digest=name)
     return LLM.from_parts(parts, **{"backend": "cuda", **options})
 
 

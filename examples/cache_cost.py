@@ -17,7 +17,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.backend import open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.records import StepPlan, StepResult
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
@@ -45,7 +45,7 @@ def open_llm(model: str | None, use_cache: bool) -> LLM:
         llm = LLM(model, **options)
     else:
         loaded = tiny_model("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4)
-        parts = Parts(
+        parts = LoadedModel(
             open_backend(loaded, EngineConfig(**options)),
             ByteTokenizer(),
             (),

@@ -20,7 +20,7 @@ import numpy as np
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -253,10 +253,12 @@ class ByteTokenizer:
         ).decode(errors="replace")
 
 
-def fake_parts(backend: Any = None, **options: Any) -> Parts:
+def fake_parts(backend: Any = None, **options: Any) -> LoadedModel:
     """What LLM.from_parts and AsyncEngine.from_parts take, with no model behind it. Options go to FakeBackend."""
     backend = backend or FakeBackend(**options)
-    return Parts(backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake")
+    return LoadedModel(
+        backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake"
+    )
 
 
 # ------------------------------------------------------------------------------------------- for tests of the server
@@ -309,7 +311,7 @@ class ChatByteTokenizer(ByteTokenizer):
         ]
 
 
-def server_parts(options: str) -> Parts:
+def server_parts(options: str) -> LoadedModel:
     """What `verbatim serve --test-engine OPTIONS` serves: "pipeline" (the real sampler) or "hash", then pause=SECONDS,
     gate=FILE, context=TOKENS."""
     from verbatim.text.chat_template import ChatTemplate
@@ -325,7 +327,7 @@ def server_parts(options: str) -> Parts:
     )
     template = ChatTemplate(CHAT_SOURCE, "<s>", "</s>")
     tokenizer = ChatByteTokenizer()
-    return Parts(
+    return LoadedModel(
         backend,
         tokenizer,
         eos_ids=(ByteTokenizer.EOS,),

@@ -35,7 +35,7 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.engine.llm import LLM
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.numerics import log
@@ -289,7 +289,7 @@ def hashed(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> 
 def written(backend: Any, r: random.Random) -> list[Any]:
     """What each of them got, beside the others, in a cache that is too small for all; one client leaves."""
     words = ByteTokenizer()
-    parts = Parts(backend, words, (words.EOS,), name="tiny", digest="tiny")
+    parts = LoadedModel(backend, words, (words.EOS,), name="tiny", digest="tiny")
     asked, done = crowd(r), {}
     with LLM.from_parts(
         parts, backend="cuda", context=128, kv_blocks=9, step_tokens=24, check=True
@@ -300,7 +300,7 @@ def written(backend: Any, r: random.Random) -> list[Any]:
                 _, prompt, params = asked.pop(0)
                 core.add(core.request(prompt, params, request_id=str(len(asked))))
             if step == 12:
-                core.abort(next(iter(core.jobs)))
+                core.abort(next(iter(core.requests)))
             done |= {
                 one.request_id: one.choices for one in core.step() if isinstance(one, Completion)
             }

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from verbatim.base.config import EngineConfig
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.testing import ByteTokenizer, fake_parts
 from verbatim.testing_models import tiny_model
 
@@ -29,7 +29,7 @@ def _model(family: str, kind: str, changes: tuple[tuple[str, Any], ...]) -> Any:
 
 def tiny_parts(
     name: str, config: EngineConfig, family: str = "llama", *, pipeline: bool = True, **changes: Any
-) -> Parts:
+) -> LoadedModel:
     """`name`: one of BACKENDS. Models are small enough for thousands of steps."""
     if name == "fake":
         return fake_parts(canary=config.check, pipeline=pipeline)
@@ -40,7 +40,7 @@ def tiny_parts(
     backend = open_backend(
         model, EngineConfig(backend=name, threads=1, check=config.check, kv_type=config.kv_type)
     )
-    return Parts(
+    return LoadedModel(
         backend,
         ByteTokenizer(),
         eos_ids=(ByteTokenizer.EOS,),

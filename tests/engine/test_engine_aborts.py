@@ -46,7 +46,7 @@ def test_ten_thousand_aborts() -> None:
                     survived += 1
                     core.add(core.request("the one who stays", watched, request_id="w"))
         for request_id in rng.sample(
-            [r for r in core.jobs if r != "w"], k=min(len(core.jobs) - 1, rng.randrange(5))
+            [r for r in core.requests if r != "w"], k=min(len(core.requests) - 1, rng.randrange(5))
         ):
             states[phase(core, request_id)] += 1
             assert core.abort(request_id)
@@ -57,7 +57,7 @@ def test_ten_thousand_aborts() -> None:
             assert request_id == "w" or not core.abort(request_id)
         check_scheduler(core.scheduler)
     core.abort("w")
-    for request_id in list(core.jobs):
+    for request_id in list(core.requests):
         core.abort(request_id)
     core.check()  # nothing runs: nothing is used
     assert all(pool.used == 0 for pool in core.scheduler.cache.pools)
@@ -66,7 +66,7 @@ def test_ten_thousand_aborts() -> None:
 
 
 def phase(core: EngineCore, request_id: str) -> str:
-    sequences = [s for s in core.jobs[request_id].sequences if s.id in core.scheduler.sequences]
+    sequences = [s for s in core.requests[request_id].sequences if s.id in core.scheduler.sequences]
     running = [s for s in sequences if s in core.scheduler.running]
     if not running:
         return "waiting"

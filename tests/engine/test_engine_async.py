@@ -15,8 +15,8 @@ from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.async_engine import CALM_SECONDS
-from verbatim.engine.fair_pool import Workers
+from verbatim.engine.async_engine import IDLE_CHECK_SECONDS
+from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.testing import PacedBackend, fake_parts
 
 OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
@@ -397,7 +397,7 @@ async def test_idle_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             return waits[-1:] == [None]
 
         await eventually_async(asleep, "the engine does not come to rest")
-        assert waits[-2:] == [CALM_SECONDS, None]
+        assert waits[-2:] == [IDLE_CHECK_SECONDS, None]
         assert checks[-1] == len(waits) - 1  # between these two waits
 
 
@@ -479,7 +479,7 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
 
 
 def test_closed_workers_have_no_threads() -> None:
-    workers, begun, gate = Workers(2, "test-workers"), threading.Event(), threading.Event()
+    workers, begun, gate = FairThreadPool(2, "test-workers"), threading.Event(), threading.Event()
     first = workers.submit("", lambda: begun.set() or gate.wait(HANG_SECONDS))
     second = workers.submit("", list)  # of the same caller: waits for the first
     assert begun.wait(HANG_SECONDS)
@@ -546,7 +546,7 @@ async def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
 
 async def test_both_front_doors_open_a_model_alike() -> None:
     """LLM and AsyncEngine take the same words and tell the same facts, out of one place (engine/engine_base.py)."""
-    from verbatim.engine.engine_base import OpenedModel
+    from verbatim.engine.engine_base import EngineBase
 
     for name in (
         "__init__",
@@ -557,7 +557,7 @@ async def test_both_front_doors_open_a_model_alike() -> None:
         "encode_chat",
         "stats",
     ):
-        assert getattr(LLM, name) is getattr(AsyncEngine, name) is getattr(OpenedModel, name), name
+        assert getattr(LLM, name) is getattr(AsyncEngine, name) is getattr(EngineBase, name), name
     async with engine() as e:
         with LLM.from_parts(fake_parts(), **OPTIONS) as llm:
             assert (e.context, e.fingerprint, e.has_template) == (

@@ -372,7 +372,7 @@ def test_an_interrupted_call_leaves_nothing_behind(what: str) -> None:
     backend.deed = interrupt
     with pytest.raises(KeyboardInterrupt):
         getattr(llm, what)("a long prompt")
-    assert not llm.core.jobs
+    assert not llm.core.requests
     assert not llm._wanted
     params = SamplingParams(max_tokens=3, seed=1)
     assert llm.generate("x", params).choices == fake_llm().generate("x", params).choices
@@ -552,7 +552,7 @@ def test_cancel_takes_effect_before_the_next_step(llm: LLM) -> None:
     stream.cancel()
     assert list(stream) == []
     assert stream.completion.finish.reason == "cancel"
-    assert not llm.core.jobs
+    assert not llm.core.requests
 
 
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
@@ -571,7 +571,7 @@ def test_leaving_a_stream_aborts_it(llm: LLM, how: str) -> None:
     llm.generate(
         "next", SamplingParams(max_tokens=1)
     )  # a dropped one is ended by whoever comes next
-    assert not llm.core.jobs
+    assert not llm.core.requests
     llm.check()
 
 
@@ -599,7 +599,7 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody() -> None:
     backend.deed = held.clear
     assert llm.generate("other", params).choices == alone.choices
     assert not held
-    assert not llm.core.jobs
+    assert not llm.core.requests
     llm.check()
 
 

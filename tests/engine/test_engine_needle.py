@@ -71,7 +71,7 @@ def run(
             arrivals.pop(0)
             core.add(core.request(*someone(rng)))
         if (
-            starved and step < 600 and len(core.jobs) < 3
+            starved and step < 600 and len(core.requests) < 3
         ):  # always two others, before it in rank, growing into its blocks
             core.add(
                 core.request(

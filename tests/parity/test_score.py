@@ -11,7 +11,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.backend import gpu, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import FAMILIES, tiny_model
 
@@ -28,7 +28,7 @@ def opened(family: str, **options: Any) -> LLM:
         if options.get("backend") == "cuda":  # there is a GPU: it must run
             raise
         pytest.skip(str(error))
-    parts = Parts(backend, ByteTokenizer(), (), name=family, digest=model.weights.digest)
+    parts = LoadedModel(backend, ByteTokenizer(), (), name=family, digest=model.weights.digest)
     return LLM.from_parts(parts, check=True, kv_blocks=64, **options)
 
 

@@ -17,7 +17,7 @@ from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish
 from verbatim.engine.llm import LLM
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.draft_head import DraftHead
 from verbatim.schedule.scheduler import NOTHING_LEFT
 from verbatim.speculate.draft_budget import Purse
@@ -99,7 +99,7 @@ def engine(
     **options: Any,
 ) -> LLM:
     words = ByteTokenizer()
-    parts = Parts(
+    parts = LoadedModel(
         backend_of(backend), words, (words.EOS,), name="tiny", digest="tiny", draft=draft, head=head
     )
     llm = LLM.from_parts(
@@ -282,7 +282,7 @@ def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> Non
         open_backend(tiny_model("gpt2", seed=0, type="q8_0", n_positions=32), config),
     ):
         target = open_backend(tiny_model("gpt2", seed=0, type="q8_0"), config)
-        parts = Parts(target, words, (words.EOS,), draft=draft)
+        parts = LoadedModel(target, words, (words.EOS,), draft=draft)
         with LLM.from_parts(
             parts, context=128, kv_blocks=16, speculate="draft" if draft else "off", check=True
         ) as llm:
@@ -339,7 +339,7 @@ def test_a_draft_models_cache_is_part_of_the_memory(target: dict[str, int], head
         tiny_model("llama", num_key_value_heads=heads, num_hidden_layers=5), config
     )
     family = "gemma3" if target else "llama"
-    parts = Parts(
+    parts = LoadedModel(
         open_backend(tiny_model(family, **target), config), words, (words.EOS,), draft=draft
     )
     allocated: list[tuple[int, ...]] = []
@@ -360,7 +360,7 @@ def test_a_draft_models_cache_is_part_of_the_memory(target: dict[str, int], head
 def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     """The answer, and how many blocks it left in the prefix cache."""
     scheduler, known = llm.core.scheduler, []
-    scheduler.forget_prefixes()
+    scheduler.clear_prefix_cache()
     with pytest.MonkeyPatch.context() as patch:
         end = scheduler._end
         patch.setattr(scheduler, "_end", lambda seq: (known.append(list(seq.tokens)), end(seq)))

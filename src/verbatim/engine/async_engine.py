@@ -35,19 +35,19 @@ from verbatim.base.errors import (
 )
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Completion, Finish
-from verbatim.engine.async_stream import AsyncStream, Feed, Line
+from verbatim.engine.async_stream import AsyncStream, OutputSink, SinkRequest
 from verbatim.engine.core import EngineCore
-from verbatim.engine.engine_base import OpenedModel
-from verbatim.engine.fair_pool import Workers
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.engine_base import EngineBase
+from verbatim.engine.fair_pool import FairThreadPool
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
 from verbatim.engine.running_request import Output
 from verbatim.grammar.compile_pool import SIZE
-from verbatim.grammar.matcher import PATIENCE, busy, prepare
+from verbatim.grammar.matcher import ARRIVAL_TIMEOUT, busy, prepare
 
-CALM_SECONDS = 0.2
+IDLE_CHECK_SECONDS = 0.2
 T = TypeVar("T")
-R = TypeVar("R", bound="AsyncStream | Line")
+R = TypeVar("R", bound="AsyncStream | SinkRequest")
 
 
 def _nobody() -> None:
@@ -58,19 +58,19 @@ def _same(value: T) -> T:
     return value
 
 
-class AsyncEngine(OpenedModel):
+class AsyncEngine(EngineBase):
     """`options` are the fields of EngineConfig. The constructor loads the model (blocking: run it in a thread if that
     matters)."""
 
-    def _open(self, parts: Parts, config: EngineConfig) -> None:
+    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         super()._open(parts, config)
         self._streams: dict[
-            str, Callable[[], AsyncStream | Line | None]
+            str, Callable[[], AsyncStream | SinkRequest | None]
         ] = {}  # weak: a stream that nobody holds any more is aborted
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
         # As many threads as the pool has slots. Of two, one tenant has at most one at a time, so an
         # expensive structure delays another tenant's by one compile at most.
-        self._compilers = Workers(SIZE, "verbatim-compile")
+        self._compilers = FairThreadPool(SIZE, "verbatim-compile")
         self._compilers.submit(
             "", partial(prepare, parts.tokenizer)
         )  # now, while nobody's answer waits for it
@@ -135,7 +135,7 @@ class AsyncEngine(OpenedModel):
 
     async def submit_to(
         self,
-        feed: Feed,
+        feed: OutputSink,
         request_id: str,
         prompt: str | Sequence[int] | None,
         params: SamplingParams | None = None,
@@ -144,7 +144,7 @@ class AsyncEngine(OpenedModel):
         template: Mapping[str, Any] | None = None,
         tenant: str = "",
         hidden: bool = False,
-    ) -> Line:
+    ) -> SinkRequest:
         """submit(), or chat() where there are messages, for a reader of many requests. hidden: the line gathers what embed() gives."""
         make: Callable[[], str | Sequence[int]]
         if messages is not None:
@@ -152,7 +152,9 @@ class AsyncEngine(OpenedModel):
         else:
             assert prompt is not None
             make = partial(_same, prompt)
-        return await self._submit(make, params, request_id, tenant, partial(Line, feed), hidden)
+        return await self._submit(
+            make, params, request_id, tenant, partial(SinkRequest, feed), hidden
+        )
 
     async def embed(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""
@@ -176,7 +178,7 @@ class AsyncEngine(OpenedModel):
     ) -> R:
         request_id = request_id or f"req-{secrets.token_hex(8)}"
         self._reserve(request_id)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + ARRIVAL_TIMEOUT
 
         def make() -> Request:
             named: dict[str, Any] = {"request_id": request_id, "tenant": tenant, "hidden": hidden}
@@ -209,12 +211,12 @@ class AsyncEngine(OpenedModel):
         self, make: Callable[[], Request], params: SamplingParams | None, tenant: str
     ) -> Request:
         """Grammar compiles have threads of their own, so that no other prompt waits behind them.
-        Waiting for a thread counts towards PATIENCE."""
+        Waiting for a thread counts towards ARRIVAL_TIMEOUT."""
         if not (isinstance(params, SamplingParams) and params.structured):
             return await asyncio.get_running_loop().run_in_executor(self._encoders, make)
         try:
             return await asyncio.wait_for(
-                asyncio.wrap_future(self._compilers.submit(tenant, make)), PATIENCE + 0.1
+                asyncio.wrap_future(self._compilers.submit(tenant, make)), ARRIVAL_TIMEOUT + 0.1
             )
         except TimeoutError:
             field = next(name for name in STRUCTURE if getattr(params, name) is not None)
@@ -301,7 +303,7 @@ class AsyncEngine(OpenedModel):
             self._note("cancel", Finish("cancel", "shutdown"))
             self._thread.join()
             # Both wait for work that has begun, and all of it ends: encoding takes as long as the text
-            # is (the server bounds that), a compile ends within PATIENCE and the CPU limit, and
+            # is (the server bounds that), a compile ends within ARRIVAL_TIMEOUT and the CPU limit, and
             # prepare() walks the vocabulary once.
             self._encoders.shutdown(wait=True, cancel_futures=True)
             self._compilers.close()
@@ -339,7 +341,7 @@ class AsyncEngine(OpenedModel):
         with self._lock:
             if not self._inbox and not self._arriving:
                 self._idle.set()
-        if not self._awake.wait(CALM_SECONDS):
+        if not self._awake.wait(IDLE_CHECK_SECONDS):
             self.core.check()
             self._awake.wait()
 
@@ -357,7 +359,7 @@ class AsyncEngine(OpenedModel):
             elif what == "call":
                 self._call(*value)
             else:
-                for request_id in list(self.core.jobs):
+                for request_id in list(self.core.requests):
                     self.core.abort(request_id, value)
         for request_id, held in dropped:
             with self._lock:
@@ -370,7 +372,7 @@ class AsyncEngine(OpenedModel):
             self.core.add(request, queued=True)
             stream = self._streams[request.id]()
             if stream is not None:
-                stream._hidden = self.core.jobs[request.id].hidden
+                stream._hidden = self.core.requests[request.id].hidden
         except VerbatimError as error:
             with self._lock:
                 stream = self._streams.pop(request.id)()
@@ -392,7 +394,7 @@ class AsyncEngine(OpenedModel):
         by_request: dict[str, list[Output]] = {}
         for output in outputs:
             by_request.setdefault(output.request_id, []).append(output)
-        fed: dict[Feed, list[tuple[str, Output | VerbatimError]]] = {}
+        fed: dict[OutputSink, list[tuple[str, Output | VerbatimError]]] = {}
         for request_id, items in by_request.items():
             with self._lock:
                 held = (
@@ -401,7 +403,7 @@ class AsyncEngine(OpenedModel):
                     else self._streams.get(request_id)
                 )
             reader = held() if held is not None else None
-            if isinstance(reader, Line):
+            if isinstance(reader, SinkRequest):
                 fed.setdefault(reader.feed, []).extend((request_id, item) for item in items)
             elif reader is not None:
                 reader._put(items)

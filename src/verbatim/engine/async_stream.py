@@ -18,7 +18,7 @@ from verbatim.base.records import Completion, Delta
 from verbatim.engine.running_request import HiddenPool, Output
 
 
-class Aborts(Protocol):
+class SupportsAbort(Protocol):
     def abort(self, request_id: str) -> bool: ...
 
 
@@ -28,7 +28,7 @@ class AsyncStream:
     If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs; the engine
     notices one that nobody holds any more. One reader only."""
 
-    def __init__(self, engine: Aborts, request_id: str) -> None:
+    def __init__(self, engine: SupportsAbort, request_id: str) -> None:
         self.request_id = request_id
         self.completion: Completion | None = None
         self._engine = engine
@@ -132,7 +132,7 @@ class AsyncStream:
         await self.aclose()
 
 
-class Feed:
+class OutputSink:
     """One reader of many requests: what a step gives them all arrives in one call, on the event loop on which this was made.
 
     `take` gets (request id, Delta | Completion | VerbatimError), in order; a request's last item is its Completion or its error. There
@@ -161,10 +161,10 @@ class Feed:
         self._take(items)
 
 
-class Line:
-    """One request of a Feed, in the place of a stream."""
+class SinkRequest:
+    """One request of a OutputSink, in the place of a stream."""
 
-    def __init__(self, feed: Feed, request_id: str) -> None:
+    def __init__(self, feed: OutputSink, request_id: str) -> None:
         self.feed = feed
         self._id = request_id
         self._hidden = HiddenPool()

@@ -1,4 +1,8 @@
-"""Beam search as a job: the lines of sampling/beam.py are sequences, and choosing among them is forking block tables."""
+"""Beam search as a RunningRequest: each live beam of sampling/beam.py is a sequence.
+
+Candidate lists of the live beams come in; the search picks the next beams, and a beam that is
+picked twice forks its block table. Out: Deltas of the tokens that all possible results share.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenEvent
-from verbatim.engine.running_request import Job
+from verbatim.engine.running_request import RunningRequest
 from verbatim.engine.stream import ChoiceStream
 from verbatim.sampling.beam import Beam, BeamSearch
 from verbatim.schedule.scheduler import NOTHING_LEFT
 from verbatim.schedule.sequence import Sequence
 
 
-class BeamJob(Job):
-    """`live` are the sequences of the live lines, in the search's order. Each holds when it has its candidates; when the
-    last one has, the search decides and they go on."""
+class BeamRequest(RunningRequest):
+    """`_live` holds the sequences of the live beams, in the search's order. A sequence is held once
+    it has its candidates; when the last one has them, the search picks and all continue."""
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
         request, self._new_id = self.request, new_id
@@ -27,18 +31,18 @@ class BeamJob(Job):
         )
         first = self.sequence(new_id(), 0, beam=self.search.needed)
         self.sequences, self._live = [first], [first]
-        self._preemptions = 0  # of lines that were dropped
+        self._dropped_preemptions = 0  # preemptions of beams that were dropped
         self._candidates: dict[int, Drawn] = {}
         returned = request.params.num_return_sequences or 1
         self._outs = [self._stream(i) for i in range(returned)]
-        self._agreed = 0
+        self._agreed = 0  # tokens that all possible results share and that are already sent
         return first
 
     def _stream(self, index: int) -> ChoiceStream:
         return ChoiceStream(self.request.id, index, self.request.params, self.tokenizer)
 
     def push(self, event: TokenEvent) -> bool:
-        """Never True: which lines end is the search's to say."""
+        """Never True: the search decides which beams end."""
         if event.drawn is None or event.drawn.token < 0:
             self.end(event.finish or Finish("error", NOTHING_LEFT))
             return False
@@ -57,13 +61,11 @@ class BeamJob(Job):
         for i, seq in enumerate(self._live):
             if i not in parents:
                 self.scheduler.abort(seq.id)
-                self._preemptions += seq.preemptions if seq is not self.sequences[0] else 0
+                self._dropped_preemptions += seq.preemptions if seq is not self.sequences[0] else 0
         taken: set[int] = set()
         nexts: list[Sequence] = []
-        for (
-            parent,
-            _,
-        ) in moves:  # all forks before any token: a fork copies what its parent knows now
+        # All forks before any extend: a fork copies the tokens its parent has now.
+        for parent, _ in moves:
             nexts.append(self._fork(self._live[parent]) if parent in taken else self._live[parent])
             taken.add(parent)
         for seq, (_, token) in zip(nexts, moves, strict=True):
@@ -82,36 +84,36 @@ class BeamJob(Job):
         return child
 
     def _stream_agreed(self) -> None:
-        """Send the tokens that every possible answer begins with."""
+        """Send the tokens that every possible result starts with."""
         agreed = self.search.agreed()
         if len(agreed) > self._agreed and self.search.live:
-            line = self.search.live[0]
+            beam = self.search.live[0]
             for out in self._outs:
-                self._feed(out, line, self._agreed, len(agreed))
+                self._feed(out, beam, self._agreed, len(agreed))
             self._agreed = len(agreed)
 
     def _feed(
-        self, out: ChoiceStream, line: Beam, start: int, end: int, finish: Finish | None = None
+        self, out: ChoiceStream, beam: Beam, start: int, end: int, finish: Finish | None = None
     ) -> None:
         for i in range(start, end):
             logprob, top = (
-                (line.logprobs[i].logprob, line.logprobs[i].top) if line.logprobs else (0.0, ())
+                (beam.logprobs[i].logprob, beam.logprobs[i].top) if beam.logprobs else (0.0, ())
             )
-            explain = line.explain[i] if line.explain else None
-            out.push(Drawn(line.tokens[i], logprob, top, explain), finish if i == end - 1 else None)
+            explain = beam.explain[i] if beam.explain else None
+            out.push(Drawn(beam.tokens[i], logprob, top, explain), finish if i == end - 1 else None)
 
     def _conclude(self) -> None:
         results = self.search.results()
         self._outs = self._outs[: len(results)]
-        for out, line in zip(self._outs, results, strict=True):
-            self._feed(out, line, self._agreed, len(line.tokens), line.finish)
-            out.end(line.finish or Finish("length", self.limit_name))
-            out.score = line.score
+        for out, beam in zip(self._outs, results, strict=True):
+            self._feed(out, beam, self._agreed, len(beam.tokens), beam.finish)
+            out.end(beam.finish or Finish("length", self.limit_name))
+            out.score = beam.score
         for seq in self._live:
             self.scheduler.abort(seq.id)
 
     def _ends(self, tokens: tuple[int, ...]) -> Finish | None:
-        """Whether a line ends with its last token: by id, by a stop string, by length."""
+        """The Finish of a beam that ends with its last token: stop id, stop string or length."""
         params = self.request.params
         if tokens[-1] in self.ends and len(tokens) > params.min_tokens:
             return Finish("stop", self.ends[tokens[-1]])
@@ -123,7 +125,7 @@ class BeamJob(Job):
                 return finish
         return Finish("length", self.limit_name) if len(tokens) >= self.search.max_new else None
 
-    # ---------------------------------------------------------------------------------------- the rest of a job's duties
+    # --------------------------------------------------- the rest of RunningRequest's interface
 
     def end(self, finish: Finish) -> None:
         for seq in self._live:
@@ -133,7 +135,7 @@ class BeamJob(Job):
 
     @property
     def preemptions(self) -> int:
-        return self._preemptions + sum(seq.preemptions for seq in self.sequences)
+        return self._dropped_preemptions + sum(seq.preemptions for seq in self.sequences)
 
     @property
     def done(self) -> bool:
@@ -150,5 +152,5 @@ class BeamJob(Job):
         return sum(len(out.token_ids) for out in self._outs)
 
 
-def kind_of(params: Any) -> type[Job]:
-    return BeamJob if params.num_beams > 1 else Job
+def request_class(params: Any) -> type[RunningRequest]:
+    return BeamRequest if params.num_beams > 1 else RunningRequest

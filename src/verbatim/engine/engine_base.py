@@ -11,7 +11,7 @@ from typing import Any, Self
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.engine.core import EngineCore
-from verbatim.engine.loaded_model import Parts, Progress, load_parts
+from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
 from verbatim.engine.request import EncodedText, encoded, lost_in
 
 log = logging.getLogger("verbatim.engine")
@@ -26,7 +26,7 @@ INSTEAD = (
 )  # a message may hold these and no text
 
 
-class OpenedModel:
+class EngineBase:
     """A model, opened. `options` are the fields of EngineConfig; an unknown one is a TypeError.
 
     model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or `org/name` on the hub."""
@@ -49,13 +49,13 @@ class OpenedModel:
         self._open(parts, config)
 
     @classmethod
-    def from_parts(cls, parts: Parts, **options: Any) -> Self:
+    def from_parts(cls, parts: LoadedModel, **options: Any) -> Self:
         """An engine of given parts: fakes in tests, or a model that is already open."""
         self = cls.__new__(cls)
         self._open(parts, _config(cls.__name__, options))
         return self
 
-    def _open(self, parts: Parts, config: EngineConfig) -> None:
+    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         """Subclasses go on from here with what is theirs: locks, streams, a thread."""
         self.parts = parts
         self.config = config

@@ -1,6 +1,6 @@
 """A thread pool that is fair to its callers: round robin over callers, first in, first out within one caller.
 
-    workers = Workers(4, "verbatim-compile")
+    workers = FairThreadPool(4, "verbatim-compile")
     future = workers.submit("tenant", work)
 
 One caller never occupies all threads (unless there is only one), so another caller finds a free thread while long
@@ -19,7 +19,7 @@ from verbatim.schedule.fair_queue import FairQueue, Waiting
 T = TypeVar("T")
 
 
-class Workers:
+class FairThreadPool:
     def __init__(self, threads: int, name: str) -> None:
         # Each work item claims one of `threads` tokens; one caller may claim all but one of them.
         self._queue = FairQueue(slots=threads, tokens=threads, share=(threads - 1) / threads)

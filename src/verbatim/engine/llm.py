@@ -25,8 +25,8 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnavailableError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, TokenLogprob
-from verbatim.engine.engine_base import Message, OpenedModel
-from verbatim.engine.loaded_model import Parts
+from verbatim.engine.engine_base import EngineBase, Message
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request, read_prompt
 from verbatim.engine.running_request import Output
 from verbatim.engine.scoring import Score, score_of, windows
@@ -101,12 +101,12 @@ class Stream:
             self._llm._dropped.append(self.request_id)
 
 
-class LLM(OpenedModel):
+class LLM(EngineBase):
     """A model, opened. `options` are the fields of EngineConfig; an unknown one is a TypeError.
 
     model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or `org/name` on the hub."""
 
-    def _open(self, parts: Parts, config: EngineConfig) -> None:
+    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         super()._open(parts, config)
         self.closed = False
         self._lock = (
@@ -220,7 +220,7 @@ class LLM(OpenedModel):
         with self._awaited([request]):
             with self._lock:  # before another thread's step can end it
                 self._add(request)
-                job = self.core.jobs[request.id]
+                job = self.core.requests[request.id]
             self._finish([request.id])
         return job.hidden.vector()
 

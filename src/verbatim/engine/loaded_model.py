@@ -49,7 +49,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoadedModel:
     """An opened model. `template` is None where the file has no chat template."""
 
     backend: Backend
@@ -77,7 +77,7 @@ def load_parts(
     revision: str | None = None,
     offline: bool = False,
     progress: Progress | None = None,
-) -> Parts:
+) -> LoadedModel:
     """Find the model (a path, a catalog name, org/name on the hub), read it, and open a backend for it."""
     from verbatim.backend import open_backend
     from verbatim.model.load import load_model
@@ -101,7 +101,7 @@ def load_parts(
     except BaseException:
         backend.close()
         raise
-    return Parts(
+    return LoadedModel(
         draft=draft,
         head=head,
         backend=backend,

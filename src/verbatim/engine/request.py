@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.engine.loaded_model import Parts, Tokenizer
+from verbatim.engine.loaded_model import LoadedModel, Tokenizer
 from verbatim.grammar.compile_pool import Busy, never_busy
 
 MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
@@ -46,7 +46,7 @@ class Request:
 
 
 def make_request(
-    parts: Parts,
+    parts: LoadedModel,
     context: int,
     prompt: str | Sequence[int],
     params: SamplingParams | None = None,
@@ -92,7 +92,7 @@ def make_request(
 
 
 def read_prompt(
-    parts: Parts, prompt: str | Sequence[int]
+    parts: LoadedModel, prompt: str | Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Its token ids, and what the caller should know about how it was read."""
     if isinstance(prompt, str):

@@ -1,4 +1,8 @@
-"""A running request: its sequences, its choices, its clock. Token events come in, Deltas and at last one Completion go out."""
+"""RunningRequest: one request in the engine, with its sequences, its choices and its timings.
+
+Token events come in; Deltas and finally one Completion go out. The request is done when every
+choice has a Finish.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +35,19 @@ Output = Delta | Completion
 
 
 class HiddenPool:
-    """One vector of the prompt's hidden states: their mean, the first (cls) or the last. States are added in order of
-    position, so that chunks change no bit, in the memory of one state."""
+    """Pools the prompt's hidden states into one vector: their mean, the first (cls) or the last.
+
+    States are added in order of position, so prefill chunk sizes change no bit. Memory: one state.
+    """
 
     def __init__(self, pooling: str = "mean") -> None:
         self._pooling = pooling
-        self._sum: np.ndarray | None = None
+        self._sum: np.ndarray | None = None  # float64 [hidden]
         self.count = 0
 
     def add(self, start: int, states: np.ndarray) -> None:
-        """States of positions start, start + 1, …; those seen before (it was preempted) are skipped."""
+        """Add float [positions, hidden] from position `start` on. Skips positions that are already
+        added: a preempted sequence computes them again."""
         for state in states[self.count - start :]:
             if self._sum is None or self._pooling == "last":
                 self._sum = state.astype(np.float64)
@@ -50,15 +57,14 @@ class HiddenPool:
 
     def vector(self) -> np.ndarray:
         """float32 [hidden]"""
-        assert self._sum is not None, "nothing was computed"
-        vector: np.ndarray = (self._sum / (self.count if self._pooling == "mean" else 1)).astype(
-            np.float32
-        )
+        assert self._sum is not None, "no hidden state was computed"
+        divisor = self.count if self._pooling == "mean" else 1
+        vector: np.ndarray = (self._sum / divisor).astype(np.float32)
         return vector
 
 
-class Job:
-    """One request with one sequence for each choice. Beam search is another kind of job (engine/beam_request.py)."""
+class RunningRequest:
+    """One request, one sequence per choice. Beam search overrides this (engine/beam_request.py)."""
 
     def __init__(
         self,
@@ -71,35 +77,30 @@ class Job:
         self.request = request
         self.scheduler = scheduler
         self.tokenizer = tokenizer
-        self.ends = ends
+        self.ends = ends  # token ids that end a sequence, and the finish detail of each
         params = request.params
-        asked = (
-            context if params.max_tokens is None else len(request.prompt_ids) + params.max_tokens
-        )
-        self.streams_as_it_goes = (
-            params.best_of or params.n
-        ) == params.n  # else only the end tells which choices are returned
-        self.limit, self.limit_name = (
-            min(asked, context),
-            "context" if params.max_tokens is None else "max_tokens",
-        )
-        self.matchers: dict[int, Any] = {}  # by sequence id, where the answer has a structure
+        if params.max_tokens is None:
+            self.limit, self.limit_name = context, "context"
+        else:
+            longest = len(request.prompt_ids) + params.max_tokens
+            self.limit, self.limit_name = min(longest, context), "max_tokens"
+        # With best_of > n the returned choices are known only at the end: no Deltas before that.
+        self.sends_deltas = (params.best_of or params.n) == params.n
+        self.matchers: dict[int, Any] = {}  # by sequence id; empty without structured output
         self.scored: dict[int, TokenLogprob] = {}  # by prompt position
         self.hidden = HiddenPool(request.pooling)
-        self.began: float | None = None
-        self.first: float | None = None
+        self.started_at: float | None = None  # time.perf_counter of the first step
+        self.first_token_at: float | None = None
         self.error: VerbatimError | None = None
-        self.sequences: list[Sequence] = []  # the first leads: it computed the prompt
-        self.ids: list[int] = []  # of every sequence it ever had
+        self.sequences: list[Sequence] = []  # the first one computes the prompt
+        self.ids: list[int] = []  # of every sequence the request has had
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
-        self.paused: set[int] = (
-            set()
-        )  # sequences whose structure is being made anew beside the engine
-        self._drawn = 0
-        self._open = 0  # choices that are still being written
+        self.paused: set[int] = set()  # sequences that wait for their matcher's compile
+        self._output_tokens = 0
+        self._unfinished = 0  # choices
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
-        """Make the sequences; the first one leads, the others fork off it at the prompt's end."""
+        """Create the sequences. The others fork off the first at the end of the prompt."""
         params = self.request.params
         for index in range(params.best_of or params.n):
             seq = self.sequence(new_id(), noise_key(self.request.seed, index))
@@ -107,7 +108,7 @@ class Job:
             self.streams[seq.id] = ChoiceStream(self.request.id, index, params, self.tokenizer)
             if self.request.structure is not None:
                 self.matchers[seq.id] = self.request.structure.start()
-        self._open = len(self.sequences)
+        self._unfinished = len(self.sequences)
         self.sequences[0].siblings = self.sequences[1:]
         return self.sequences[0]
 
@@ -128,25 +129,27 @@ class Job:
             beam=beam,
         )
 
-    # ---------------------------------------------------------------------------------------------------- token by token
+    # -------------------------------------------------------------------------- token events
 
     def push(self, event: TokenEvent) -> bool:
-        """One event of one of its sequences. True: the text ends with it."""
+        """Process one event of one of its sequences. True: the sequence ends with this token."""
         stream = self.streams[event.seq_id]
         if event.drawn is None:
             assert event.finish is not None
             stream.end(event.finish)
         else:
-            self._drawn += 1
-            finish = self._follow(event, event.drawn) if self.matchers else event.finish
+            self._output_tokens += 1
+            finish = self._advance_matcher(event, event.drawn) if self.matchers else event.finish
             stream.push(event.drawn, finish)
             if self.matchers and stream.finish is None:
-                self._look_ahead(event.seq_id)
-        self._open -= stream.finish is not None
+                self._prepare_mask(event.seq_id)
+        self._unfinished -= stream.finish is not None
         return stream.finish is not None
 
-    def _follow(self, event: TokenEvent, drawn: Drawn) -> Finish | None:
-        """Move the structure on; it ends the text where nothing but an end could follow. A text that has come to its end asks no structure."""
+    def _advance_matcher(self, event: TokenEvent, drawn: Drawn) -> Finish | None:
+        """Advance the matcher by the drawn token; end the sequence where only an end may follow.
+
+        A sequence that has ended already does not consult its matcher."""
         if event.finish is not None:
             return event.finish
         matcher = self.matchers[event.seq_id]
@@ -157,54 +160,55 @@ class Job:
             return Finish("error", error.message)
         return Finish("stop", self.request.structure.field) if matcher.finished else None
 
-    def _look_ahead(self, seq_id: int) -> None:
-        """What may come next is computed here, also where drafts that came true go on: a structure that cannot be followed any further ends the text
-        at the same token with drafts and without. Where that takes a while, the sequence pauses."""
+    def _prepare_mask(self, seq_id: int) -> None:
+        """Compute the next mask now, also between accepted drafts: a grammar that cannot continue
+        then ends the sequence at the same token with and without drafts. The sequence pauses while
+        the mask needs a compile."""
         matcher = self.matchers[seq_id]
         try:
-            if not matcher.look():
+            if not matcher.poll_mask():
                 self.paused.add(seq_id)
                 self.scheduler.hold(seq_id)
-            elif matcher.finished:  # which was not known while it paused
+            elif matcher.finished:  # a paused matcher cannot tell
                 self.streams[seq_id].end(Finish("stop", self.request.structure.field))
         except VerbatimError as error:
             self.error = error
             self.streams[seq_id].end(Finish("error", error.message))
 
     def resume(self) -> bool:
-        """Let those go on, or end, whose structure is ready. False: there are none."""
-        ready = [seq_id for seq_id in self.paused if self.matchers[seq_id].renewal.done()]
+        """Resume or end the paused sequences whose matchers are ready. False: there are none."""
+        ready = [seq_id for seq_id in self.paused if self.matchers[seq_id].rebuilding.done()]
         for seq_id in sorted(ready):
             self.paused.discard(seq_id)
             self.scheduler.release(seq_id)
-            self._look_ahead(seq_id)
+            self._prepare_mask(seq_id)
             if self.streams[seq_id].finish is not None:
                 self.scheduler.abort(seq_id)
-                self._open -= 1
+                self._unfinished -= 1
         return bool(ready)
 
     def end(self, finish: Finish) -> None:
-        """End what still runs: an abort, or an error."""
+        """End every unfinished choice: an abort or an error."""
         for seq in self.sequences:
             self.scheduler.abort(seq.id)
             self.streams[seq.id].end(finish)
-        self._open = 0
+        self._unfinished = 0
         self.paused.clear()
 
     @property
     def done(self) -> bool:
-        return self._open == 0
+        return self._unfinished == 0
 
-    # ------------------------------------------------------------------------------------------------------- what leaves
+    # ------------------------------------------------------------------------------- outputs
 
     def deltas(self) -> list[Delta]:
-        if not self.streams_as_it_goes:
+        if not self.sends_deltas:
             return []
         return [delta for stream in self.streams.values() if (delta := stream.take()) is not None]
 
     def choices(self) -> list[Choice]:
         streams = list(self.streams.values())
-        if not self.streams_as_it_goes:
+        if not self.sends_deltas:
             for stream in streams:
                 stream.score = stream.mean_logprob
             streams.sort(key=lambda s: (-s.mean_logprob, s.index))
@@ -213,13 +217,14 @@ class Job:
 
     @property
     def output_tokens(self) -> int:
-        return self._drawn
+        return self._output_tokens
 
     @property
     def preemptions(self) -> int:
         return sum(seq.preemptions for seq in self.sequences)
 
     def completion(self, fingerprint: str, saved: float = 0.0) -> Completion:
+        """`saved`: seconds that drafts saved."""
         request, now = self.request, time.perf_counter()
         prompt: tuple[TokenLogprob | None, ...] = ()
         if request.params.prompt_logprobs is not None:
@@ -236,8 +241,8 @@ class Job:
                 sum(s.accepted for s in self.sequences),
             ),
             Timings(
-                (self.began or now) - request.arrival,
-                (self.first or now) - request.arrival,
+                (self.started_at or now) - request.arrival,
+                (self.first_token_at or now) - request.arrival,
                 now - request.arrival,
                 self.preemptions,
                 saved,

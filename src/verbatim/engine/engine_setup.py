@@ -1,0 +1,63 @@
+"""What EngineCore is built from: a LoadedModel and a config come in; cache plan, scheduler and
+fingerprint go out. Runs once per engine, before the first request."""
+
+from __future__ import annotations
+
+import hashlib
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError
+from verbatim.engine.drafting import cache_share
+from verbatim.engine.loaded_model import LoadedModel
+from verbatim.observe.roofline import cost_card
+from verbatim.schedule.scheduler import Scheduler
+from verbatim.schedule.sizing import CachePlan, plan_cache
+from verbatim.schedule.token_cost import TokenCost
+
+
+def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
+    """The context length and the number of KV blocks that fit in memory."""
+    backend = parts.backend
+    return plan_cache(
+        backend.spec.groups,
+        backend.block_bytes(),
+        block_size=backend.block_size,
+        context=_context(parts, config),
+        fixed=config.context is not None,
+        config=config,
+        available=backend.available_memory(),
+        share=cache_share(parts),
+    )
+
+
+def make_scheduler(parts: LoadedModel, config: EngineConfig, cache_plan: CachePlan) -> Scheduler:
+    backend = parts.backend
+    card = cost_card(backend.spec, backend.info)
+    return Scheduler(
+        backend.spec.groups,
+        cache_plan.blocks,
+        block_size=backend.block_size,
+        step_tokens=config.step_tokens,
+        max_running=config.max_running,
+        prefix_cache=config.prefix_cache,
+        use_cache=config.use_cache,
+        cost=TokenCost(card.prompt_ops_token, card.ops_position // len(backend.spec.layers)),
+        overlap=backend.overlap,
+    )
+
+
+def fingerprint_of(parts: LoadedModel) -> str:
+    """Digest of weights, backend and numerics: equal fingerprints promise equal tokens."""
+    info = parts.backend.info
+    identity = "\0".join((parts.digest, info.name, info.numerics))
+    return f"vb-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+
+def _context(parts: LoadedModel, config: EngineConfig) -> int:
+    limit = parts.context or parts.backend.spec.context
+    if config.context is not None and config.context > limit:
+        raise ParameterError(
+            "context",
+            f"{config.context} is more than this model's {limit} positions; ask for at most that",
+        )
+    return config.context or limit

@@ -1,0 +1,84 @@
+"""Structured output around a step: resume paused sequences before the plan, add masks after it.
+
+In: the running requests and a StepPlan. Out: the plan with one mask per draw of each structured
+sequence. A sequence pauses while its private matcher compiles in another thread, so that no other
+sequence waits for a compile. A grammar error ends its own request and never the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
+from typing import Any
+
+from verbatim.base.errors import VerbatimError
+from verbatim.base.records import Finish, SeqStep, StepPlan
+from verbatim.engine.running_request import RunningRequest
+
+# Seconds that a step waits for matchers when no sequence can run. New requests join between steps,
+# so this bounds the delay of their first step.
+WAIT_SECONDS = 0.05
+
+
+class GrammarSteps:
+    """`requests` and `by_seq` are the engine's own tables; `flush` queues a request's outputs."""
+
+    def __init__(
+        self,
+        requests: Mapping[str, RunningRequest],
+        by_seq: Mapping[int, RunningRequest],
+        flush: Callable[[RunningRequest], None],
+    ) -> None:
+        self._requests = requests
+        self._by_seq = by_seq
+        self._flush = flush
+        self._structured = 0  # running requests with a grammar; 0 makes every method free
+
+    def add(self, running: RunningRequest) -> None:
+        self._structured += bool(running.matchers)
+
+    def remove(self, running: RunningRequest) -> None:
+        self._structured -= bool(running.matchers)
+
+    def resume(self) -> None:
+        """Resume, or end, the paused sequences whose matchers are ready."""
+        if not self._structured:
+            return
+        for running in [r for r in self._requests.values() if r.paused]:
+            if running.resume():
+                self._flush(running)
+
+    def wait(self) -> None:
+        """Wait for a paused sequence, when no sequence can run."""
+        pending: list[Future[Any]] = [
+            running.matchers[seq_id].rebuilding
+            for running in self._requests.values()
+            for seq_id in running.paused
+        ]
+        assert pending or not self._requests, "no remaining request can advance"
+        wait(pending, WAIT_SECONDS, FIRST_COMPLETED)
+
+    def add_masks(self, plan: StepPlan) -> StepPlan:
+        """Add the masks of all draws. Drops the sequences of requests whose grammar fails."""
+        if not self._structured:
+            return plan
+        steps: list[SeqStep] = []
+        for step in plan.sequences:
+            running = self._by_seq.get(step.seq_id)
+            if running is None:  # another choice of the same request has just failed
+                continue
+            matcher = running.matchers.get(step.seq_id)
+            if matcher is None or not step.draws or step.draw is None:
+                steps.append(step)
+                continue
+            drafts = step.tokens[len(step.tokens) - step.draws + 1 :]
+            try:
+                masks = tuple(matcher.masks_along(drafts))
+            except VerbatimError as error:
+                running.error = error
+                running.end(Finish("error", error.message))
+                self._flush(running)
+                continue
+            steps.append(step._replace(draw=replace(step.draw, masks=masks)))
+        return plan._replace(sequences=tuple(step for step in steps if step.seq_id in self._by_seq))
