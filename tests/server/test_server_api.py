@@ -702,7 +702,7 @@ def test_a_picture_is_refused_in_plain_words(
     assert answer.status_code == 400
     assert (
         error if isinstance(error, str) else error["message"]
-    ) == f"this server reads text; {where} is {what}"
+    ) == f"only text input is supported; {where} is {what}"
     assert isinstance(error, str) or error["param"] == where
 
 

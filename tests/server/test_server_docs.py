@@ -1,6 +1,7 @@
-"""The documents that are made from the code: docs/api-fields.md, the tables of docs/serving.md, the index in SECURITY.md, deploy/.
+"""Generated documents are up to date: docs/api-fields.md, the tables of docs/serving.md, the
+index in SECURITY.md, deploy/.
 
-`VERBATIM_WRITE_DOCS=1 pytest tests/server/test_server_docs.py` writes the generated parts anew.
+`VERBATIM_WRITE_DOCS=1 pytest tests/server/test_server_docs.py` regenerates them.
 """
 
 from __future__ import annotations
@@ -32,35 +33,40 @@ WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
 
 HEAD = """# Every field of every protocol
 
-Made from `src/verbatim/server/api/field_table.py`, the table that also checks the requests; a test keeps this page true.
+Generated from `src/verbatim/server/api/field_table.py`, the table that also validates requests.
 
-- **honoured**: it shapes the answer, as its protocol says.
-- **label**: kept with the request (log, stored object); it has no meaning for the tokens.
-- **refused**: known and not offered: 400, naming it. Values in brackets ask for nothing and pass.
+- **honoured**: has the effect that its protocol defines.
+- **label**: stored with the request (log, stored object); has no effect on the tokens.
+- **refused**: a field of the protocol that is not supported: 400, naming it. Values in brackets
+  have no effect and are accepted.
 
-Any other field is unknown: 400, naming it. `null` means "not given". Ranges of Verbatim's own parameters are in [sampling.md](sampling.md).
+Any other field is unknown: 400, naming it. `null` means "not given". Ranges of Verbatim's own
+parameters are in [sampling.md](sampling.md).
 """
 
 USAGE = """
-## What an answer tells of its cost
+## Usage fields of a response
 
 | member of `usage` | |
 |---|---|
-| `prompt_tokens`, `completion_tokens`, `total_tokens` | every token that was read and drawn, those of all choices and prompts together |
-| `prompt_tokens_details.cached_tokens` | of the prompt, out of the prefix cache |
-| `completion_tokens_details.accepted_prediction_tokens` | drafts of speculation that came true |
-| `completion_tokens_details.rejected_prediction_tokens` | drafts that did not |
-| `completion_tokens_details.mean_accepted_length` | tokens a step gave on average, drafts included; 1 without speculation |
-| `completion_tokens_details.saved_seconds` | what the drafts saved, by the measured costs of steps; below zero: lost |
+| `prompt_tokens`, `completion_tokens`, `total_tokens` | tokens of all prompts and choices |
+| `prompt_tokens_details.cached_tokens` | prompt tokens found in the prefix cache |
+| `completion_tokens_details.accepted_prediction_tokens` | accepted draft tokens |
+| `completion_tokens_details.rejected_prediction_tokens` | rejected draft tokens |
+| `completion_tokens_details.mean_accepted_length` | mean tokens per step; 1 without drafts |
+| `completion_tokens_details.saved_seconds` | time saved by drafts; negative: lost |
 
-The Responses API calls them `input_tokens`, `output_tokens`, `output_tokens_details`. Where a protocol's usage has no place for drafts (`/v1/messages`, `/api/`),
-an answer that had any carries `speculation`: `drafted_tokens`, `accepted_tokens`, `mean_accepted_length`, `saved_seconds`.
+The Responses API calls them `input_tokens`, `output_tokens`, `output_tokens_details`. The usage
+objects of `/v1/messages` and `/api/` have no fields for drafts; a response of these routes that
+used drafts has `speculation`: `drafted_tokens`, `accepted_tokens`, `mean_accepted_length`,
+`saved_seconds`.
 """
 
 QUERY_HEAD = """
-## Parameters in the address
+## Query parameters
 
-Any other parameter of any route is unknown: 400, naming it; only `/health`, `/metrics` and `/openapi.json` take no notice of theirs.
+Any other query parameter is unknown: 400, naming it. Only `/health`, `/metrics` and `/openapi.json`
+ignore unknown ones.
 """
 
 

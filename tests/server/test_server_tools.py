@@ -702,4 +702,4 @@ def test_a_built_in_tool_is_refused_by_its_type(
             "unsupported_parameter",
             "tools[0].type",
         )
-        assert "'web_search' tools are not offered" in error["message"]
+        assert "'web_search' tools are not supported" in error["message"]

@@ -102,7 +102,7 @@ class Problem(Exception):
 
 
 def problem_of(error: BaseException) -> Problem:
-    """Convert an exception. Verbatim's errors keep their message; any other becomes a generic 500."""
+    """Convert an exception. Verbatim's errors keep their message; others become a generic 500."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, (OverloadedError, UnavailableError)):

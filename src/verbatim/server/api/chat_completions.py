@@ -178,8 +178,8 @@ class ChatRequest:
             self.forced = True
 
     def _calls_or_text_grammar(self) -> None:
-        """For strict tools or a JSON response format, set a grammar that allows either valid calls or
-        the constrained text."""
+        """For strict tools or a JSON response format, set a grammar that allows valid calls or the
+        constrained text."""
         schema = self.values.get("json_schema")
         strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
         if not self.tools or not (strict or schema is not None):
@@ -215,7 +215,8 @@ class ChatRequest:
             own = self._client_name("messages")
             raise Problem(
                 "invalid_parameter",
-                f"{own}: structured output and tool_choice are not supported when the last message is continued",
+                f"{own}: structured output and tool_choice are not supported when the last "
+                "message is continued",
                 own,
             )
 

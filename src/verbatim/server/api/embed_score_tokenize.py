@@ -73,7 +73,7 @@ def _spell_vector(vector: list[float], body: dict[str, Any]) -> Any:
 
 
 async def score(call: RequestContext) -> Response:
-    """Teacher-forced log-probability of every prompt token, and the perplexity; generates no token."""
+    """Teacher-forced log-probability of every prompt token, and the perplexity."""
     body = await call.body()
     model = call.state.check_model(body["model"])
     top = body.get("top_logprobs", 0)

@@ -66,7 +66,7 @@ SEED = Rule(
 LIST_SEED = Rule(
     "honoured",
     f"{SEED.help}; all prompts of a list share it, so equal prompts get equal outputs; missing: "
-    "each prompt of a list gets its own, which its choices report (the response's seed is then null)",
+    "each prompt of a list gets its own, which its choices report (the response's seed is null)",
     INT64,
 )
 STREAM = Rule("honoured", "stream the output as events", TRUE_FALSE)
@@ -143,9 +143,9 @@ CHAT: dict[str, Rule] = {
     "model": MODEL,
     "messages": Rule(
         "honoured",
-        "roles system, developer, user, assistant, tool; text parts; a name or reasoning_content that "
-        "the model's template does not read is refused (tool_call_id is accepted, because the order of "
-        "results implies it; so is the name of a result that repeats its call's)",
+        "roles system, developer, user, assistant, tool; text parts; a name or reasoning_content "
+        "that the model's template does not read is refused (tool_call_id is accepted, because the "
+        "order of results implies it; so is the name of a result that repeats its call's)",
         Annotated[list[schemas.Message], P(min_length=1)],
         required=True,
     ),
@@ -336,8 +336,8 @@ MESSAGES: dict[str, Rule] = {
     "model": MODEL,
     "messages": Rule(
         "honoured",
-        'text, tool_use and tool_result blocks (is_error: the result starts with "Error: "); a last '
-        "message with the assistant role is continued",
+        'text, tool_use and tool_result blocks (is_error: the result starts with "Error: "); a '
+        "last message with the assistant role is continued",
         Annotated[list[schemas.AnthropicMessage], P(min_length=1)],
         required=True,
     ),
@@ -384,9 +384,9 @@ MESSAGES: dict[str, Rule] = {
 
 OLLAMA_OPTIONS = (
     "sampling options by Ollama's names; machine options are refused. num_ctx: maximum number of "
-    "prompt and output tokens together, up to the server's context; a prompt that does not fit, alone "
-    "or with num_predict, is refused, and nothing is truncated. seed: -1 or missing: the server "
-    "chooses; any other negative seed is taken modulo 2**63"
+    "prompt and output tokens together, up to the server's context; a prompt that does not fit, "
+    "alone or with num_predict, is refused, and nothing is truncated. seed: -1 or missing: the "
+    "server chooses; any other negative seed is taken modulo 2**63"
 )
 _OLLAMA: dict[str, Rule] = {
     "model": MODEL,
@@ -410,7 +410,7 @@ OLLAMA_CHAT: dict[str, Rule] = {
     "messages": Rule(
         "honoured",
         "roles system, user, assistant, tool; thinking that the model's template does not read is "
-        "refused, and so is a tool_name that the template does not read and that differs from its call's",
+        "refused, and so is a tool_name that it does not read and that differs from its call's",
         list[schemas.OllamaMessage],
         required=True,
     ),

@@ -130,8 +130,8 @@ class RequestContext:
                 self.state.supervisor.abort(running)
 
     def _failed(self) -> None:
-        """Shorten the stream's deadline after a failure: only the error event is left to send, and a
-        client that does not read must not hold the connection."""
+        """Shorten the stream's deadline after a failure: only the error event is left to send, and
+        a client that does not read must not hold the connection."""
         now = asyncio.get_running_loop().time()
         known_slow = any(
             run.problem is not None and run.problem.code == "slow_reader" for run in self.runs

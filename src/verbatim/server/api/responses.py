@@ -242,7 +242,7 @@ class ResponsesReply:
         return made
 
     def _reports(self) -> dict[str, Any]:
-        """Score, explanations and loop of the choice, if requested. A stream sends them in its last event."""
+        """Score, explanations and loop of the choice, if set. A stream sends them at its end."""
         done = self.call.runs[0].generated
         assert done is not None
         return choice_reports(done.choices[0])

@@ -62,7 +62,7 @@ def finish_params(
     prompts: int = 1,
     names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Apply the limits, check token ids against the vocabulary, and validate with SamplingParams."""
+    """Apply the limits, check token ids, and validate with SamplingParams."""
     try:
         _check_limits(values, limits, facts, prompts)
         longest = limits.max_output_tokens
@@ -83,7 +83,7 @@ def finish_params(
 
 
 def with_client_names(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Problem:
-    """The error with the client's field name: max_completion_tokens instead of max_tokens, for example.
+    """The error under the client's field name: max_completion_tokens for max_tokens, for example.
 
     `shift` is the number of messages that the server put before the client's."""
     own = problem.param and names.get(problem.param)

@@ -1,8 +1,8 @@
 """Tool calls: render tools into the prompt, and parse calls out of the output.
 
-In: the request's tools and messages, the model's format (tool_format.py), then the output text delta
-by delta. Out: messages for the chat template, then text and calls, each as soon as it is certain.
-A call that cannot be parsed stays text, so nothing of the output is lost.
+In: the request's tools and messages, the model's format (tool_format.py), then the output text,
+delta by delta. Out: messages for the chat template, then text and calls, each as soon as it is
+certain. A call that cannot be parsed stays text, so nothing of the output is lost.
 
     hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>
     mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
@@ -220,8 +220,8 @@ def read_calls(text: str, names: set[str]) -> list[ParsedCall]:
 
 
 class ToolParser:
-    """Incremental parser. push(text) and finish() return ("text", str) and ("call", ParsedCall) in the
-    order of the output."""
+    """Incremental parser. push(text) and finish() return ("text", str) and ("call", ParsedCall) in
+    the order of the output."""
 
     def __init__(
         self,

@@ -298,7 +298,7 @@ def _suggestion(name: str, table: Mapping[str, Rule]) -> str:
 
 
 def _without_nulls(value: Any, depth: int = 3) -> Any:
-    """Drop nulls in messages: clients send earlier output back with "refusal": null and the like."""
+    """Drop nulls in messages: clients send earlier output back with "refusal": null."""
     if isinstance(value, dict):
         return {
             k: _without_nulls(v, depth - 1) if depth else v
