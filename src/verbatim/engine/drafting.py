@@ -59,7 +59,7 @@ class Drafting:
         self._use_cache = config.use_cache
         self._check_cache(self.default)
         self.adaptive = True
-        self.longest: int | None = None
+        self.max_drafts: int | None = None
         self.cost = StepCost()
         self._vocab = parts.backend.spec.vocab
         self._scheduler = scheduler
@@ -111,7 +111,7 @@ class Drafting:
                 self._proposers(mode), adaptive=self.adaptive, vocab=self._vocab
             )
             found.cost = self.cost
-            found.longest = self.longest or found.longest
+            found.max_drafts = self.max_drafts or found.max_drafts
         return found
 
     def _proposers(self, mode: str) -> list[Proposer]:
@@ -144,12 +144,12 @@ class Drafting:
         running = len(self._scheduler.running)
         for mode, seqs in writing.items():
             speculator = self._speculator(mode)
-            if not speculator.looks(running):
+            if not speculator.should_draft(running):
                 continue
             views = [
                 self._view(seq, jobs[seq.id])
                 for seq in seqs
-                if jobs[seq.id].matchers or speculator.awake(seq.id)
+                if jobs[seq.id].matchers or speculator.is_active(seq.id)
             ]
             for seq_id, drafts in (speculator.drafts(views, running) if views else {}).items():
                 matcher = jobs[seq_id].matchers.get(seq_id)
@@ -165,10 +165,10 @@ class Drafting:
             seq.prompt_len,
             seq.params,
             seq.key,
-            room=seq.limit - len(seq.tokens) - 1,
+            max_drafts=seq.limit - len(seq.tokens) - 1,
             tenant=job.request.tenant,
             forced=matcher.forced() if matcher is not None else (),
-            ends=seq.ends,
+            end_ids=seq.ends,
             drafted=seq.drafted,
             accepted=seq.accepted,
         )

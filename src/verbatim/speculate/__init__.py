@@ -1,1 +1,4 @@
-"""Speculation: guesses at the next tokens, verified by the target in one pass. Guesses change the time, never the text."""
+"""Speculative decoding: draft tokens, verified by the target model in one step.
+
+Drafts change latency, never the output.
+"""

@@ -1,8 +1,9 @@
-"""What a sequence may lose by drafts. In: what they won and cost. Out: how many more it can afford.
+"""Draft budget: bounds what a sequence may lose by drafting.
 
-An estimate can be wrong, so there is a purse as well: drafts that came true fill it by the time they saved, the others empty it by the time they cost,
-and a sequence that has lost what it may lose (START, and SHARE of what it wrote since; DEBT more where much was promised) drafts no more
-until it has written on. However badly the guesses turn out, the loss stays within that. The unit is the time of one token.
+In: tokens gained and time spent. Out: how many more drafts the sequence can afford. The unit is the
+time per token. Accepted drafts add the time they saved, rejected ones subtract the time they cost.
+A sequence that has lost INITIAL plus ALLOWANCE per output token drafts no more until it has
+written on. Invariant: however wrong the estimates are, the loss stays within that bound.
 """
 
 from __future__ import annotations
@@ -10,49 +11,49 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-START, SHARE = 1.2, 0.015  # what may be lost: at first, and for each token written
-CREDIT, DEBT = (
-    3.0,
-    0.8,
-)  # a draft that promises so many times its cost may lose a little more than that
-LOOK = 0.15  # the most that one look for guesses is charged
+INITIAL = 1.2  # tokens that a sequence may lose from the start
+ALLOWANCE = 0.015  # further loss per output token
+# A draft expected to gain MIN_RETURN times its cost may overdraw the budget by OVERDRAFT tokens.
+MIN_RETURN, OVERDRAFT = 3.0, 0.8
+MAX_LOOKUP_CHARGE = 0.15  # tokens; upper bound of the charge for one lookup
 
 
 @dataclass(slots=True)
-class Purse:
-    gained: float = 0.0  # by drafts, less what they cost
-    saved: float = 0.0  # the same in seconds, for people
-    begun: int | None = None  # length of the text when it was first looked at
+class DraftBudget:
+    gained: float = 0.0  # net gain, in tokens
+    saved: float = 0.0  # net gain, in seconds
+    start_length: int | None = None  # sequence length at the first lookup
 
-    def left(self, length: int) -> float:
-        """What a text of this length may still lose."""
-        if self.begun is None:
-            self.begun = length
-        return self.gained + START + SHARE * (length - self.begun)
+    def remaining(self, length: int) -> float:
+        """What a sequence of this length may still lose."""
+        if self.start_length is None:
+            self.start_length = length
+        return self.gained + INITIAL + ALLOWANCE * (length - self.start_length)
 
-    def affordable(self, length: int, chances: Sequence[float], price: float) -> int:
-        """As many as the purse can lose, and on credit as many as promise much more than they cost: a text that is being copied need not save for it,
-        and one that turns into a copy after some bad guesses gets another chance."""
-        left = self.left(length)
-        count = int(max(left, 0.0) / price)
-        if count >= len(chances):
-            return len(chances)
-        credit, promised = int(max(left + DEBT, 0.0) / price), 0.0
-        for rows, chance in enumerate(chances[:credit], 1):
-            promised += chance
-            if rows > count and promised > CREDIT * price * rows:
+    def affordable(self, length: int, probs: Sequence[float], price: float) -> int:
+        """As many drafts as the budget can lose, or on credit as many as are expected to gain much
+        more than they cost. So a sequence that starts to copy need not earn budget first."""
+        remaining = self.remaining(length)
+        count = int(max(remaining, 0.0) / price)
+        if count >= len(probs):
+            return len(probs)
+        credit, expected = int(max(remaining + OVERDRAFT, 0.0) / price), 0.0
+        for rows, prob in enumerate(probs[:credit], 1):
+            expected += prob
+            if rows > count and expected > MIN_RETURN * price * rows:
                 count = rows
         return count
 
-    def pay_for_looking(self, seconds: float, token_seconds: float) -> None:
-        """Whether or not anything came of it; more than LOOK is another program's doing."""
-        most = LOOK * token_seconds
-        cost = seconds if seconds < most else most
+    def charge_lookup(self, seconds: float, token_seconds: float) -> None:
+        """Charge the time of a lookup, whether or not it found a draft. More than MAX_LOOKUP_CHARGE
+        is caused by other programs and is not charged."""
+        limit = MAX_LOOKUP_CHARGE * token_seconds
+        cost = seconds if seconds < limit else limit
         self.gained -= cost / token_seconds
         self.saved -= cost
 
     def settle(self, won: int, row_seconds: float, token_seconds: float) -> None:
-        """`won` tokens came true of drafts whose rows took `row_seconds`."""
+        """`won` drafts were accepted, of drafts whose rows took `row_seconds`."""
         gain = won - row_seconds / token_seconds if token_seconds else 0.0
         self.gained += gain
         self.saved += gain * token_seconds

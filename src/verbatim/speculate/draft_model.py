@@ -1,10 +1,12 @@
-"""A smaller model guesses. In: the tokens of sequences. Out: what a draft model with the same vocabulary would write next.
+"""Speculative decoding with a smaller model of the same vocabulary.
 
-It draws with the target's own parameters and noise key. Gumbel noise depends on (key, position, token) alone, so where the two models'
-distributions are close, the same noise picks the same token: the guess comes true with probability of at least (1 - TV) / (1 + TV),
-where TV is the total variation distance of the two distributions; with noise of its own it would be far less.
+In: the tokens of sequences. Out: the draft model's continuation. The draft model draws with the
+target's parameters and noise key. Gumbel noise depends on (key, position, token) alone, so where
+the distributions are close the same noise picks the same token: a draft is accepted with
+probability at least (1 - TV) / (1 + TV), TV being the total variation distance.
 
-It has a backend and a cache of its own, and a context of its own: beyond that it makes no guesses. A sequence's tokens that still agree with what was computed here are not computed again.
+The draft model has its own backend, KV cache and context limit; beyond that limit it drafts
+nothing. The KV cache is reused for the longest prefix that still matches the sequence.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan
 from verbatim.speculate.proposer import Draft, SeqView
 
-CHUNK = 512  # tokens of a prompt that the draft model reads in one of its steps
-PATIENCE = 0.2
+CHUNK = 512  # prompt tokens per step of the draft model
+COST_WEIGHT = 0.2  # weight of the newest measurement in token_cost
 
 
 @dataclass(slots=True)
 class _Cached:
-    """Tokens whose keys and values are in the draft's cache, and the blocks that hold them (one list for every cache group)."""
+    """Tokens whose KV is in the draft model's cache, and their block table per cache group."""
 
     tokens: list[int] = field(default_factory=list)
     blocks: list[list[int]] = field(default_factory=list)
@@ -33,11 +35,11 @@ class _Cached:
 
 class DraftProposer:
     name = "draft"
-    states_odds = False
+    states_probs = False
 
     def __init__(self, backend: Backend, blocks: int) -> None:
-        """`blocks` is the size of the draft's own cache, for each of its groups."""
-        self.token_cost = 1e-6  # replaced by what is measured
+        """`blocks`: size of the draft model's KV cache, per cache group."""
+        self.token_cost = 1e-6  # seconds; replaced by measurements
         self._backend = backend
         self._context = backend.spec.context
         self._groups = len(backend.block_bytes())
@@ -47,7 +49,8 @@ class DraftProposer:
             size = blocks * sum(backend.block_bytes()) / 2**20
             raise ParameterError(
                 "speculate",
-                f"the draft model's cache of {size:.0f} MiB does not fit into memory; give less to kv_memory or kv_blocks",
+                f"the draft model's KV cache of {size:.0f} MiB does not fit into memory; "
+                "lower kv_memory or kv_blocks",
             ) from None
         self._free = [list(range(blocks)) for _ in range(self._groups)]
         self._cached: OrderedDict[int, _Cached] = OrderedDict()  # least recently used first
@@ -55,34 +58,34 @@ class DraftProposer:
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         began = time.perf_counter()
-        guesses: dict[int, list[int]] = {}
-        live: list[SeqView] = []  # those for whom another token is guessed
+        drafts: dict[int, list[int]] = {}
+        live: list[SeqView] = []  # sequences that draft one more token
         for view in views:
-            room = min(
-                limit, view.room, self._context + 1 - len(view.tokens)
-            )  # the last guess is never read
-            if self._reserve(view, room, {v.seq_id for v in live}):
-                live.append(view._replace(room=room))
+            # + 1: the last drafted token is never computed.
+            max_drafts = min(limit, view.max_drafts, self._context + 1 - len(view.tokens))
+            if self._reserve(view, max_drafts, {v.seq_id for v in live}):
+                live.append(view._replace(max_drafts=max_drafts))
         self._catch_up(live)
         for depth in range(limit):
-            live = [view for view in live if depth < view.room]
+            live = [view for view in live if depth < view.max_drafts]
             if not live:
                 break
-            drawn = list(zip(live, self._draw(live, guesses), strict=True))
+            drawn = list(zip(live, self._draw(live, drafts), strict=True))
             for view, token in drawn:
-                if token >= 0:  # else bans left nothing to draw: the text ends there
-                    guesses.setdefault(view.seq_id, []).append(token)
-            live = [view for view, token in drawn if token >= 0 and token not in view.ends]
-        drafted = sum(map(len, guesses.values()))
+                if token >= 0:  # negative: bans left nothing to draw, the sequence ends
+                    drafts.setdefault(view.seq_id, []).append(token)
+            live = [view for view, token in drawn if token >= 0 and token not in view.end_ids]
+        drafted = sum(map(len, drafts.values()))
         if drafted:
             spent = (time.perf_counter() - began) / drafted
             self.token_cost += (
-                PATIENCE * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
+                COST_WEIGHT * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
             )
-        return {seq_id: Draft(tuple(tokens), self.name, 0) for seq_id, tokens in guesses.items()}
+        return {seq_id: Draft(tuple(tokens), self.name, 0) for seq_id, tokens in drafts.items()}
 
-    def _reserve(self, view: SeqView, drafts: int, busy: set[int]) -> bool:
-        """Blocks for the whole sequence and its drafts; those of others that are not `busy` now are taken back, oldest first, if need be."""
+    def _reserve(self, view: SeqView, drafts: int, in_use: set[int]) -> bool:
+        """Allocate blocks for the sequence and its drafts; evicts sequences not in `in_use`, least
+        recently used first. False: it does not fit."""
         if drafts < 1:
             self._release(view.seq_id)
             return False
@@ -93,30 +96,32 @@ class DraftProposer:
         self._cached.move_to_end(view.seq_id)
         for group, free in enumerate(self._free):
             while len(free) < need - len(state.blocks[group]):
-                oldest = next((i for i in self._cached if i not in busy and i != view.seq_id), None)
+                oldest = next(
+                    (i for i in self._cached if i not in in_use and i != view.seq_id), None
+                )
                 if oldest is None:
                     self._release(view.seq_id)
-                    return False  # no room beside the others: written without guesses
+                    return False
                 self._release(oldest)
             while len(state.blocks[group]) < need:
                 state.blocks[group].append(free.pop())
         return True
 
     def _catch_up(self, views: Sequence[SeqView]) -> None:
-        """Compute known tokens until only the last one is left, which the first draw computes."""
+        """Prefill all known tokens but the last, which the first draw computes."""
         for view in views:
             state = self._cached[view.seq_id]
-            state.tokens = state.tokens[: _agreeing(state.tokens, view.tokens)]
+            state.tokens = state.tokens[: _common_prefix(state.tokens, view.tokens)]
             while len(view.tokens) - 1 - len(state.tokens) > 0:
                 start = len(state.tokens)
                 chunk = tuple(view.tokens[start : min(start + CHUNK, len(view.tokens) - 1)])
                 self._execute((self._sequence(view, chunk, start),))
                 state.tokens.extend(chunk)
 
-    def _draw(self, views: Sequence[SeqView], guesses: dict[int, list[int]]) -> list[int]:
+    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[int]:
         steps = []
         for view in views:
-            so_far = guesses.get(view.seq_id, [])
+            so_far = drafts.get(view.seq_id, [])
             last = so_far[-1] if so_far else view.tokens[-1]
             start = len(view.tokens) - 1 + len(so_far)
             history = (*view.tokens, *so_far) if view.params.needs_history else ()
@@ -154,8 +159,9 @@ class DraftProposer:
         self._backend.close()
 
 
-def _agreeing(computed: Sequence[int], known: Sequence[int]) -> int:
-    """Length of the common prefix, at most all but the last known token: that one is computed to draw from it."""
+def _common_prefix(computed: Sequence[int], known: Sequence[int]) -> int:
+    """Length of the common prefix, without the last known token: that one is computed for the
+    draw."""
     count = min(len(computed), len(known) - 1)
     if list(computed[:count]) == list(known[:count]):
         return count

@@ -1,16 +1,17 @@
-"""How many drafts pay. In: measured step times, and how often guesses came true. Out: a draft length for each sequence, often 0.
+"""Draft policy: how many drafts to verify. In: step costs and acceptance. Out: a draft length.
 
-One more draft adds a row to the step. With B sequences in a step that takes t(B), a token is worth t(B) / B. The j-th draft comes true with
-probability a^j (or with the odds that the guesser states), and j drafts make the step t(B + j). The best j has the most left of
+Each draft adds a row to the step. With B sequences in a step that takes t(B), a token is worth
+t(B) / B. The first j drafts are accepted with probability a^j (or as the proposer states), and j
+drafts make the step take t(B + j). The best j maximises
 
-    (a + a^2 + ... + a^j) * t(B) / B  -  MARGIN * (t(B + j) - t(B) + what the guesses themselves cost)
+    (a + a^2 + ... + a^j) * t(B) / B  -  MARGIN * (t(B + j) - t(B) + cost of drafting)
 
-On weights that are read once a step rows are cheap and long drafts pay; when the batch is compute-bound, no draft pays.
-Worked: t(1) = 4 ms, 0.3 ms for each further row, a = 0.8: the eighth draft still adds 0.8^8 * 4 = 0.67 > 1.8 * 0.3, the ninth does not.
+While a step is bound by reading weights, rows are cheap and long drafts pay; when it is
+compute-bound, none pays. Example: t(1) = 4 ms, 0.3 ms per further row, a = 0.8: the eighth draft
+adds 0.8^8 * 4 = 0.67 > 1.8 * 0.3, the ninth does not.
 
-t comes from cost.py, a from acceptance.py; what all of a sequence's drafts together may lose is bounded by purse.py.
-
-Learning goes on when nothing is drafted: a guess that was only made, not submitted, is compared with what the target then wrote.
+t comes from step_cost.py, a from acceptance.py; draft_budget.py bounds the total loss of a
+sequence. A draft that was made but not submitted is compared with the target's tokens too.
 """
 
 from __future__ import annotations
@@ -21,69 +22,70 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 from verbatim.speculate.acceptance import Acceptance
-from verbatim.speculate.draft_budget import Purse
+from verbatim.speculate.draft_budget import DraftBudget
 from verbatim.speculate.proposer import Draft, Proposer, SeqView
-from verbatim.speculate.step_cost import Load, StepCost
+from verbatim.speculate.step_cost import StepLoad, StepCost
 
-MARGIN = 1.8  # a draft must promise this much more than it costs: measured times are noisy
-LONGEST = (
-    15  # drafts of one sequence in one step: with the token before them 16 rows, which kernels like
-)
-BEARABLE = 0.01  # how much longer a step may become by others' drafts, for a sequence that expects nothing from its own
-REST = 8  # steps without a fresh guess after guesses stopped paying: making them costs time too
-NAP = 7  # steps without any look at a text that has lost what it may lose: a look takes some per cent of a step
-EXPLORE = 64  # steps until a likely guess is submitted although it does not seem to pay: what rows cost is learnt only so
+MARGIN = 1.8  # a draft must gain this many times its cost, because measured times are noisy
+MAX_DRAFTS = 15  # per sequence and step; with the token before them 16 rows, a full kernel tile
+MAX_SLOWDOWN = 0.01  # of a step by drafts of others, for a sequence that expects no gain itself
+PROPOSER_BACKOFF = 8  # steps without a proposer whose drafts stopped paying: drafting costs time
+BUDGET_BACKOFF = 7  # steps without a lookup for a sequence whose budget is empty
+# Steps without drafts until a likely draft is submitted although it does not seem to pay: the cost
+# of rows is learnt only from steps that have them.
+EXPLORE_STEPS = 64
 
 
 @dataclass(slots=True)
 class _Pending:
-    """A guess that waits to be compared with what the target writes from position `start` on."""
+    """A draft to be compared with the tokens that the target draws from position `start` on."""
 
     draft: Draft
     start: int
     submitted: int
     running: int  # sequences of that step
-    dear: bool  # making it costs time
+    costly: bool  # the proposer's token_cost is not 0
 
 
 @dataclass(slots=True)
 class _Record:
-    """What is kept of a sequence as long as it is written."""
+    """State of one sequence."""
 
-    purse: Purse = field(default_factory=Purse)
+    budget: DraftBudget = field(default_factory=DraftBudget)
     pending: list[_Pending] = field(default_factory=list)
-    drafted: int = 0  # of the view's counts, what was accounted for
+    drafted: int = 0  # the view's counts at the last _account()
     accepted: int = 0
-    asleep: int = 0  # steps until it is looked at again
+    backoff: int = 0  # steps until the next lookup
 
 
 def draft_length(
-    chances: Sequence[float], value: float, rows: Sequence[float], guess_cost: float = 0.0
+    probs: Sequence[float], value: float, rows: Sequence[float], draft_cost: float = 0.0
 ) -> int:
-    """How many drafts pay best: the j that has the most left of what its first j tokens are expected to win, less MARGIN times what j rows and j
-    guesses cost.
+    """The number of drafts with the largest expected net gain: `value` per accepted token, less
+    MARGIN times the cost of the rows and of drafting.
 
     >>> draft_length([0.8 ** j for j in range(1, 17)], 4.0, [0.3 * j for j in range(1, 17)])
     8
     """
     best, most, won = 0, 0.0, 0.0
-    for j, chance in enumerate(chances, 1):
-        won += chance * value
-        left = won - MARGIN * (rows[j - 1] + j * guess_cost)
+    for j, prob in enumerate(probs, 1):
+        won += prob * value
+        left = won - MARGIN * (rows[j - 1] + j * draft_cost)
         if left > most:
             best, most = j, left
     return best
 
 
 class Speculator:
-    """Asks the proposers, cheapest first, decides how much of each guess to submit, and learns from what came."""
+    """Queries the proposers, cheapest first, decides how much of each draft to submit, and learns
+    from the result."""
 
     def __init__(
         self,
         proposers: Sequence[Proposer],
         *,
         adaptive: bool = True,
-        longest: int = LONGEST,
+        max_drafts: int = MAX_DRAFTS,
         vocab: int = 1 << 31,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -91,218 +93,241 @@ class Speculator:
         self.cost = StepCost()
         self.acceptance = Acceptance()
         self.adaptive = adaptive
-        self.longest = longest
+        self.max_drafts = max_drafts
         self._vocab = vocab
         self._clock = clock
         self._records: defaultdict[int, _Record] = defaultdict(_Record)  # by sequence id
-        self._resting: defaultdict[str, dict[int, int]] = defaultdict(
-            dict
-        )  # by proposer and sequence: steps for which it is not asked again
-        self._explored = 0  # steps since something was submitted
-        self._barren, self._paused = (
-            0,
-            0,
-        )  # looks in vain while several wrote; steps since the last look
+        # proposer -> sequence -> steps for which it is not queried
+        self._backoff: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        self._steps_since_submit = 0
+        self._empty_lookups = 0  # consecutive lookups of a batch that submitted nothing
+        self._skipped_steps = 0  # since the last lookup
 
-    def looks(self, running: int) -> bool:
-        """Whether guesses are looked for in this step. In a batch they seldom pay, and looking costs a per cent: it is left where not even a sure
-        guess would pay, and after some steps in vain for longer and longer."""
+    def should_draft(self, running: int) -> bool:
+        """Whether to look for drafts in this step. In a batch they seldom pay, and a lookup costs
+        about a per cent. So it is skipped where not even a certain draft would pay, and after
+        lookups without a result for exponentially longer."""
         if running == 1 or not self.adaptive:
             return True
         if MARGIN * self.cost.load(running).price(0.0) >= 1:
             return False
-        if self._barren < REST:
+        if self._empty_lookups < PROPOSER_BACKOFF:
             return True
-        self._paused += 1
-        if self._paused < REST << (self._barren - REST):
+        self._skipped_steps += 1
+        if self._skipped_steps < PROPOSER_BACKOFF << (self._empty_lookups - PROPOSER_BACKOFF):
             return False
-        self._paused = 0
+        self._skipped_steps = 0
         return True
 
-    def awake(self, seq_id: int) -> bool:
-        """Whether this sequence is looked at in this step."""
+    def is_active(self, seq_id: int) -> bool:
+        """False while the sequence backs off because its budget is empty."""
         record = self._records.get(seq_id)
-        if record is None or not record.asleep:
+        if record is None or not record.backoff:
             return True
-        record.asleep -= 1
+        record.backoff -= 1
         return False
 
     def drafts(
         self, views: Sequence[SeqView], running: int | None = None
     ) -> dict[int, tuple[int, ...]]:
-        """What to submit for each sequence that is about to draw; those left out write plainly. `running` are all that write in the step."""
+        """Tokens to submit, by sequence; sequences left out decode without drafts. `running`: the
+        number of sequences in the step."""
         running = running or len(views)
         began = self._clock()
-        self._explored += 1
+        self._steps_since_submit += 1
         load = self.cost.load(running)
         for view in views:
             self._settle(view)
         out: dict[int, tuple[int, ...]] = {}
-        hopes: dict[int, float] = {}
-        asking = [view for view in views if view.room > 0]
+        expected_gains: dict[int, float] = {}
+        candidates = [view for view in views if view.max_drafts > 0]
         for proposer in self.proposers:
-            guess_cost = proposer.token_cost
-            found = self._asked(proposer, asking, load)
+            draft_cost = proposer.token_cost
+            found = self._propose(proposer, candidates, load)
             if not found:
                 continue
-            guessed = set()
+            decided = set()
             for view, draft in found:
                 record = self._records[view.seq_id]
-                count, tokens, hope = self._decide(view, record, draft, load, guess_cost)
+                count, tokens, expected_gain = self._decide(view, record, draft, load, draft_cost)
                 record.pending.append(
-                    _Pending(draft, len(view.tokens), len(tokens), running, guess_cost > 0)
+                    _Pending(draft, len(view.tokens), len(tokens), running, draft_cost > 0)
                 )
                 if tokens:
-                    out[view.seq_id], hopes[view.seq_id] = tokens, hope
-                if count:  # where the guess is that the text ends here, nobody else is asked either
-                    guessed.add(view.seq_id)
-            asking = [view for view in asking if view.seq_id not in guessed]
-            if not asking:
+                    out[view.seq_id], expected_gains[view.seq_id] = tokens, expected_gain
+                if count:  # also when the draft is only an end token: then tokens is empty
+                    decided.add(view.seq_id)
+            candidates = [view for view in candidates if view.seq_id not in decided]
+            if not candidates:
                 break
-        if running > 1 and self.adaptive and out and not self._fair(out, hopes, load):
+        if (
+            running > 1
+            and self.adaptive
+            and out
+            and not self._fair_to_batch(out, expected_gains, load)
+        ):
             self._withdraw(views)
             out = {}
-        self._barren = 0 if out or running == 1 else min(self._barren + 1, REST + 4)
+        self._empty_lookups = (
+            0 if out or running == 1 else min(self._empty_lookups + 1, PROPOSER_BACKOFF + 4)
+        )
         self._charge(views, out, load, self._clock() - began)
         return out
 
-    def _asked(
-        self, proposer: Proposer, asking: Sequence[SeqView], load: Load
+    def _propose(
+        self, proposer: Proposer, candidates: Sequence[SeqView], load: StepLoad
     ) -> list[tuple[SeqView, Draft]]:
-        """The guesses of one proposer, for those whom it may help."""
-        resting, guess_cost, floor = self._resting[proposer.name], proposer.token_cost, 0.0
-        if resting:
-            asking = [view for view in asking if not self._rests(view.seq_id, resting)]
-        if guess_cost and self.adaptive:
-            price = load.price(guess_cost)
+        """The drafts of one proposer, for the sequences that are not in back-off."""
+        backoff, draft_cost, floor = self._backoff[proposer.name], proposer.token_cost, 0.0
+        if backoff:
+            candidates = [view for view in candidates if not self._backed_off(view.seq_id, backoff)]
+        if draft_cost and self.adaptive:
+            price = load.price(draft_cost)
             floor = MARGIN * price
-            asking = self._afford(asking, load, price, proposer)
-        found = proposer.propose(asking, self.longest, floor) if asking else {}
+            candidates = self._affordable(candidates, load, price, proposer)
+        found = proposer.propose(candidates, self.max_drafts, floor) if candidates else {}
         if not found:
             return []
         out = []
-        for view in asking:
+        for view in candidates:
             draft = found.get(view.seq_id)
             if draft is not None:
-                draft = draft.until(view.ends, self._vocab)
+                draft = draft.truncated(view.end_ids, self._vocab)
                 if draft.tokens:
                     out.append((view, draft))
         return out
 
     def _charge(
-        self, views: Sequence[SeqView], out: Container[int], load: Load, spent: float
+        self, views: Sequence[SeqView], out: Container[int], load: StepLoad, spent: float
     ) -> None:
-        """Looking for guesses takes time as well, whether or not anything comes of it. Who cannot pay for one more row is left alone for a while."""
+        """Charge the lookup time. A sequence that cannot pay for one more row backs off."""
         if not load.seconds:
             return
         price = load.price(0.0)
         for view in views:
             record = self._records[view.seq_id]
-            record.purse.pay_for_looking(spent / len(views), load.seconds / load.running)
+            record.budget.charge_lookup(spent / len(views), load.seconds / load.running)
             if (
                 self.adaptive
                 and view.seq_id not in out
-                and record.purse.left(len(view.tokens)) < price
+                and record.budget.remaining(len(view.tokens)) < price
             ):
-                record.asleep = NAP
+                record.backoff = BUDGET_BACKOFF
 
-    def _fair(self, out: dict[int, tuple[int, ...]], hopes: dict[int, float], load: Load) -> bool:
-        """One sequence's drafts make the step longer for all. Every one that writes in it must expect to win what it loses."""
+    def _fair_to_batch(
+        self, out: dict[int, tuple[int, ...]], expected_gains: dict[int, float], load: StepLoad
+    ) -> bool:
+        """Drafts of one sequence lengthen the step for all. Every sequence in it must expect to
+        gain what it loses."""
         if not load.seconds:
             return True
         longer = self.cost.seconds(load.running + sum(map(len, out.values()))) / load.seconds - 1
-        least = min(hopes.values()) if len(hopes) == load.running else 0.0
-        return longer <= max(least, BEARABLE)
+        least = min(expected_gains.values()) if len(expected_gains) == load.running else 0.0
+        return longer <= max(least, MAX_SLOWDOWN)
 
     def _withdraw(self, views: Sequence[SeqView]) -> None:
-        """Nothing is submitted after all; and what costs time to guess is not asked for again soon."""
+        """Submit nothing after all; proposers that cost time back off."""
         for view in views:
             for pending in self._records[view.seq_id].pending:
                 pending.submitted = 0
-                if pending.dear:
-                    self._resting[pending.draft.source][view.seq_id] = 4 * REST
+                if pending.costly:
+                    self._backoff[pending.draft.source][view.seq_id] = 4 * PROPOSER_BACKOFF
 
     def _decide(
-        self, view: SeqView, record: _Record, draft: Draft, load: Load, guess_cost: float
+        self, view: SeqView, record: _Record, draft: Draft, load: StepLoad, draft_cost: float
     ) -> tuple[int, tuple[int, ...], float]:
-        """How much of a guess is worth its rows, the tokens of that to submit, and how many of them are expected to be gained."""
-        limit = min(len(draft.tokens), self.longest)
+        """(drafts that pay, the tokens of them to submit, expected number of accepted tokens)."""
+        limit = min(len(draft.tokens), self.max_drafts)
         if not self.adaptive:
-            return limit, draft.gaining(limit, view.ends), 0.0
-        chances = self._chances(view.seq_id, draft, limit)
-        count = self._length(chances, load, guess_cost, explores=not draft.odds)
-        price = load.price(guess_cost)
+            return limit, draft.useful(limit, view.end_ids), 0.0
+        probs = self._acceptance_probs(view.seq_id, draft, limit)
+        count = self._length(probs, load, draft_cost, explore=not draft.probs)
+        price = load.price(draft_cost)
         if price:
-            count = record.purse.affordable(len(view.tokens), chances[:count], price)
-        if (
-            not count and not draft.odds
-        ):  # stated odds change with every token; a match that does not pay stays so for a while
-            self._resting[draft.source][view.seq_id] = REST
-        tokens = draft.gaining(count, view.ends)
-        return count, tokens, sum(chances[: len(tokens)])
+            count = record.budget.affordable(len(view.tokens), probs[:count], price)
+        # Stated probs change with every token; a match that does not pay stays so for a while.
+        if not count and not draft.probs:
+            self._backoff[draft.source][view.seq_id] = PROPOSER_BACKOFF
+        tokens = draft.useful(count, view.end_ids)
+        return count, tokens, sum(probs[: len(tokens)])
 
-    def _chances(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
-        """That the first token comes true, the first two, and so on."""
-        if draft.odds:
-            trust = self.acceptance.trust(seq_id, draft.source)
-            return [trust * odds for odds in draft.odds[:limit]]
-        return self.acceptance.chances(seq_id, draft, limit)
+    def _acceptance_probs(self, seq_id: int, draft: Draft, limit: int) -> list[float]:
+        """The probability that the first token is accepted, the first two, and so on."""
+        if draft.probs:
+            calibration = self.acceptance.calibration(seq_id, draft.source)
+            return [calibration * prob for prob in draft.probs[:limit]]
+        return self.acceptance.acceptance_probs(seq_id, draft, limit)
 
-    def _afford(
-        self, asking: Sequence[SeqView], load: Load, price: float, proposer: Proposer
+    def _affordable(
+        self, candidates: Sequence[SeqView], load: StepLoad, price: float, proposer: Proposer
     ) -> list[SeqView]:
-        """A guess that costs time is only made as long as it will be submitted: the length is decided before it is asked for. Where the
-        guesser states its odds, it is asked as long as a sure guess would pay, and the purse is not empty."""
+        """A draft that costs time is made only at the length that will be submitted, so the length
+        is decided first. A proposer that states probs is queried while a certain draft would pay
+        and the budget is not empty."""
         out = []
-        for view in asking:
-            if proposer.states_odds:
-                pays = price * MARGIN < self.acceptance.trust(view.seq_id, proposer.name)
-                left = self._records[view.seq_id].purse.left(len(view.tokens))
-                count = view.room if pays and left >= price else 0
+        for view in candidates:
+            if proposer.states_probs:
+                pays = price * MARGIN < self.acceptance.calibration(view.seq_id, proposer.name)
+                left = self._records[view.seq_id].budget.remaining(len(view.tokens))
+                count = view.max_drafts if pays and left >= price else 0
             else:
-                blind = Draft((0,) * self.longest, proposer.name, 0)
+                placeholder = Draft((0,) * self.max_drafts, proposer.name, 0)
                 count = self._length(
-                    self._chances(view.seq_id, blind, self.longest), load, proposer.token_cost
+                    self._acceptance_probs(view.seq_id, placeholder, self.max_drafts),
+                    load,
+                    proposer.token_cost,
                 )
             if count:
-                out.append(view if count >= view.room else view._replace(room=count))
+                out.append(view if count >= view.max_drafts else view._replace(max_drafts=count))
             else:
-                self._resting[proposer.name][view.seq_id] = 4 * REST
+                self._backoff[proposer.name][view.seq_id] = 4 * PROPOSER_BACKOFF
                 self.acceptance.relax(view.seq_id, proposer.name)
         return out
 
     def _length(
-        self, chances: Sequence[float], load: Load, guess_cost: float, *, explores: bool = True
+        self,
+        probs: Sequence[float],
+        load: StepLoad,
+        draft_cost: float,
+        *,
+        explore: bool = True,
     ) -> int:
         running, seconds, _, _ = load
-        if (
-            not seconds
-        ):  # nothing known yet: short guesses of two sizes are a cheap way to learn what rows cost
-            return min(len(chances), 1 if self.cost.sizes else 2)
+        if not seconds:  # nothing measured yet: short drafts of two sizes teach what rows cost
+            return min(len(probs), 1 if self.cost.sizes else 2)
         count = draft_length(
-            chances, seconds / running, self.cost.further(load, len(chances)), guess_cost
+            probs,
+            seconds / running,
+            self.cost.extra_seconds(load, len(probs)),
+            draft_cost,
         )
-        if not explores:
+        if not explore:
             return count
-        if not count and chances and chances[0] > 0.5 and running == 1 and self._explored > EXPLORE:
-            count = min(len(chances), 2)
+        if (
+            not count
+            and probs
+            and probs[0] > 0.5
+            and running == 1
+            and self._steps_since_submit > EXPLORE_STEPS
+        ):
+            count = min(len(probs), 2)
         if count:
-            self._explored = 0
+            self._steps_since_submit = 0
         return count
 
-    def _rests(self, seq_id: int, resting: dict[int, int]) -> bool:
-        left = resting.pop(seq_id, 0)
+    def _backed_off(self, seq_id: int, backoff: dict[int, int]) -> bool:
+        left = backoff.pop(seq_id, 0)
         if left > 1:
-            resting[seq_id] = left - 1
+            backoff[seq_id] = left - 1
         return left > 0
 
     def _settle(self, view: SeqView) -> None:
-        """Compare what was guessed with what the target wrote."""
+        """Compare the pending drafts with what the target drew."""
         record = self._records[view.seq_id]
         for pending in record.pending:
             written = view.tokens[pending.start :]
-            if pending.draft.odds:
-                self.acceptance.learn_odds(view.seq_id, pending.draft, written)
+            if pending.draft.probs:
+                self.acceptance.learn_stated(view.seq_id, pending.draft, written)
             else:
                 self.acceptance.learn(view.seq_id, pending.draft, written)
             if pending.submitted:
@@ -310,24 +335,26 @@ class Speculator:
         record.pending.clear()
 
     def _account(self, record: _Record, pending: _Pending, view: SeqView) -> None:
-        """What a guess won, less what its rows cost, in times of a token. The scheduler's counts say it: there may have been no room for all of it,
-        and a text that ends with a guessed token would have ended in that step anyway."""
+        """Add the net gain of a draft to the budget. The scheduler's counts are used: it may have
+        submitted fewer drafts, and a sequence that ends with a drafted token would have ended in
+        that step anyway."""
         step = self.cost.seconds(pending.running)
         rows, won = view.drafted - record.drafted, view.accepted - record.accepted
         record.drafted, record.accepted = view.drafted, view.accepted
-        record.purse.settle(
+        record.budget.settle(
             won, self.cost.seconds(pending.running + rows) - step, step / pending.running
         )
 
     def finish(self, view: SeqView) -> float:
-        """Forget the sequence. What its drafts saved, in seconds, by the measured costs of steps; below zero if they cost more."""
+        """Forget the sequence. Returns the seconds that its drafts saved, by measured step costs;
+        negative if they cost more."""
         self._settle(view)
         self.acceptance.forget(view.seq_id)
-        for resting in self._resting.values():
-            resting.pop(view.seq_id, None)
+        for backoff in self._backoff.values():
+            backoff.pop(view.seq_id, None)
         for proposer in self.proposers:
             proposer.finish(view)
-        return self._records.pop(view.seq_id).purse.saved
+        return self._records.pop(view.seq_id).budget.saved
 
     def close(self) -> None:
         for proposer in self.proposers:

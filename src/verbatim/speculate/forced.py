@@ -1,6 +1,8 @@
-"""What a grammar leaves no choice about: `{"name": "` is written by the schema, not by the model. In: a view's forced tokens. Out: those.
+"""Draft the tokens that a grammar fully determines, such as `{"name": "` under a JSON schema.
 
-Still only a guess: the model may cut the same characters into other tokens, and what it draws is what counts."""
+In: the forced tokens of a view. Out: the same as a draft. It may still be rejected: the model may
+split the same characters into other tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from verbatim.speculate.proposer import Draft, SeqView
 class ForcedProposer:
     name = "forced"
     token_cost = 0.0
-    states_odds = False
+    states_probs = False
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         out = {}
         for view in views:
-            if view.forced and view.room > 0:
-                out[view.seq_id] = Draft(view.forced[: min(limit, view.room)], self.name, 0)
+            if view.forced and view.max_drafts > 0:
+                out[view.seq_id] = Draft(view.forced[: min(limit, view.max_drafts)], self.name, 0)
         return out
 
     def finish(self, view: SeqView) -> None:

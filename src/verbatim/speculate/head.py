@@ -1,6 +1,8 @@
-"""A draft head guesses from the target's own final state. In: the rows of the last step. Out: a few tokens, each with its odds.
+"""Draft head: a small network drafts from the target's final hidden state (compare EAGLE, Medusa).
 
-The state knows the whole text, so a net of a hundredth of its weights guesses nearly every second token of plain prose, where looking back finds nothing.
+In: the final hidden states of the last step. Out: a few tokens per sequence, each with its
+acceptance probability. The hidden state encodes the whole sequence, so a network of a hundredth of
+the weights predicts nearly every second token of prose, where lookup finds no match.
 """
 
 from __future__ import annotations
@@ -15,65 +17,71 @@ from verbatim.speculate.proposer import Draft, SeqView
 if TYPE_CHECKING:
     from verbatim.model.draft_head import DraftHead
 
-DEEPEST = 5  # odds multiply: what is further away hardly ever pays
-PATIENCE = 0.1
-WORTH_LOADING = 16  # tokens that a text must have before a head is loaded for it: loading takes as long as they did
+MAX_DEPTH = 5  # drafts per sequence; the probabilities multiply, so more hardly ever pay
+COST_WEIGHT = 0.1  # weight of the newest measurement in token_cost
+# Output tokens of a sequence before the head is loaded for it; loading takes as long as these took.
+MIN_OUTPUT_TOKENS = 16
 
 
 @runtime_checkable
 class DraftBackend(Protocol):
-    """A backend that can run a draft head over the states of its last step."""
+    """A backend that can run a draft head over the final hidden states of its last step. A query is
+    (row of the last step's final states, token drawn from it, max tokens, temperature)."""
 
     def load_head(self, head: DraftHead) -> None: ...
 
-    def start_draft(self, asks: Sequence[tuple[int, int, int, float]]) -> None:
-        """The first guess of each, begun beside what the caller does next. draft() with the same rows, tokens and temperatures takes it;
-        whatever else the backend does drops it."""
+    def start_draft(self, queries: Sequence[tuple[int, int, int, float]]) -> None:
+        """Launch the first drafted token of each query and return. draft() with the same rows,
+        tokens and temperatures uses the result; any other call of the backend discards it."""
 
     def draft(
-        self, asks: Sequence[tuple[int, int, int, float]], floor: float
+        self, queries: Sequence[tuple[int, int, int, float]], floor: float
     ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        """For each (row of the last step's final states, token drawn from it, most tokens, temperature): tokens and odds,
-        as long as the next one may have odds of `floor`."""
+        """(tokens, probabilities) per query, as long as the next token may reach probability
+        `floor`."""
 
 
 class HeadProposer:
     name = "head"
-    states_odds = True
+    states_probs = True
 
     def __init__(self, backend: DraftBackend, head: DraftHead) -> None:
-        self.token_cost = 1e-6  # replaced by what is measured
+        self.token_cost = 1e-6  # seconds; replaced by measurements
         self._backend = backend
         self._head: DraftHead | None = head  # until it is loaded
-        self._last: tuple[SeqStep, ...] = ()  # the last step, until it was asked about
-        self._asked: dict[
-            int, float
-        ] = {}  # the sequences asked about before that step, and their temperatures
-        self._rows: dict[
-            int, tuple[int, int, int]
-        ] = {}  # by sequence: row of its first draw, index of that token, draws
+        self._last: tuple[SeqStep, ...] = ()  # the last step, until _locate() has read it
+        # Sequences drafted for before the last step -> temperature.
+        self._drafted: dict[int, float] = {}
+        # seq_id -> (row of its first draw, index of that token, number of draws)
+        self._rows: dict[int, tuple[int, int, int]] = {}
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """A step is done. Who was guessed for before it will be guessed for again: that is begun now, while the step's tokens are read."""
-        self._last, asked, self._asked = plan.sequences, self._asked, {}
+        """A step is done. Launch the drafts of the sequences that were drafted for before it, so
+        that they overlap with the host's work on the step's tokens."""
+        self._last, drafted, self._drafted = plan.sequences, self._drafted, {}
         self._rows.clear()
-        if not asked:
+        if not drafted:
             return
         self._locate(plan.sequences)
-        asks = []
+        queries = []
         for step, done in zip(plan.sequences, result.sequences, strict=True):
-            if step.seq_id in asked and done.drawn:
+            if step.seq_id in drafted and done.drawn:
                 drawn = [d.token for d in done.drawn]
-                right = agreeing(step.tokens[len(step.tokens) - step.draws + 1 :], drawn)
-                if drawn[right] >= 0:  # below: bans left nothing to draw, and the text ends
-                    asks.append(
-                        (self._rows[step.seq_id][0] + right, drawn[right], 1, asked[step.seq_id])
+                accepted = matching_prefix(step.tokens[len(step.tokens) - step.draws + 1 :], drawn)
+                if drawn[accepted] >= 0:  # negative: bans left nothing to draw, the sequence ends
+                    queries.append(
+                        (
+                            self._rows[step.seq_id][0] + accepted,
+                            drawn[accepted],
+                            1,
+                            drafted[step.seq_id],
+                        )
                     )
-        if asks:
-            self._backend.start_draft(asks)
+        if queries:
+            self._backend.start_draft(queries)
 
     def _locate(self, steps: Sequence[SeqStep]) -> None:
-        """Which row each token of a step was drawn from."""
+        """Record which row of the final states each sequence's tokens were drawn from."""
         row = 0
         for s in steps:
             rows, first = len(s.tokens), len(s.tokens) - s.draws
@@ -84,40 +92,40 @@ class HeadProposer:
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         if self._head is not None:
-            if all(len(view.tokens) - view.prompt_len < WORTH_LOADING for view in views):
+            if all(len(view.tokens) - view.prompt_len < MIN_OUTPUT_TOKENS for view in views):
                 return {}
             self._backend.load_head(self._head)
             self._head = None
         if self._last:
             self._locate(self._last)
-        asking, asks = [], []
+        seq_ids, queries = [], []
         for view in views:
             row, index, draws = self._rows.get(view.seq_id, (0, 0, 0))
             at = len(view.tokens) - 1 - index
             if 0 <= at < draws:
-                asking.append(view.seq_id)
-                asks.append(
+                seq_ids.append(view.seq_id)
+                queries.append(
                     (
                         row + at,
                         view.tokens[-1],
-                        min(limit, view.room, DEEPEST),
+                        min(limit, view.max_drafts, MAX_DEPTH),
                         float(view.params.temperature),
                     )
                 )
-                self._asked[view.seq_id] = asks[-1][3]
-        if not asks:
+                self._drafted[view.seq_id] = queries[-1][3]
+        if not queries:
             return {}
         began = time.perf_counter()
-        found = self._backend.draft(asks, floor)
+        found = self._backend.draft(queries, floor)
         spent = time.perf_counter() - began
         out, made = {}, 0
-        for seq_id, (tokens, odds) in zip(asking, found, strict=True):
+        for seq_id, (tokens, probs) in zip(seq_ids, found, strict=True):
             if tokens:
-                out[seq_id] = Draft(tokens, self.name, 0, odds)
+                out[seq_id] = Draft(tokens, self.name, 0, probs)
                 made += len(tokens)
         spent /= max(made, 1)
         self.token_cost += (
-            PATIENCE * (min(spent, 4 * self.token_cost) - self.token_cost)
+            COST_WEIGHT * (min(spent, 4 * self.token_cost) - self.token_cost)
             if self.token_cost > 1e-6
             else spent
         )
@@ -130,9 +138,9 @@ class HeadProposer:
         self._rows.clear()
 
 
-def agreeing(drafts: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many drafts are what was drawn, up to the first that is not."""
-    right = 0
-    while right < len(drafts) and drafts[right] == drawn[right]:
-        right += 1
-    return right
+def matching_prefix(drafts: Sequence[int], drawn: Sequence[int]) -> int:
+    """Number of leading drafts that equal the drawn tokens."""
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == drawn[accepted]:
+        accepted += 1
+    return accepted

@@ -1,6 +1,7 @@
-"""Prompt lookup: what followed the last time these tokens stood here? In: a sequence's tokens. Out: what came after the latest earlier match.
+"""Prompt lookup: draft what followed the latest earlier occurrence of the last n tokens.
 
-Copying, quoting, editing, listing and JSON repeat their own context; there the guess is often right for many tokens at once.
+In: a sequence's tokens. Out: the continuation of the longest n-gram match. Copying, quoting,
+editing, lists and JSON repeat their context, so many tokens are accepted at once.
 """
 
 from __future__ import annotations
@@ -9,22 +10,23 @@ from collections.abc import Sequence
 
 from verbatim.speculate.proposer import Draft, SeqView
 
-LONGEST, SHORTEST = 5, 2  # lengths of match that are tried, longest first
+MAX_NGRAM, MIN_NGRAM = 5, 2  # tokens; match lengths that are tried, longest first
 
 
 class _Index:
-    """For each n, where each n-gram last ended and the time before that. Grows with the text; each token costs a few dictionary writes."""
+    """Per n-gram, where it ended last (`last`) and the time before (`before`). Grows with the
+    sequence; each token costs a few dictionary writes."""
 
     __slots__ = ("before", "last", "seen")
 
     def __init__(self) -> None:
         self.seen = 0
-        self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(LONGEST + 1)]
-        self.before: list[dict[tuple[int, ...], int]] = [{} for _ in range(LONGEST + 1)]
+        self.last: list[dict[tuple[int, ...], int]] = [{} for _ in range(MAX_NGRAM + 1)]
+        self.before: list[dict[tuple[int, ...], int]] = [{} for _ in range(MAX_NGRAM + 1)]
 
     def grow(self, tokens: Sequence[int]) -> None:
         for end in range(self.seen + 1, len(tokens) + 1):
-            for n in range(SHORTEST, LONGEST + 1):
+            for n in range(MIN_NGRAM, MAX_NGRAM + 1):
                 if end < n:
                     break
                 gram = tuple(tokens[end - n : end])
@@ -35,8 +37,9 @@ class _Index:
         self.seen = len(tokens)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """(where the earlier match ended, its length), (0, 0) if the last tokens stand here for the first time."""
-        for n in range(min(LONGEST, len(tokens) - 1), SHORTEST - 1, -1):
+        """(end of the earlier match, its length); (0, 0) if the last tokens did not occur
+        before."""
+        for n in range(min(MAX_NGRAM, len(tokens) - 1), MIN_NGRAM - 1, -1):
             at = self.before[n].get(tuple(tokens[-n:]))
             if at is not None:
                 return at, n
@@ -46,7 +49,7 @@ class _Index:
 class NgramProposer:
     name = "ngram"
     token_cost = 0.0
-    states_odds = False
+    states_probs = False
 
     def __init__(self) -> None:
         self._index: dict[int, _Index] = {}
@@ -60,9 +63,9 @@ class NgramProposer:
             index.grow(view.tokens)
             at, n = index.find(view.tokens)
             if n:
-                guess = unroll(view.tokens, at, min(limit, view.room))
-                if guess:
-                    out[view.seq_id] = Draft(guess, self.name, n)
+                draft = unroll(view.tokens, at, min(limit, view.max_drafts))
+                if draft:
+                    out[view.seq_id] = Draft(draft, self.name, n)
         return out
 
     def finish(self, view: SeqView) -> None:
@@ -73,7 +76,7 @@ class NgramProposer:
 
 
 def unroll(tokens: Sequence[int], at: int, count: int) -> tuple[int, ...]:
-    """The `count` tokens after position `at`; past the end the text is taken to go on repeating itself.
+    """The `count` tokens after position `at`; past the end the sequence repeats itself.
 
     >>> unroll([1, 2, 3, 1, 2], 2, 5)
     (3, 1, 2, 3, 1)

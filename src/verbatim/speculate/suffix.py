@@ -1,10 +1,11 @@
-"""A suffix automaton: the longest suffix of the text that occurred before, of any length, and what followed it.
+"""Suffix decoding: draft what followed the longest suffix of the sequence that occurred before.
 
-In: a sequence's tokens (and, where a tenant opted in, recent answers of the same model to the same tenant). Out: the continuation
-of the longest match. Longer matches than prompt lookup's five tokens are better evidence, and are learnt apart.
+In: a sequence's tokens and, for a tenant that opted in, its recent completions. Out: the
+continuation of the longest match. Matches longer than prompt lookup's five tokens are more
+reliable, and their acceptance rate is learnt separately.
 
-The automaton of Blumer et al. (1985): one state for each set of positions that some substring ends at; adding a token costs amortised
-O(1) steps. Each state remembers the latest position at which its substrings ended.
+The index is the suffix automaton of Blumer et al. (1985): one state per set of end positions, O(1)
+amortised per token. Each state stores the latest position at which its substrings ended.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from collections.abc import Iterable, Sequence
 from verbatim.speculate.ngram import unroll
 from verbatim.speculate.proposer import Draft, SeqView
 
-SHORTEST = 2  # a match of one token is no evidence
-LONG = 16  # matches longer than this count as one kind of evidence
-BITE = 4096  # tokens of a long prompt that are read in one step: about 10 ms
-NEWEST = 16  # suffixes whose latest end is kept exact
-REMEMBERED = 16  # recent answers kept for a tenant that opted in
-REMEMBERED_TOKENS = 1024  # of each
-TENANTS = 256  # whose answers are kept, those who came last: at most 64 KB of each
-BARRIER = -1  # no token has this id, so no match runs from one answer into the next
+MIN_MATCH = 2  # tokens; a match of one token predicts nothing
+MAX_MATCH = 16  # tokens; longer matches share one acceptance rate
+CHUNK = 4096  # tokens read per sequence and step: about 10 ms
+EXACT_ENDS = 16  # suffixes per token whose latest end is updated
+ANSWERS_PER_TENANT = 16  # recent completions kept for a tenant that opted in
+ANSWER_TOKENS = 1024  # kept per completion
+MAX_TENANTS = 256  # LRU; at most 64 KB each
+BARRIER = -1  # not a token id, so no match extends over the end of a completion
 
 
 class SuffixAutomaton:
-    """Tokens in; for any moment, the longest suffix that occurred earlier.
+    """Tokens in; at any time, the longest suffix that occurred earlier.
 
     >>> a = SuffixAutomaton()
     >>> for t in [1, 2, 3, 9, 1, 2, 3]: a.add(t)
-    >>> a.match()          # "1 2 3" ended before at position 3, so tokens[3:] is the guess
+    >>> a.match()          # "1 2 3" ended before at position 3, so tokens[3:] is the draft
     (3, 3)
     """
 
@@ -42,9 +43,7 @@ class SuffixAutomaton:
         self._next: list[dict[int, int]] = [{}]
         self._link: list[int] = [-1]
         self._length: list[int] = [0]
-        self._end: list[int] = [
-            0
-        ]  # latest end position of the state's substrings, before the newest token
+        self._end: list[int] = [0]  # latest end of the state's substrings before the newest token
         self._current = 0
         self._previous: tuple[int, int] = (0, 0)
 
@@ -52,7 +51,7 @@ class SuffixAutomaton:
         self.extend((token,))
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """In one piece, because it runs for each token of every prompt."""
+        """One loop without calls, because it runs for each token of every prompt."""
         text, follows, links, lengths, ends = (
             self.tokens,
             self._next,
@@ -73,16 +72,17 @@ class SuffixAutomaton:
                 p = links[p]
             state = links[new] = 0 if p == -1 else self._target(p, token)
             self._current = new
-            # The longest suffix that occurred before is the suffix link of the whole text; note where it ended, then move that forward.
+            # The suffix link of the whole sequence is the longest suffix that occurred before.
             self._previous = (ends[state], lengths[state]) if state else (0, 0)
-            left = NEWEST  # these suffixes have just occurred again; deep chains (aaaa…) keep an older, equally true end
+            left = EXACT_ENDS  # deep chains (aaaa…) keep an older end, which is valid too
             while state and left:
                 ends[state] = now
                 state = links[state]
                 left -= 1
 
     def _target(self, p: int, token: int) -> int:
-        """The state that the new one links to; split it where its substrings are longer than what is shared."""
+        """The suffix link of the new state; splits a state whose substrings are longer than the
+        shared suffix."""
         follows, links, lengths = self._next, self._link, self._length
         q = follows[p][token]
         if lengths[p] + 1 == lengths[q]:
@@ -99,70 +99,72 @@ class SuffixAutomaton:
         return clone
 
     def match(self) -> tuple[int, int]:
-        """(end of a late earlier occurrence, its length), (0, 0) if there is none."""
+        """(end of a recent earlier occurrence, its length); (0, 0) if there is none."""
         return self._previous
 
 
-class _Text:
-    """One sequence's automaton, behind the remembered answers that are read into it first."""
+class _SequenceText:
+    """The automaton of one sequence, which reads the tenant's remembered completions first."""
 
-    __slots__ = ("automaton", "before")
+    __slots__ = ("automaton", "remembered")
 
     def __init__(self, answers: Iterable[Iterable[int]]) -> None:
         self.automaton = SuffixAutomaton()
-        self.before = [token for answer in answers for token in (*answer, BARRIER)]
+        self.remembered = [token for answer in answers for token in (*answer, BARRIER)]
 
-    def follow(self, tokens: Sequence[int]) -> bool:
-        """Read on, a bite at a time: others' answers wait meanwhile. False: there is more to read."""
-        at, first = len(self.automaton.tokens), len(self.before)
+    def catch_up(self, tokens: Sequence[int]) -> bool:
+        """Read at most CHUNK tokens, because other sequences wait meanwhile. False: more remain."""
+        at, first = len(self.automaton.tokens), len(self.remembered)
         if at < first:
-            self.automaton.extend(self.before[at : at + BITE])
-        self.automaton.extend(tokens[max(at - first, 0) : max(at + BITE - first, 0)])
-        return at + BITE >= first + len(tokens)
+            self.automaton.extend(self.remembered[at : at + CHUNK])
+        self.automaton.extend(tokens[max(at - first, 0) : max(at + CHUNK - first, 0)])
+        return at + CHUNK >= first + len(tokens)
 
 
 class SuffixProposer:
     name = "suffix"
     token_cost = 0.0
-    states_odds = False
+    states_probs = False
 
     def __init__(self, *, remember: frozenset[str] = frozenset()) -> None:
-        """`remember` names the tenants whose recent answers may serve their own later requests ("*": each tenant's)."""
-        self._texts: dict[int, _Text] = {}
+        """`remember`: tenants whose recent completions serve their own later requests ("*": every
+        tenant)."""
+        self._sequences: dict[int, _SequenceText] = {}
         self._remember = remember
-        self._recent: OrderedDict[str, deque[array[int]]] = (
-            OrderedDict()
-        )  # the tenant who came last is the last
-        self._most = max(TENANTS, len(remember))
+        # By tenant, least recently used first.
+        self._recent: OrderedDict[str, deque[array[int]]] = OrderedDict()
+        self._max_tenants = max(MAX_TENANTS, len(remember))
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         out: dict[int, Draft] = {}
         for view in views:
-            text = self._texts.get(view.seq_id)
+            text = self._sequences.get(view.seq_id)
             if text is None:
-                text = self._texts[view.seq_id] = _Text(self._recent.get(view.tenant, ()))
+                text = self._sequences[view.seq_id] = _SequenceText(
+                    self._recent.get(view.tenant, ())
+                )
                 if view.tenant in self._recent:
                     self._recent.move_to_end(view.tenant)
-            if not text.follow(view.tokens):
+            if not text.catch_up(view.tokens):
                 continue
             end, length = text.automaton.match()
-            if length >= SHORTEST:
-                guess = unroll(text.automaton.tokens, end, min(limit, view.room))
-                if BARRIER in guess:  # a remembered answer went no further
-                    guess = guess[: guess.index(BARRIER)]
-                if guess:
-                    out[view.seq_id] = Draft(guess, self.name, min(length, LONG))
+            if length >= MIN_MATCH:
+                draft = unroll(text.automaton.tokens, end, min(limit, view.max_drafts))
+                if BARRIER in draft:  # the end of a remembered completion
+                    draft = draft[: draft.index(BARRIER)]
+                if draft:
+                    out[view.seq_id] = Draft(draft, self.name, min(length, MAX_MATCH))
         return out
 
     def finish(self, view: SeqView) -> None:
-        self._texts.pop(view.seq_id, None)
+        self._sequences.pop(view.seq_id, None)
         if view.tenant in self._remember or "*" in self._remember:
-            recent = self._recent.setdefault(view.tenant, deque(maxlen=REMEMBERED))
-            recent.append(array("i", view.tokens[view.prompt_len :][:REMEMBERED_TOKENS]))
+            recent = self._recent.setdefault(view.tenant, deque(maxlen=ANSWERS_PER_TENANT))
+            recent.append(array("i", view.tokens[view.prompt_len :][:ANSWER_TOKENS]))
             self._recent.move_to_end(view.tenant)
-            if len(self._recent) > self._most:
+            if len(self._recent) > self._max_tenants:
                 self._recent.popitem(last=False)
 
     def close(self) -> None:
-        self._texts.clear()
+        self._sequences.clear()
         self._recent.clear()
