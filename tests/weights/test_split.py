@@ -21,7 +21,7 @@ from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_file import GGUFFile
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.quant import requantise
-from verbatim.weights.split import MAX_PARTS, grouped, parts_of
+from verbatim.weights.split import MAX_PARTS, group_parts, parts_of
 from verbatim.weights.tensor import Tensor
 
 NAMES = ["m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.gguf"]
@@ -87,7 +87,7 @@ def test_names_that_are_no_parts(name: str) -> None:
 
 
 def test_grouped() -> None:
-    found = grouped(["z.gguf", NAMES[2], NAMES[1], "f/m-00002-of-00002.gguf"])
+    found = group_parts(["z.gguf", NAMES[2], NAMES[1], "f/m-00002-of-00002.gguf"])
     two = ["f/m-00001-of-00002.gguf", "f/m-00002-of-00002.gguf"]
     assert found == {two[0]: two, NAMES[0]: NAMES, "z.gguf": ["z.gguf"]}
 
@@ -321,7 +321,7 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
     "a whole model as a part": (
         lambda p, w: shutil.copy(w, p[1]),
         1,
-        "it has no split.count: it is no part of this model",
+        "it has no split.count: it is not a part of this model",
     ),
     "a part of another model": (
         of_another(1),
@@ -366,12 +366,12 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
         0,
         "split.tensors.count is missing",
     ),
-    "a number as text": (rewritten(1, split_no="1"), 1, "split.no is '1', which is no such number"),
-    "a negative number": (rewritten(2, split_no=-1), 2, "split.no is -1, which is no such number"),
+    "a number as text": (rewritten(1, split_no="1"), 1, "split.no is '1', which is not a valid number"),
+    "a negative number": (rewritten(2, split_no=-1), 2, "split.no is -1, which is not a valid number"),
     "a negative count": (
         rewritten(1, split_tensors_count=-11),
         1,
-        "split.tensors.count is -11, which is no such number",
+        "split.tensors.count is -11, which is not a valid number",
     ),
     "a number beyond the count": (rewritten(1, split_no=3), 1, "split.no is 3, beyond the 3 parts"),
     "too many parts": (

@@ -30,7 +30,7 @@ from verbatim.model.layout import (
 )
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import GGUFFile, read_gguf
-from verbatim.weights.names import Source, find_prefix, gguf_source, harmless, hf_source
+from verbatim.weights.names import Source, find_prefix, gguf_source, hf_source, ignorable
 from verbatim.weights.quant import requantise
 from verbatim.weights.safetensors import SafetensorsDir, read_directory
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
@@ -84,7 +84,8 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     architecture = source.metadata["general.architecture"]
     collector = _Collector(spec, source.tensors, file, quant, GGUF_KEY_NAMES)
     weights = collector.collect(
-        lambda name: gguf_source(architecture, name), harmless("gguf", tied=spec.tied, nested=False)
+        lambda name: gguf_source(architecture, name),
+        ignorable("gguf", tied=spec.tied, nested=False),
     )
     digest = _digest(source.digest, spec, quant)
     eos = _gguf_eos(source.metadata)
@@ -115,7 +116,7 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     key_names = GPT2_KEY_NAMES if spec.family == "gpt2" else HF_KEY_NAMES
     collector = _Collector(spec, source.tensors, file, quant, key_names, source.others)
     nested = source.config.get("model_type") == "gemma3"
-    weights = collector.collect(find, harmless("hf", tied=spec.tied, nested=nested))
+    weights = collector.collect(find, ignorable("hf", tied=spec.tied, nested=nested))
     generation = dict(source.generation_config or {})
     digest = _digest(source.digest, spec, quant)
     eos = _config_eos(source.config, generation)
@@ -188,16 +189,18 @@ class _Collector:
         self.others = others or {}
 
     def collect(
-        self, find: Callable[[str], Source], ignorable: Callable[[str], bool]
+        self, find: Callable[[str], Source], is_ignorable: Callable[[str], bool]
     ) -> dict[str, Tensor]:
         shapes = layout(self.spec)
         sources = {name: find(name) for name in shapes}
-        self._check_names(sources, ignorable)
+        self._check_names(sources, is_ignorable)
         return {name: self._weight(name, sources[name], shape) for name, shape in shapes.items()}
 
-    def _check_names(self, sources: Mapping[str, Source], ignorable: Callable[[str], bool]) -> None:
+    def _check_names(
+        self, sources: Mapping[str, Source], is_ignorable: Callable[[str], bool]
+    ) -> None:
         wanted = {file_name for source in sources.values() for file_name in source.names}
-        if wrong := sorted(n for n in self.others if n in wanted or not ignorable(n)):
+        if wrong := sorted(n for n in self.others if n in wanted or not is_ignorable(n)):
             raise ModelError(
                 f"tensor {wrong[0]} has the unsupported type {self.others[wrong[0]]}",
                 file=self.file,
@@ -209,7 +212,7 @@ class _Collector:
                 f"tensor {missing[0]} is missing{_and_more(missing)}; it is expected by {keys}",
                 file=self.file,
             )
-        if extra := sorted(n for n in self.tensors if n not in wanted and not ignorable(n)):
+        if extra := sorted(n for n in self.tensors if n not in wanted and not is_ignorable(n)):
             keys = ", ".join(
                 self.key_names[key]
                 for key in ("layers", "experts", "attention_bias", "mlp_bias", "mixtures")

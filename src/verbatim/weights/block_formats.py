@@ -1,20 +1,23 @@
-"""The block formats: their sizes, and dequantisation: raw bytes of a weight -> float32 numbers. quantise.py writes them.
+"""GGUF block formats: block sizes, and dequantisation (raw bytes -> float32).
 
-In: a type of BLOCKS, the bytes as they lie in the file, the shape. Out: a float32 array of that shape.
+In: a type of BLOCKS, the bytes as stored in the file, the shape. Out: a float32 array of that
+shape. quantise.py is the inverse.
 
-A format packs a run of 32 or 256 values (a block) of one row. What a block of each type holds, in order (f16 unless said):
+A block packs 32 or 256 consecutive values of one row. Fields of a block in order (d and m are f16):
 
-    q4_0  d, 16 bytes of nibbles                     value = d * (q - 8)         q5_0 adds 4 bytes of fifth bits, q - 16
-    q4_1  d, m, 16 bytes of nibbles                  value = d * q + m           q5_1 adds 4 bytes of fifth bits
+    q4_0  d, 16 bytes of nibbles                     value = d * (q - 8)
+    q4_1  d, m, 16 bytes of nibbles                  value = d * q + m
+    q5_0  d, 4 bytes of fifth bits, 16 of nibbles    value = d * (q - 16)
+    q5_1  d, m, 4 bytes of fifth bits, 16 of nibbles     value = d * q + m
     q8_0  d, 32 signed bytes                         value = d * q
-    q2_k  16 scale bytes, 64 bytes of 2 bits, d, m   value = (d * s) * q - (m * t)        16 runs of 16 values
-    q3_k  32 bytes of high bits, 64 of 2 bits, 12 of scales, d                            16 runs of 16 values
-    q4_k  d, m, 12 bytes of scales, 128 of nibbles   value = (d * s) * q - (m * t)         8 runs of 32 values
-    q5_k  d, m, 12 bytes of scales, 32 of fifth bits, 128 of nibbles
-    q6_k  128 bytes of low 4 bits, 64 of high 2 bits, 16 signed scales, d                 16 runs of 16 values
-    q8_k  d (f32), 256 signed bytes, 16 sums (i16, of no use here)                value = d * q
+    q2_k  16 scale bytes, 64 bytes of 2 bits, d, m   value = (d * s) * q - (m * t), 16 runs of 16
+    q3_k  32 bytes of high bits, 64 of 2 bits, 12 of scales, d                     16 runs of 16
+    q4_k  d, m, 12 bytes of scales, 128 of nibbles   value = (d * s) * q - (m * t),  8 runs of 32
+    q5_k  d, m, 12 bytes of scales, 32 of fifth bits, 128 of nibbles                 8 runs of 32
+    q6_k  128 bytes of low 4 bits, 64 of high 2 bits, 16 signed scales, d          16 runs of 16
+    q8_k  d (f32), 256 signed bytes, 16 sums (i16, unused)    value = d * q
 
-The order of the float operations is part of the format: every value here has the same bits as ggml's own conversion.
+The order of float operations is part of the format: every value has the bits of ggml's conversion.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 
-# type -> (values in a block, bytes of a block), as GGUF stores them
+# type -> (values per block, bytes per block)
 BLOCKS: dict[str, tuple[int, int]] = {
     "f32": (1, 4),
     "f16": (1, 2),
@@ -42,17 +45,18 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "q6_k": (256, 210),
     "q8_k": (256, 292),
 }
-CHUNK_VALUES = (
-    1 << 18
-)  # values converted at a time: temporaries stay in the cache, and the peak is the result plus a few MiB
+# Values converted at a time: temporaries stay in the CPU cache, and peak memory is the result plus
+# a few MiB.
+CHUNK_VALUES = 1 << 18
 
+# Bit shifts that unpack a byte into 2 nibbles, 4 two-bit values, or 8 bits.
 _NIBBLES = np.array([0, 4], dtype=np.uint8).reshape(1, 1, 2, 1)
 _CRUMBS = np.array([0, 2, 4, 6], dtype=np.uint8).reshape(1, 1, 4, 1)
 _BITS = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
 
 
 def nbytes(type: str, shape: tuple[int, ...]) -> int:
-    """Bytes a weight of this type and shape takes. Python integers: no overflow however absurd the shape."""
+    """Size in bytes of a weight. Python integers do not overflow, however absurd the shape."""
     values, size = BLOCKS[type]
     if not shape or shape[-1] % values:
         raise ModelError(
@@ -65,7 +69,7 @@ def nbytes(type: str, shape: tuple[int, ...]) -> int:
 
 
 def dequantise(type: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Raw bytes (uint8, any shape) -> float32 of `shape`. The result is a copy for every type but a contiguous f32."""
+    """Raw bytes (uint8, any shape) -> float32 of `shape`. A copy, except for contiguous f32."""
     if type not in BLOCKS:
         raise ModelError(f"unknown weight type {type!r}; known: {', '.join(BLOCKS)}")
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
@@ -77,16 +81,15 @@ def dequantise(type: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     blocks = raw.reshape(-1, size)
     out = np.empty((len(blocks), values), dtype=np.float32)
     step = max(1, CHUNK_VALUES // values)
-    with np.errstate(
-        all="ignore"
-    ):  # a hostile file may hold infinite scales: inf and NaN are its values, not our warning
+    # A hostile file may hold infinite scales: inf and NaN are then the values, without a warning.
+    with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
             _UNPACK[type](blocks[start : start + step], out[start : start + step])
     return out.reshape(shape)
 
 
-# ------------------------------------------------------------------------------------- one function for each type
-# blocks: uint8 [n, bytes of a block]; out: float32 [n, values of a block], written
+# ------------------------------------------------------------------------- one function per type
+# blocks: uint8 [n, bytes per block]; out: float32 [n, values per block], written
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -95,13 +98,13 @@ def _half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _low_high(packed: np.ndarray, width: int) -> np.ndarray:
-    """Bytes [n, m] -> nibbles [n, 2 m]: `width` low halves, then the same bytes' high halves, and so on."""
+    """Bytes [n, m] -> nibbles [n, 2 m]: low nibbles of `width` bytes, then their high nibbles."""
     n = len(packed)
     return ((packed.reshape(n, -1, 1, width) >> _NIBBLES) & np.uint8(15)).reshape(n, -1)
 
 
 def _fifth_bits(packed: np.ndarray) -> np.ndarray:
-    """Four bytes [n, 4] -> 32 numbers, 0 or 16; the bit of value j is bit j."""
+    """Four bytes [n, 4] -> [n, 32] of 0 or 16; value j takes bit j."""
     return np.unpackbits(np.ascontiguousarray(packed), axis=-1, bitorder="little") << np.uint8(4)
 
 
@@ -152,8 +155,9 @@ def _q2_k(blocks: np.ndarray, out: np.ndarray) -> None:
 
 def _q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
     n = len(blocks)
-    # Sixteen 6-bit scales, less 32: bytes 0..7 hold low nibbles (low half: scales 0..7, high half: 8..15),
-    # bytes 8..11 hold the two high bits of scales j, j+4, j+8, j+12 in that order.
+    # Sixteen 6-bit scales with an offset of 32. Bytes 0..7 hold the low nibbles (of scales 0..7 in
+    # the low half, of 8..15 in the high half). Bytes 8..11 hold the two high bits of scales j, j+4,
+    # j+8, j+12, in that order.
     packed = blocks[:, 96:108]
     low = _low_high(packed[:, :8], 8)
     high = ((packed[:, 8:].reshape(n, 1, 1, 4) >> _CRUMBS) & np.uint8(3)).reshape(n, 16)
@@ -169,23 +173,23 @@ def _q3_k(blocks: np.ndarray, out: np.ndarray) -> None:
         .reshape(n, 16, 16)
         .view(np.int8)
     )
-    np.multiply(
-        scale, q - np.int8(4) + (mask << np.int8(2)), out=out.reshape(n, 16, 16)
-    )  # a clear bit means minus four
+    # A clear bit in the mask means minus four.
+    np.multiply(scale, q - np.int8(4) + (mask << np.int8(2)), out=out.reshape(n, 16, 16))
 
 
 def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Twelve bytes -> eight 6-bit scales and eight 6-bit minima (q4_k and q5_k).
 
-    0..3: scale j in the low six bits, the high bits of scale j+4 above; 4..7: the same for minima; 8..11: low nibbles of j+4."""
+    Bytes 0..3: scale j in the low six bits, the two high bits of scale j+4 above them.
+    Bytes 4..7: the same for the minima. Bytes 8..11: low nibbles of scale and minimum j+4."""
     a, b, c = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scale = np.concatenate(
         [a & np.uint8(63), (c & np.uint8(15)) | ((a >> np.uint8(2)) & np.uint8(48))], axis=1
     )
-    least = np.concatenate(
+    minimum = np.concatenate(
         [b & np.uint8(63), (c >> np.uint8(4)) | ((b >> np.uint8(2)) & np.uint8(48))], axis=1
     )
-    return scale, least
+    return scale, minimum
 
 
 def _k_affine(blocks: np.ndarray, q: np.ndarray, out: np.ndarray) -> None:

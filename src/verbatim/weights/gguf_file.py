@@ -1,4 +1,4 @@
-"""GGUFFile: a parsed GGUF model, as gguf.py reads it and split.py joins it from parts."""
+"""GGUFFile: a parsed GGUF model, read by gguf.py or joined from parts by split.py."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from verbatim.weights.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """`digest` names the content (see gguf.py); `tensors` keeps the file's order, shapes are ours: rows first, [out, in].
-    Of a split model, all of it, under the first part's path."""
+    """`digest` identifies the content (see gguf.py). `tensors` is in file order; shapes are
+    [out, in]. For a split model: all parts joined, under the path of the first part."""
 
     path: Path
     metadata: dict[str, Any] = field(repr=False)
     tensors: dict[str, Tensor] = field(repr=False)
     digest: str
     version: int = 3
-    types: dict[str, str] = field(
-        default_factory=dict, repr=False
-    )  # of the metadata; of an array, its elements'
+    # Value type of each metadata key; for an array, the type of its elements.
+    types: dict[str, str] = field(default_factory=dict, repr=False)

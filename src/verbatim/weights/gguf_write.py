@@ -1,7 +1,8 @@
-"""Write a GGUF file: metadata and tensors in, a file out, whole or not at all.
+"""GGUF writer: metadata and tensors in, a file out. The file is written completely or not at all.
 
-The header names every tensor's place before the first byte of data, so the list of tensors is needed first, but not their bytes:
-a LazyTensor makes its data when its turn comes, and lets go of them. A conversion thus needs the header and one tensor of memory.
+The header holds the offset of every tensor, so names, types and shapes are needed first, but not
+the data. A LazyTensor produces its data when it is written, so a conversion needs memory for the
+header and one tensor.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ _NUMPY_KINDS |= {
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor whose bytes are made when they are written. `make` returns uint8, exactly as long as type and shape say."""
+    """A tensor whose bytes are produced when it is written.
+
+    `make` returns uint8 of exactly the size that type and shape need."""
 
     name: str
     type: str
@@ -74,8 +77,11 @@ def write_gguf(
     *,
     types: Mapping[str, str] | None = None,
 ) -> None:
-    """Write version 3, little endian. `types` gives value types by key (u32, f32, str ...; of an array, its elements' type), as
-    GGUFFile.types has them; what it does not name is inferred: int u32 (i32 in arrays) or wider if it must be, float f32."""
+    """Write GGUF version 3, little endian.
+
+    `types`: value type by key (u32, f32, str, ...; for an array, the type of its elements), as in
+    GGUFFile.types. The types of other keys are inferred: int becomes u32 (i32 in arrays) or wider
+    if necessary, float becomes f32."""
     target = Path(path)
     items = list(tensors)
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
@@ -111,39 +117,42 @@ def write_gguf(
 
 
 def _part(target: Path) -> BinaryIO:
-    """A new file beside the target, locked as long as it is open: so that others can tell it from one whose writer was killed."""
+    """Create a temporary file beside the target, locked while it is open.
+
+    The lock tells other processes that its writer is alive."""
     while True:
         name = f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part"
         out = open(target.with_name(name), "xb")  # noqa: SIM115
         _locked(out, wait=True)
         if os.path.exists(out.name):
             return out
-        out.close()  # between the two lines above, somebody took it for an abandoned one
+        out.close()  # another process removed it as abandoned before the lock was held; retry
 
 
 def remove_abandoned(target: Path) -> None:
-    """Remove the parts of `target` that no living process writes: a kill leaves one behind, as large as the model."""
+    """Remove temporary files of `target` that killed processes left behind."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
         if (
             re.fullmatch(r"\d+\.[0-9a-f]{8}", path.name[len(target.name) + 2 : -len(".part")])
             is None
         ):
-            continue  # not a name of ours
+            continue  # not one of our temporary files
         with contextlib.suppress(OSError), open(path, "rb") as found:
             if _locked(found, wait=False):
                 os.unlink(path)
 
 
 def _locked(file: BinaryIO, *, wait: bool) -> bool:
-    """Whether the lock is ours now. The system frees it when its holder dies. Windows, which has no such lock, refuses to remove a file
-    that is open."""
+    """Try to lock the file; True on success. The system releases the lock when the holder exits.
+
+    Windows has no flock, but does not remove a file that is open."""
     try:
         import fcntl
     except ImportError:
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError:  # another's; or a file system that knows no locks, where nothing is removed
+    except OSError:  # held by another process, or the file system has no locks
         return False
     return True
 
@@ -185,7 +194,8 @@ def _header(
             raise ModelError(f"tensor {item.name!r} has the unknown type {item.type!r}")
         if not 1 <= len(item.shape) <= MAX_DIMS or min(item.shape) < 1:
             raise ModelError(
-                f"tensor {item.name!r} has the shape {item.shape}; 1 to {MAX_DIMS} dimensions above 0 are possible"
+                f"tensor {item.name!r} has the shape {item.shape}; "
+                f"1 to {MAX_DIMS} dimensions above 0 are possible"
             )
         _text(out, item.name)
         out += struct.pack(f"<I{len(item.shape)}Q", len(item.shape), *item.shape[::-1])
@@ -242,7 +252,7 @@ def _scalars(out: bytearray, key: str, values: Iterable[Any], number: int) -> No
 
 
 def _infer(key: str, values: Any, *, array: bool) -> str:
-    """One type for all of the values; the narrow ones that other readers expect, where they hold."""
+    """One type for all values: the narrowest that other GGUF readers expect and that fits."""
     kinds = {type(value) for value in values}
     if kinds <= {bool} and kinds:
         return "bool"

@@ -1,10 +1,14 @@
-"""Models of the Hugging Face hub: a repository, a revision and perhaps a file in, a path in the hub's own cache out.
+"""Download models from the Hugging Face hub.
 
-Through huggingface_hub, so resumable and cached, and HF_HUB_OFFLINE, HF_ENDPOINT and HF_TOKEN are honoured. Only weights that run no code
-are fetched, and the texts beside them. A split GGUF file is one file: whichever part is asked for, all are fetched, out of one revision.
+In: a repository, and optionally a revision and a file. Out: a path in the hub's own cache.
 
-One short question comes first: which files are there? If nobody answers it, the model is taken out of the cache, where that holds all of
-it, and a notice says so: the revision, and why. So a train without a network costs a second, not a program. (`offline` does not ask.)
+huggingface_hub does the downloads, so they are resumable and cached, and honour HF_HUB_OFFLINE,
+HF_ENDPOINT and HF_TOKEN. Only weights in formats that run no code are downloaded, and the JSON and
+tokenizer files beside them. All parts of a split GGUF file are downloaded from one revision.
+
+The first request lists the files of the repository, with a short timeout. If the hub cannot be
+reached, a complete copy in the cache is used, with a notice that names its revision and the error.
+`offline` sends no request.
 """
 
 from __future__ import annotations
@@ -17,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.split import grouped, parts_of
+from verbatim.weights.split import group_parts, parts_of
 
-PATIENCE = 10.0  # seconds for the first answer
+LIST_TIMEOUT = 10.0  # seconds to wait for the list of files before the cache is used
 
-# what of a hub repository is fetched: weights that run no code, and the texts beside them
+# Files of a repository that are downloaded: weights in formats that run no code, configs and
+# tokenizers.
 PATTERNS = (
     "*.safetensors",
     "model.safetensors.index.json",
@@ -37,13 +42,13 @@ PATTERNS = (
     "merges.txt",
     "tokenizer.model",
 )
-IGNORED = ("consolidated*", "*/*")  # a second copy of the weights in some repositories; folders
+IGNORED = ("consolidated*", "*/*")  # second copies of the weights; subfolders
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What was asked for. No revision: the newest; no file: the safetensors, or the only GGUF file."""
+class HubRef:
+    """A model on the hub. No revision: the newest. No file: safetensors, or the only GGUF file."""
 
     repo: str
     revision: str | None = None
@@ -57,156 +62,159 @@ class Wanted:
         )
 
 
-def hub_model(wanted: Wanted, *, offline: bool = False, fetch: bool = False) -> tuple[Path, str]:
-    """(path, a notice for the user or ""). `fetch`: the cache will not do where the hub cannot be reached."""
+def hub_model(ref: HubRef, *, offline: bool = False, fetch: bool = False) -> tuple[Path, str]:
+    """(path, a notice for the user or "").
+
+    `fetch`: fail if the hub cannot be reached, instead of using the cache."""
     hub = _library()
     if offline or hub.constants.HF_HUB_OFFLINE:
-        path, missing = _in_cache(hub, wanted)
+        path, missing = _find_in_cache(hub, ref)
         if missing:
-            how = f"(offline: only the cache was searched): {missing}"
             raise ModelError(
-                f"could not get {wanted} from the hub {how}; fetch it once with `verbatim pull {wanted}`"
+                f"could not get {ref} from the hub (offline: only the cache was searched): "
+                f"{missing}; fetch it once with `verbatim pull {ref}`"
             )
         return path, ""
     try:
         files = (
-            hub.HfApi().model_info(wanted.repo, revision=wanted.revision, timeout=PATIENCE).siblings
+            hub.HfApi().model_info(ref.repo, revision=ref.revision, timeout=LIST_TIMEOUT).siblings
         )
-    except (
-        Exception
-    ) as error:  # the library raises errors of its own, of requests or httpx, and of the system
+    except Exception as error:  # from huggingface_hub, its HTTP client or the operating system
         if fetch or not _unreachable(error):
-            raise _not_got(wanted, error, "check the name and the network") from error
-        return _instead(hub, wanted, error)
+            raise _hub_error(ref, error, "check the name and the network") from error
+        return _fall_back_to_cache(hub, ref, error)
     try:
-        return _take(hub, wanted, [f.rfilename for f in files]), ""
+        return _download(hub, ref, [f.rfilename for f in files]), ""
     except ModelError:
         raise
     except Exception as error:
-        raise _not_got(
-            wanted, error, "check the network; what has arrived is kept, so ask again"
+        raise _hub_error(
+            ref, error, "check the network and retry; finished downloads are kept"
         ) from error
 
 
 def _library() -> Any:
     try:
         import huggingface_hub
-        import huggingface_hub.constants  # a lazy package: its submodules must be asked for
+        import huggingface_hub.constants  # not loaded by the lazy package itself
     except ImportError:
         raise ModelError(
-            "models of the hub (org/name) need the extra 'hub': pip install '.[hub]' in the checkout"
+            "models of the hub (org/name) need the extra 'hub': pip install '.[hub]' "
+            "in the checkout"
         ) from None
     return huggingface_hub
 
 
-def _take(hub: Any, wanted: Wanted, names: list[str]) -> Path:
-    file = wanted.file
+def _download(hub: Any, ref: HubRef, names: list[str]) -> Path:
+    file = ref.file
     if file is None and not any(
         name.endswith(".safetensors") and "/" not in name for name in names
     ):
-        file = _only_gguf(wanted.repo, names)
+        file = _only_gguf(ref.repo, names)
     if file is None:
-        return _snapshot(hub, wanted, local=False)
+        return _snapshot(hub, ref, local=False)
     parts = parts_of(file)
-    if not set(parts) & set(names):  # one file; or none, which the hub itself will say
+    if not set(parts) & set(names):  # not split; a missing file is the hub's error
         return Path(
-            hub.hf_hub_download(wanted.repo, file, revision=wanted.revision, local_files_only=False)
+            hub.hf_hub_download(ref.repo, file, revision=ref.revision, local_files_only=False)
         )
-    if lost := [part for part in parts if part not in names]:
+    if absent := [part for part in parts if part not in names]:
         raise ModelError(
-            f"{wanted.repo} does not hold all {len(parts)} parts of {file}: {_missing(lost)}; choose another file"
+            f"{ref.repo} does not hold all {len(parts)} parts of {file}: "
+            f"{_describe_missing(absent)}; choose another file"
         )
-    folder = _snapshot(hub, wanted, local=False, parts=parts)
-    if missing := _missing(_not_in(folder, parts)):
+    folder = _snapshot(hub, ref, local=False, parts=parts)
+    if missing := _describe_missing(_absent(folder, parts)):
         raise ModelError(
-            f"could not get all of {wanted} from the hub: {missing}; what has arrived is kept, so ask again"
+            f"could not get all of {ref} from the hub: {missing}; "
+            "retry; finished downloads are kept"
         )
     return folder / file
 
 
-def _snapshot(hub: Any, wanted: Wanted, *, local: bool, parts: list[str] | None = None) -> Path:
-    """The folder of one revision, with what of it we read; or with the parts of one split file, which must all be of the same revision."""
+def _snapshot(hub: Any, ref: HubRef, *, local: bool, parts: list[str] | None = None) -> Path:
+    """The folder of one revision with the files in PATTERNS, or with the parts of a split file.
+
+    One call downloads all parts, so that they belong to one revision."""
     patterns = {"allow_patterns": list(PATTERNS), "ignore_patterns": list(IGNORED)}
     if parts is not None:
         patterns = {"allow_patterns": [glob.escape(part) for part in parts], "ignore_patterns": []}
     return Path(
-        hub.snapshot_download(
-            wanted.repo, revision=wanted.revision, local_files_only=local, **patterns
-        )
+        hub.snapshot_download(ref.repo, revision=ref.revision, local_files_only=local, **patterns)
     )
 
 
 def _only_gguf(repo: str, names: list[str]) -> str:
-    files = list(grouped(name for name in names if name.endswith(".gguf")))
+    files = list(group_parts(name for name in names if name.endswith(".gguf")))
     if len(files) == 1:
         return files[0]
     if files:
         raise ModelError(
-            f"{repo} holds {len(files)} GGUF files; choose one: {', '.join(f'{repo}:{name}' for name in files[:20])}"
+            f"{repo} holds {len(files)} GGUF files; choose one: "
+            f"{', '.join(f'{repo}:{name}' for name in files[:20])}"
         )
     raise ModelError(
-        f"{repo} holds neither safetensors nor GGUF files; other kinds of weights are not read"
+        f"{repo} holds neither safetensors nor GGUF files; other formats are not supported"
     )
 
 
-# ----------------------------------------------------------------------------------------------------- without a network
+# ----------------------------------------------------------------------------- without a network
 
 
-def _instead(hub: Any, wanted: Wanted, error: Exception) -> tuple[Path, str]:
-    """The cache's copy and what to say about it; or one error with both reasons."""
-    path, missing = _in_cache(hub, wanted)
+def _fall_back_to_cache(hub: Any, ref: HubRef, error: Exception) -> tuple[Path, str]:
+    """(path in the cache, notice), or an error with both reasons."""
+    path, missing = _find_in_cache(hub, ref)
     if missing:
-        raise _not_got(wanted, error, f"and in the cache {missing}; check the network") from error
+        raise _hub_error(ref, error, f"and in the cache {missing}; check the network") from error
     revision = (
         path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else "unknown"
     )
-    why = f"the hub cannot be reached ({_reason(error)})"
-    return (
-        path,
-        f"{why}: taking {wanted} from the cache, revision {revision}, which may not be the newest",
+    notice = (
+        f"the hub cannot be reached ({_reason(error)}): taking {ref} from the cache, "
+        f"revision {revision}, which may not be the newest"
     )
+    return path, notice
 
 
-def _in_cache(hub: Any, wanted: Wanted) -> tuple[Path, str]:
-    """(path, "") where the cache holds all that was asked for, else what is missing."""
+def _find_in_cache(hub: Any, ref: HubRef) -> tuple[Path, str]:
+    """(path, "") if the cache holds the complete model, else (any path, what is missing)."""
     try:
-        if wanted.file is not None and not parts_of(wanted.file):
+        if ref.file is not None and not parts_of(ref.file):
             return Path(
                 hub.hf_hub_download(
-                    wanted.repo, wanted.file, revision=wanted.revision, local_files_only=True
+                    ref.repo, ref.file, revision=ref.revision, local_files_only=True
                 )
             ), ""
-        path = _snapshot(hub, wanted, local=True)
-    except Exception:  # whatever the library calls it
+        path = _snapshot(hub, ref, local=True)
+    except Exception:  # huggingface_hub has several error types for this
         return Path(), "it is not there"
-    file = wanted.file
+    file = ref.file
     if file is None:
         files = [f.relative_to(path).as_posix() for f in path.rglob("*.gguf")]
         if any(path.glob("*.safetensors")) or not files:
-            return path, _lacks(path)
-        file = _only_gguf(wanted.repo, files)
-    return path / file, _missing(_not_in(path, parts_of(file) or [file]))
+            return path, _missing_in_snapshot(path)
+        file = _only_gguf(ref.repo, files)
+    return path / file, _describe_missing(_absent(path, parts_of(file) or [file]))
 
 
-def _not_in(folder: Path, files: list[str]) -> list[str]:
-    return [
-        file for file in files if not (folder / file).exists()
-    ]  # files are links, which may dangle
+def _absent(folder: Path, files: list[str]) -> list[str]:
+    # Files of a snapshot are links, which may be broken.
+    return [file for file in files if not (folder / file).exists()]
 
 
-def _missing(lost: list[str]) -> str:
+def _describe_missing(absent: list[str]) -> str:
     return (
-        f"{lost[0]} is missing" + (f" (and {len(lost) - 1} more)" if lost[1:] else "")
-        if lost
+        f"{absent[0]} is missing" + (f" (and {len(absent) - 1} more)" if absent[1:] else "")
+        if absent
         else ""
     )
 
 
-def _lacks(folder: Path) -> str:
-    """What a snapshot of safetensors needs and has not: the library hands out one whose fetching was interrupted, too."""
-    have = {
-        file.name for file in folder.iterdir() if file.exists()
-    }  # files are links, which may dangle
+def _missing_in_snapshot(folder: Path) -> str:
+    """What a safetensors snapshot lacks, or "".
+
+    huggingface_hub also returns snapshots whose download was interrupted."""
+    have = {file.name for file in folder.iterdir() if file.exists()}
     need = {"config.json"}
     for name in have:
         if part := re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})\.safetensors", name):
@@ -222,31 +230,33 @@ def _lacks(folder: Path) -> str:
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return "its model.safetensors.index.json cannot be read"
-    lost = sorted(need - have)
+    absent = sorted(need - have)
     if not any(
         name.endswith(".safetensors") and not name.startswith("consolidated") for name in have
     ):
-        lost.append("a file of weights")
+        absent.append("a file of weights")
     if not have & set(_TOKENIZERS):
-        lost.append("a tokenizer")
-    return _missing(lost)
+        absent.append("a tokenizer")
+    return _describe_missing(absent)
 
 
 def _unreachable(error: BaseException) -> bool:
-    """Nobody answered, or only somebody on the way (a status of 500 or more): not a repository that does not exist or is closed to us.
-    Asking for the list of files touches no disk, so a fault of the system behind the library's own is one of the network."""
+    """Whether the hub could not be reached, or a server on the way failed (status 500 or more).
+
+    False for a repository that does not exist or denies access. Listing the files does not use the
+    disk, so an OSError in the chain of causes is a network error."""
     link: BaseException | None = error
     while link is not None:
-        if (answer := getattr(link, "response", None)) is not None:
-            return int(getattr(answer, "status_code", 0)) >= 500
+        if (response := getattr(link, "response", None)) is not None:
+            return int(getattr(response, "status_code", 0)) >= 500
         if isinstance(link, OSError):
             return True
         link = link.__cause__ or link.__context__
     return False
 
 
-def _not_got(wanted: Wanted, error: Exception, remedy: str) -> ModelError:
-    return ModelError(f"could not get {wanted} from the hub: {_reason(error)}; {remedy}")
+def _hub_error(ref: HubRef, error: Exception, remedy: str) -> ModelError:
+    return ModelError(f"could not get {ref} from the hub: {_reason(error)}; {remedy}")
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""One name per weight, whatever the file calls it: our name -> where the bytes lie in the file.
+"""Map internal weight names to the tensor names of safetensors and GGUF files.
 
-In: a family and a kind of file. Out: for each of our names (model/spec.py) a Source: the file's tensor(s), and which rows of it.
-Nothing here touches bytes; model/load.py does what a Source says.
+In: a family and an internal name (model/spec.py). Out: a Source: the tensors of the file that hold
+the weight, and which rows of them. No bytes are read here; model/load.py applies the Source.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-# The parts of one layer, as Hugging Face's llama calls them. Other families are written as differences.
+# Names of one layer in Hugging Face's llama. Other families are given as differences.
 _LLAMA = {
     "attn_norm": "input_layernorm",
     "attn.q": "self_attn.q_proj",
@@ -108,33 +108,33 @@ _GGUF_TOP = {
     "head": "output",
 }
 
-# Tensors that a file may hold beyond the model and that change nothing: buffers that are recomputed here.
-_HARMLESS = {
+# Tensors in a file that the engine ignores: buffers that it computes itself.
+_IGNORABLE = {
     "hf": re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$"),
     "gguf": re.compile(
         r"^(rope_freqs|rope_factors_long|rope_factors_short)\.weight$|^blk\.\d+\.attn\.rot_embd$"
     ),
 }
-_HARMLESS_VISION = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision)\.")
+_IGNORABLE_VISION = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision)\.")
 
 HF_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "transformer.", "")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where one weight lies. With several names the tensors are experts, stacked in order."""
+    """Location of one weight. Several names are the experts of a layer, to be stacked in order."""
 
     names: tuple[str, ...]
     part: str = ""  # q, k, v, gate, up: those rows of a fused matrix; empty: all
-    transpose: bool = False  # gpt2's Conv1D keeps [in, out]
-    permuted: bool = False  # GGUF's llama has the two halves of each rotated head interleaved
+    transpose: bool = False  # gpt2's Conv1D stores [in, out]
+    permuted: bool = False  # GGUF's llama interleaves the two halves of each rotated head
 
 
 def hf_source(family: str, prefix: str, name: str, experts: int) -> Source:
-    """Our name -> where a safetensors directory of this family keeps it."""
+    """Location of a weight in a safetensors directory of this family."""
     stem, suffix = _split(name)
     if stem == "head":
-        # a language model nested in a multi-modal one keeps its head beside its body
+        # inside a multi-modal model, the head is a sibling of the language model
         top = prefix.removesuffix("model.") if prefix.startswith("language_model.") else ""
         return Source((f"{top}lm_head.weight",))
     if not stem.startswith("layers."):
@@ -154,7 +154,7 @@ def hf_source(family: str, prefix: str, name: str, experts: int) -> Source:
 
 
 def gguf_source(architecture: str, name: str) -> Source:
-    """Our name -> where a GGUF file of this architecture keeps it."""
+    """Location of a weight in a GGUF file of this architecture."""
     stem, suffix = _split(name)
     if not stem.startswith("layers."):
         return Source((f"{_GGUF_TOP[stem]}.{suffix}",))
@@ -168,20 +168,20 @@ def gguf_source(architecture: str, name: str) -> Source:
 
 
 def find_prefix(names: Iterable[str], family: str) -> str | None:
-    """What stands before every name of the body: "model." mostly; None where no embedding is found."""
+    """Prefix of all names, mostly "model."; None if the file has no embedding."""
     present = set(names)
     embed = (_HF_TOP_GPT2 if family == "gpt2" else _HF_TOP)["embed"]
     return next((p for p in HF_PREFIXES if f"{p}{embed}.weight" in present), None)
 
 
-def harmless(kind: str, *, tied: bool, nested: bool) -> Callable[[str], bool]:
-    """A test for tensors that may be in the file without being part of the model as we run it."""
-    pattern = _HARMLESS[kind]
+def ignorable(kind: str, *, tied: bool, nested: bool) -> Callable[[str], bool]:
+    """Predicate: whether a tensor of this name may be in the file although no weight uses it."""
+    pattern = _IGNORABLE[kind]
     heads = {"lm_head.weight", "language_model.lm_head.weight", "output.weight"} if tied else set()
     return lambda name: (
         bool(pattern.search(name))
         or name in heads
-        or (nested and bool(_HARMLESS_VISION.search(name)))
+        or (nested and bool(_IGNORABLE_VISION.search(name)))
     )
 
 

@@ -1,4 +1,4 @@
-"""Operations on quantised tensors: conversion to another block format, and the search for broken blocks."""
+"""Operations on quantised tensors: convert to another block format, find non-finite blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["broken_block", "dequantise", "nbytes", "quantise", "requantise"]
 
 
 def requantise(tensor: Tensor, type: str) -> Tensor:
-    """The same weight in another type, a few rows at a time: the peak is the result plus a few MiB, never a float32 copy.
+    """Convert a weight to another type, a few rows at a time.
 
-    A loader that lets go of each source before the next one thus needs the quantised model and one tensor's map at most."""
+    Peak memory is the result plus a few MiB, never a float32 copy of the weight."""
     if tensor.type == type:
         return tensor
     try:
@@ -33,7 +33,7 @@ def requantise(tensor: Tensor, type: str) -> Tensor:
     return Tensor(tensor.name, type, tensor.shape, out.reshape(-1))
 
 
-# where the floats of a block lie, in bytes; the plain types are nothing else
+# Float type of a block's scales, and their byte offsets in the block.
 _SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
     "f32": ("<f4", (0,)),
     "f16": ("<f2", (0,)),
@@ -53,18 +53,19 @@ _SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
 
 
 def broken_block(tensor: Tensor) -> int | None:
-    """The first block that holds a NaN or an infinity (a scale, or the value itself of a plain type); None: all are numbers.
+    """Index of the first block with a NaN or an infinity among its scales; None if there is none.
 
-    It reads the whole weight, at some 6 GB/s: right for a small file, a tenth of the loading of a large one."""
-    kind, places = _SCALES[tensor.type]
+    For f32, f16 and bf16 the values themselves are checked. The function reads the whole weight at
+    about 6 GB/s, which adds about a tenth to the load time of a large model."""
+    kind, offsets = _SCALES[tensor.type]
     width = np.dtype(kind).itemsize
-    words = tensor.data.view(kind).reshape(-1, BLOCKS[tensor.type][1] // width)
+    values = tensor.data.view(kind).reshape(-1, BLOCKS[tensor.type][1] // width)
     found: list[int] = []
-    for place in places:
-        column = words[:, place // width]
-        good = (
+    for offset in offsets:
+        column = values[:, offset // width]
+        finite = (
             (column & np.uint16(0x7F80)) != 0x7F80 if tensor.type == "bf16" else np.isfinite(column)
         )
-        if not good.all():
-            found.append(int(np.argmin(good)))
+        if not finite.all():
+            found.append(int(np.argmin(finite)))
     return min(found, default=None)

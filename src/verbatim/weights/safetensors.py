@@ -1,11 +1,12 @@
-"""Read a safetensors model directory: config.json, generation_config.json and memory-mapped weights, one file or many shards.
+"""Safetensors reader: a model directory in; configs and memory-mapped weights out.
 
-A safetensors file: eight bytes with the length of a JSON header, the header (name -> dtype, shape, two offsets), the data.
-The header is a stranger's: its length is checked against the file, its cost in memory is estimated before it is parsed, and the
-tensors must cover the data exactly, without a gap or an overlap. Only float weights become tensors; what else a file holds
-(masks, position ids) is listed in `others` by name and dtype, so that a loader can say what it was.
+Layout of a safetensors file: eight bytes with the length of a JSON header, the header (name ->
+dtype, shape, two offsets), the data.
 
-Pickle checkpoints (pytorch_model.bin) are never read: unpickling runs the file's code.
+Files are untrusted. The header length is checked against the file, its memory is estimated before
+it is parsed, and the tensors must cover the data exactly, without gaps or overlaps. Only float
+tensors become weights. Others (masks, position ids) are listed in `others` by name and dtype for
+error texts. Pickle checkpoints (pytorch_model.bin) are never read: unpickling runs code.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.gguf import map_file, sample, sample_runs
-from verbatim.weights.split import grouped
+from verbatim.weights.gguf import hash_samples, map_file, samples_per_tensor
+from verbatim.weights.split import group_parts
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 INDEX = "model.safetensors.index.json"
@@ -29,10 +30,10 @@ SINGLE = "model.safetensors"
 MAX_JSON = 32 << 20  # bytes of a config or an index
 MAX_HEADER = 100 << 20  # the format's own limit
 MAX_DIMS = 8
-JSON_MEMORY = 48 << 20  # beyond the file's own size
+JSON_MEMORY = 48 << 20  # bytes of memory for parsed JSON, beyond the file size
 
 FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-# bits of one value, for the offsets of tensors that we only pass over
+# Bits per value, also of dtypes that are not read: their offsets are checked.
 BITS = {
     "BOOL": 8,
     "U8": 8,
@@ -59,7 +60,7 @@ BITS = {
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsDir:
-    """`generation_config` is empty where the directory has none."""
+    """A parsed model directory. `generation_config` is empty if the file is absent."""
 
     path: Path
     config: dict[str, Any] = field(repr=False)
@@ -70,7 +71,7 @@ class SafetensorsDir:
 
 
 def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
-    """Read everything but the weights, and map those. Any fault is a ModelError."""
+    """Parse everything but the weights, and map those. Any violation is a ModelError."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(
@@ -78,12 +79,12 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
             file=str(directory),
         )
     try:
-        there = (directory / "config.json").exists()
+        has_config = (directory / "config.json").exists()
     except OSError as error:
         raise ModelError(
             f"cannot be read: {error.strerror or error}", file=str(directory)
         ) from error
-    if not there:
+    if not has_config:
         raise ModelError(_no_model(directory), file=str(directory))
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
@@ -112,19 +113,22 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
 
 
 def _no_model(directory: Path) -> str:
-    """A directory without config.json: what it is not, and which file in it was probably meant."""
+    """Error text for a directory without config.json; suggests a GGUF file in it."""
     try:
-        files = list(grouped(f.name for f in directory.glob("*.gguf")))
-    except OSError:  # it may not be listed
+        files = list(group_parts(f.name for f in directory.glob("*.gguf")))
+    except OSError:  # no permission to list the directory
         files = []
     if files:
         more = f" (and {len(files) - 1} more)" if len(files) > 1 else ""
         return f"is a directory; give the GGUF file itself: {directory / files[0]}{more}"
-    return "is not a model: a directory needs config.json and *.safetensors beside it; or give a .gguf file"
+    return (
+        "is not a model: a directory needs config.json and *.safetensors beside it; "
+        "or give a .gguf file"
+    )
 
 
 def _shards(directory: Path) -> dict[str, list[str]]:
-    """File names of the weights, with the tensors that the index promises in each."""
+    """Shard file name -> names of the tensors that the index assigns to it."""
     index = directory / INDEX
     if index.exists():
         weight_map = read_json(index).get("weight_map")
@@ -161,7 +165,7 @@ def _shards(directory: Path) -> dict[str, list[str]]:
 
 
 def _check_shard_name(shard: object, name: str, index: Path) -> None:
-    """A shard is a plain file name beside the index: nothing that leads out of the directory."""
+    """Reject shard names that are not plain file names in the directory of the index."""
     if isinstance(shard, str) and any(c in "/\\:" or ord(c) < 32 for c in shard):
         raise ModelError(
             f"the shard name {shard!r:.80} leads out of the model's directory", file=str(index)
@@ -173,17 +177,18 @@ def _check_shard_name(shard: object, name: str, index: Path) -> None:
         or shard.startswith(".")
     ):
         raise ModelError(
-            f"tensor {name!r:.80} lies in {shard!r:.80}, which is not the name of a safetensors file",
+            f"tensor {name!r:.80} lies in {shard!r:.80}, which is not the name of a "
+            "safetensors file",
             file=str(index),
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- one file
+# ------------------------------------------------------------------------------------- one file
 
 
 def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(float tensors as views of a memory map, dtype of every other tensor), in the order of the data."""
-    view = map_file(file, least=10)
+    """(float tensors as views of the memory map, dtypes of other tensors), in order of offset."""
+    view = map_file(file, min_size=10)
     size = len(view)
     length = int.from_bytes(view[:8], "little")
     if not 2 <= length <= min(MAX_HEADER, size - 8):
@@ -224,7 +229,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
-    """(begin, end, dtype, shape) of one tensor, checked against each other."""
+    """(begin, end, dtype, shape) of one tensor; checks that the offsets match dtype and shape."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ModelError(
             f"tensor {name!r:.80} needs exactly dtype, shape and data_offsets", file=str(file)
@@ -243,7 +248,8 @@ def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int,
         bits *= dim
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
         raise ModelError(
-            f"tensor {name!r:.80} ({dtype} {shape!r:.80}) takes {bits} bits, but its offsets are {offsets!r:.80}",
+            f"tensor {name!r:.80} ({dtype} {shape!r:.80}) takes {bits} bits, "
+            f"but its offsets are {offsets!r:.80}",
             file=str(file),
         )
     return offsets[0], offsets[1], dtype, tuple(shape)
@@ -254,19 +260,21 @@ def _is_size(value: object) -> bool:
 
 
 def _digest(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of the config, every tensor's name, type and shape, and 4 KiB of each (weights/gguf.py says what that is worth)."""
+    """SHA-256 of the config, of every tensor's name, type and shape, and of 4 KiB of its data.
+
+    An identifier, not an integrity check (see the digest in gguf.py)."""
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    runs = sample_runs(len(tensors))
+    count = samples_per_tensor(len(tensors))
     for name in sorted(tensors):
-        sample(digest, tensors[name], runs)
+        hash_samples(digest, tensors[name], count)
     return digest.hexdigest()
 
 
-# --------------------------------------------------------------------------------------------------------------- JSON
+# ----------------------------------------------------------------------------------------- JSON
 
 
 def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
-    """A JSON object out of a small file beside the weights."""
+    """Parse a small JSON file beside the weights; the top level must be an object."""
     try:
         if not file.is_file():
             raise ModelError(
@@ -284,23 +292,22 @@ def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
 
 
 def parse_json(raw: bytes, file: Path, memory: int) -> dict[str, Any]:
-    """A JSON object, refused before it is parsed if its objects could take more than `memory` bytes.
+    """Parse a JSON object; fail before parsing if the result could exceed `memory` bytes.
 
-    Each comma, colon and bracket may stand for one small Python object and its place in a dict, 150 bytes at most together; text
-    is copied, with up to four bytes a character where it is not ASCII."""
+    Estimate: each comma, colon and bracket may be one small Python object and its dict entry, at
+    most 150 bytes. Text is copied, with up to four bytes per character if it is not ASCII."""
     marks = sum(raw.count(mark) for mark in (b",", b":", b"[", b"{"))
     if 150 * marks + len(raw) * (2 if raw.isascii() else 5) > memory:
         raise ModelError(
-            f"JSON with {marks} values in {len(raw)} bytes needs more memory than is fair",
+            f"JSON with {marks} values in {len(raw)} bytes needs more memory than the limit",
             file=str(file),
         )
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_unique)
     except RecursionError:
         raise ModelError("JSON nested too deeply", file=str(file)) from None
-    except (
-        ValueError
-    ) as error:  # not UTF-8, not JSON, a number with thousands of digits, a name twice
+    # Not UTF-8, not JSON, a number with thousands of digits, or a duplicate name.
+    except ValueError as error:
         raise ModelError(f"not valid JSON: {error}", file=str(file)) from None
     if not isinstance(value, dict):
         raise ModelError(f"JSON holds a {type(value).__name__}, not an object", file=str(file))
@@ -308,11 +315,16 @@ def parse_json(raw: bytes, file: Path, memory: int) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """dict(pairs); a duplicate name is an error."""
     result = dict(pairs)
     if len(result) != len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice[:80]!r} appears twice")
+        duplicate = next(
+            name
+            for name, _ in pairs
+            if name in seen or seen.add(name)  # type: ignore[func-returns-value]
+        )
+        raise ValueError(f"the name {duplicate[:80]!r} appears twice")
     return result
 
 

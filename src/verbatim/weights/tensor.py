@@ -1,4 +1,7 @@
-"""Tensor: one weight as it lies in its file: raw bytes, a type and a shape. Nothing is converted until a backend asks."""
+"""Tensor: one weight as stored in its file (raw bytes, type, shape); Weights: all of a model.
+
+Nothing is dequantised until a backend calls `to_f32` or packs the bytes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ __all__ = ["BLOCKS", "Tensor", "Weights"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tensor:
-    """`data` is a flat uint8 view (often of a memory map); the last axis of `shape` is contiguous and is what blocks run along."""
+    """`data` is a flat uint8 view, usually of a memory map.
+
+    The last axis of `shape` is contiguous; blocks lie along it."""
 
     name: str
     type: str
@@ -41,7 +46,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Weights(Mapping[str, Tensor]):
-    """A model's weights by our names (see model/spec.py), with the digest that names this model in fingerprints."""
+    """Weights by internal name (model/spec.py), and the model's digest for fingerprints."""
 
     tensors: dict[str, Tensor]
     source: str
