@@ -340,7 +340,7 @@ async def test_drain_cancels_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> 
         stream = await e.submit("x", SamplingParams(max_tokens=1000, ignore_eos=True))
         await anext(stream)
         backend.gate.clear()
-        note = e._note
+        note = e._post
 
         def then_let_the_step_end(what: str, value: Any) -> None:
             note(what, value)

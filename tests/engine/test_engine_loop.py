@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.engine.loop_detector import EVERY, LEAST, LONGEST, TIMES, LoopDetector, loop_length
+from verbatim.engine.loop_detector import INTERVAL, MIN_TOKENS, MAX_NGRAM, MIN_REPEATS, LoopDetector, loop_length
 
 
 def by_definition(tokens: list[int]) -> int:
     """The shortest n such that the last max(64, 4 n) tokens repeat with period n."""
-    for n in range(1, LONGEST + 1):
-        size = max(LEAST, TIMES * n)
+    for n in range(1, MAX_NGRAM + 1):
+        size = max(MIN_TOKENS, MIN_REPEATS * n)
         tail = tokens[-size:]
         if len(tail) == size and all(a == b for a, b in zip(tail, tail[n:], strict=False)):
             return n
@@ -44,7 +44,7 @@ def test_what_counts_and_what_does_not() -> None:
 def test_the_detector_looks_at_fixed_places() -> None:
     detector, text = LoopDetector(), [7] * 200
     seen = [i for i in range(200) if detector.look(text[: i + 1])]
-    assert seen == [i for i in range(200) if (i + 1) % EVERY == 0 and i + 1 >= LEAST]
+    assert seen == [i for i in range(200) if (i + 1) % INTERVAL == 0 and i + 1 >= MIN_TOKENS]
     assert detector.length == 1
     for token in range(40):
         text.append(token)

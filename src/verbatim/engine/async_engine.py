@@ -1,13 +1,14 @@
-"""AsyncEngine: many clients, one engine. Requests come in from coroutines; the engine's loop runs in a thread of its own.
+"""AsyncEngine: many asyncio clients, one engine. The engine's loop runs in its own thread.
 
     engine = AsyncEngine("smollm2")
     stream = await engine.submit("Once upon", SamplingParams(max_tokens=64))
-    async for item in stream:                  # Delta, Delta, ..., and last the Completion
+    async for item in stream:                  # Delta, Delta, ..., finally the Completion
         ...
 
-Three rules keep it calm. Only the engine's thread touches the core; others leave a note in an inbox. A reader that does
-not keep up costs no memory beyond its own answer: what is not yet read is merged into one pending Delta a choice. A
-failure of the loop ends every request with an error, and is kept in `error`.
+Requests come in from coroutines; streams of Deltas go out. Three invariants: only the engine's
+thread touches the core, and other threads post to its inbox; a slow reader costs no memory beyond
+its own output, because unread Deltas of a choice are merged into one; a failure of the loop ends
+every request with an error, which `error` keeps.
 """
 
 from __future__ import annotations
@@ -45,13 +46,15 @@ from verbatim.engine.running_request import Output
 from verbatim.grammar.compile_pool import SIZE
 from verbatim.grammar.matcher import ARRIVAL_TIMEOUT, busy, prepare
 
+# Idle seconds before the block accounting is checked, so that the check delays no burst of
+# requests.
 IDLE_CHECK_SECONDS = 0.2
 T = TypeVar("T")
 R = TypeVar("R", bound="AsyncStream | SinkRequest")
 
 
-def _nobody() -> None:
-    """In the place of a stream that is not made yet."""
+def _no_reader() -> None:
+    """Placeholder for the reader of a request that is still being tokenised."""
 
 
 def _same(value: T) -> T:
@@ -59,28 +62,22 @@ def _same(value: T) -> T:
 
 
 class AsyncEngine(EngineBase):
-    """`options` are the fields of EngineConfig. The constructor loads the model (blocking: run it in a thread if that
-    matters)."""
+    """`options` are the fields of EngineConfig. The constructor loads the model, and blocks."""
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         super()._open(parts, config)
-        self._streams: dict[
-            str, Callable[[], AsyncStream | SinkRequest | None]
-        ] = {}  # weak: a stream that nobody holds any more is aborted
+        # Readers by request id. AsyncStreams are held weakly: a dropped one aborts its request.
+        self._readers: dict[str, Callable[[], AsyncStream | SinkRequest | None]] = {}
         self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
-        # As many threads as the pool has slots. Of two, one tenant has at most one at a time, so an
-        # expensive structure delays another tenant's by one compile at most.
+        # One thread per slot of the compile pool. One tenant occupies at most one of two, so an
+        # expensive grammar delays another tenant's by one compile at most.
         self._compilers = FairThreadPool(SIZE, "verbatim-compile")
-        self._compilers.submit(
-            "", partial(prepare, parts.tokenizer)
-        )  # now, while nobody's answer waits for it
+        self._compilers.submit("", partial(prepare, parts.tokenizer))  # before any request waits
         self._inbox: deque[tuple[str, Any]] = deque()
-        self._dropped: deque[tuple[str, Any]] = (
-            deque()
-        )  # requests whose streams were collected, and what held those
-        self._lock = threading.RLock()  # guards the inbox, the streams and the flags
+        self._dropped: deque[tuple[str, Any]] = deque()  # garbage-collected streams: id, weakref
+        self._lock = threading.RLock()  # guards the inbox, the readers and the flags
         self._awake = threading.Event()
-        self._arriving = 0  # accepted by submit() and not yet seen by the loop
+        self._arriving = 0  # requests accepted by submit() that the loop has not added yet
         self._draining = self._closing = False
         self._error: BaseException | None = None
         self._idle = threading.Event()
@@ -88,24 +85,24 @@ class AsyncEngine(EngineBase):
         self._thread = threading.Thread(target=self._run, name="verbatim-engine", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------------------------------------------------- facts
+    # --------------------------------------------------------------------------------- state
 
     @property
     def alive(self) -> bool:
-        """The loop runs and accepts requests (not draining, not failed, not closed)."""
+        """The loop accepts requests: it is not draining, failed or closed."""
         return not self._draining and not self._closing and self._error is None
 
     @property
     def step_thread(self) -> int | None:
-        """The system's number of the thread that steps: the first of the backend's team."""
+        """OS thread id of the engine's thread, which is also thread 0 of the backend's pool."""
         return self._thread.native_id
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the loop, if it failed."""
+        """The exception that ended the loop, if it failed."""
         return self._error
 
-    # ------------------------------------------------------------------------------------------------------- for clients
+    # --------------------------------------------------------------------------- client's side
 
     async def submit(
         self,
@@ -115,9 +112,11 @@ class AsyncEngine(EngineBase):
         request_id: str | None = None,
         tenant: str = "",
     ) -> AsyncStream:
-        """Accept a request or refuse it now: RequestError (400), OverloadedError (429, the queue is full),
-        UnavailableError (503, draining or closed), BackendError (the engine died). Tokenising and grammar compilation run
-        off the event loop and off the engine's thread."""
+        """Accept a request, or raise RequestError (400), OverloadedError (429: the queue is full),
+        UnavailableError (503: draining or closed) or BackendError (the engine failed).
+
+        Tokenisation and grammar compiles run neither on the event loop nor on the engine's
+        thread."""
         return await self._submit(partial(_same, prompt), params, request_id, tenant, self._stream)
 
     async def chat(
@@ -129,13 +128,14 @@ class AsyncEngine(EngineBase):
         tenant: str = "",
         template: Mapping[str, Any] | None = None,
     ) -> AsyncStream:
-        """submit() of a conversation through the chat template; `template` holds its options (tools, ...)."""
+        """submit() of a conversation, rendered by the chat template with the options in `template`
+        (tools, ...)."""
         conversation = partial(self.encode_chat, messages, **(template or {}))
         return await self._submit(conversation, params, request_id, tenant, self._stream)
 
     async def submit_to(
         self,
-        feed: OutputSink,
+        sink: OutputSink,
         request_id: str,
         prompt: str | Sequence[int] | None,
         params: SamplingParams | None = None,
@@ -145,21 +145,21 @@ class AsyncEngine(EngineBase):
         tenant: str = "",
         hidden: bool = False,
     ) -> SinkRequest:
-        """submit(), or chat() where there are messages, for a reader of many requests. hidden: the line gathers what embed() gives."""
+        """submit(), or chat() with `messages`, for a reader of many requests. With `hidden` the
+        returned SinkRequest has the embedding of the prompt."""
         make: Callable[[], str | Sequence[int]]
         if messages is not None:
             make = partial(self.encode_chat, messages, **(template or {}))
         else:
             assert prompt is not None
             make = partial(_same, prompt)
-        return await self._submit(
-            make, params, request_id, tenant, partial(SinkRequest, feed), hidden
-        )
+        reader = partial(SinkRequest, sink)
+        return await self._submit(make, params, request_id, tenant, reader, hidden)
 
     async def embed(
         self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""
     ) -> tuple[np.ndarray, int]:
-        """One vector of the final hidden states, as LLM.embed() (float32 [hidden]), and how many tokens there were."""
+        """The embedding of LLM.embed() (float32 [hidden]), and the number of prompt tokens."""
         params = SamplingParams(max_tokens=0)
         stream = await self._submit(
             partial(_same, prompt), params, request_id, tenant, self._stream, hidden=True
@@ -173,7 +173,7 @@ class AsyncEngine(EngineBase):
         params: SamplingParams | None,
         request_id: str | None,
         tenant: str,
-        reader_of: Callable[[str], R],
+        make_reader: Callable[[str], R],
         hidden: bool = False,
     ) -> R:
         request_id = request_id or f"req-{secrets.token_hex(8)}"
@@ -187,31 +187,30 @@ class AsyncEngine(EngineBase):
             return request
 
         try:
-            request = await self._made(make, params, tenant)
-            reader = reader_of(request_id)
+            request = await self._prepare(make, params, tenant)
+            reader = make_reader(request_id)
+            # One critical section: the loop must not fail or close between the check and the post.
             with self._lock:
                 self._check_open()
-                self._streams[request_id] = (
+                self._readers[request_id] = (
                     weakref.ref(reader, partial(self._drop, request_id))
                     if isinstance(reader, AsyncStream)
                     else partial(_same, reader)
                 )
-                self._inbox.append(
-                    ("add", request)
-                )  # in one go with the question whether anybody still reads it
+                self._inbox.append(("add", request))
         except BaseException as error:
             self._give_up(request_id)
-            if isinstance(error, asyncio.CancelledError) and self._not_begun():
+            if isinstance(error, asyncio.CancelledError) and self._cancelled_by_close():
                 raise UnavailableError("the engine is shutting down") from None
             raise
         self._awake.set()
         return reader
 
-    async def _made(
+    async def _prepare(
         self, make: Callable[[], Request], params: SamplingParams | None, tenant: str
     ) -> Request:
-        """Grammar compiles have threads of their own, so that no other prompt waits behind them.
-        Waiting for a thread counts towards ARRIVAL_TIMEOUT."""
+        """Run `make` in a thread pool. Grammar compiles have their own, so that no plain prompt
+        queues behind them. Waiting for a thread counts towards ARRIVAL_TIMEOUT."""
         if not (isinstance(params, SamplingParams) and params.structured):
             return await asyncio.get_running_loop().run_in_executor(self._encoders, make)
         try:
@@ -222,8 +221,8 @@ class AsyncEngine(EngineBase):
             field = next(name for name in STRUCTURE if getattr(params, name) is not None)
             raise busy(field) from None
 
-    def _not_begun(self) -> bool:
-        """A CancelledError that nobody asked this task for: close() came before its work began."""
+    def _cancelled_by_close(self) -> bool:
+        """close() cancelled a queued work item; the client did not cancel its task."""
         task = asyncio.current_task()
         return self._closing and task is not None and not task.cancelling()
 
@@ -231,15 +230,16 @@ class AsyncEngine(EngineBase):
         return AsyncStream(self, request_id)
 
     def _drop(self, request_id: str, held: object) -> None:
-        """A stream was collected. That may come anywhere, in a thread that holds any lock: so none is taken here, and nobody woken. A request
-        that can still be ended keeps the loop awake."""
+        """Weakref callback of a garbage-collected stream. It may run in a thread that holds any
+        lock, so it takes none and wakes nothing: a request that can still be aborted keeps the loop
+        running anyway."""
         self._dropped.append((request_id, held))
 
     def _reserve(self, request_id: str) -> None:
-        """A place in the queue, before any work is done for it."""
+        """Reserve a place in the queue before any work is done for the request."""
         with self._lock:
             self._check_open()
-            if request_id in self._streams:
+            if request_id in self._readers:
                 raise ParameterError("request_id", f"{request_id!r} is already running")
             waiting = len(self.core.scheduler.waiting) + self._arriving
             if waiting >= self.config.max_waiting:
@@ -247,13 +247,13 @@ class AsyncEngine(EngineBase):
                 raise OverloadedError(
                     f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}"
                 )
-            self._streams[request_id] = _nobody
+            self._readers[request_id] = _no_reader
             self._arriving += 1
             self._idle.clear()
 
     def _give_up(self, request_id: str) -> None:
         with self._lock:
-            self._streams.pop(request_id, None)
+            self._readers.pop(request_id, None)
             self._arriving -= 1
         self._awake.set()
 
@@ -264,21 +264,21 @@ class AsyncEngine(EngineBase):
             raise UnavailableError("the engine is shutting down")
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, from any thread; its stream ends with a Completion whose finish reason is "cancel". False:
-        no such request."""
+        """End a request, from any thread. Its stream ends with a Completion whose finish reason is
+        "cancel". False: there is no such request."""
         with self._lock:
-            known = self._streams.get(request_id, _nobody) is not _nobody
+            known = self._readers.get(request_id, _no_reader) is not _no_reader
         if known:
-            self._note("abort", request_id)
+            self._post("abort", request_id)
         return known
 
     def metrics(self) -> str:
-        """stats() and the histograms, in the Prometheus text format."""
+        """stats() and the histograms in the Prometheus text format."""
         self.core.stats()
         return self.core.metrics.registry.render()
 
     async def call(self, work: Callable[[EngineCore], Any]) -> Any:
-        """Run a function of the core on the engine's thread, between two steps."""
+        """Run work(core) on the engine's thread, between two steps."""
         future: Future[Any] = Future()
         with self._lock:
             self._check_open()
@@ -287,24 +287,26 @@ class AsyncEngine(EngineBase):
         return await asyncio.wrap_future(future)
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Refuse new requests (UnavailableError) and wait for the running ones. False: some were cancelled at the timeout."""
+        """Reject new requests (UnavailableError) and wait for the running ones. False: the timeout
+        cancelled some."""
         self._draining = True
-        calm = await asyncio.to_thread(self._idle.wait, timeout)
-        if not calm:
-            self._note("cancel", Finish("cancel", "shutdown"))
+        idle = await asyncio.to_thread(self._idle.wait, timeout)
+        if not idle:
+            self._post("cancel", Finish("cancel", "shutdown"))
             await asyncio.to_thread(self._idle.wait, 5.0)
-        return calm
+        return idle
 
     def close(self) -> None:
-        """Cancel what runs, end the thread, release the backend. Idempotent; from any thread but the engine's."""
+        """Cancel running requests, end the thread, release the backend. Idempotent. Callable from
+        any thread but the engine's."""
         with self._lock:
             first, self._closing = not self._closing, True
         if first:
-            self._note("cancel", Finish("cancel", "shutdown"))
+            self._post("cancel", Finish("cancel", "shutdown"))
             self._thread.join()
-            # Both wait for work that has begun, and all of it ends: encoding takes as long as the text
-            # is (the server bounds that), a compile ends within ARRIVAL_TIMEOUT and the CPU limit, and
-            # prepare() walks the vocabulary once.
+            # Both wait for running work items, and all of them end: the server bounds the length of
+            # a text, a compile ends within ARRIVAL_TIMEOUT and the CPU limit, and prepare() walks
+            # the vocabulary once.
             self._encoders.shutdown(wait=True, cancel_futures=True)
             self._compilers.close()
             self.core.close()
@@ -315,9 +317,10 @@ class AsyncEngine(EngineBase):
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    # ------------------------------------------------------------------------------------------------ the engine's thread
+    # ----------------------------------------------------------------------- engine's thread
 
-    def _note(self, what: str, value: Any) -> None:
+    def _post(self, what: str, value: Any) -> None:
+        """Post a message to the engine's thread, from any thread."""
         with self._lock:
             self._inbox.append((what, value))
         self._awake.set()
@@ -331,13 +334,13 @@ class AsyncEngine(EngineBase):
                 elif self._closing and not self._inbox:
                     break
                 else:
-                    self._rest()
+                    self._wait_for_work()
         except BaseException as error:
             self._die(error)
         self._idle.set()
 
-    def _rest(self) -> None:
-        """Nothing runs: after a moment's calm prove the accounting, then sleep until somebody comes."""
+    def _wait_for_work(self) -> None:
+        """Sleep until a message arrives. After IDLE_CHECK_SECONDS, check the block accounting."""
         with self._lock:
             if not self._inbox and not self._arriving:
                 self._idle.set()
@@ -347,10 +350,10 @@ class AsyncEngine(EngineBase):
 
     def _read_inbox(self) -> None:
         self._awake.clear()
-        dropped = [
-            self._dropped.popleft() for _ in range(len(self._dropped))
-        ]  # first: what they asked for has come in by now
-        for _ in range(len(self._inbox)):  # one by one: what is left when one fails is told so
+        # Before the inbox: the "add" message of a dropped stream is in the inbox by now.
+        dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        # One by one: when a message fails, _die() answers those that are left.
+        for _ in range(len(self._inbox)):
             what, value = self._inbox.popleft()
             if what == "add":
                 self._add(value)
@@ -363,62 +366,62 @@ class AsyncEngine(EngineBase):
                     self.core.abort(request_id, value)
         for request_id, held in dropped:
             with self._lock:
-                same = self._streams.get(request_id) is held  # not a later one of the same name
+                same = self._readers.get(request_id) is held  # not a later request of this id
             if same:
                 self.core.abort(request_id)
 
     def _add(self, request: Request) -> None:
         try:
             self.core.add(request, queued=True)
-            stream = self._streams[request.id]()
-            if stream is not None:
-                stream._hidden = self.core.requests[request.id].hidden
+            reader = self._readers[request.id]()
+            if reader is not None:
+                reader._hidden = self.core.requests[request.id].hidden
         except VerbatimError as error:
             with self._lock:
-                stream = self._streams.pop(request.id)()
-            if stream is not None:
-                stream._fail(error)
+                reader = self._readers.pop(request.id)()
+            if reader is not None:
+                reader._fail(error)
         finally:
             with self._lock:
                 self._arriving -= 1
 
     def _call(self, work: Callable[[EngineCore], Any], future: Future[Any]) -> None:
-        if not future.set_running_or_notify_cancel():  # who asked has left
+        if not future.set_running_or_notify_cancel():  # the caller was cancelled
             return
         try:
             future.set_result(work(self.core))
-        except BaseException as error:  # the caller's, whatever it is: nobody else asked for it
+        except BaseException as error:  # belongs to the caller; the loop continues
             future.set_exception(error)
 
     def _send(self, outputs: Sequence[Output]) -> None:
         by_request: dict[str, list[Output]] = {}
         for output in outputs:
             by_request.setdefault(output.request_id, []).append(output)
-        fed: dict[OutputSink, list[tuple[str, Output | VerbatimError]]] = {}
+        by_sink: dict[OutputSink, list[tuple[str, Output | VerbatimError]]] = {}
         for request_id, items in by_request.items():
             with self._lock:
                 held = (
-                    self._streams.pop(request_id, None)
+                    self._readers.pop(request_id, None)
                     if isinstance(items[-1], Completion)
-                    else self._streams.get(request_id)
+                    else self._readers.get(request_id)
                 )
             reader = held() if held is not None else None
             if isinstance(reader, SinkRequest):
-                fed.setdefault(reader.feed, []).extend((request_id, item) for item in items)
+                by_sink.setdefault(reader.sink, []).extend((request_id, item) for item in items)
             elif reader is not None:
                 reader._put(items)
-        for feed, news in fed.items():
-            feed._put(news)
+        for sink, pairs in by_sink.items():
+            sink._put(pairs)
 
     def _die(self, error: BaseException) -> None:
-        """The loop has failed: whoever waits is told, nobody hangs."""
+        """The loop has failed: end every stream and every call() with an error."""
         with self._lock:
             self._error = error
-            streams, self._streams = [held() for held in self._streams.values()], {}
+            readers, self._readers = [held() for held in self._readers.values()], {}
         while self._inbox:
             what, value = self._inbox.popleft()
             if what == "call" and value[1].set_running_or_notify_cancel():
                 value[1].set_exception(BackendError(f"the engine has failed: {error}"))
-        for stream in streams:
-            if stream is not None:
-                stream._fail(BackendError(f"the engine has failed: {error}"))
+        for reader in readers:
+            if reader is not None:
+                reader._fail(BackendError(f"the engine has failed: {error}"))

@@ -1,6 +1,8 @@
-"""Who reads answers. In: what the engine's thread gives, step by step. Out: an async iterator for one request, or one call for many.
+"""Readers of engine outputs: AsyncStream for one request, OutputSink for many.
 
-Both are written to from the engine's thread and read on an event loop; neither keeps more than what its reader has not taken yet.
+In: Deltas and Completions from the engine's thread, step by step. Out: an async iterator, or one
+callback per batch of outputs, on the reader's event loop. A slow reader costs no more memory than
+its unread output.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ class SupportsAbort(Protocol):
 class AsyncStream:
     """One running request: an async iterator of Deltas that ends with the Completion.
 
-    If the engine fails, iteration raises the VerbatimError. `aclose()` (or leaving `async with`) aborts what still runs; the engine
-    notices one that nobody holds any more. One reader only."""
+    If the engine fails, iteration raises the VerbatimError. `aclose()`, leaving `async with`, or
+    dropping the last reference aborts a running request. Supports one reader."""
 
     def __init__(self, engine: SupportsAbort, request_id: str) -> None:
         self.request_id = request_id
@@ -34,14 +36,14 @@ class AsyncStream:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._pending: dict[int, Delta] = {}  # by choice: what the reader has not taken yet
+        self._pending: dict[int, Delta] = {}  # by choice: unread output, merged into one Delta
         self._error: VerbatimError | None = None
-        self._over = False  # the Completion has been handed out
+        self._over = False  # the reader has received the Completion or the error
         self._hidden = HiddenPool()
         self._waiter: asyncio.Future[None] | None = None
-        self._woken = False
+        self._wake_scheduled = False
 
-    # ------------------------------------------------------------------------------------------------- the engine's side
+    # ----------------------------------------------------------------------- engine's thread
 
     def _put(self, outputs: Sequence[Output]) -> None:
         with self._lock:
@@ -51,29 +53,29 @@ class AsyncStream:
                 else:
                     before = self._pending.get(output.index)
                     self._pending[output.index] = output if before is None else join(before, output)
-        self._wake()
+        self._schedule_wake()
 
     def _fail(self, error: VerbatimError) -> None:
         with self._lock:
             if self.completion is None:
                 self._error = error
-        self._wake()
+        self._schedule_wake()
 
-    def _wake(self) -> None:
-        """From the engine's thread: at most one call is on its way to the event loop, however many deltas came."""
-        if not self._woken:
-            self._woken = True
+    def _schedule_wake(self) -> None:
+        """Schedule at most one wake-up on the event loop, however many outputs arrive before it."""
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
             try:
-                self._loop.call_soon_threadsafe(self._rouse)
-            except RuntimeError:  # the reader's event loop is closed: nobody will read this
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:  # the reader's event loop is closed
                 self._engine.abort(self.request_id)
 
-    def _rouse(self) -> None:
-        self._woken = False
+    def _wake(self) -> None:
+        self._wake_scheduled = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # ------------------------------------------------------------------------------------------------- the reader's side
+    # --------------------------------------------------------------------------- reader's side
 
     def __aiter__(self) -> AsyncIterator[Delta | Completion]:
         return self
@@ -94,7 +96,7 @@ class AsyncStream:
             await self._wait()
 
     async def result(self) -> Completion:
-        """Wait for the end, skipping the deltas."""
+        """Wait for the Completion and discard the Deltas."""
         async for item in self:
             if isinstance(item, Completion):
                 return item
@@ -112,7 +114,7 @@ class AsyncStream:
             if not ready:
                 await self._waiter
         except asyncio.CancelledError:
-            await self.aclose()  # the task that read this was cancelled: nobody wants the rest
+            await self.aclose()  # the reading task was cancelled
             raise
         finally:
             self._waiter = None
@@ -133,52 +135,52 @@ class AsyncStream:
 
 
 class OutputSink:
-    """One reader of many requests: what a step gives them all arrives in one call, on the event loop on which this was made.
+    """One reader of many requests: all outputs of a step arrive in one callback, on the event loop
+    that created the sink.
 
-    `take` gets (request id, Delta | Completion | VerbatimError), in order; a request's last item is its Completion or its error. There
-    is nothing to collect or to close: a request that nobody wants any more is aborted by its id."""
+    `receive` gets (request id, Delta | Completion | VerbatimError) pairs in order. The last item of
+    a request is its Completion or its error. A sink is not closed; requests are aborted by id."""
 
-    def __init__(self, take: Callable[[list[tuple[str, Output | VerbatimError]]], None]) -> None:
-        self._take = take
+    def __init__(self, receive: Callable[[list[tuple[str, Output | VerbatimError]]], None]) -> None:
+        self._receive = receive
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Output | VerbatimError]] = []
 
     def _put(self, items: Sequence[tuple[str, Output | VerbatimError]]) -> None:
-        """From the engine's thread: one call is on its way for all that comes before it arrives."""
+        """On the engine's thread. One scheduled callback delivers everything that is pending."""
         with self._lock:
             wake = not self._pending
             self._pending += items
         if wake:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the reader's loop is closed: nobody will read this
-                self._loop.call_soon_threadsafe(self._arrive)
+            # RuntimeError: the reader's event loop is closed, and no output can be delivered.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
 
-    def _arrive(self) -> None:
+    def _deliver(self) -> None:
         with self._lock:
             items, self._pending = self._pending, []
-        self._take(items)
+        self._receive(items)
 
 
 class SinkRequest:
-    """One request of a OutputSink, in the place of a stream."""
+    """One request whose outputs go to an OutputSink; what AsyncStream is for a single reader."""
 
-    def __init__(self, feed: OutputSink, request_id: str) -> None:
-        self.feed = feed
+    def __init__(self, sink: OutputSink, request_id: str) -> None:
+        self.sink = sink
         self._id = request_id
         self._hidden = HiddenPool()
 
     def _fail(self, error: VerbatimError) -> None:
-        self.feed._put([(self._id, error)])
+        self.sink._put([(self._id, error)])
 
     def embedding(self) -> np.ndarray:
-        """After the end of a request that was submitted with hidden, unless it was cancelled: float32 [hidden]."""
+        """float32 [hidden], once a request submitted with `hidden` has completed uncancelled."""
         return self._hidden.vector()
 
 
 def join(first: Delta, second: Delta) -> Delta:
-    """Two successive Deltas of one choice as one."""
+    """Merge two successive Deltas of one choice."""
     return Delta(
         first.request_id,
         first.index,

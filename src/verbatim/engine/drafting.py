@@ -1,7 +1,9 @@
-"""Speculation's place in the engine: before each step, guesses for the sequences that are about to write; after it, what it cost.
+"""Speculative decoding in the engine: drafts for decoding sequences before each step, measured step
+costs after it.
 
-Guesses go to Scheduler.set_drafts as known-but-unverified tokens. Whatever happens here, the text stays the same: the target draws its
-own token at every drafted position, and commit() keeps a guess only where it is that token.
+Drafts go to Scheduler.set_drafts as known but unverified tokens. They never change the output: the
+target model draws its own token at every drafted position, and commit() accepts a draft only where
+it equals that token.
 """
 
 from __future__ import annotations
@@ -32,29 +34,31 @@ MODES = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
 def cache_share(parts: LoadedModel) -> float:
-    """Of the memory for caches, what is left to the target's: a draft model's holds as many tokens."""
+    """The target's share of the KV-cache memory. A draft model's cache holds as many tokens."""
     if parts.draft is None:
         return 1.0
-    ours, theirs = sum(parts.backend.block_bytes()), sum(parts.draft.block_bytes())
-    return ours / (ours + theirs)
+    target, draft = sum(parts.backend.block_bytes()), sum(parts.draft.block_bytes())
+    return target / (target + draft)
 
 
 class Drafting:
-    """One Speculator for each mode in use; all of them learn from the same measured step costs.
+    """One Speculator per mode in use; all of them share the measured step costs.
 
-    `adaptive=False` (tests) submits every guess in full, whether it pays or not."""
+    `adaptive=False` (for tests) submits every draft in full, whether it pays or not."""
 
     def __init__(self, parts: LoadedModel, config: EngineConfig, scheduler: Scheduler) -> None:
         self.default, colon, _ = config.speculate.partition(":")
         if self.default not in MODES or (colon and self.default not in ("head", "draft")):
             raise ParameterError(
                 "speculate",
-                f"{config.speculate!r} is not one of off, ngram, suffix, head, head:FILE, draft:MODEL, auto",
+                f"{config.speculate!r} is not one of "
+                "off, ngram, suffix, head, head:FILE, draft:MODEL, auto",
             )
         if config.suffix_tenants and self.default not in ("suffix", "auto"):
             raise ParameterError(
                 "suffix_tenants",
-                f"only speculate=suffix or auto reuses answers, and speculate is {config.speculate!r}",
+                "only speculate=suffix or auto reuses answers, "
+                f"and speculate is {config.speculate!r}",
             )
         self._use_cache = config.use_cache
         self._check_cache(self.default)
@@ -67,38 +71,48 @@ class Drafting:
         if parts.draft is not None:
             self._draft = DraftProposer(parts.draft, self._draft_blocks(parts, config))
         self._head: HeadProposer | None = None
-        self._headless = "no draft head comes with this model; open the engine with speculate=head:FILE and the cpu backend"
+        self._no_head = (  # why mode "head" is rejected
+            "no draft head comes with this model; "
+            "open the engine with speculate=head:FILE and the cpu backend"
+        )
         if parts.head is not None and isinstance(parts.backend, DraftBackend):
             self._head = HeadProposer(parts.backend, parts.head)
         elif parts.head is not None:
-            self._headless = f"the {parts.backend.info.name} backend runs no draft heads; open the engine with the cpu backend"
+            self._no_head = (
+                f"the {parts.backend.info.name} backend runs no draft heads; "
+                "open the engine with the cpu backend"
+            )
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
 
     def _draft_blocks(self, parts: LoadedModel, config: EngineConfig) -> int:
-        """As many as the target's cache is worth, so that both stay within the memory that cache_share() split; and no more than could be used."""
+        """Blocks of the draft model's cache: as many as the target's on average over its pools, so
+        that both fit the memory that cache_share() splits; at most what max_running can use."""
         draft, sizes = parts.draft, parts.backend.block_bytes()
         assert draft is not None
-        worth = sum(
+        target_blocks = sum(
             pool.total * size for pool, size in zip(self._scheduler.cache.pools, sizes, strict=True)
         ) // sum(sizes)
-        return max(1, min(worth, config.max_running * -(-draft.spec.context // draft.block_size)))
+        usable = config.max_running * -(-draft.spec.context // draft.block_size)
+        return max(1, min(target_blocks, usable))
 
     def check(self, params: SamplingParams) -> None:
         self._check_cache(self._mode(params))
         if self._mode(params) == "draft" and self._draft is None:
             raise UnsupportedError(
                 "speculate",
-                "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)",
+                "'draft' needs an engine that was opened with a draft model "
+                "(speculate=draft:MODEL)",
             )
         if self._mode(params) == "head" and self._head is None:
-            raise UnsupportedError("speculate", self._headless)
+            raise UnsupportedError("speculate", self._no_head)
 
     def _check_cache(self, mode: str) -> None:
         if not self._use_cache and mode not in ("off", "auto"):
             raise UnsupportedError(
                 "speculate",
-                f"{mode!r} needs the cache, and use_cache is false: nothing could be drafted; leave out one of them",
+                f"{mode!r} needs the cache, and use_cache is false: nothing could be drafted; "
+                "leave out one of them",
             )
 
     def _mode(self, params: SamplingParams) -> str:
@@ -115,22 +129,23 @@ class Drafting:
         return found
 
     def _proposers(self, mode: str) -> list[Proposer]:
-        """Cheapest first. What a grammar leaves no choice about is a guess that costs nothing to make."""
+        """Cheapest first. Tokens that a grammar forces are drafts at no cost."""
         if mode == "draft":
-            assert self._draft is not None, "check() refuses such a request"
+            assert self._draft is not None, "check() rejects such a request"
             return [ForcedProposer(), self._draft]
         if mode == "head":
-            assert self._head is not None, "check() refuses such a request"
+            assert self._head is not None, "check() rejects such a request"
             return [ForcedProposer(), self._head]
         lookup = NgramProposer() if mode == "ngram" else SuffixProposer(remember=self._remember)
         models = (self._head, self._draft) if mode == "auto" else ()
         return [ForcedProposer(), lookup, *(m for m in models if m is not None)]
 
-    # ---------------------------------------------------------------------------------------------------- step by step
+    # -------------------------------------------------------------------------------- per step
 
-    def propose(self, jobs: Mapping[int, RunningRequest]) -> None:
-        """Guesses for every sequence whose next step draws from its last known token."""
-        writing: dict[str, list[Sequence]] = {}
+    def propose(self, requests: Mapping[int, RunningRequest]) -> None:
+        """Set drafts for the decoding sequences: those with one token left to compute. `requests`
+        are by sequence id."""
+        decoding: dict[str, list[Sequence]] = {}
         for seq in self._scheduler.running:
             mode = seq.params.speculate or self.default
             if not (
@@ -140,25 +155,25 @@ class Drafting:
                 or seq.held
                 or len(seq.tokens) - seq.computed != 1
             ):
-                writing.setdefault(mode, []).append(seq)
+                decoding.setdefault(mode, []).append(seq)
         running = len(self._scheduler.running)
-        for mode, seqs in writing.items():
+        for mode, seqs in decoding.items():
             speculator = self._speculator(mode)
             if not speculator.should_draft(running):
                 continue
             views = [
-                self._view(seq, jobs[seq.id])
+                self._view(seq, requests[seq.id])
                 for seq in seqs
-                if jobs[seq.id].matchers or speculator.is_active(seq.id)
+                if requests[seq.id].matchers or speculator.is_active(seq.id)
             ]
             for seq_id, drafts in (speculator.drafts(views, running) if views else {}).items():
-                matcher = jobs[seq_id].matchers.get(seq_id)
+                matcher = requests[seq_id].matchers.get(seq_id)
                 if matcher is not None:
                     drafts = matcher.allowed_drafts(drafts)
                 self._scheduler.set_drafts(seq_id, drafts)
 
-    def _view(self, seq: Sequence, job: RunningRequest) -> SeqView:
-        matcher = job.matchers.get(seq.id)
+    def _view(self, seq: Sequence, request: RunningRequest) -> SeqView:
+        matcher = request.matchers.get(seq.id)
         return SeqView(
             seq.id,
             seq.tokens,
@@ -166,7 +181,7 @@ class Drafting:
             seq.params,
             seq.key,
             max_drafts=seq.limit - len(seq.tokens) - 1,
-            tenant=job.request.tenant,
+            tenant=request.request.tenant,
             forced=matcher.forced() if matcher is not None else (),
             end_ids=seq.ends,
             drafted=seq.drafted,
@@ -174,12 +189,13 @@ class Drafting:
         )
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """A step is done: told before its tokens are read, because a draft head goes on beside that."""
+        """Called after execute and before commit: the draft head overlaps with the commit."""
         if self._head is not None:
             self._head.observe(plan, result)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
-        """Only steps in which every row is drawn from tell what one more draft costs: a prompt's rows skip the head."""
+        """Learn the cost of a step from decode-only steps: prefill rows skip the output layer, so
+        they do not measure what one more draft costs."""
         rows = 0
         for step in plan.sequences:
             if step.draws != len(step.tokens):
@@ -188,7 +204,7 @@ class Drafting:
         self.cost.learn(rows, seconds)
 
     def finish(self, seq: Sequence, tenant: str) -> float:
-        """Seconds that drafts saved this sequence."""
+        """A sequence has ended. Returns the seconds that drafts saved it."""
         speculator = self._speculators.get(self._mode(seq.params))
         if speculator is None:
             return 0.0

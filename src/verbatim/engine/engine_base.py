@@ -1,4 +1,5 @@
-"""What LLM and AsyncEngine have in common: a model's name and settings come in, an opened model with its engine core goes out."""
+"""EngineBase: what LLM and AsyncEngine share. A model name and options come in; a loaded model with
+its EngineCore goes out."""
 
 from __future__ import annotations
 
@@ -16,20 +17,22 @@ from verbatim.engine.request import EncodedText, encoded, lost_in
 
 log = logging.getLogger("verbatim.engine")
 Message = Mapping[str, Any]
-OURS = {"tokenizer", "template", "messages"}  # names that an option of the template cannot have
-INSTEAD = (
+RESERVED_OPTIONS = {"tokenizer", "template", "messages"}  # not allowed as template options
+# A message with one of these needs no content.
+CONTENT_SUBSTITUTES = (
     "tool_calls",
     "function_call",
     "reasoning_content",
     "reasoning",
     "thinking",
-)  # a message may hold these and no text
+)
 
 
 class EngineBase:
-    """A model, opened. `options` are the fields of EngineConfig; an unknown one is a TypeError.
+    """A loaded model. `options` are the fields of EngineConfig; an unknown one is a TypeError.
 
-    model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or `org/name` on the hub."""
+    model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or
+    `org/name` on the hub."""
 
     def __init__(
         self,
@@ -43,20 +46,18 @@ class EngineBase:
         config = _config(type(self).__name__, options)
         parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
         for line in parts.warnings:
-            log.warning(
-                "%s: %s", parts.name, line
-            )  # stderr, unless the program that uses this library says otherwise
+            log.warning("%s: %s", parts.name, line)
         self._open(parts, config)
 
     @classmethod
     def from_parts(cls, parts: LoadedModel, **options: Any) -> Self:
-        """An engine of given parts: fakes in tests, or a model that is already open."""
+        """An engine for an already loaded model, or for the fakes of verbatim.testing."""
         self = cls.__new__(cls)
         self._open(parts, _config(cls.__name__, options))
         return self
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
-        """Subclasses go on from here with what is theirs: locks, streams, a thread."""
+        """Subclasses extend this with their own state: locks, streams, a thread."""
         self.parts = parts
         self.config = config
         self.core = EngineCore(parts, config)
@@ -67,12 +68,13 @@ class EngineBase:
 
     @property
     def context(self) -> int:
-        """Most tokens of prompt and answer together."""
+        """Maximum number of tokens of prompt and completion together."""
         return self.core.context
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Keys of the model's files that are ignored, or followed otherwise than in transformers; logged at load."""
+        """Keys of the model's files that are ignored, or that transformers reads differently.
+        Logged when the model is loaded."""
         return self.parts.warnings
 
     @property
@@ -85,17 +87,19 @@ class EngineBase:
         return self.core.fingerprint
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
-        """The token ids that a plain prompt is sent as. `parse_special`: the text of a control token ("<|im_start|>") becomes that token,
-        for prompts that are already in the model's own format; without it, it stays text."""
+        """Token ids of a plain prompt.
+
+        `parse_special`: the literal text of a control token ("<|im_start|>") becomes that token,
+        for prompts that are already in the model's chat format. Without it, the text stays text."""
         return encoded(self.parts.tokenizer, text, special=parse_special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens left out."""
+        """Text of token ids, without control tokens."""
         return self.parts.tokenizer.decode(ids)
 
     def encode_chat(self, messages: Sequence[Message], /, **template: Any) -> list[int]:
-        """The token ids that a conversation is sent as, through the model's chat template; `template` holds its options
-        (tools, ...). A control token typed by a user stays text."""
+        """Token ids of a conversation, rendered by the model's chat template with the options in
+        `template` (tools, ...). A control token typed by a user stays text."""
         if self.parts.template is None:
             raise UnsupportedError(
                 "messages",
@@ -105,7 +109,7 @@ class EngineBase:
         from verbatim.text.control_tokens import strings_in
 
         check_messages(messages)
-        for name in OURS & template.keys():
+        for name in RESERVED_OPTIONS & template.keys():
             raise ParameterError(
                 "chat_template_kwargs", f"{name!r} is set by the engine; leave it out"
             )
@@ -115,24 +119,25 @@ class EngineBase:
         return ids
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...), as plain numbers."""
+        """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...)."""
         return self.core.stats()
 
 
 def check_messages(messages: Any) -> None:
-    """A conversation is a list of messages with text in them. What else can be wrong with one, the template's room says."""
+    """Check that a conversation is a list of messages with content. text/chat_template.py checks
+    the rest."""
     shape = "[{'role': 'user', 'content': 'Hello'}]"
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ParameterError(
             "messages", f"{type(messages).__name__} is not a list of messages, such as {shape}"
         )
     if not messages:
-        raise ParameterError("messages", f"there is none; give at least one, such as {shape}")
+        raise ParameterError("messages", f"the list is empty; give at least one, such as {shape}")
     for index, message in enumerate(messages):
-        silent = (
+        empty = (
             isinstance(message, Mapping) and "role" in message and message.get("content") is None
         )
-        if silent and not any(message.get(name) for name in INSTEAD):
+        if empty and not any(message.get(name) for name in CONTENT_SUBSTITUTES):
             raise ParameterError("messages", f"messages[{index}] has no content; give it text")
 
 
@@ -143,6 +148,6 @@ def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
             from difflib import get_close_matches
 
             near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
             raise TypeError(f"{caller} has no option {name!r}; {hint}")
     return EngineConfig(**options)

@@ -1,10 +1,10 @@
-"""A thread pool that is fair to its callers: round robin over callers, first in, first out within one caller.
+"""FairThreadPool: round robin over callers, first in, first out within one caller.
 
-    workers = FairThreadPool(4, "verbatim-compile")
-    future = workers.submit("tenant", work)
+    pool = FairThreadPool(4, "verbatim-compile")
+    future = pool.submit("tenant", work)
 
-One caller never occupies all threads (unless there is only one), so another caller finds a free thread while long
-work items of the first run.
+One caller never occupies all threads (unless there is only one), so another caller finds a free
+thread while long work items of the first run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class FairThreadPool:
         return future
 
     def close(self) -> None:
-        """Cancel what has not started and wait for what has: a thread still in native code when Python exits crashes
-        the process. So submitted work must end by itself. Not to be called from one of these threads."""
+        """Cancel queued work items and wait for running ones: a thread that is still in native code
+        when Python exits crashes the process. So every work item must end by itself. Must not be
+        called from a thread of this pool."""
         with self._changed:
             self._closed = True
             for entry in self._queue.clear():

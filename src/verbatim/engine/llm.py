@@ -1,11 +1,14 @@
-"""LLM: the library's front door, blocking. Prompts come in, Completions go out; many prompts share the steps of one engine.
+"""LLM: the blocking API. Prompts come in, Completions go out; many prompts share the steps of one
+engine.
 
     from verbatim import LLM, SamplingParams
 
     with LLM("smollm2") as llm:
-        print(llm.generate("The capital of France is", SamplingParams(max_tokens=8, temperature=0)).text)
+        params = SamplingParams(max_tokens=8, temperature=0)
+        print(llm.generate("The capital of France is", params).text)
 
-Threads may share an LLM: their requests run in the same steps, taken in turns. Servers use AsyncEngine.
+Threads may share an LLM: their requests run in the same batch, and the threads take turns stepping.
+Servers use AsyncEngine.
 """
 
 from __future__ import annotations
@@ -36,20 +39,20 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What `LLM.vote` returns: the answer that most continuations gave. Ties go to the answer that came first."""
+    """Result of `LLM.vote`: the most frequent answer. Of equally frequent ones, the first."""
 
     answer: str
-    counts: tuple[
-        tuple[str, int], ...
-    ]  # most first; texts for which extract() gave None are not counted
+    # Most frequent first, without the completions for which extract() returned None.
+    counts: tuple[tuple[str, int], ...]
     completion: Completion
 
 
 class Stream:
-    """One request being written: iterate for Deltas; afterwards `completion` holds the whole.
+    """One running request: iterate for Deltas; afterwards `completion` holds the Completion.
 
-    Closing it early (or leaving its `with` block) aborts the request; dropping it does so before the next step. Deltas of several choices
-    interleave; `delta.index` says whose they are. Deltas of one choice concatenate to exactly its text."""
+    Closing it early (or leaving its `with` block) aborts the request; dropping the last reference
+    aborts it before the next step. Deltas of several choices interleave; `delta.index` names the
+    choice. The Deltas of one choice concatenate to exactly its text."""
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self.request_id = request.id
@@ -64,7 +67,7 @@ class Stream:
 
     def __next__(self) -> Delta:
         while not self._pending:
-            with self._llm._lock:  # or another thread's step could end this one between two looks
+            with self._llm._lock:  # another thread's step must not end this request between checks
                 if self._cancelled:
                     self.close()
                 elif self._pending:
@@ -75,16 +78,15 @@ class Stream:
         return self._pending.pop(0)
 
     def cancel(self) -> None:
-        """Ask for its end before the next step. It only sets a flag, so that a signal handler may call it in the middle
-        of one."""
+        """Abort the request before the next step. Only sets a flag, so a signal handler may call it
+        during a step."""
         self._cancelled = True
 
     def close(self) -> None:
-        """Abort it, if it still runs. What was written so far is in `completion`, with finish reason "cancel"."""
-        with (
-            self._llm._lock,
-            suppress(UnavailableError),
-        ):  # the LLM is being closed: it steps no more
+        """Abort the request if it is still running. `completion` then holds the output so far, with
+        finish reason "cancel"."""
+        # UnavailableError: the LLM is being closed, and runs no further step.
+        with self._llm._lock, suppress(UnavailableError):
             if self.completion is None and self._llm._abort(self.request_id):
                 self._llm._step()
         self._pending.clear()
@@ -96,28 +98,26 @@ class Stream:
         self.close()
 
     def __del__(self) -> None:
-        # The collector calls this anywhere, in the middle of a step too, and the thread's own lock would let it in: so only a note.
+        # The garbage collector may call this during a step, in the thread that holds the reentrant
+        # lock. So it only records the id.
         if getattr(self, "completion", True) is None:
             self._llm._dropped.append(self.request_id)
 
 
 class LLM(EngineBase):
-    """A model, opened. `options` are the fields of EngineConfig; an unknown one is a TypeError.
+    """A loaded model. `options` are the fields of EngineConfig; an unknown one is a TypeError.
 
-    model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or `org/name` on the hub."""
+    model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or
+    `org/name` on the hub."""
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         super()._open(parts, config)
         self.closed = False
-        self._lock = (
-            threading.RLock()
-        )  # one step, one arrival, one abort at a time: threads may share an LLM, and take turns
+        self._lock = threading.RLock()  # serialises all access to the core
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
         self._done: dict[str, Completion] = {}  # of generate(), by request id
-        self._wanted: set[str] = set()
-        self._dropped: deque[str] = (
-            deque()
-        )  # requests whose streams were collected; the next to hold the lock ends them
+        self._wanted: set[str] = set()  # request ids whose Completions generate() waits for
+        self._dropped: deque[str] = deque()  # request ids of streams that were garbage-collected
 
     @overload
     def generate(
@@ -132,15 +132,17 @@ class LLM(EngineBase):
     def generate(
         self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> Any:
-        """Write on. One prompt (a string, or a list of token ids) gives one Completion; a list of prompts gives a list,
-        in order, computed together. `params` is one for all, or one for each prompt. Any prompt that is refused raises
-        before anything runs."""
+        """Generate completions. One prompt (a string or a list of token ids) returns one
+        Completion; a list of prompts returns a list in the same order, computed in one batch.
+        `params` is one object for all prompts, or a list with one per prompt. An invalid prompt
+        raises before any request starts."""
         if _is_one(prompts):
             return self._run([prompts], [_one(params)])[0]
         return self._run(list(prompts), _each(params, len(prompts)))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
-        """The same as generate, piece by piece, for one prompt. It advances while it is read; several may be read in turns."""
+        """generate() for one prompt, as a stream of Deltas. The request advances while a stream is
+        read; several streams may be read alternately."""
         return Stream(self, self.core.request(prompt, params))
 
     @overload
@@ -155,8 +157,9 @@ class LLM(EngineBase):
         **template: Any,
     ) -> list[Completion]: ...
     def chat(self, messages: Any, params: Any = None, **template: Any) -> Any:
-        """Answer a conversation (or a list of them) through the model's chat template. `template` options (tools=...,
-        enable_thinking=...) go to the template. A model without a template is an UnsupportedError."""
+        """Generate the next message of a conversation, or of a list of conversations. `template`
+        options (tools=..., enable_thinking=...) go to the model's chat template. A model without
+        one raises UnsupportedError."""
         if not isinstance(messages, (list, tuple)) or all(
             isinstance(message, Mapping) for message in messages
         ):
@@ -173,8 +176,9 @@ class LLM(EngineBase):
     def score(
         self, text: Prompt, *, top: int = 0, window: int | None = None, stride: int | None = None
     ) -> Score:
-        """Teacher-forced log-probability of every token and the perplexity, in one pass. `top`: alternatives to report. `window`: read a
-        text of any length in windows of so many tokens, each beginning `stride` (half a window) behind the one before."""
+        """Teacher-forced log-probability of every token, and the perplexity. `top`: alternatives to
+        report per token. `window`: score a text of any length in windows of this many tokens;
+        window starts are `stride` tokens apart (default: half a window)."""
         params = SamplingParams(max_tokens=0, prompt_logprobs=top)
         if window is None:
             if stride is not None:
@@ -186,11 +190,11 @@ class LLM(EngineBase):
                 "window", f"{window} is more than the context holds ({self.context})"
             )
         ids, warnings = read_prompt(self.parts, text)
-        parts = windows(len(ids), window, stride)
-        read = self._run([ids[part.start : part.end] for part in parts], [params] * len(parts))
+        spans = windows(len(ids), window, stride)
+        completions = self._run([ids[w.start : w.end] for w in spans], [params] * len(spans))
         logprobs: list[TokenLogprob | None] = []
-        for part, done in zip(parts, read, strict=True):
-            logprobs += done.prompt_logprobs[part.first - part.start :]
+        for span, done in zip(spans, completions, strict=True):
+            logprobs += done.prompt_logprobs[span.first - span.start :]
         return score_of(ids, logprobs, warnings)
 
     def vote(
@@ -201,33 +205,33 @@ class LLM(EngineBase):
         extract: Callable[[str], str | None] = str.strip,
         params: SamplingParams | None = None,
     ) -> Vote:
-        """Self-consistency: write n continuations, take from each its answer, return the majority's."""
+        """Self-consistency: generate n completions, extract an answer from each, return the most
+        frequent one."""
         done = self._run([prompt], [(params or SamplingParams()).with_(n=n)])[0]
         counts: dict[str, int] = {}
         for choice in done.choices:
             answer = extract(choice.text)
             if answer is not None:
                 counts[answer] = counts.get(answer, 0) + 1
-        ranked = tuple(
-            sorted(counts.items(), key=lambda item: -item[1])
-        )  # stable: ties to the one that came first
+        ranked = tuple(sorted(counts.items(), key=lambda item: -item[1]))  # stable: ties in order
         return Vote(ranked[0][0] if ranked else "", ranked, done)
 
     def embed(self, text: Prompt) -> np.ndarray:
-        """One vector of the final hidden states, a float32 array [hidden]: their mean over all tokens, or what a GGUF file's
-        pooling_type says (mean, cls: the first, last). A file with another pooling type is an UnsupportedError."""
+        """Embedding of a text: the pooled final hidden states, float32 [hidden]. Pooling is the
+        mean, or the pooling_type of a GGUF file (mean, cls: the first state, last). A file with
+        another pooling type raises UnsupportedError."""
         request = self.core.request(text, SamplingParams(max_tokens=0), hidden=True)
         with self._awaited([request]):
-            with self._lock:  # before another thread's step can end it
+            with self._lock:  # another thread's step must not complete the request in between
                 self._add(request)
-                job = self.core.requests[request.id]
+                running = self.core.requests[request.id]
             self._finish([request.id])
-        return job.hidden.vector()
+        return running.hidden.vector()
 
-    # --------------------------------------------------------------------------------------------------------- the engine
+    # ------------------------------------------------------------------------------- engine
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Completion]:
-        """All requests are checked before the first is added; the queue takes them as it has room."""
+        """Validate all requests before the first one is queued, then run them to completion."""
         requests = [self.core.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         for request in requests:
             self.core.check_fits(request)
@@ -238,22 +242,23 @@ class LLM(EngineBase):
 
     @contextmanager
     def _awaited(self, requests: Sequence[Request]) -> Iterator[None]:
-        """The Completions of these are kept for who waits here. However that ends (Ctrl-C too), nothing of them is left behind."""
+        """Keep the Completions of these requests for the caller. On any exit (Ctrl-C too), abort
+        and forget them."""
         self._wanted.update(request.id for request in requests)
         try:
             yield
         finally:
             with self._lock:
                 for request in requests:
-                    self._abort(request.id)  # of one that is over: nothing
+                    self._abort(request.id)  # no effect on a completed request
                     self._wanted.discard(request.id)
                     self._done.pop(request.id, None)
 
     def _add(self, request: Request, stream: Stream | None = None) -> None:
-        """Into the queue, as soon as it has room: one thread at a time looks and takes the place."""
+        """Queue a request, stepping the engine until the queue has a free place."""
         while True:
             with self._lock:
-                self._tidy()
+                self._abort_dropped()
                 if not self.core.full:
                     if stream is not None:
                         self._streams[request.id] = stream
@@ -268,12 +273,12 @@ class LLM(EngineBase):
 
     def _step(self) -> None:
         with self._lock:
-            self._tidy()
+            self._abort_dropped()
             for output in self.core.step():
-                self._sort(output)
+                self._deliver(output)
 
-    def _tidy(self) -> None:
-        """Before the core is touched, with the lock: is it still there, and whose stream is gone?"""
+    def _abort_dropped(self) -> None:
+        """Abort the requests of garbage-collected streams. Needs the lock; raises when closed."""
         if self.closed:
             raise UnavailableError("this LLM is closed")
         while self._dropped:
@@ -283,7 +288,7 @@ class LLM(EngineBase):
         with self._lock:
             return not self.closed and self.core.abort(request_id)
 
-    def _sort(self, output: Output) -> None:
+    def _deliver(self, output: Output) -> None:
         stream = self._streams.get(output.request_id)
         if isinstance(output, Delta):
             if stream is not None:
@@ -294,18 +299,19 @@ class LLM(EngineBase):
             self._done[output.request_id] = output
 
     def cache_plan(self) -> dict[str, Any]:
-        """How the cache was sized: bytes, blocks, the rule that decided. Plain data, for printing."""
+        """How the KV cache was sized: bytes, blocks and the limiting rule, as plain data."""
         return {**self.core.cache_plan.as_dict(), "text": str(self.core.cache_plan)}
 
     def check(self) -> None:
-        """Prove the block accounting; an AssertionError says what is wrong."""
-        with self._lock:  # not in the middle of another thread's step
+        """Check the block accounting; an AssertionError names the broken invariant."""
+        with self._lock:  # not during another thread's step
             self.core.check()
 
     def close(self) -> None:
-        """Release the backend. Idempotent. What another thread is generating, or a stream still open, ends in an UnavailableError."""
-        self.closed = True  # before the lock: a thread that steps and steps sees it, and lets go
-        with self._lock:  # not in the middle of another thread's step
+        """Release the backend. Idempotent. Other threads that are generating, and open streams, get
+        an UnavailableError."""
+        self.closed = True  # before taking the lock, so that a thread in a step loop releases it
+        with self._lock:  # not during another thread's step
             self.core.close()
 
     def __enter__(self) -> Self:
@@ -321,7 +327,8 @@ class LLM(EngineBase):
 
 
 def _is_one(prompts: Any) -> bool:
-    """A string or a list of ids is one prompt; a list of strings or of lists is many. An empty list is an empty batch."""
+    """A string or a list of ids is one prompt. A list of strings or of lists is a batch, and so is
+    an empty list."""
     if isinstance(prompts, str):
         return True
     if not isinstance(prompts, Sequence):
@@ -342,6 +349,6 @@ def _each(params: Any, count: int) -> list[SamplingParams]:
         return [_one(params)] * count
     if len(params) != count:
         raise ParameterError(
-            "params", f"{len(params)} for {count} prompts; give one for all, or one for each"
+            "params", f"{len(params)} for {count} prompts; give one for all, or one per prompt"
         )
     return [_one(p) for p in params]

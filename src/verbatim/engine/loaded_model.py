@@ -1,7 +1,7 @@
-"""What an engine is made of: a model name comes in, a backend, a tokenizer and a chat template go out, found and opened once.
+"""LoadedModel: a model name comes in; a backend, a tokenizer and a chat template go out.
 
-Everything that knows about files and formats is called from here and from nowhere else in the engine, so that an engine
-can just as well be made of the fakes in verbatim.testing.
+The engine calls code that knows about files and formats only from here, so that an engine can also
+run on the fakes of verbatim.testing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ if TYPE_CHECKING:
     from verbatim.model.draft_head import DraftHead
     from verbatim.model.load import Model
 
-Progress = Callable[
-    [str, int, int], None
-]  # (what is done, how much of it, of how much); 0 where it is not known
+# progress(task, done, total); total is 0 while it is unknown
+Progress = Callable[[str, int, int], None]
 
 
 class Tokenizer(Protocol):
-    """What the engine needs of text/tokenizer.py (and of verbatim.testing.ByteTokenizer)."""
+    """The tokenizer interface of the engine: text/tokenizer.py, verbatim.testing.ByteTokenizer."""
 
     space_prefix: bool
-    """Whether encoding puts a space before the first word, which decoding takes away again."""
+    """Encoding adds a space before the first word, and decoding removes it."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -50,24 +49,22 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An opened model. `template` is None where the file has no chat template."""
+    """What an engine runs on. `template` is None when the model has no chat template."""
 
     backend: Backend
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]
     name: str = "model"
-    digest: str = ""  # of the weights; half of the fingerprint
-    context: int | None = None  # None: the backend's spec says
-    template: Any = None  # text.chat.ChatTemplate
-    draft: Backend | None = None  # a smaller model with the same vocabulary, for speculation
-    head: DraftHead | None = None  # a net that guesses from the model's own states, likewise
-    generation_config: dict[str, Any] = field(
-        default_factory=dict
-    )  # what the model's authors suggest; never applied silently
-    warnings: tuple[
-        str, ...
-    ] = ()  # keys of the model's files that are ignored, or followed otherwise than in transformers
-    pooling: str = "mean"  # how the hidden states of a text become one vector
+    digest: str = ""  # of the weights; part of the fingerprint
+    context: int | None = None  # tokens; None: the context of the backend's spec
+    template: Any = None  # text.chat_template.ChatTemplate
+    draft: Backend | None = None  # draft model of speculative decoding, with the same vocabulary
+    head: DraftHead | None = None  # drafts from the target model's hidden states
+    # The model authors' suggested sampling parameters. Never applied silently.
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    # Keys of the model's files that are ignored, or that transformers reads differently.
+    warnings: tuple[str, ...] = ()
+    pooling: str = "mean"  # how the hidden states of a prompt become one embedding
 
 
 def load_parts(
@@ -78,22 +75,20 @@ def load_parts(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Find the model (a path, a catalog name, org/name on the hub), read it, and open a backend for it."""
+    """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend."""
     from verbatim.backend import open_backend
     from verbatim.model.load import load_model
     from verbatim.weights.catalog import resolve
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     loaded = load_model(path, context=config.context, quant=config.quant)
-    text = _Aside(
-        lambda: _read_text(loaded.source)
-    )  # a quarter of a second's work, done while the kernels pack the weights
+    # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
+    text = _BackgroundTask(lambda: _read_text(loaded.source))
     backend = open_backend(loaded, config)
     try:
-        words, template = text.result()
-        words.fit(
-            loaded.spec.vocab
-        )  # models pad their vocabulary: an id without a token may be drawn, and stands for no text
+        tokenizer, template = text.result()
+        # Models pad their vocabulary: an id without a token may be drawn, and decodes to no text.
+        tokenizer.fit(loaded.spec.vocab)
         draft, draft_warnings = _load_draft(
             config, loaded.spec.vocab, offline=offline, progress=progress
         )
@@ -105,8 +100,8 @@ def load_parts(
         draft=draft,
         head=head,
         backend=backend,
-        tokenizer=words,
-        eos_ids=tuple(sorted({*loaded.eos_ids, *words.eos_ids})),
+        tokenizer=tokenizer,
+        eos_ids=tuple(sorted({*loaded.eos_ids, *tokenizer.eos_ids})),
         name=os.fspath(model),
         digest=loaded.weights.digest,
         context=config.context or loaded.spec.context,
@@ -129,8 +124,8 @@ def _read_text(source: Any) -> tuple[Any, Any]:
     return tokenizer.from_directory(source.path), chat_template.template_from_directory(source.path)
 
 
-class _Aside(threading.Thread):
-    """One function, run beside the caller. result() waits for it, and raises what it raised."""
+class _BackgroundTask(threading.Thread):
+    """Runs one function in a thread. result() waits for it and raises what it raised."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -153,7 +148,7 @@ class _Aside(threading.Thread):
 
 
 def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
-    """The draft head that `speculate=head:FILE` names, or the one that comes with the engine for this model."""
+    """The draft head of `speculate=head:FILE`, or the one that ships with the engine."""
     from verbatim.model.draft_head import find_head, read_head
 
     mode, colon, file = config.speculate.partition(":")
@@ -168,8 +163,8 @@ def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
 def _load_draft(
     config: EngineConfig, vocab: int, *, offline: bool, progress: Progress | None
 ) -> tuple[Backend | None, tuple[str, ...]]:
-    """The model that `speculate=draft:MODEL` names, and what its loader warns of. Same vocabulary, or its guesses would mean
-    nothing."""
+    """The draft model of `speculate=draft:MODEL`, and its warnings. It must have the target's
+    vocabulary: drafts are token ids."""
     from verbatim.backend import open_backend
     from verbatim.model.load import load_model
     from verbatim.weights.catalog import resolve
@@ -185,13 +180,13 @@ def _load_draft(
     except ParameterError as error:
         if error.param != "context":
             raise
-        model = load_model(
-            path, quant=config.quant
-        )  # fewer positions than were asked for: beyond its own it makes no guesses
+        # The draft model's context is shorter than requested: beyond it, it drafts nothing.
+        model = load_model(path, quant=config.quant)
     if model.spec.vocab != vocab:
         raise ParameterError(
             "speculate",
-            f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; they must be the same",
+            f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; "
+            "they must be the same",
         )
     return open_backend(model, config), tuple(
         f"draft model {name}: {line}" for line in model.warnings

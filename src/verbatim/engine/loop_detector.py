@@ -1,8 +1,9 @@
-"""The loop detector: output tokens come in, the length of the n-gram that repeats at their end goes out.
+"""Loop detector: output tokens come in; the length of the n-gram that repeats at their end goes
+out.
 
-Text is caught in a loop when its last max(64, 4 n) tokens are one n-gram over and over, n at most 64. So "-----" needs
-64 tokens and a repeated paragraph of 50 tokens must come four times: rulers and table edges do not count, a model that
-has run dry does.
+An output loops when its last max(64, 4 n) tokens repeat one n-gram, n at most 64. So "-----" needs
+64 tokens, and a paragraph of 50 tokens must occur four times in a row: rulers and table edges do
+not count, degenerate repetition does.
 """
 
 from __future__ import annotations
@@ -10,26 +11,27 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-LEAST = 64  # tokens that must be filled
-TIMES = 4  # and this many repeats
-LONGEST = 64  # longest n-gram looked for
-GLANCE = 16  # a loop repeats at least this many of its last tokens
-EVERY = (
-    16  # look every so many tokens: the place depends on the text alone, never on how steps fell
-)
+MIN_TOKENS = 64  # minimum length of a loop, in tokens; longer than any ruler or table edge
+MIN_REPEATS = 4  # of the n-gram
+MAX_NGRAM = 64  # tokens
+TAIL = 16  # tokens that the quick test searches for; any loop repeats at least this many
+# Tokens between checks. Counted in tokens of the output, so that the position where a loop is found
+# does not depend on step boundaries or drafts.
+INTERVAL = 16
 
 
 def loop_length(tokens: Sequence[int]) -> int:
-    """n, if the end of `tokens` is an n-gram repeated; 0 if not.
+    """n, if `tokens` end in a loop of an n-gram; else 0.
 
-    The border table of the reversed tail gives the shortest period of every suffix in one pass.
+    The Knuth-Morris-Pratt border table of the reversed tail gives the shortest period of every
+    suffix in one pass.
 
     >>> loop_length([9, 9] + [1, 2, 3] * 22), loop_length([1, 2, 3] * 20)
     (3, 0)
     """
-    if not _repeats(tokens[-LONGEST - GLANCE :]):
+    if not _repeats(tokens[-MAX_NGRAM - TAIL :]):
         return 0
-    tail = list(tokens[: -(LONGEST * TIMES) - 1 : -1])
+    tail = list(tokens[: -(MAX_NGRAM * MIN_REPEATS) - 1 : -1])
     border = [0] * len(tail)
     k = 0
     for i in range(1, len(tail)):
@@ -40,20 +42,21 @@ def loop_length(tokens: Sequence[int]) -> int:
         border[i] = k
         length = i + 1
         period = length - k
-        if period <= LONGEST and length >= max(LEAST, TIMES * period):
+        if period <= MAX_NGRAM and length >= max(MIN_TOKENS, MIN_REPEATS * period):
             return period
     return 0
 
 
 def _repeats(tokens: Sequence[int]) -> bool:
-    """A glance at the speed of memory: were the last few tokens written before, at most LONGEST tokens ago? In nearly
-    every text they were not."""
+    """Quick test with one memory search: do the last TAIL tokens also occur up to MAX_NGRAM tokens
+    earlier? Almost never, so the exact test rarely runs."""
     data = array("i", tokens).tobytes()
-    return data.find(data[-4 * GLANCE :]) < len(data) - 4 * GLANCE
+    return data.find(data[-4 * TAIL :]) < len(data) - 4 * TAIL
 
 
 class LoopDetector:
-    """Looks at a text after each token; `length` is the last loop found."""
+    """Checks the output of one choice after each token; `length` is the n of the last loop
+    found."""
 
     __slots__ = ("length",)
 
@@ -61,8 +64,8 @@ class LoopDetector:
         self.length = 0
 
     def look(self, tokens: Sequence[int]) -> bool:
-        """True when a loop is seen at the last token."""
-        if len(tokens) % EVERY or len(tokens) < LEAST:
+        """True when a loop ends at the last token."""
+        if len(tokens) % INTERVAL or len(tokens) < MIN_TOKENS:
             return False
         found = loop_length(tokens)
         self.length = found or self.length

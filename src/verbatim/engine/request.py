@@ -1,5 +1,8 @@
-"""A request: what was asked, checked against the model. Raw prompts and parameters come in; a Request that can run goes
-out, or an error naming the field."""
+"""Request: a prompt and its parameters, validated against the model.
+
+A raw prompt and SamplingParams come in; a Request that can run goes out, or an error that names the
+field. A Request is immutable; running_request.py holds the state of its run.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.loaded_model import LoadedModel, Tokenizer
 from verbatim.grammar.compile_pool import Busy, never_busy
 
-MAX_REPORTED = 2_000_000  # alternatives in one answer: some 200 MB
+MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
 POOLINGS = ("mean", "cls", "last")
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
 class EncodedText(list[int]):
-    """Token ids that were made of a text before the request was, with what of the text they could not hold, and the text itself
-    where its control tokens were read as text."""
+    """Token ids of a text that was encoded before its Request is made.
+
+    lost: characters of the text that the vocabulary cannot encode
+    plain: the text itself, when its literal control tokens were encoded as plain text"""
 
     lost: str = ""
     plain: str = ""
@@ -30,7 +35,7 @@ class EncodedText(list[int]):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and how to go on from it. `seed` is the request's own, or the one it was given."""
+    """One prompt and its parameters. `seed` is the caller's, or a random one."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -38,11 +43,11 @@ class Request:
     seed: int
     tenant: str = ""
     arrival: float = field(default_factory=time.perf_counter)
-    structure: Any = None  # sampling.grammar.Structure: the compiled grammar
+    structure: Any = None  # grammar.matcher.Structure: the compiled grammar
     breakers: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     hidden: bool = False  # also collect the final hidden state of every prompt token
-    pooling: str = "mean"  # how those become one vector
+    pooling: str = "mean"  # how the hidden states become one embedding
 
 
 def make_request(
@@ -57,8 +62,9 @@ def make_request(
     engine_busy: Busy = never_busy,
     deadline: float | None = None,
 ) -> Request:
-    """Tokenise and check. May take a while (a long text, a grammar to compile): never called on the engine's thread.
-    `engine_busy` and `deadline` are for the grammar compile (grammar/matcher.py)."""
+    """Tokenise and validate. A long text or a grammar compile takes long, so servers never call
+    this on the engine's thread. `engine_busy` and `deadline` are for the grammar compile
+    (grammar/matcher.py)."""
     arrival = time.perf_counter()
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -66,9 +72,10 @@ def make_request(
     if hidden and parts.pooling not in POOLINGS:
         raise UnsupportedError(
             "pooling_type",
-            f"{parts.name} says {parts.pooling!r}; embeddings are made by {', '.join(POOLINGS)}; use it for text instead",
+            f"{parts.name} says {parts.pooling!r}; embeddings are made by {', '.join(POOLINGS)}; "
+            "use it for text instead",
         )
-    ids, told = read_prompt(parts, prompt)
+    ids, prompt_warnings = read_prompt(parts, prompt)
     _check_ids(params, parts.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
@@ -85,7 +92,7 @@ def make_request(
         arrival=arrival,
         structure=_structure(params, parts.tokenizer, engine_busy, deadline),
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
-        warnings=(*_warnings(params), *told),
+        warnings=(*_warnings(params), *prompt_warnings),
         hidden=hidden,
         pooling=parts.pooling,
     )
@@ -94,7 +101,7 @@ def make_request(
 def read_prompt(
     parts: LoadedModel, prompt: str | Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Its token ids, and what the caller should know about how it was read."""
+    """The prompt's token ids, and warnings about how it was encoded."""
     if isinstance(prompt, str):
         ids = tuple(parts.tokenizer.encode_prompt(prompt))
     else:
@@ -124,7 +131,8 @@ def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
 
 
 def _check_ids(params: SamplingParams, vocab: int) -> None:
-    """Every id a request names must exist: one outside would write into a neighbour's logits."""
+    """Every id that a request names must exist: an id beyond the vocabulary would write into the
+    next row of logits."""
     named: dict[str, Any] = {
         "logit_bias": dict(params.logit_bias),
         "allowed_token_ids": params.allowed_token_ids or (),
@@ -142,46 +150,43 @@ def _check_ids(params: SamplingParams, vocab: int) -> None:
 def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
     if prompt == 0:
         raise ParameterError("prompt", "is empty; give at least one token")
-    asked = params.max_tokens
-    least = max(1 if asked is None else asked, params.min_tokens)
-    if prompt + least <= context:
+    needed = max(1 if params.max_tokens is None else params.max_tokens, params.min_tokens)
+    if prompt + needed <= context:
         return
     has = f"the prompt has {prompt} tokens"
-    if (
-        prompt + min(least, 1) > context
-    ):  # whatever is asked for, not one token of an answer has room
+    if prompt + min(needed, 1) > context:  # not even one output token fits
         room = "" if prompt > context else ", which leaves no room for an answer"
-        short = prompt + min(least, 1) - context
+        excess = prompt + min(needed, 1) - context
         raise ContextError(
-            f"{has} and the context holds {context}{room}; shorten it by at least {short}",
+            f"{has} and the context holds {context}{room}; shorten it by at least {excess}",
             param="prompt",
         )
     raise ContextError(
-        f"{has}, and with {least} tokens of answer it needs {prompt + least} of a context of {context}; "
-        f"shorten the prompt or ask for at most {context - prompt}",
+        f"{has}, and with {needed} tokens of answer it needs {prompt + needed} of a context of "
+        f"{context}; shorten the prompt or ask for at most {context - prompt}",
         param="max_tokens",
     )
 
 
 def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
-    """What a request reports must fit in memory, times all its positions: a thousand alternatives for each of a hundred
-    thousand tokens do not."""
-    written = params.width * (context - prompt if params.max_tokens is None else params.max_tokens)
+    """The alternatives that a request reports over all positions must fit in memory. Weights: an
+    `explain` entry is about eight times as large as a log-probability."""
+    outputs = params.width * (context - prompt if params.max_tokens is None else params.max_tokens)
     for name, positions, weight in (
         ("prompt_logprobs", prompt, 1),
-        ("logprobs", written, 1),
-        ("explain", written, 8),
+        ("logprobs", outputs, 1),
+        ("explain", outputs, 8),
     ):
-        asked = getattr(params, name)
-        if asked and positions * asked * weight > MAX_REPORTED:
-            most = MAX_REPORTED // weight // positions
+        count = getattr(params, name)
+        if count and positions * count * weight > MAX_REPORTED:
+            limit = MAX_REPORTED // weight // positions
             fewer = "give a shorter text" if name == "prompt_logprobs" else "set a lower max_tokens"
             if params.width > 1 and name != "prompt_logprobs":
                 fewer += " or n"
-            remedy = f"ask for at most {most}, or {fewer}" if most else fewer
+            remedy = f"ask for at most {limit}, or {fewer}" if limit else fewer
             raise ParameterError(
                 name,
-                f"{asked} alternatives for {positions} tokens are too many to report; {remedy}",
+                f"{count} alternatives for {positions} tokens are too many to report; {remedy}",
             )
 
 
@@ -202,15 +207,16 @@ def _structure(
 
 
 def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Walks the vocabulary, so it is kept: most requests use the same strings."""
+    """DRY sequence breakers as token ids. Cached: it walks the vocabulary, and most requests use
+    the same strings."""
     from verbatim.sampling.dry_breakers import breakers_of
 
-    kept = _BREAKERS.setdefault(tokenizer, {})
-    if tuple(strings) not in kept:
-        if len(kept) >= 64:
-            kept.clear()
-        kept[tuple(strings)] = breakers_of(strings, tokenizer)
-    return kept[tuple(strings)]
+    cache = _BREAKERS.setdefault(tokenizer, {})
+    if tuple(strings) not in cache:
+        if len(cache) >= 64:
+            cache.clear()
+        cache[tuple(strings)] = breakers_of(strings, tokenizer)
+    return cache[tuple(strings)]
 
 
 _BREAKERS: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = (
@@ -219,15 +225,17 @@ _BREAKERS: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], tuple[tuple[int, .
 
 
 def lost_in(tokenizer: Tokenizer, text: str) -> str:
-    """The characters of a text that never reach the model. Not every tokenizer loses any (those of verbatim.testing do not)."""
-    look = getattr(tokenizer, "lost", None)
-    return "" if look is None else str(look(text))
+    """Characters of a text that the vocabulary cannot encode. The fakes of verbatim.testing encode
+    all of them and have no `lost`."""
+    find_lost = getattr(tokenizer, "lost", None)
+    return "" if find_lost is None else str(find_lost(text))
 
 
 def encoded(
     tokenizer: Tokenizer, text: str, *, special: bool = False, bare: bool = False
 ) -> EncodedText:
-    """A plain prompt's ids. `special`: the text of a control token becomes that token; `bare`: nothing is put around it."""
+    """Token ids of a plain prompt. `special`: the literal text of a control token becomes that
+    token. `bare`: without the model's prompt prefix and suffix."""
     ids = EncodedText(
         (tokenizer.encode if bare else tokenizer.encode_prompt)(text, special=special)
     )
@@ -242,22 +250,22 @@ def _lost(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
     named = ", ".join(f"U+{ord(character):04X}" for character in lost)
     it, stands = ("it", "it stands") if len(lost) == 1 else ("them", "they stand")
     return (
-        f"prompt: the model's vocabulary cannot write {named}, so the model does not read {it} as {stands}",
+        f"prompt: the model's vocabulary cannot write {named}, "
+        f"so the model does not read {it} as {stands}",
     )
 
 
 def typed_control(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
-    """Typed control tokens stay text, which surprises whoever wrote a prompt in the model's own format: so they are told. Asked of a prompt
-    that is no longer than the context."""
-    finder, text = (
-        getattr(tokenizer, "finder", None),
-        prompt if isinstance(prompt, str) else getattr(prompt, "plain", ""),
-    )
+    """Warn that a literal control token in a prompt stays text: a client that writes prompts in the
+    model's chat format would not notice. Call it only for prompts that fit the context."""
+    finder = getattr(tokenizer, "finder", None)
+    text = prompt if isinstance(prompt, str) else getattr(prompt, "plain", "")
     token = finder.first(text) if finder is not None and text else None
     if token is None:
         return ()
     return (
-        f"prompt: the text of the control token {token!r} was read as plain text; parse_special makes it the token",
+        f"prompt: the text of the control token {token!r} was read as plain text; "
+        "parse_special makes it the token",
     )
 
 

@@ -1,4 +1,5 @@
-"""Scoring a text: token ids in, the log-probability of every token and the perplexity out. What is longer than a window is read in several."""
+"""Scoring a text: token ids come in; per-token log-probabilities and the perplexity go out. A text
+longer than the window is scored in overlapping windows."""
 
 from __future__ import annotations
 
@@ -12,20 +13,19 @@ from verbatim.base.records import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What `LLM.score` returns: the teacher-forced log-probability of every token, from one pass."""
+    """Result of `LLM.score`: the teacher-forced log-probability of every token."""
 
     token_ids: tuple[int, ...]
-    logprobs: tuple[
-        TokenLogprob | None, ...
-    ]  # one a token; None where nothing is before it: the first, or a window's first
+    # Per token. None for a token without context: the first of the text, or of a window.
+    logprobs: tuple[TokenLogprob | None, ...]
     total: float  # sum of the log-probabilities, in nats
     perplexity: float  # exp(-mean)
-    warnings: tuple[str, ...] = ()  # as a Completion's
+    warnings: tuple[str, ...] = ()  # as in Completion
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens start to end are read; those from `first` on are scored, the others are what comes before them."""
+    """Computes tokens [start, end) and scores those from `first` on; the others are context."""
 
     start: int
     end: int
@@ -33,13 +33,14 @@ class Window:
 
 
 def windows(length: int, window: int, stride: int | None = None) -> list[Window]:
-    """Each token is scored once, in the first window that has it: behind the first window it sees at least window - stride tokens.
+    """Windows that score each token once, in the first window that holds it. After the first window
+    every scored token has at least window - stride tokens of context.
 
     >>> [(w.start, w.end, w.first) for w in windows(10, 4, 3)]
     [(0, 4, 0), (3, 7, 4), (6, 10, 7)]
     """
     if window < 2:
-        raise ParameterError("window", f"{window} is below 2: a token must have one before it")
+        raise ParameterError("window", f"{window} is below 2: a scored token needs one before it")
     stride = window // 2 if stride is None else stride
     if not 1 <= stride <= window:
         raise ParameterError("stride", f"{stride} is not between 1 and the window ({window})")

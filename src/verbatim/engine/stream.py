@@ -1,15 +1,13 @@
-"""From tokens to what the caller reads: the drawn tokens of one choice come in, Deltas and at last a Choice go out.
+"""ChoiceStream: the drawn tokens of one choice come in; Deltas and finally a Choice go out.
 
-    Drawn -> TextDecoder (whole characters) -> StopMatcher (nothing that could be part of a stop string) -> Delta
+    Drawn -> TextDecoder (whole characters) -> StopMatcher (holds back partial stops) -> Delta
 
-Rules of the record:
-- `token_ids` and `logprobs` hold every token that was drawn, the one that ended the text included; usage counts the same
-  tokens.
-- `text` stops before the stop string, or before the text of the stop token, unless include_stop is set. So with a stop
-  string the text can be shorter than its tokens.
-- `text` holds whole characters. An answer that ends inside one ends before it, however it ended: the tokens have its bytes.
-- Stop strings are looked for in what is written after min_tokens tokens; text before that has left already and is never
-  taken back.
+- `token_ids`, `logprobs` and usage count every drawn token, including the one that ends the choice.
+- `text` ends before the stop string or stop token, unless include_stop is set. So the text can be
+  shorter than its tokens.
+- `text` holds whole characters. A choice that ends inside a character ends before it; the token ids
+  still hold its bytes.
+- Stop strings are searched only in the text after min_tokens tokens: earlier text is already sent.
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ from verbatim.text.stop import StopMatcher
 
 
 class ChoiceStream:
-    """One choice of one request. push() each token, then take() what can be sent."""
+    """One choice of one request: push() each token, then take() a Delta."""
 
     __slots__ = (
         "_decoder",
+        "_finish_sent",
         "_loop",
         "_params",
         "_sent",
         "_stops",
         "_text",
         "_text_sent",
-        "_told",
         "_total",
         "explain",
         "finish",
@@ -56,10 +54,10 @@ class ChoiceStream:
         self._stops = StopMatcher(params.stop, params.include_stop)
         self._loop = LoopDetector()
         self._text: list[str] = []
-        self._told = False
+        self._finish_sent = False
         self._sent = 0  # tokens already in a Delta
-        self._text_sent = 0  # pieces of text already in a Delta
-        self._total = 0.0
+        self._text_sent = 0  # text pieces already in a Delta
+        self._total = 0.0  # sum of the log-probabilities, in nats
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.explain: list[dict[str, Any]] = []
@@ -67,8 +65,8 @@ class ChoiceStream:
         self.score: float | None = None
 
     def push(self, drawn: Drawn, finish: Finish | None) -> Finish | None:
-        """One more token; `finish` is the scheduler's verdict. Returns the final one: text may end it earlier (a stop
-        string, a loop)."""
+        """Add a token; `finish` is the scheduler's. Returns the final Finish: a stop string or a
+        loop may end the choice first."""
         self.token_ids.append(drawn.token)
         self._total += drawn.logprob
         if self._params.logprobs is not None:
@@ -76,10 +74,9 @@ class ChoiceStream:
         if drawn.explain is not None:
             self.explain.append(drawn.explain)
         looped = self._loop.look(self.token_ids)
-        swallowed = (
-            finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
-        )  # a structure's last token is text
-        if not swallowed or self._params.include_stop:
+        # The last token of a structured output is text; a stop token is not.
+        hidden = finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
+        if not hidden or self._params.include_stop:
             stop = self._write(self._decoder.push(drawn.token))
             if stop is not None:
                 finish = Finish("stop", stop)
@@ -95,7 +92,8 @@ class ChoiceStream:
         return finish
 
     def end(self, finish: Finish) -> None:
-        """Nothing more comes: what was held back leaves, unless a stop string swallowed it. Half a character never leaves."""
+        """End the choice and release text held back for stop strings. An incomplete character is
+        dropped."""
         if self.finish is None:
             self.finish = finish
             self._text.append(self._stops.flush())
@@ -109,20 +107,20 @@ class ChoiceStream:
         return stop
 
     def take(self) -> Delta | None:
-        """What is new since the last Delta; None if nothing is."""
+        """A Delta of everything new since the last one; None if nothing is."""
         sent = self._sent
         tokens = tuple(self.token_ids[sent:])
         text = "".join(self._text[self._text_sent :])
-        if not tokens and not text and (self.finish is None or self._told):
+        if not tokens and not text and (self.finish is None or self._finish_sent):
             return None
-        self._told = self.finish is not None  # the end is said once
+        self._finish_sent = self.finish is not None
         logprobs = tuple(self.logprobs[sent:]) if self.logprobs else ()
         explain = tuple(self.explain[sent:]) if self.explain else ()
         self._sent, self._text_sent = len(self.token_ids), len(self._text)
         return Delta(self.request_id, self.index, text, tokens, logprobs, explain, self.finish)
 
     def choice(self, index: int) -> Choice:
-        assert self.finish is not None, "a choice is complete when it has ended"
+        assert self.finish is not None, "the choice has not ended"
         return Choice(
             index,
             "".join(self._text),
@@ -136,5 +134,5 @@ class ChoiceStream:
 
     @property
     def mean_logprob(self) -> float:
-        """What best_of ranks by: the sum in the order of the text, over its length."""
+        """Score by which best_of ranks: the mean log-probability per token, summed in order."""
         return self._total / max(len(self.token_ids), 1)
