@@ -83,15 +83,15 @@ async def test_what_is_never_served_is_given_up_in_the_end(concurrency: int) -> 
     )
     assert [(w["custom_id"], batch.status_of(w)) for w in written] == [("good", 200), ("bad", 429)]
     assert desk.asked.count("good") == 1
-    assert desk.asked.count("bad") == concurrency.bit_length() - 1 + batch.ALONE
+    assert desk.asked.count("bad") == concurrency.bit_length() - 1 + batch.SERIAL_RETRIES
 
 
 async def test_an_engine_that_does_not_come_back_ends_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch, "RESTART_SECONDS", 0.0)
-    with pytest.raises(batch.BackendError, match="not back"):
-        await batch.restarted(asyncio.Event())
+    with pytest.raises(batch.BackendError, match="did not restart"):
+        await batch.wait_for_engine(asyncio.Event())
 
 
 def test_more_than_the_server_takes_at_once(verbatim: Call, tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_a_file_that_holds_something_else_is_left_alone(
         ),
         (
             json.dumps(request("\ud800")).encode(),
-            "line 2: custom_id '\\ud800' holds half a character",
+            "line 2: custom_id '\\ud800' contains an unpaired surrogate",
         ),
     ],
 )

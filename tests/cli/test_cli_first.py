@@ -139,7 +139,7 @@ def test_a_full_disk_is_not_our_fault(spawn: Spawn, words: tuple[str, ...]) -> N
         _, err = process.communicate()
     assert process.returncode == 1
     assert err.decode() == (
-        "verbatim: cannot write the output: no space left on device; free some space, or send it elsewhere\n"
+        "verbatim: cannot write the output: no space left on device; free some space, or write elsewhere\n"
     )
 
 
@@ -231,16 +231,16 @@ def test_nothing_is_advised_that_cannot_be(tiny: Path) -> None:
     [
         (
             ("--what-if", "top_k=2", "--n", "2", "--temperature", "1"),
-            "draws a single answer again; leave out --n",
+            "needs a single answer; leave out --n",
         ),
         (
             ("--what-if", "top_k=2", "--max-tokens", "65"),
-            "remembers 64 tokens; set --max-tokens to 64 or less",
+            "records 64 tokens; set --max-tokens to 64 or less",
         ),
         (("--what-if", "top_k=2", "--num-beams", "2"), "leave out --num-beams"),
         (
             ("--what-if", "stop=x"),
-            "stop: cannot be changed by a what-if: it does not decide how a token is drawn",
+            "stop: cannot be changed by a what-if: it does not decide how a token is sampled",
         ),
     ],
 )
@@ -381,4 +381,4 @@ def test_doctor_tries_to_write(
     said = verbatim("doctor")
     assert said.code == 1
     [line] = [line for line in said.out.splitlines() if line.startswith("BAD")]
-    assert "not writable: Not a directory; set VERBATIM_CACHE to another place" in line
+    assert "not writable: Not a directory; set VERBATIM_CACHE to another path" in line

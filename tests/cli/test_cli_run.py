@@ -331,7 +331,7 @@ def test_score(verbatim: Call, llm: LLM) -> None:
     )
     said = verbatim("score", "--context", "4", "the cat sat on the mat")
     assert said.code == 2
-    assert "or read it in windows (--window 4)" in said.err
+    assert "or score it in windows (--window 4)" in said.err
 
 
 # ----------------------------------------------------------------------------------------------- as a process of its own

@@ -1,1 +1,2 @@
-"""The command line, one file a command. `main` finds the command, `options` makes flags of tables, `screen` writes."""
+"""The command line: one file per command. `main` dispatches, `options` builds flags from tables,
+`terminal` writes to the streams."""

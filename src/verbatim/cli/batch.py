@@ -1,11 +1,13 @@
-"""`verbatim batch IN OUT`: a file of requests in OpenAI's batch format in, a file of answers out, many at once, resumable.
+"""`verbatim batch IN OUT`: a file of requests in OpenAI's batch format in, a file of answers out.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
-    {"id": "batch_req_...", "custom_id": "a", "response": {"status_code": 200, "request_id": "...", "body": {...}}, "error": null}
+    {"id": "batch_req_...", "custom_id": "a", "error": null,
+     "response": {"status_code": 200, "request_id": "...", "body": {...}}}
 
-The requests go through the server's own handlers, in this process and without a socket, so an answer is what the server would have sent.
-What OUT already holds is not asked again: run the same line once more after a crash. A request that is refused for now (429, 503) is asked
-again, with fewer beside it; what still has no answer at the end (429 and 5xx) is in OUT, and the next run asks again and takes its line out.
+Requests run concurrently through the server's own handlers, in this process and without a socket,
+so an answer is what the server would send. The command resumes: requests that OUT already answers
+are skipped. A 429 or 503 is retried at a lower concurrency. Requests that still fail at the end
+(429 and 5xx) are written to OUT; the next run retries them and replaces their lines.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ if TYPE_CHECKING:
     from verbatim.server.settings import Settings
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-ALONE = 3  # times that a request which is refused for now is asked with nothing beside it, before that is its answer
-LONGEST_PAUSE = 10.0  # seconds, whatever Retry-After says
-RESTART_SECONDS = 900.0  # an engine that died has this long to read its model again
+SERIAL_RETRIES = 3  # last rounds with concurrency 1, before a 429 or 503 becomes the answer
+MAX_PAUSE = 10.0  # seconds; caps Retry-After
+RESTART_SECONDS = 900.0  # timeout for a restarted engine to load its model again
 Line = dict[str, Any]
 
 
@@ -80,54 +82,63 @@ def command(
     test_engine: str,
     **flags: Any,
 ) -> int:
-    """Answer every request of IN (OpenAI's batch format, one a line) into OUT. Interrupted, it goes on where it stopped.
+    """Answer every request of IN (OpenAI's batch format, one per line) into OUT. Run again to
+    resume.
 
-    A request that names another model than this one is refused, as a server would. Exit code 1: OUT holds a refusal, now or from an earlier
-    run, and says why.
+    A request that names another model fails, as on a server. Exit code 1: OUT contains an error
+    response, from this run or an earlier one.
     """
     try:
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
         raise BackendError(
-            f"batch needs {error.name}; install the extra 'server': pip install '.[server]' in the checkout"
+            f"batch needs {error.name}; install the extra 'server': "
+            "pip install '.[server]' in the checkout"
         ) from None
     check_output("OUT", target)
     if Path(target).exists() and Path(source).samefile(target):
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
     lines = read_requests(Path(source))
-    held = answered(Path(target), {line["custom_id"] for line in lines})
-    todo = [line for line in lines if line["custom_id"] not in held]
-    there = sum(status == 200 for status in held.values())
+    statuses = read_answers(Path(target), {line["custom_id"] for line in lines})
+    todo = [line for line in lines if line["custom_id"] not in statuses]
+    already = sum(status == 200 for status in statuses.values())
     limits = Limits(max_queue=concurrency, request_seconds=86_400.0)
     settings = Settings(
-        model=flags["model"], served_names=names, engine=engine_of(flags), revision=flags.get("revision"), offline=bool(flags.get("offline")),
-        test_engine=test_engine, limits=limits, store_items=0,
-    )  # fmt: skip
-    if quiet:  # the engine's process has a log of its own
+        model=flags["model"],
+        served_names=names,
+        engine=engine_of(flags),
+        revision=flags.get("revision"),
+        offline=bool(flags.get("offline")),
+        test_engine=test_engine,
+        limits=limits,
+        store_items=0,
+    )
+    if quiet:  # the engine process logs by itself
         os.environ.setdefault("VERBATIM_LOG", "WARNING")
     if todo:
         with (
             open(target, "a", encoding="utf-8") as out,
-            progress(len(lines), len(held), quiet) as advance,
+            progress(len(lines), len(statuses), quiet) as advance,
         ):
 
             def write(answer: Line) -> None:
                 out.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 out.flush()
-                held[answer["custom_id"]] = status_of(answer)
+                statuses[answer["custom_id"]] = status_of(answer)
                 advance()
 
             asyncio.run(answer_all(settings, todo, concurrency, write))
-    good = sum(status == 200 for status in held.values())
+    good = sum(status == 200 for status in statuses.values())
     if not quiet:
         note(
-            f"{len(lines)} requests: {there} were there, {good - there} answered, {len(lines) - good} refused"
+            f"{len(lines)} requests: {already} were already answered, "
+            f"{good - already} answered now, {len(lines) - good} failed"
         )
     return 0 if good == len(lines) else 1
 
 
 def read_requests(path: Path) -> list[Line]:
-    """Every line is checked before anything runs: a typo in the last one should not cost the night."""
+    """Read and check every line before any request runs: a typo in the last line fails at once."""
     out: list[Line] = []
     seen: set[str] = set()
     with open(path, "rb") as file:
@@ -163,7 +174,8 @@ def read_requests(path: Path) -> list[Line]:
             if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
                 raise ParameterError(
                     "IN",
-                    f"line {number}: custom_id {line['custom_id'][:40]!a} holds half a character",
+                    f"line {number}: custom_id {line['custom_id'][:40]!a} contains an unpaired"
+                    " surrogate",
                 )
             if line["custom_id"] in seen:
                 raise ParameterError(
@@ -181,14 +193,14 @@ def status_of(answer: Line) -> int:
     return status
 
 
-def unsettled(status: int) -> bool:
-    """Not the request's fault: asked again, it may have an answer."""
+def is_retryable(status: int) -> bool:
+    """Whether a retry may succeed: the status is not caused by the request itself."""
     return status == 429 or status >= 500
 
 
-def answered(path: Path, wanted: set[str]) -> dict[str, int]:
-    """The statuses of wanted requests that are done. What is not settled, and a last line cut by a crash, is removed; anything else that is not ours is
-    an error, not overwritten."""
+def read_answers(path: Path, wanted: set[str]) -> dict[str, int]:
+    """The final statuses in `path` of the wanted requests, by custom_id. Retryable answers, and a
+    last line that a crash cut, are removed from the file. A file with other content is an error."""
     if not path.exists():
         return {}
     raw = path.read_bytes()
@@ -197,34 +209,35 @@ def answered(path: Path, wanted: set[str]) -> dict[str, int]:
     for number, text in enumerate(raw.split(b"\n")[:-1], 1):
         try:
             answer = json.loads(text)
-            ours, settled = answer["custom_id"] in wanted, not unsettled(status_of(answer))
+            ours, final = answer["custom_id"] in wanted, not is_retryable(status_of(answer))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ParameterError(
                 "OUT", f"line {number} of {path} is not an answer of a batch; choose another file"
             ) from None
-        if settled or not ours:
+        if final or not ours:
             kept.append(text + b"\n")
-        if settled and ours:
+        if final and ours:
             done[answer["custom_id"]] = status_of(answer)
-    keep_only(path, raw, b"".join(kept))
+    shrink_file(path, raw, b"".join(kept))
     return done
 
 
-def keep_only(path: Path, raw: bytes, whole: bytes) -> None:
-    """Brings a file from `raw` to `whole`, which is part of it. A crash in the middle loses nothing."""
-    if raw.startswith(whole):
-        if len(whole) < len(raw):
-            os.truncate(path, len(whole))
+def shrink_file(path: Path, old: bytes, new: bytes) -> None:
+    """Replace the content `old` of a file with `new`, a subset of its lines, atomically."""
+    if old.startswith(new):
+        if len(new) < len(old):
+            os.truncate(path, len(new))
         return
-    path = path.resolve()  # a link stays one
-    beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    beside.write_bytes(whole)
-    shutil.copymode(path, beside)
-    beside.replace(path)
+    path = path.resolve()  # replace the target of a symlink, not the link
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    temporary.write_bytes(new)
+    shutil.copymode(path, temporary)
+    temporary.replace(path)
 
 
 class progress:
-    """A bar on a terminal, nothing elsewhere; gives a function to call after each answer."""
+    """A progress bar if stderr is a terminal. Entering it returns the function to call per
+    answer."""
 
     def __init__(self, total: int, before: int, quiet: bool) -> None:
         from rich.console import Console
@@ -252,7 +265,7 @@ class progress:
 async def answer_all(
     settings: Settings, todo: list[Line], concurrency: int, write: Callable[[Line], None]
 ) -> None:
-    """Starts the engine, asks, ends it."""
+    """Start the engine, run all requests, close the engine."""
     from verbatim.server.app import make_app
     from verbatim.server.process.supervisor import Supervisor
     from verbatim.server.server_state import State
@@ -269,57 +282,62 @@ async def answer_all(
         if supervisor.fatal.done():
             raise ModelError(supervisor.fatal.result())
 
-        async def ask_one(line: Line) -> tuple[Line, float]:
-            await restarted(supervisor.ready)
-            return await ask(app, state.names()[0], line)
+        async def send_one(line: Line) -> tuple[Line, float]:
+            await wait_for_engine(supervisor.ready)
+            return await send_request(app, state.names()[0], line)
 
-        await answer_in_rounds(ask_one, todo, concurrency, write)
+        await answer_in_rounds(send_one, todo, concurrency, write)
     finally:
         await supervisor.close()
 
 
-async def restarted(ready: asyncio.Event) -> None:
+async def wait_for_engine(ready: asyncio.Event) -> None:
     try:
         await asyncio.wait_for(ready.wait(), RESTART_SECONDS)
     except TimeoutError:
         raise BackendError(
-            f"the engine died and is not back after {RESTART_SECONDS:g} seconds; its log says why, and the same line goes on from here"
+            f"the engine died and did not restart within {RESTART_SECONDS:g} seconds; see its log; "
+            "run the same command again to resume"
         ) from None
 
 
 async def answer_in_rounds(
-    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]],
+    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
     todo: list[Line],
     concurrency: int,
     write: Callable[[Line], None],
 ) -> None:
-    """A queue that is too short for all is long enough for some: what one round refuses for now, the next asks with half as many at once. The last
-    rounds ask one by one: nothing else of ours is in the way then, and an engine that dies there died of this very request."""
-    limits = [concurrency >> halved for halved in range(concurrency.bit_length() - 1)] + [1] * ALONE
+    """Run all requests; retry those with a 429 or 503 in further rounds, each at half the
+    concurrency. The last rounds run one request at a time: then the queue holds nothing else, and
+    an engine that dies there was killed by this very request."""
+    limits = [concurrency >> halved for halved in range(concurrency.bit_length() - 1)] + [
+        1
+    ] * SERIAL_RETRIES
     refused: list[tuple[Line, Line]] = []
     for limit in limits:
-        refused = await one_round(ask_one, todo, limit, write)
+        refused = await one_round(send_one, todo, limit, write)
         todo = [line for line, _ in refused]
     for _, answer in refused:
         write(answer)
 
 
 async def one_round(
-    ask_one: Callable[[Line], Awaitable[tuple[Line, float]]],
+    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
     todo: list[Line],
     limit: int,
     write: Callable[[Line], None],
 ) -> list[tuple[Line, Line]]:
-    """`limit` workers take lines in order, and write each answer when it is there. Returns the lines that are refused for now, and the refusals."""
-    waiting = iter(todo)
+    """`limit` workers take requests in order and write each answer as it completes. Returns the
+    requests that got a 429 or 503, with those answers."""
+    pending = iter(todo)
     refused: list[tuple[Line, Line]] = []
 
     async def work() -> None:
-        for line in waiting:
-            answer, pause = await ask_one(line)
+        for line in pending:
+            answer, pause = await send_one(line)
             if status_of(answer) in (429, 503):
                 refused.append((line, answer))
-                await asyncio.sleep(min(pause, LONGEST_PAUSE))
+                await asyncio.sleep(min(pause, MAX_PAUSE))
             else:
                 write(answer)
 
@@ -327,12 +345,13 @@ async def one_round(
     return refused
 
 
-async def ask(app: Any, model: str, line: Line) -> tuple[Line, float]:
-    """One request through the application: its answer, and how long to wait before the next where that is a refusal."""
-    asked = line["body"]
-    if asked.get("model") is None:  # here there is one model, and nobody else's to be mistaken for
-        asked = {**asked, "model": model}
-    status, headers, body = await call(app, line["url"], asked)
+async def send_request(app: Any, model: str, line: Line) -> tuple[Line, float]:
+    """Send one request through the application. Returns its answer, and the seconds to wait before
+    the next request if this one was rejected."""
+    request_body = line["body"]
+    if request_body.get("model") is None:  # a batch has only one model
+        request_body = {**request_body, "model": model}
+    status, headers, body = await call(app, line["url"], request_body)
     response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
     answer = {
         "id": "batch_req_" + secrets.token_hex(12),
@@ -344,22 +363,34 @@ async def ask(app: Any, model: str, line: Line) -> tuple[Line, float]:
 
 
 async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any]:
-    """The application as a function: no socket, the same checks and the same answer."""
+    """Call the ASGI application without a socket: the same checks and the same answer."""
     raw = json.dumps(body).encode()
     headers = [
         (b"host", b"localhost"),
         (b"content-type", b"application/json"),
         (b"content-length", str(len(raw)).encode()),
     ]
-    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http", "path": url,
-             "raw_path": url.encode(), "query_string": b"", "headers": headers, "client": None, "server": ("localhost", 0), "root_path": ""}  # fmt: skip
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": ("localhost", 0),
+        "root_path": "",
+    }
     sent: list[dict[str, Any]] = []
     given = False
 
     async def receive() -> dict[str, Any]:
         nonlocal given
         if given:
-            await asyncio.Event().wait()  # this client never leaves
+            await asyncio.Event().wait()  # this client never disconnects
         given = True
         return {"type": "http.request", "body": raw, "more_body": False}
 

@@ -1,4 +1,5 @@
-"""`verbatim bench`: the limit first, then the result, the rival one flag away, one line of JSON at the end."""
+"""`verbatim bench`: measures throughput on this machine. Prints the hardware limits first, then
+each result beside its limit and, with --against, beside another engine; the last line is JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ if TYPE_CHECKING:
     from verbatim.observe.roofline import CostCard, Limits
 
 SECTION = "What to measure"
-ABOVE = "the limit was measured in a slower minute than the work, or part of the model stayed in a cache; the limit is not exact here"
+ABOVE = (
+    "the limit was measured in a slower minute than the work,"
+    " or part of the model stayed in a CPU cache; the limit is not exact here"
+)
 
 
 @click.command(cls=Command)
@@ -37,28 +41,28 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
     cls=Option,
     section=SECTION,
     is_flag=True,
-    help="fewer sizes and rounds: a minute instead of several",
+    help="fewer sizes and rounds: one minute instead of several",
 )
 @click.option(
     "--against",
     cls=Option,
     section=SECTION,
     type=click.Choice(["llama.cpp", "transformers"]),
-    help="a rival, in turns",
+    help="another engine to compare with, in alternating rounds",
 )
 @click.option(
     "--rival-python",
     cls=Option,
     section=SECTION,
     metavar="PATH",
-    help="the Python that has the rival installed",
+    help="the Python in which the other engine is installed",
 )
 @click.option(
     "--rival-model",
     cls=Option,
     section=SECTION,
     metavar="FILE",
-    help="what the rival runs, if not the same file: its best format",
+    help="model file of the other engine, if not the same: its best format",
 )
 @click.option(
     "--prefills", cls=Option, section=SECTION, metavar="N,N", help="prompt lengths [32,512,2000]"
@@ -68,7 +72,7 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
     cls=Option,
     section=SECTION,
     metavar="N,N",
-    help="contexts of decoding [32,512,2000]",
+    help="context lengths of decoding [32,512,2000]",
 )
 @click.option(
     "--batches", cls=Option, section=SECTION, metavar="N,N", help="sequences at once [1,4,16,32]"
@@ -79,7 +83,7 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
     section=SECTION,
     type=click.IntRange(1, 1000),
     metavar="N",
-    help="rounds; medians count [5]",
+    help="rounds; the median is reported [5]",
 )
 @click.option(
     "--plot",
@@ -95,7 +99,8 @@ ABOVE = "the limit was measured in a slower minute than the work, or part of the
     is_flag=False,
     flag_value="suffix",
     type=click.Choice(["ngram", "suffix"]),
-    help="measure what drafts are worth instead: cost of a pass and tokens a pass against draft length [suffix]",
+    help="measure speculative decoding instead: time and tokens per pass against draft length"
+    " [suffix]",
 )
 @model_options
 @engine_options_without("speculate")
@@ -112,9 +117,10 @@ def command(
     speculate: str | None,
     **flags: Any,
 ) -> int:
-    """Measure this machine's limits, the model's cost, and how near the engine comes. The last line is JSON.
+    """Measure throughput and compare it with the limits of this machine. The last line is JSON.
 
-    Speculation is off, and the prefix cache unless asked for: the numbers are of plain decoding.
+    Speculative decoding is off, and so is the prefix cache unless given: the numbers are those of
+    plain decoding.
     """
     from verbatim.bench.measure import first_token
     from verbatim.cli.open_model import open_llm
@@ -131,23 +137,21 @@ def command(
     if plot:
         check_output("plot", plot)
         require_matplotlib()
-    for name, given in (("rival_python", rival_python), ("rival_model", rival_model)):
-        if given and not against:
-            raise ParameterError(name, "no rival was asked for; add --against")
+    for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
+        if value and not against:
+            raise ParameterError(name, "needs --against")
     if flags["e_backend"] == "cuda":
         raise UnsupportedError(
             "backend",
-            "the limits that bench measures are a processor's; bench/cuda.py in the sources measures a GPU",
+            "bench measures the limits of a CPU; bench/cuda.py in the sources measures a GPU",
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # auto is the cpu backend here, also on a machine with a GPU
-    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto selects the cpu backend, even with a GPU
     flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
         if against:
             raise ParameterError(
-                "against", "drafts are measured against plain decoding; leave out --against"
+                "against", "--speculate compares with plain decoding; leave out --against"
             )
         for name, sizes_given in (
             ("prefills", prefills),
@@ -156,7 +160,7 @@ def command(
         ):
             if sizes_given:
                 raise ParameterError(
-                    name, f"--speculate has sizes of its own, of one sequence; leave out --{name}"
+                    name, f"--speculate measures fixed sizes of one sequence; leave out --{name}"
                 )
         with open_llm(flags) as llm:
             return _speculation(llm, speculate, rounds, plot)
@@ -184,7 +188,7 @@ def command(
 def _measure(
     llm: LLM, rival: Rival | None, sizes: dict[str, list[int]], rounds: int, quick: bool
 ) -> tuple[Limits, CostCard, list[Row]]:
-    """The limits, then every size in turns with the rival, each row printed as it is known."""
+    """Measure the limits, then every size in alternating rounds with the rival; print each row."""
     from verbatim.bench.measure import Ours, jobs, measure
 
     limits, card = _print_limits(llm, quick)
@@ -202,7 +206,7 @@ def _measure(
 
 
 def above_limit(rows: list[Row], card: CostCard, limits: Limits) -> str:
-    """The rows that beat the limit, by their labels."""
+    """Labels of the rows above their limit."""
     over = [
         row
         for row in rows
@@ -223,7 +227,7 @@ def _cold_start(flags: dict[str, Any], rounds: int) -> float:
         for word in (f"--{name}", str(flags[f"e_{name}"]))
     ]
     cold = cold_start(path, extra, min(rounds, 3))
-    print(f"{'cold start':16} {cold * 1000:8.1f} ms   from typing to the first text, model on disk")
+    print(f"{'cold start':16} {cold * 1000:8.1f} ms   process start to first text, model on disk")
     return cold
 
 
@@ -244,9 +248,8 @@ def _open_rival(
     from verbatim.weights.catalog import resolve
     from verbatim.weights.split import with_siblings
 
-    path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[
-        0
-    ]  # llama.cpp takes the first part only
+    # llama.cpp takes the first part of a split file only.
+    path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[0]
     rival = Rival(name, find_python(name, python))
     try:
         rival.open(str(path), llm.parts.backend.info.threads, min(llm.context, 2304))
@@ -256,7 +259,7 @@ def _open_rival(
     return rival
 
 
-# ------------------------------------------------------------------------------------------------------------ printing
+# --------------------------------------------------------------------------------------- printing
 
 
 def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
@@ -279,29 +282,31 @@ def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
     try:
         save_limits(cache_dir(), limits)
     except OSError as error:
-        note(f"warning: the limits could not be kept: {error.strerror}")
+        note(f"warning: the limits could not be saved: {error.strerror}")
     one = (
         f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
         if limits.one_thread_bytes and info.threads > 1
         else ""
     )
     peak = (
-        f"{limits.int8_ops / 1e9:.0f} GOP/s of 8-bit products"
+        f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
         if limits.int8_ops
         else "integer peak not measured (no native kernels)"
     )
     print(
-        f"machine   {platform.system()} {platform.machine()}, {info.threads} threads: reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
+        f"machine   {platform.system()} {platform.machine()}, {info.threads} threads: "
+        f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
     )
     print(f"engine    {info.name} {info.detail}")
     print(
-        f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB read a token, {card.kv_token_bytes / 1e3:.1f} kB of keys and values "
-        f"a position, {card.ops_token / 1e9:.3f} GOP a token ({card.prompt_ops_token / 1e9:.3f} inside a prompt)"
+        f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB of weights read per token, "
+        f"{card.kv_token_bytes / 1e3:.1f} kB of KV cache per token, "
+        f"{card.ops_token / 1e9:.3f} GOP per token ({card.prompt_ops_token / 1e9:.3f} in prefill)"
     )
     prompt = card.prefill_ceiling(limits, 1)
     print(
-        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens/s written by one sequence at the start of a text"
-        + (f"; {prompt:.0f} prompt tokens/s" if prompt else "")
+        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens/s decode of one sequence"
+        + (f"; {prompt:.0f} tokens/s prefill" if prompt else "")
     )
     return limits, card
 
@@ -403,12 +408,13 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     found = curve(llm, mode, 4 * rounds)
     info = llm.parts.backend.info
     print(
-        f"engine    {info.name} {info.detail}; proposer {mode}; a pass with k drafts gains between 1 and k + 1 tokens"
+        f"engine    {info.name} {info.detail}; proposer {mode}; "
+        "a pass with k drafts yields 1 to k + 1 tokens"
     )
     names = list(found["tasks"])
     print(
-        f"{'drafts':>6} {'ms a pass':>10}   "
-        + "   ".join(f"{name + ': tokens, ms a token':>26}" for name in names)
+        f"{'drafts':>6} {'ms/pass':>10}   "
+        + "   ".join(f"{name + ': tokens, ms/token':>26}" for name in names)
     )
     for i, cost in enumerate(found["pass_seconds"]):
         cells = [found["tasks"][name][i] for name in names]
@@ -427,8 +433,8 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
         )
         draw(
             [
-                Chart("tokens a pass", "drafts", "tokens", passes),
-                Chart("time a token", "drafts", "ms", times),
+                Chart("tokens per pass", "drafts", "tokens", passes),
+                Chart("time per token", "drafts", "ms", times),
             ],
             plot,
         )

@@ -1,4 +1,5 @@
-"""`verbatim chat`: a conversation. Each turn sends the whole history; the prefix cache makes that cost only what is new."""
+"""`verbatim chat`: a conversation in the terminal. Each turn sends the whole history; the prefix
+cache limits the prefill to the new messages."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ HELP = """\
 /explain              why each token of the last answer was chosen
 /save FILE            write the conversation as JSON
 /quit                 leave (also Ctrl-D)
-Ctrl-C stops the answer, not the program. A line that ends in \\ goes on in the next."""
+Ctrl-C stops the answer, not the program. A line that ends in \\ continues on the next."""
 COMMANDS = [line[1:].split()[0] for line in HELP.splitlines() if line.startswith("/")]
 
 
@@ -46,25 +47,27 @@ COMMANDS = [line[1:].split()[0] for line in HELP.splitlines() if line.startswith
 @engine_options
 @sampling_options
 def command(system: str | None, quiet: bool, **flags: Any) -> int:
-    """Talk with a model, turn by turn. /help lists the commands inside; Ctrl-C stops an answer.
+    """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.
 
-    Temperature is 0 unless set: the same conversation gives the same answers. Piped, each line of stdin is one turn.
+    Temperature is 0 unless set: the same conversation gives the same answers. With a pipe, each
+    line of stdin is one turn.
     """
-    from verbatim.cli.open_model import open_llm, typed
+    from verbatim.cli.open_model import decode_argument, open_llm
 
     params = sampling_of(flags)
-    _check_place(params)
+    _check_supported(params)
     with open_llm(flags, quiet=quiet) as llm:
         if not llm.has_template:
             raise UnsupportedError(
                 "model",
                 f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text",
             )
-        return Conversation(llm, params, system and typed(system, "system"), quiet=quiet).loop()
+        system = system and decode_argument(system, "system")
+        return Conversation(llm, params, system, quiet=quiet).loop()
 
 
-def _check_place(params: SamplingParams) -> None:
-    """Refuse what asks for several answers, or for a report that is not shown here."""
+def _check_supported(params: SamplingParams) -> None:
+    """Reject parameters for several answers, and for reports that a chat does not show."""
     for name in (
         "n",
         "best_of",
@@ -75,11 +78,11 @@ def _check_place(params: SamplingParams) -> None:
         "receipt",
     ):
         if getattr(params, name) != FIELDS[name].default:
-            raise UnsupportedError(name, "a conversation has no place for it; use `verbatim run`")
+            raise UnsupportedError(name, "chat does not support it; use `verbatim run`")
 
 
 class Conversation:
-    """History, parameters and the loop of one chat. Every line typed is either a /command or a turn."""
+    """History, parameters and input loop of one chat. An input line is a /command or a turn."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, system: str | None, *, quiet: bool
@@ -88,11 +91,10 @@ class Conversation:
         self.params = params
         self.system = system
         self.turns: list[dict[str, str]] = []
-        self.last: tuple[list[dict[str, str]], SamplingParams, Completion] | None = (
-            None  # asked, how, and what came
-        )
+        # Messages, parameters and completion of the last turn.
+        self.last: tuple[list[dict[str, str]], SamplingParams, Completion] | None = None
         self.quiet = quiet
-        self.typed = sys.stdin.isatty()
+        self.interactive = sys.stdin.isatty()
 
     @property
     def messages(self) -> list[dict[str, str]]:
@@ -101,11 +103,12 @@ class Conversation:
         ) + self.turns
 
     def loop(self) -> int:
-        if self.typed:
-            _editing()
+        if self.interactive:
+            _enable_line_editing()
             if not self.quiet:
                 note(
-                    f"{self.llm.parts.name}, context {self.llm.context} tokens. /help for commands, Ctrl-D to leave."
+                    f"{self.llm.parts.name}, context {self.llm.context} tokens. "
+                    "/help for commands, Ctrl-D to leave."
                 )
         while True:
             line = self._read()
@@ -119,21 +122,22 @@ class Conversation:
                         return 0
                 else:
                     self._turn(line)
-            except RequestError as error:  # this turn cannot be served; the conversation goes on
+            except RequestError as error:  # this turn fails; the conversation continues
                 note(f"verbatim: {error.message}", RED)
 
     def _read(self) -> str | None:
-        """The next line, with continuation lines; None at the end of input. Ctrl-C at the prompt only clears the line."""
+        """The next line, with its continuation lines; None at the end of input. Ctrl-C at the
+        prompt only clears the line."""
         parts: list[str] = []
         while True:
             try:
-                line = input(self._prompt(bool(parts))) if self.typed else _next_line()
+                line = input(self._prompt(bool(parts))) if self.interactive else _next_line()
             except EOFError:
-                if self.typed:
+                if self.interactive:
                     write("\n")
                 return "\n".join(parts) if parts else None
             except KeyboardInterrupt:
-                if not self.typed:
+                if not self.interactive:
                     raise
                 parts.clear()
                 note("\n(Ctrl-D or /quit to leave)")
@@ -153,12 +157,12 @@ class Conversation:
         from verbatim.cli.report import closing_line, loop_line
         from verbatim.cli.run import collect
 
-        asked = [*self.messages, {"role": "user", "content": text}]
-        code, completion = collect(self.llm.chat_stream(asked, self.params), show=True)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        code, completion = collect(self.llm.chat_stream(messages, self.params), show=True)
         write("\n")
-        # An answer cut short stays in the history as far as it was read: the model should know what the person saw.
-        self.turns += [asked[-1], {"role": "assistant", "content": completion.text}]
-        self.last = asked, self.params, completion
+        # A cancelled answer stays in the history up to where the user saw it.
+        self.turns += [messages[-1], {"role": "assistant", "content": completion.text}]
+        self.last = messages, self.params, completion
         loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")
         for line in (*completion.warnings, *([loop] if loop else [])):
             warn(line)
@@ -169,10 +173,10 @@ class Conversation:
             sampled = not self.params.greedy and self.params.num_beams == 1
             note(closing_line(self.llm, completion, sampled=sampled, limit=limit))
 
-    # ------------------------------------------------------------------------------------------------------- commands
+    # ----------------------------------------------------------------------------------- commands
 
     def _command(self, line: str) -> bool:
-        """Runs a /command. True: leave."""
+        """Run a /command. Returns True to leave the chat."""
         name, _, rest = line[1:].strip().partition(" ")
         rest = rest.strip()
         match name:
@@ -183,7 +187,7 @@ class Conversation:
             case "reset":
                 self.turns.clear()
                 self.last = None
-                note("the conversation is forgotten")
+                note("the conversation is cleared")
             case "system":
                 self._set_system(rest)
             case "params":
@@ -193,27 +197,29 @@ class Conversation:
             case "save":
                 self._save(rest)
             case _:
-                near = get_close_matches(name, COMMANDS, 1)
-                hint = f"did you mean /{near[0]}?" if near else "/help lists them"
+                matches = get_close_matches(name, COMMANDS, 1)
+                hint = f"did you mean /{matches[0]}?" if matches else "/help lists them"
                 note(
-                    f"verbatim: no command /{name}; {hint} (begin with a space to send a line that starts with /)",
+                    f"verbatim: no command /{name}; {hint} "
+                    "(put a space first to send a line that starts with /)",
                     RED,
                 )
         return False
 
     def _explain(self) -> None:
-        """The last answer once more, explained. The same request gives the same tokens, so nothing had to be kept."""
+        """Run the last turn again with explanations. The same request gives the same tokens, so no
+        explanation needs to be recorded in advance."""
         from verbatim.cli.run import collect
         from verbatim.observe.explanation import headline
 
         if self.last is None:
             note("there is no answer yet")
             return
-        asked, params, before = self.last
+        messages, params, before = self.last
         again = params.with_(explain=1, seed=None if params.num_beams > 1 else before.seed)
         if before.finish_reason == "cancel" and before.token_ids:
-            again = again.with_(max_tokens=len(before.token_ids))  # as far as it came
-        code, completion = collect(self.llm.chat_stream(asked, again), show=False)
+            again = again.with_(max_tokens=len(before.token_ids))  # the tokens before Ctrl-C
+        code, completion = collect(self.llm.chat_stream(messages, again), show=False)
         assert code or completion.token_ids == before.token_ids, (
             "the same request gave other tokens"
         )
@@ -225,12 +231,12 @@ class Conversation:
             note(
                 f"system message: {self.system}"
                 if self.system is not None
-                else "no system message of ours; the model's template decides"
+                else "no system message is set; the chat template may add its own"
             )
             return
         self.system = text
         self.turns.clear()
-        note("system message set; the conversation starts afresh")
+        note("system message set; the conversation is cleared")
 
     def _set_params(self, text: str) -> None:
         changes: dict[str, Any] = {}
@@ -240,12 +246,10 @@ class Conversation:
                 note(f"verbatim: {word!r} is not NAME=VALUE, such as temperature=0.7", RED)
                 return
             changes[name.replace("-", "_")] = parse_parameter(name, value)
-        if (
-            changes.get("num_beams", 1) > 1
-        ):  # beams cannot be stopped in the middle; what is in force is shown below
+        if changes.get("num_beams", 1) > 1:  # a beam search cannot stop on a loop
             changes.setdefault("on_loop", "report")
         changed = self.params.with_(**changes)
-        _check_place(changed)
+        _check_supported(changed)
         self.params = changed
         shown = self.params.to_mapping() or {"temperature": self.params.temperature}
         note(
@@ -267,11 +271,8 @@ class Conversation:
                 json.dumps(record, ensure_ascii=False, indent=1) + "\n", "utf-8"
             )
             note(f"saved {len(self.turns) // 2} turns to {name}")
-        except (
-            OSError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # Runtime: ~ of nobody; Value: no possible name of a file
+        # RuntimeError: ~ of an unknown user; ValueError: a name that no file can have.
+        except (OSError, RuntimeError, ValueError) as error:
             note(
                 f"verbatim: cannot write {name!r}: {getattr(error, 'strerror', None) or error}", RED
             )
@@ -284,8 +285,8 @@ def _next_line() -> str:
     return line.removesuffix("\n")
 
 
-def _editing() -> None:
-    """Arrow keys and history where the platform has readline."""
+def _enable_line_editing() -> None:
+    """Enable arrow keys and history if the platform has readline."""
     try:
         import readline
     except ImportError:

@@ -1,4 +1,5 @@
-"""`verbatim convert SRC DST.gguf --quant TYPE`: a model in, a (quantised) GGUF file out, whole or not at all."""
+"""`verbatim convert SRC DST.gguf --quant TYPE`: a model comes in, a (quantised) GGUF file goes out.
+The file is written atomically: complete or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from verbatim.weights.tensor import Tensor
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
-FILE_TYPES = {
+FILE_TYPES = {  # values of general.file_type, as llama.cpp numbers them
     "f32": 0,
     "f16": 1,
     "q4_0": 2,
@@ -31,12 +32,9 @@ FILE_TYPES = {
     "q6_k": 18,
     "bf16": 32,
 }
-NARROW = {
-    "q4_k": "q5_0",
-    "q5_k": "q5_1",
-    "q6_k": "q8_0",
-}  # for rows that blocks of 256 do not divide
-WINDOW = 512  # tokens scored at once for the perplexity
+# Types with blocks of 32, for rows whose length is not a multiple of the K-quants' 256.
+SMALL_BLOCK_TYPES = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
+WINDOW = 512  # tokens per perplexity window, as in llama.cpp
 
 
 @click.command(cls=Command)
@@ -46,20 +44,20 @@ WINDOW = 512  # tokens scored at once for the perplexity
     "--quant",
     cls=Option,
     type=click.Choice(TYPES),
-    help="type of the matrices; missing: as they are",
+    help="type of the weight matrices; default: unchanged",
 )
 @click.option(
     "--head",
     "head",
     cls=Option,
     type=click.Choice(TYPES),
-    help="type of embedding and head [q8_0 where --quant is smaller]",
+    help="type of embedding and output head [q8_0 if --quant is smaller]",
 )
 @click.option(
     "--perplexity",
     cls=Option,
     metavar="FILE",
-    help="score this text with the model before and after",
+    help="compare the perplexity of this text before and after",
 )
 @click.option("--force", cls=Option, is_flag=True, help="overwrite TARGET")
 @click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
@@ -72,9 +70,10 @@ def command(
     force: bool,
     offline: bool,
 ) -> int:
-    """Write the model SOURCE (a .gguf file, a safetensors directory, a catalog name, org/name) as the GGUF file TARGET.
+    """Write the model SOURCE (.gguf file, safetensors directory, catalog name, org/name) as TARGET.
 
-    Metadata, tokenizer and chat template come along. Norms and biases stay float. What GGUF cannot say is refused by name.
+    Metadata, tokenizer and chat template are kept. Norms and biases stay float. A model property
+    that GGUF cannot express is an error that names it.
     """
     from verbatim.weights.catalog import resolve
     from verbatim.weights.gguf_write import write_gguf
@@ -130,7 +129,7 @@ def _bytes(tensors: Any) -> int:
 
 
 def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor]]:
-    """Metadata, the types of its values, and tensors under GGUF's names."""
+    """Metadata, the GGUF types of its values, and tensors by their GGUF names."""
     if path.is_file():
         from verbatim.weights.gguf import read_gguf
 
@@ -161,13 +160,14 @@ def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, T
     return metadata, {}, tensors
 
 
-# ----------------------------------------------------------------------------------------------------------- the types
+# ----------------------------------------------------------------------------------- tensor types
 
 
 def _type_for(
     name: str, type: str, shape: tuple[int, ...], quant: str | None, head: str | None
 ) -> str:
-    """Matrices become `quant`; norms, biases, routers, positions and rope tables stay as they are (1-D ones as f32)."""
+    """The type to write a tensor as. Matrices become `quant`; routers and position embeddings keep
+    their type; 1-D tensors (norms, biases, rope tables) become f32."""
     from verbatim.weights.tensor import BLOCKS
 
     if len(shape) < 2:
@@ -179,12 +179,12 @@ def _type_for(
     if stem in ("token_embd", "output"):
         chosen = head or (quant if BLOCKS[quant][1] / BLOCKS[quant][0] >= 34 / 32 else "q8_0")
     if shape[-1] % BLOCKS[chosen][0]:
-        chosen = NARROW.get(chosen, type)
+        chosen = SMALL_BLOCK_TYPES.get(chosen, type)
     return chosen if shape[-1] % BLOCKS[chosen][0] == 0 else type
 
 
 def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: str | None) -> None:
-    """What differs from the word that was typed is said, not hidden."""
+    """Report the matrices that are written in another type than --quant."""
     if quant is None:
         return
     counts: dict[str, int] = {}
@@ -193,7 +193,8 @@ def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: st
             counts[chosen[name]] = counts.get(chosen[name], 0) + 1
     for type, number in sorted(counts.items()):
         note(
-            f"{number} {'matrix is' if number == 1 else 'matrices are'} written as {type}: embedding and head, or rows that {quant} does not divide"
+            f"{number} {'matrix is' if number == 1 else 'matrices are'} written as {type}: "
+            f"embedding and head, or a row length that the block size of {quant} does not divide"
         )
 
 
@@ -213,7 +214,7 @@ def _converted(
         yield LazyTensor(lazy.name, lazy.type, lazy.shape, make)
 
 
-# ---------------------------------------------------------------------------------------------------------- perplexity
+# ------------------------------------------------------------------------------------- perplexity
 
 
 def _compare(before: Path, after: Path, text: str) -> None:

@@ -1,4 +1,4 @@
-"""`verbatim doctor`: what a bug report needs, and what a beginner trips over."""
+"""`verbatim doctor`: checks the installation and prints the facts that a bug report needs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ EXTRAS = {
     "grammar": "llguidance",
     "bench": "matplotlib",
 }
-Finding = tuple[str, str, str]  # good | note | bad, what, the finding
+Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
 
 
 @click.command(cls=Command)
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON array")
 def command(as_json: bool) -> int:
-    """Check the installation: Python, kernels, extras, cache, default model. Exit code 1 if something is broken."""
+    """Check Python, kernels, extras, cache and default model. Exit code 1 if something is
+    broken."""
     found = list(findings())
     if as_json:
         rows = [{"state": state, "what": what, "finding": text} for state, what, text in found]
@@ -61,13 +62,15 @@ def findings() -> Iterator[Finding]:
             yield (
                 "note",
                 extra,
-                f"{package} is not installed; if you need it: pip install '.[{extra}]' in the checkout",
+                f"{package} is not installed; if you need it: "
+                f"pip install '.[{extra}]' in the checkout",
             )
     yield from _cache()
 
 
 def _cuda() -> tuple[str, str]:
-    """good only if a test kernel ran on a GPU and its result was right. PyTorch is imported only for that."""
+    """State "good" only if a test kernel ran on the GPU with the right result. Only this imports
+    PyTorch."""
     if not gpu.present() or gpu.missing() is not None:
         return "note", cuda_facts()
     from verbatim.base.errors import BackendError
@@ -77,7 +80,7 @@ def _cuda() -> tuple[str, str]:
     except BackendError as error:
         state = "bad" if isinstance(error, gpu.WrongResult) else "note"
         return state, f"an NVIDIA GPU is here, but {error}; backend=auto uses the cpu"
-    except Exception as error:  # a broken installation of PyTorch or Triton raises what it likes
+    except Exception as error:  # a broken installation of PyTorch or Triton can raise any type
         return (
             "bad",
             f"PyTorch or Triton cannot be imported: {error}; install verbatim-engine[cuda] again",
@@ -92,35 +95,33 @@ def _cores() -> int:
 def _cache() -> Iterator[Finding]:
     from verbatim.weights.catalog import cache_dir, list_models
 
-    place = cache_dir()
-    there = next(folder for folder in (place, *place.parents) if os.path.exists(folder))
+    cache = cache_dir()
+    existing = next(folder for folder in (cache, *cache.parents) if os.path.exists(folder))
     default = list_models()[0]
     try:
-        with tempfile.TemporaryFile(dir=there):
-            free = shutil.disk_usage(there).free
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
     except OSError as error:
-        lost = (
-            "" if default.ready else "; set VERBATIM_CACHE to another place"
-        )  # a cache that has it all may be read-only
+        # A cache that already holds the model may be read-only.
+        remedy = "" if default.ready else "; set VERBATIM_CACHE to another path"
         yield (
             "note" if default.ready else "bad",
             "cache",
-            f"{place} (not writable: {error.strerror}{lost})",
+            f"{cache} (not writable: {error.strerror}{remedy})",
         )
     else:
-        short = (
-            not default.ready and free < 3 * default.bytes
-        )  # the download, the file, and room to breathe
+        # The partial download, the file, and a reserve of the same size.
+        short = not default.ready and free < 3 * default.bytes
         yield (
             "note" if short else "good",
             "cache",
-            f"{place} ({free / 1e9:.1f} GB free{'; too little' if short else ''})",
+            f"{cache} ({free / 1e9:.1f} GB free{'; too little' if short else ''})",
         )
     if default.ready:
         yield "good", "model", f"{default.name} is here ({default.bytes / 1e6:.0f} MB)"
     else:
-        yield "note", "model", f"{default.name} is not fetched yet; `verbatim pull {default.name}`"
-    limits = Path(place, "limits.json")
+        yield "note", "model", f"{default.name} is not downloaded; `verbatim pull {default.name}`"
+    limits = Path(cache, "limits.json")
     measured = os.path.exists(limits)
     yield (
         "good" if measured else "note",

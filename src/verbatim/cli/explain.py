@@ -1,4 +1,5 @@
-"""`verbatim explain PROMPT`: the answer, and for each token why it was chosen; --what-if draws the same steps under other settings."""
+"""`verbatim explain PROMPT`: prints the answer and, for each token, why the sampler chose it.
+--what-if samples the recorded logits again with other parameters."""
 
 from __future__ import annotations
 
@@ -37,14 +38,14 @@ DEFAULT_TOKENS = 16
 )
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
-@click.option("--brief", cls=Option, is_flag=True, help="one line a token")
+@click.option("--brief", cls=Option, is_flag=True, help="one line per token")
 @click.option(
     "--what-if",
     "what_ifs",
     cls=Option,
     multiple=True,
     metavar="NAME=VALUE,…",
-    help="draw the same steps under other settings, without the model (may be repeated)",
+    help="sample the same logits with other parameters, without the model (may be repeated)",
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
@@ -62,8 +63,9 @@ def command(
 ) -> int:
     """Show why each token of the answer to PROMPT was chosen.
 
-    The model's own distribution, what each stage of the sampler removed, the noise, the scores, and how near the next one came.
-    --explain N sets how many candidates are shown [5]; without --max-tokens the answer ends after 16.
+    Shows the model's distribution, the tokens that each sampler stage removed, the noise, the
+    scores, and the distance to the runner-up. --explain N sets the number of candidates [5];
+    without --max-tokens the answer ends after 16 tokens.
     """
     from verbatim.cli.open_model import open_llm, read_prompt
     from verbatim.cli.run import check_shown, collect, start
@@ -105,24 +107,24 @@ def _changes(text: str) -> dict[str, Any]:
     for name in changes:
         if name not in CHANGEABLE:
             raise ParameterError(
-                name, "cannot be changed by a what-if: it does not decide how a token is drawn"
+                name, "cannot be changed by a what-if: it does not decide how a token is sampled"
             )
     return changes
 
 
 def _check_what_if(params: SamplingParams) -> None:
-    """Said before the model runs: which answers a what-if can draw again."""
+    """Check, before the model runs, that a what-if can sample this answer again."""
     from verbatim.sampling.record import WHOLE_ROWS
 
     if params.num_beams > 1:
         raise ParameterError(
-            "what_if", "needs drawn tokens, and beam search draws none; leave out --num-beams"
+            "what_if", "needs sampled tokens, and beam search samples none; leave out --num-beams"
         )
     if params.width > 1:
-        raise ParameterError("what_if", "draws a single answer again; leave out --n and --best-of")
+        raise ParameterError("what_if", "needs a single answer; leave out --n and --best-of")
     if params.max_tokens is None or params.max_tokens > WHOLE_ROWS:
         raise ParameterError(
-            "what_if", f"remembers {WHOLE_ROWS} tokens; set --max-tokens to {WHOLE_ROWS} or less"
+            "what_if", f"records {WHOLE_ROWS} tokens; set --max-tokens to {WHOLE_ROWS} or less"
         )
 
 
@@ -160,8 +162,9 @@ def _print(
         write(head + paint(choice.text, BOLD, sys.stdout) + "\n\n")
         for record in choice.explain:
             write((headline if brief else render)(record, show) + "\n" + ("" if brief else "\n"))
-    for asked, results in what_ifs:
-        write(f"{'' if not brief else chr(10)}what if {asked}:\n{render_what_if(results, show)}\n")
+    for changes, results in what_ifs:
+        title = f"{'' if not brief else chr(10)}what if {changes}"
+        write(f"{title}:\n{render_what_if(results, show)}\n")
     loop = loop_line(completion, "--on-loop report", "--on-loop stop")
     for line in (*completion.warnings, *([loop] if loop else [])):
         warn(line)
@@ -169,7 +172,7 @@ def _print(
 
 
 def completion_greedy(completion: Completion) -> bool:
-    """No token was drawn with noise: temperature 0, or beams."""
+    """Whether no token was sampled with noise: temperature 0, or beam search."""
     return all(
         record.get("final_prob") is None
         for choice in completion.choices
@@ -184,11 +187,11 @@ def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list
     if what_ifs:
         out["what_if"] = [
             {
-                "changes": asked,
+                "changes": changes,
                 "tokens": [
                     {"position": r.position, "before": r.before, "after": r.after} for r in results
                 ],
             }
-            for asked, results in what_ifs
+            for changes, results in what_ifs
         ]
     write_json(out)

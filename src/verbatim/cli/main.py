@@ -1,8 +1,9 @@
-"""The command line: words in, an exit code out. One file a command, imported when that command is called.
+"""Entry point of the `verbatim` command: arguments come in, an exit code goes out.
 
-Exit codes: 0 done; 1 something of ours failed; 2 a wrong word, flag or value; 3 the model could not be found or read;
-130 interrupted (Ctrl-C); 141 the reader of our output went away. An error is one line on stderr, `verbatim: what; why; remedy`;
-the traceback comes with --debug.
+Each command is one module of this package, imported only when it is called. Exit codes: 0 success;
+1 failure; 2 wrong command, flag or value; 3 model not found or not readable; 130 interrupted
+(Ctrl-C); 141 stdout closed by its reader (broken pipe). An error is one line on stderr, `verbatim:
+what; why; remedy`. --debug adds the traceback.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ import click
 from verbatim import __version__
 from verbatim.base.errors import ModelError, RequestError, VerbatimError
 
-OK, FAILED, USAGE, MODEL, INTERRUPTED, READER_GONE = 0, 1, 2, 3, 130, 141
+OK, FAILED, USAGE, MODEL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 
-# heading -> name -> one line; the table keeps `verbatim --help` from importing every command
+# Heading -> command -> summary. A table, so that `verbatim --help` does not import every command.
 GROUPS = {
-    "Ask a model": {
+    "Generate": {
         "run": "Answer one prompt, streamed.",
-        "chat": "Talk with a model, turn by turn.",
+        "chat": "Chat with a model in the terminal.",
         "batch": "Answer a file of requests.",
         "serve": "Serve OpenAI's API over HTTP.",
     },
-    "Look inside": {
+    "Inspect": {
         "explain": "Show why each token was chosen.",
         "score": "Log-probability of every token of a text, and its perplexity.",
-        "replay": "Repeat an answer from its receipt and compare.",
+        "replay": "Repeat an answer from its receipt and compare the tokens.",
     },
     "Models": {
-        "models": "List the models at hand.",
-        "pull": "Fetch a model into the cache.",
+        "models": "List the catalog and the downloaded models.",
+        "pull": "Download a model into the cache.",
         "convert": "Write a model as a (quantised) GGUF file.",
     },
-    "This machine": {
-        "bench": "Measure this machine's limits and how near the engine comes.",
+    "System": {
+        "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, the kernels and the cache.",
         "version": "Print versions, backends and the instruction set.",
     },
@@ -68,7 +69,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # click itself would end with code 1
-            return READER_GONE
+            return BROKEN_PIPE
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         indent = max(len(name) for name in COMMANDS)
@@ -77,7 +78,7 @@ class LazyGroup(click.Group):
                 formatter.write_dl([(f"{name:{indent}}", line) for name, line in group.items()])
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """What one came for first: the commands, then how they are called, then the few options."""
+        """Help in the order commands, examples, options."""
         self.format_commands(ctx, formatter)
         with formatter.section("Examples"):
             for line in EXAMPLES.splitlines():
@@ -91,9 +92,11 @@ class LazyGroup(click.Group):
             import shlex
             from difflib import get_close_matches
 
-            near = get_close_matches(args[0], COMMANDS, 1)
-            hint = f"did you mean {near[0]}?" if near else "verbatim --help lists the commands"
-            if " " in args[0]:  # a question, most likely
+            matches = get_close_matches(args[0], COMMANDS, 1)
+            hint = (
+                f"did you mean {matches[0]}?" if matches else "verbatim --help lists the commands"
+            )
+            if " " in args[0]:  # probably a prompt
                 hint = "to ask it: verbatim run " + (
                     shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'"
                 )
@@ -116,25 +119,23 @@ class LazyGroup(click.Group):
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
     """Verbatim runs language models on this machine: the same request, the same tokens, always."""
-    if ctx.invoked_subcommand is None:  # the word alone: no mistake, somebody looks around
+    if ctx.invoked_subcommand is None:  # `verbatim` alone shows the help, without an error
         click.echo(ctx.get_help())
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The entry point of the `verbatim` command. Always ends in SystemExit."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    flags = words[: words.index("--")] if "--" in words else words
+    args = list(sys.argv[1:] if argv is None else argv)
+    flags = args[: args.index("--")] if "--" in args else args
     debug = "--debug" in flags or os.environ.get("VERBATIM_DEBUG", "") not in ("", "0")
-    if (
-        "--debug" in flags
-    ):  # welcome anywhere, so that it can be added to the end of a line that just failed
-        words.remove("--debug")
-    if words[:1] == ["help"]:  # `verbatim help run`, as elsewhere
-        words = [*words[1:2], "--help"]
-    _have_streams()
-    _speak_any_language()
+    if "--debug" in flags:  # accepted anywhere, also at the end of a command line that failed
+        args.remove("--debug")
+    if args[:1] == ["help"]:  # `verbatim help run` is `verbatim run --help`
+        args = [*args[1:2], "--help"]
+    _open_missing_streams()
+    _replace_unencodable()
     try:
-        code = _call(words)
+        code = _call(args)
     except BaseException as error:
         if debug and not isinstance(error, (SystemExit, KeyboardInterrupt, click.exceptions.Exit)):
             import traceback
@@ -144,85 +145,82 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.exit(_flush() or code)
 
 
-def _have_streams() -> None:
-    """A shell's `>&-` or `2>&-` leaves no stream at all; what nobody wants to read goes nowhere."""
+def _open_missing_streams() -> None:
+    """Replace a stream that the shell closed (`>&-`, `2>&-`) with the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  it stays open
 
 
-def _speak_any_language() -> None:
-    """A terminal that cannot show a character gets a question mark; it must not cost the answer."""
+def _replace_unencodable() -> None:
+    """Print a question mark for a character that the terminal cannot encode, instead of failing."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().replace("-", "")
     if not encoding.startswith("utf") and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
 
 
-def _call(words: list[str]) -> int:
-    result: Any = cli.main(args=words, prog_name="verbatim", standalone_mode=False)
+def _call(args: list[str]) -> int:
+    result: Any = cli.main(args=args, prog_name="verbatim", standalone_mode=False)
     return result if isinstance(result, int) else OK
 
 
 def _report(error: BaseException) -> int:
-    """Says in one line what went wrong, and gives the exit code."""
+    """Print the error as one line on stderr; returns the exit code."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else FAILED
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, (KeyboardInterrupt, click.Abort)):
-        complain("interrupted")
+        print_error("interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        return READER_GONE
+        return BROKEN_PIPE
     if isinstance(error, click.ClickException):
-        complain(_usage_line(error))
+        print_error(_usage_line(error))
         return error.exit_code if error.exit_code != 1 else USAGE
     if isinstance(error, VerbatimError):
-        complain(error.message)
-        return code_of(error)
+        print_error(error.message)
+        return exit_code_of(error)
     if isinstance(error, MemoryError):
-        complain(
-            "out of memory; the model and its cache do not fit; try a smaller --context, --kv-memory or model"
+        print_error(
+            "out of memory; the model and its KV cache do not fit; "
+            "try a smaller --context, --kv-memory or model"
         )
         return FAILED
-    if isinstance(error, OSError) and error.errno in SYSTEM:
-        complain(_system_line(error))
+    if isinstance(error, OSError) and error.errno in OS_REMEDIES:
+        print_error(_system_line(error))
         return FAILED
-    complain(f"{type(error).__name__}: {error}; this is a fault of Verbatim; --debug shows where")
+    print_error(f"{type(error).__name__}: {error}; this is a bug in Verbatim; --debug shows where")
     return FAILED
 
 
-# what the operating system refuses, whatever the program does -> the remedy
-SYSTEM = {
-    errno.ENOSPC: "free some space, or send it elsewhere",
-    errno.EDQUOT: "free some space, or send it elsewhere",
-    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or send it elsewhere",
+# Errors of the operating system that no program can avoid -> the remedy.
+OS_REMEDIES = {
+    errno.ENOSPC: "free some space, or write elsewhere",
+    errno.EDQUOT: "free some space, or write elsewhere",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f), or write elsewhere",
     errno.EIO: "check the device behind it",
-    errno.EROFS: "choose a place that can be written",
-    errno.EACCES: "check its permissions, or choose another place",
-    errno.EPERM: "check its permissions, or choose another place",
+    errno.EROFS: "choose a writable path",
+    errno.EACCES: "check its permissions, or choose another path",
+    errno.EPERM: "check its permissions, or choose another path",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "close some programs: the system has no more files to open",
 }
-NO_ROOM = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-)  # of writing a model: nothing is wrong with the model
+# A ModelError with one of these causes comes from writing a file; the model itself is sound.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def _system_line(error: OSError) -> str:
-    """An error without a file name comes from a stream that was open already: our output."""
+    """The line for an OSError. Without a file name it comes from an open stream: the output."""
     what = "write the output" if error.filename is None else f"use {os.fspath(error.filename)!r}"
     reason = (error.strerror or "failed").lower()
-    return f"cannot {what}: {reason}; {SYSTEM[error.errno or 0]}"
+    return f"cannot {what}: {reason}; {OS_REMEDIES[error.errno or 0]}"
 
 
-def code_of(error: VerbatimError) -> int:
+def exit_code_of(error: VerbatimError) -> int:
     if isinstance(error, RequestError):
         return USAGE
-    if isinstance(error, ModelError) and getattr(error.__cause__, "errno", None) not in NO_ROOM:
+    if isinstance(error, ModelError) and getattr(error.__cause__, "errno", None) not in DISK_ERRORS:
         return MODEL
     return FAILED
 
@@ -238,18 +236,20 @@ def _usage_line(error: click.ClickException) -> str:
     return text[0].lower() + text[1:] if text[:2].istitle() else text
 
 
-def complain(message: str) -> None:
-    """One line, whatever the message holds: a file name may contain a newline, an error of a library several."""
+def print_error(message: str) -> None:
+    """Print one line on stderr. Newlines become spaces: a file name may contain one, and errors of
+    libraries may have several."""
     line = " ".join(str(message).split())
     try:
         sys.stderr.write(f"verbatim: {line}\n")
         sys.stderr.flush()
-    except (OSError, ValueError):  # nobody can be told
+    except (OSError, ValueError):  # stderr is closed
         pass
 
 
 def _flush() -> int:
-    """Flush now, while we can still say it our way: at interpreter exit a lost output would print a traceback of its own."""
+    """Flush stdout and report an error as one line: at interpreter exit Python would print a
+    traceback instead."""
     try:
         sys.stdout.flush()
     except OSError as error:

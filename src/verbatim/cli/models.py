@@ -1,4 +1,4 @@
-"""`verbatim models`: what is there to run."""
+"""`verbatim models`: lists the catalog and the models in the hub's cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verbatim.cli.terminal import note, write_json
 @click.command(cls=Command)
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON array")
 def command(as_json: bool) -> None:
-    """List the models at hand: the catalog, and what the hub's cache holds."""
+    """List the models of the catalog and those in the hub's cache."""
     from verbatim.weights.catalog import cache_dir, list_models
 
     records = list_models()

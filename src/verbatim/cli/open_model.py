@@ -1,4 +1,5 @@
-"""Opening a model for a command: flags in, an LLM out, with the wait shown."""
+"""Opens the model and reads the prompt of a command: flags and arguments come in, an LLM and a text
+go out. Loading shows progress on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
-    """The flags are checked before anything heavy is imported, so that a typo costs no wait."""
+    """Load the model. Flags are validated before NumPy and the engine are imported, so that a typo
+    fails at once."""
     settings = engine_of(flags)
     progress = Progress(quiet=quiet)
     if progress.live:
@@ -44,7 +46,7 @@ def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
 
 
 class _LoadWarnings(logging.Handler):
-    """Shows what the engine warns of at load as the command line's own warnings."""
+    """Prints the engine's warnings during loading in the format of the command line."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
@@ -56,19 +58,20 @@ class _LoadWarnings(logging.Handler):
             warn(record.getMessage())
 
 
-def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:
-    """The prompt: the one argument of the command; stdin where it is `-`, or where there is none and stdin is a pipe.
+def read_prompt(args: tuple[str, ...], param: str = "prompt") -> str:
+    """The prompt: the only argument of the command, or stdin if it is `-` or missing with a pipe.
 
-    Several arguments are refused, not joined: one of them may be a model's name, or meant as a prompt of its own."""
-    if len(words) > 1:
-        raise ParameterError(param, _too_many(words, param))
-    if words and words != ("-",):
-        if not words[0]:
+    Several arguments are an error and are not joined: one of them may be a model name or a separate
+    prompt."""
+    if len(args) > 1:
+        raise ParameterError(param, _too_many_arguments(args, param))
+    if args and args != ("-",):
+        if not args[0]:
             raise ParameterError(
                 param, f'is empty; type the {param} in quotes, or "-" to read stdin'
             )
-        return typed(words[0], param)
-    if sys.stdin is None or (not words and sys.stdin.isatty()):
+        return decode_argument(args[0], param)
+    if sys.stdin is None or (not args and sys.stdin.isatty()):
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
@@ -76,9 +79,7 @@ def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:
         raise ParameterError(
             param, f"stdin is not UTF-8 text (byte {error.start}); convert it first"
         ) from None
-    text = text.removesuffix(
-        "\n"
-    )  # the newline that ends a line of a shell is not part of the prompt, as with $(...)
+    text = text.removesuffix("\n")  # as $(...) does: the shell's final newline is not the prompt's
     if not text:
         raise ParameterError(
             param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
@@ -86,8 +87,8 @@ def read_prompt(words: tuple[str, ...], param: str = "prompt") -> str:
     return text
 
 
-def typed(text: str, param: str) -> str:
-    """An argument as the person typed it. In a locale that is not UTF-8, Python hands its bytes over as lone surrogates."""
+def decode_argument(text: str, param: str) -> str:
+    """Decode an argument as UTF-8. In another locale Python passes its bytes as lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -101,32 +102,34 @@ def typed(text: str, param: str) -> str:
     return text
 
 
-def _too_many(words: tuple[str, ...], param: str) -> str:
-    """Which remedy? `verbatim run smollm2 "Hi"` means a model; `verbatim run why is the sky blue` has lost its quotes."""
+def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
+    """The error for several arguments, with the remedy: `verbatim run smollm2 "Hi"` needs -m, and
+    `verbatim run why is the sky blue` needs quotes."""
     import shlex
 
     import click
 
     called = click.get_current_context().command_path
-    many = f"{len(words)} arguments were given, and it is one"
-    if _names_a_model(words[0]):
-        return f"{many}; the model goes behind -m: {called} -m {shlex.quote(words[0])} …"
-    whole = shlex.quote(" ".join(words))
+    error = f"{len(args)} arguments were given, and it is one"
+    if _is_model_name(args[0]):
+        return f"{error}; pass the model with -m: {called} -m {shlex.quote(args[0])} …"
+    joined = shlex.quote(" ".join(args))
     return (
-        f"{many}; put it in quotes: {called} {whole}"
-        if len(whole) <= 100
-        else f"{many}; put it in quotes"
+        f"{error}; put it in quotes: {called} {joined}"
+        if len(joined) <= 100
+        else f"{error}; put it in quotes"
     )
 
 
-def _names_a_model(word: str) -> bool:
+def _is_model_name(word: str) -> bool:
     from verbatim.weights.catalog import CATALOG
 
     return word in CATALOG or word.endswith(".gguf")
 
 
 def speed_limit(llm: LLM, context: int) -> float | None:
-    """Tokens a second that this machine's memory allows at this context; None until `verbatim bench` has measured it."""
+    """Decode limit from memory bandwidth at this context, in tokens per second; None until
+    `verbatim bench` has measured this machine."""
     from verbatim.observe.roofline import load_limits
     from verbatim.weights.catalog import cache_dir
 

@@ -1,7 +1,9 @@
-"""Flags from tables: every sampling parameter of base.params.FIELDS, every setting of base.config.EngineConfig.
+"""Command line flags built from tables: one flag per sampling parameter of base.params.FIELDS and
+one per setting of base.config.EngineConfig.
 
-In: click's parsed words. Out: a SamplingParams and the keyword arguments of an engine. A parameter that is added to its table
-is a flag at once; only flags that were typed are passed on, so that defaults live in one place.
+The values that click parsed come in; a SamplingParams and the keyword arguments of an engine go
+out. A new row of a table is a flag without further code. Only flags that the user gave are passed
+on, so each default is defined in one place.
 """
 
 from __future__ import annotations
@@ -23,34 +25,36 @@ F = TypeVar("F", bound=Callable[..., Any])
 Values = dict[str, Any]
 
 DEFAULT_MODEL = "smollm2"
-# What the command line sets where nothing was typed; the library's and the server's defaults are others (ADR 10).
-# Temperature 0: the same answer every time. A loop ends the answer: a small model at temperature 0 would fill its context with it.
+# Defaults of the command line, which differ from those of the library and the server (ADR 10).
+# Temperature 0 gives the same answer every time. on_loop=stop, because a small model at temperature
+# 0 may otherwise fill its whole context with a repeated passage.
 DEFAULTS: Values = {"temperature": 0.0, "on_loop": "stop"}
 
-# EngineConfig has its defaults and meanings in the source; these are the lines a user reads
+# Help of the engine flags. base.config documents the same fields for programmers.
 ENGINE_HELP = {
     "backend": "auto, cpu, cuda or reference; auto: cuda where a GPU can run the model, else cpu",
     "threads": "threads of the CPU backend; default: the physical cores",
-    "context": "longest text in tokens; default: the model's own limit",
-    "step_tokens": "most tokens computed in one step",
-    "max_running": "most sequences in one step",
-    "max_waiting": "most requests in the queue",
-    "kv_memory": "memory for keys and values, such as 512M or 2G",
-    "kv_blocks": "exact number of cache blocks (tests)",
-    "kv_type": "f16 or q8: how the cache is kept",
-    "prefix_cache": "reuse the keys and values of equal beginnings",
-    "use_cache": "keep keys and values; without it every step recomputes everything, and auto drafts nothing",
-    "speculate": "off, ngram, suffix, head, head:FILE, draft:MODEL or auto; changes the time, never the text",
-    "suffix_tenants": "tenant whose recent answers suffix (and auto) may reuse for it; *: each, up to 256 of them (may be repeated)",
+    "context": "maximum tokens of prompt and output; default: the model's own limit",
+    "step_tokens": "maximum tokens computed in one step",
+    "max_running": "maximum sequences in one step",
+    "max_waiting": "maximum requests in the queue",
+    "kv_memory": "memory for the KV cache, such as 512M or 2G",
+    "kv_blocks": "exact number of KV cache blocks (tests)",
+    "kv_type": "element type of the KV cache: f16 or q8",
+    "prefix_cache": "reuse the KV cache of a shared prompt prefix",
+    "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and auto"
+    " drafts nothing",
+    "speculate": "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto;"
+    " changes the speed, never the output",
+    "suffix_tenants": "tenant whose recent outputs suffix (and auto) may reuse for its drafts;"
+    " *: every tenant, at most 256 (may be repeated)",
     "quant": "quantise float weights while loading: q8_0 or q4_0",
-    "check": "prove the block accounting after every step",
+    "check": "verify the KV block accounting after every step",
 }
 HIDDEN = {"kv_blocks", "check"}
-FROM_FILE = {"json_schema", "grammar"}  # a value that starts with @ names a file
+FROM_FILE = {"json_schema", "grammar"}  # @FILE as a value reads the file
 PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
-NOT_FLAGS = {
-    "speculate"
-}  # the engine's --speculate says the same for a single request, and more (draft:MODEL)
+NOT_FLAGS = {"speculate"}  # covered by the engine's --speculate, which also takes draft:MODEL
 
 
 class Option(click.Option):
@@ -60,7 +64,8 @@ class Option(click.Option):
 
 
 class Command(click.Command):
-    """A command whose help lists its flags by section, so that fifty sampling flags do not bury the five one needs."""
+    """A command whose help groups its flags by section: the few general flags come before the fifty
+    sampling flags."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -73,11 +78,12 @@ class Command(click.Command):
                 formatter.write_dl(rows)
 
 
-# ------------------------------------------------------------------------------------------------------------ sampling
+# --------------------------------------------------------------------------------------- sampling
 
 
 def sampling_options(command: F) -> F:
-    """Adds one flag for each parameter. The parsed values arrive as `p_<name>`; None or () means: not typed."""
+    """Add one flag per sampling parameter. Parsed values arrive as `p_<name>`; None or (): not
+    given."""
     for name, rule in reversed(FIELDS.items()):
         if name not in NOT_FLAGS:
             command = _sampling_flag(name, rule)(command)
@@ -101,7 +107,7 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
             return click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
         case "choice":
             return click.option(
-                flag, dest, type=click.Choice([_word(c) for c in rule.choices]), **common
+                flag, dest, type=click.Choice([_choice_text(c) for c in rule.choices]), **common
             )
         case "ids":
             return click.option(flag, dest, metavar="ID,ID", **common)
@@ -123,26 +129,24 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
 
 
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
-    """SamplingParams from the parsed flags. A wrong value raises ParameterError, which names it."""
-    typed = typed_sampling(flags)
-    values: Values = {**DEFAULTS, **defaults, **typed}
-    if values.get("num_beams", 1) > 1:  # which has neither
+    """SamplingParams from the parsed flags. A wrong value raises a ParameterError that names it."""
+    given = given_sampling(flags)
+    values: Values = {**DEFAULTS, **defaults, **given}
+    if values.get("num_beams", 1) > 1:  # beam search supports neither default
         values = {
-            name: value for name, value in values.items() if name not in DEFAULTS or name in typed
+            name: value for name, value in values.items() if name not in DEFAULTS or name in given
         }
-    if "on_loop" not in typed and (typed.get("ignore_eos") or typed.get("min_tokens")):
-        values.pop("on_loop", None)  # who asks for more than the model wants to say gets it
+    if "on_loop" not in given and (given.get("ignore_eos") or given.get("min_tokens")):
+        values.pop("on_loop", None)  # the user asks for output beyond the model's own end
     params = SamplingParams.from_mapping(values)
-    if params.num_beams > 1 and flags.get("e_speculate") not in (
-        None,
-        "off",
-    ):  # typed beside beams it is meant for them
-        params.with_(speculate=flags["e_speculate"])  # which raises, and names it
+    if params.num_beams > 1 and flags.get("e_speculate") not in (None, "off"):
+        # Raises the error that beam search cannot use speculative decoding.
+        params.with_(speculate=flags["e_speculate"])
     return params
 
 
-def typed_sampling(flags: Values) -> Values:
-    """Only the parameters that were typed, by their names."""
+def given_sampling(flags: Values) -> Values:
+    """The parameters that the user gave, by name."""
     values: Values = {}
     for name, rule in FIELDS.items():
         raw = flags.get("p_" + name)
@@ -152,16 +156,17 @@ def typed_sampling(flags: Values) -> Values:
 
 
 def parse_parameter(name: str, text: str) -> Any:
-    """One parameter's value from one word, as in `--what-if top_p=0.5` and chat's `/params top_p=0.5`."""
+    """Parse the value of one parameter, as in `--what-if top_p=0.5` and chat's `/params
+    top_p=0.5`."""
     name = name.strip().replace("-", "_")
     if name not in FIELDS:
         from difflib import get_close_matches
 
-        near = get_close_matches(name, FIELDS, 1)
+        matches = get_close_matches(name, FIELDS, 1)
         raise ParameterError(
             name,
             "no such parameter; "
-            + (f"did you mean {near[0]}?" if near else "`verbatim run --help` lists them"),
+            + (f"did you mean {matches[0]}?" if matches else "`verbatim run --help` lists them"),
         )
     rule = FIELDS[name]
     if rule.optional and text.strip().lower() == "none":
@@ -200,7 +205,7 @@ def _value(name: str, rule: Field, raw: Any) -> Any:
         return dict(_bias(name, item) for item in raw)
     if rule.kind == "choice":
         for choice in rule.choices:
-            if raw == _word(choice):
+            if raw == _choice_text(choice):
                 return choice
         return raw
     if name in FROM_FILE and raw.startswith("@"):
@@ -208,7 +213,7 @@ def _value(name: str, rule: Field, raw: Any) -> Any:
     return raw
 
 
-def _word(choice: Any) -> str:
+def _choice_text(choice: Any) -> str:
     return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
 
@@ -237,7 +242,7 @@ def _file(name: str, path: str) -> str:
 
 
 def check_output(name: str, file: str) -> None:
-    """Refuse a file that cannot be written, before the work whose result it should hold. No folder is made in silence."""
+    """Raise if `file` cannot be written, before any work is done. Folders are not created."""
     path = Path(file)
     folder = path.parent
     if path.is_dir():
@@ -246,19 +251,18 @@ def check_output(name: str, file: str) -> None:
         why = "is not a folder" if folder.exists() else "does not exist"
         raise ParameterError(
             name,
-            f"cannot write {file!r}: {str(folder)!r} {why}; make it (mkdir -p), or choose another place",
+            f"cannot write {file!r}: {str(folder)!r} {why}; make it (mkdir -p), or choose another"
+            " path",
         )
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ParameterError(
-            name, f"cannot write {file!r}: permission denied; choose another place"
-        )
+        raise ParameterError(name, f"cannot write {file!r}: permission denied; choose another path")
 
 
-# -------------------------------------------------------------------------------------------------- model and engine
+# ------------------------------------------------------------------------------- model and engine
 
 
 def model_options(command: F) -> F:
-    """--model, --revision, --offline: where the weights come from."""
+    """Add --model, --revision and --offline: where the weights come from."""
     section = "Model and engine"
     add = [
         click.option(
@@ -269,7 +273,8 @@ def model_options(command: F) -> F:
             default=DEFAULT_MODEL,
             envvar="VERBATIM_MODEL",
             metavar="MODEL",
-            help=f"a .gguf file, a safetensors directory, a catalog name or org/name on the hub [{DEFAULT_MODEL}]",
+            help="a .gguf file, a safetensors directory, a catalog name or org/name on the hub"
+            f" [{DEFAULT_MODEL}]",
         ),
         click.option(
             "--revision",
@@ -292,12 +297,12 @@ def model_options(command: F) -> F:
 
 
 def engine_options(command: F) -> F:
-    """One flag for each setting of EngineConfig; values arrive as `e_<name>`, None means: not typed."""
+    """Add one flag per setting of EngineConfig. Values arrive as `e_<name>`; None: not given."""
     return _engine_flags(command, ())
 
 
 def engine_options_without(*names: str) -> Callable[[F], F]:
-    """The same, less those that the command gives a meaning of its own."""
+    """engine_options without the settings that the command defines itself."""
     return lambda command: _engine_flags(command, names)
 
 
@@ -330,7 +335,7 @@ def _engine_flags(command: F, without: tuple[str, ...]) -> F:
 
 
 def engine_of(flags: Values) -> Values:
-    """Keyword arguments for an engine: only what was typed, checked by EngineConfig itself."""
+    """Keyword arguments of an engine: only the given flags, validated by EngineConfig."""
     settings: Values = {}
     for field in fields(EngineConfig):
         value = flags.get("e_" + field.name)
@@ -346,7 +351,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
 
 
 def parse_size(name: str, text: str) -> int:
-    """Bytes from 512M, 1.5G, 2GiB or a plain number. K, M, G, T are powers of 1024, as memory is counted.
+    """Bytes from 512M, 1.5G, 2GiB or a plain number. K, M, G, T are powers of 1024.
 
     >>> parse_size("kv_memory", "1.5G")
     1610612736

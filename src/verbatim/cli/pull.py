@@ -1,4 +1,4 @@
-"""`verbatim pull MODEL`: fetch now, so that later runs need no network."""
+"""`verbatim pull MODEL`: downloads a model into the cache, so that later runs need no network."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from verbatim.cli.terminal import Progress
 @click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
 @click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress")
 def command(model: str, revision: str | None, quiet: bool) -> None:
-    """Fetch MODEL (a catalog name or org/name on the hub) into the cache and print its path.
+    """Download MODEL (a catalog name or org/name on the hub) into the cache and print its path.
 
-    What is already there is checked again, and fetched anew if it was damaged.
+    A file that is already in the cache is verified, and downloaded again if it is damaged.
     """
     from verbatim.weights.catalog import pull
 

@@ -1,4 +1,5 @@
-"""`verbatim replay FILE`: run a receipt again and say whether every token is the same, or which is the first that is not, and why it may be."""
+"""`verbatim replay FILE`: runs the request of a receipt again and compares the tokens. Reports the
+first token that differs, and its likely cause."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ DIFFERENT = 1
 @model_options
 @engine_options
 def command(file: str, as_json: bool, **flags: Any) -> int:
-    """Repeat the answer whose receipt is in FILE (`verbatim run --save-receipt`, or `"receipt": true` over HTTP) and compare token by token.
+    """Repeat the answer of the receipt FILE and compare token by token.
 
-    The model is the receipt's own unless --model names another. Exit code 0: identical; 1: a token differs.
+    A receipt comes from `verbatim run --save-receipt`, or from `"receipt": true` over HTTP. The
+    model is the receipt's own unless --model names another. Exit code 0: identical; 1: a token
+    differs.
     """
     from verbatim.base.params import SamplingParams
     from verbatim.cli.open_model import open_llm
@@ -36,20 +39,18 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
         flags["model"] = receipt["model"]
     flags["e_context"] = flags["e_context"] or receipt["context"]
     if flags["e_backend"] in (None, "auto") and receipt["backend"] == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            ""  # auto would use a GPU here, whose numerics are others
-        )
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU has other numerics than the receipt's cpu
     params = SamplingParams.from_mapping(receipt["params"])
     with open_llm(flags, quiet=as_json) as llm:
         info = llm.parts.backend.info
         done = llm.generate(list(receipt["prompt_ids"]), params)
-        makers = {
+        environment = {
             "digest": llm.parts.digest,
             "backend": info.name,
             "numerics": info.numerics,
             "context": llm.context,
         }
-    verdict = compare(receipt, done.choices, makers)
+    verdict = compare(receipt, done.choices, environment)
     if as_json:
         out = {
             "identical": verdict.identical,

@@ -1,4 +1,4 @@
-"""What is said about an answer: the closing line for people, one JSON object for machines."""
+"""Reports about a completion: the closing line of the terminal, and the JSON object of --json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
 
 
-def finish_words(finish: Finish | None) -> str:
+def finish_text(finish: Finish | None) -> str:
     if finish is None:
         return "cancel"
     return f"{finish.reason} ({finish.detail})" if finish.detail else finish.reason
@@ -21,7 +21,8 @@ def finish_words(finish: Finish | None) -> str:
 def closing_line(
     llm: LLM, completion: Completion, *, sampled: bool, limit: float | None = None
 ) -> str:
-    """What the answer cost: tokens, time to first token, speed (beside this machine's limit where it was measured), and why it ended."""
+    """Tokens, time to first token, tokens per second (beside this machine's limit if `verbatim
+    bench` measured it), drafts, finish reason, backend and seed, in one line."""
     usage, timings = completion.usage, completion.timings
     parts = [f"{usage.prompt_tokens} prompt + {usage.output_tokens} output tokens"]
     if usage.cached_tokens:
@@ -40,28 +41,32 @@ def closing_line(
             if abs(timings.saved) >= 0.005
             else ""
         )
-        pace = f" ({usage.mean_accepted_length:.1f} tokens a step{effect})"
-        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted{pace}")
+        detail = f" ({usage.mean_accepted_length:.1f} tokens per step{effect})"
+        parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted{detail}")
     parts.append(
-        "; ".join(dict.fromkeys(finish_words(choice.finish) for choice in completion.choices))
+        "; ".join(dict.fromkeys(finish_text(choice.finish) for choice in completion.choices))
     )
-    parts.append(backend_words(llm))
+    parts.append(backend_text(llm))
     if sampled:
         parts.append(f"seed {completion.seed}")
     return " · ".join(parts)
 
 
-def loop_line(completion: Completion, go_on: str, stop: str) -> str | None:
-    """What is said about an answer whose end repeats. `go_on` and `stop` are how a person here asks for the other."""
+def loop_line(completion: Completion, report_flag: str, stop_flag: str) -> str | None:
+    """The notice about an answer that ends in a loop; None without one. `report_flag` and
+    `stop_flag` are what the user types to choose the other behaviour."""
     stopped = max(
         (choice.loop for choice in completion.choices if choice.finish.reason == "loop"), default=0
     )
     if stopped:
         return (
-            f"stopped, because the end repeats a run of {_tokens(stopped)}; {go_on} lets it go on"
+            f"stopped, because the end repeats a run of {_tokens(stopped)};"
+            f" {report_flag} lets it go on"
         )
     loop = max((choice.loop for choice in completion.choices), default=0)
-    return f"the end repeats a run of {_tokens(loop)}; {stop} ends such an answer" if loop else None
+    if not loop:
+        return None
+    return f"the end repeats a run of {_tokens(loop)}; {stop_flag} ends such an answer"
 
 
 def _tokens(count: int) -> str:
@@ -69,12 +74,12 @@ def _tokens(count: int) -> str:
 
 
 def choice_head(choice: Choice, *, several: bool) -> str:
-    """`[2] (-0.3172) `: which answer this is, and the score it was ranked by, where there is one."""
+    """`[2] (-0.3172) `: the number of the answer, and its ranking score if it has one."""
     score = "" if choice.score is None else f"({choice.score:.4f}) "
     return (f"[{choice.index + 1}] " if several else "") + score
 
 
-def backend_words(llm: LLM) -> str:
+def backend_text(llm: LLM) -> str:
     info = llm.parts.backend.info
     threads = f", {info.threads} threads" if info.threads > 1 else ""
     return f"{info.name} {info.detail}".strip() + threads
@@ -83,7 +88,8 @@ def backend_words(llm: LLM) -> str:
 def completion_json(
     llm: LLM, completion: Completion, notices: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The one object that --json prints. With n = 1 the answer is at the top; `choices` has all of them."""
+    """The object that --json prints. The first answer is at the top level; with several answers,
+    `choices` holds all of them."""
     first = choice_json(completion.choices[0])
     info = llm.parts.backend.info
     rate = completion.timings.decode_rate(completion.usage.output_tokens)

@@ -1,4 +1,4 @@
-"""`verbatim run PROMPT`: one prompt in, one streamed answer out."""
+"""`verbatim run PROMPT`: one prompt comes in; a streamed answer, or one JSON object, goes out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import click
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.main import SYSTEM
+from verbatim.cli.main import OS_REMEDIES
 from verbatim.cli.options import (
     PARSE_HELP,
     Command,
@@ -29,13 +29,12 @@ from verbatim.cli.terminal import note, warn, write, write_json
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Stream
 
-NO_TEMPLATE = "this model has no chat template: the prompt is continued as plain text (--raw does so without this notice)"
-REPORTS = (
-    "logprobs",
-    "prompt_logprobs",
-    "explain",
-    "receipt",
-)  # parameters whose result only --json can show
+NO_TEMPLATE = (
+    "this model has no chat template: the prompt is continued as plain text"
+    " (--raw does so without this notice)"
+)
+# Parameters whose results only --json shows.
+REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
 
 
 @click.command(
@@ -70,10 +69,12 @@ def command(
     save_receipt: str | None,
     **flags: Any,
 ) -> int:
-    """Answer PROMPT, streamed: as a chat turn where the model has a chat template, else as a continuation.
+    """Answer PROMPT, streamed: as a chat turn if the model has a chat template, else as a
+    continuation.
 
-    PROMPT is one argument, in quotes; `-`, or none and a pipe, reads it from stdin. The command line's temperature is 0: the same
-    answer every time. An answer whose end repeats over and over is stopped; --on-loop report lets it go on.
+    PROMPT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. The command
+    line's temperature is 0: the same answer every time. An answer that ends in a repeating loop is
+    stopped; --on-loop report lets it go on.
     """
     from verbatim.cli.open_model import open_llm, read_prompt
 
@@ -86,7 +87,7 @@ def command(
         check_shown(params, REPORTS if save_receipt is None else REPORTS[:-1])
     if raw and system is not None:
         raise ParameterError(
-            "system", "has no place in a raw continuation; leave out --raw or --system"
+            "system", "cannot be used with a raw continuation; leave out --raw or --system"
         )
     text = read_prompt(prompt)
     with open_llm(flags, quiet=quiet or as_json) as llm:
@@ -111,7 +112,7 @@ def command(
 
 
 def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
-    """Refuse what was asked for and would be computed, but that plain text does not show."""
+    """Reject reports that would be computed but that plain text output does not show."""
     remedies = {
         "explain": "; or use `verbatim explain`",
         "receipt": "; or --save-receipt FILE with `verbatim run`",
@@ -119,7 +120,7 @@ def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
     for name in reports:
         if getattr(params, name) != FIELDS[name].default:
             raise ParameterError(
-                name, f"its report does not fit plain text; add --json{remedies.get(name, '')}"
+                name, f"plain text does not show its report; add --json{remedies.get(name, '')}"
             )
 
 
@@ -132,12 +133,13 @@ def start(
     system: str | None,
     parse_special: bool = False,
 ) -> Stream:
-    """A chat turn where the model has a template, a continuation otherwise; never the one for the other in silence."""
+    """Start a chat turn if the model has a chat template, a continuation otherwise. A flag that
+    does not fit the chosen kind raises."""
     if raw or not llm.has_template:
         if system is not None:
             raise ParameterError(
                 "system",
-                "this model has no chat template, so there is no place for a system message",
+                "this model has no chat template, so it takes no system message",
             )
         return llm.stream(llm.encode(text, parse_special=parse_special), params)
     if parse_special:
@@ -145,18 +147,19 @@ def start(
             "parse_special",
             "belongs to --raw: in a chat turn the template writes the control tokens",
         )
-    from verbatim.cli.open_model import typed
+    from verbatim.cli.open_model import decode_argument
 
     messages = [{"role": "user", "content": text}]
     if system is not None:
-        messages.insert(0, {"role": "system", "content": typed(system, "system")})
+        messages.insert(0, {"role": "system", "content": decode_argument(system, "system")})
     return llm.chat_stream(messages, params)
 
 
 def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
-    """Reads a stream to its end, showing it or not; the exit code and the whole. Ctrl-C ends the answer: what was written until then counts.
+    """Read a stream to its end. Returns the exit code and the completion.
 
-    The first Ctrl-C lets the running step end, so that the engine stays whole; a second one does not wait."""
+    The first Ctrl-C cancels the request after the running step, and the partial completion is
+    returned with code 130. A second Ctrl-C raises at once."""
     code = 0
 
     def stop(signum: int, frame: Any) -> None:
@@ -179,7 +182,8 @@ def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
 
 
 def _streams(params: SamplingParams) -> bool:
-    """Whether the first answer is shown as it comes: not where there are several, nor where the best of several is known only at the end."""
+    """Whether the first answer can be streamed: not with several answers, nor with best_of, whose
+    winner is known only at the end."""
     return params.num_beams > 1 or (params.n == 1 and params.best_of is None)
 
 
@@ -225,7 +229,7 @@ def _finish(
 
 
 def _show_choices(completion: Completion, *, shown: bool) -> None:
-    """Several answers, one after the other. Of a beam search the first was shown already as it came."""
+    """Print several answers. `shown`: the first one was streamed already (beam search)."""
     from verbatim.cli.report import choice_head
 
     if shown:
@@ -238,7 +242,7 @@ def _save(path: Path, receipt: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(receipt, ensure_ascii=False, indent=1) + "\n", "utf-8")
     except OSError as error:
-        if error.errno in SYSTEM:  # a full disk is no wrong word of the person's
+        if error.errno in OS_REMEDIES:  # a full disk is not a usage error
             raise
         raise ParameterError(
             "save_receipt", f"cannot write {path}: {error.strerror}; choose another file"

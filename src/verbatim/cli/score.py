@@ -1,4 +1,5 @@
-"""`verbatim score TEXT`: the model reads the text once and says how likely each token was."""
+"""`verbatim score TEXT`: the log-probability of each token of a text, from prefill alone, and the
+perplexity."""
 
 from __future__ import annotations
 
@@ -25,15 +26,17 @@ if TYPE_CHECKING:
     type=click.IntRange(0, 1024),
     default=0,
     metavar="N",
-    help="alternatives to report a token [0]",
+    help="alternatives reported per token [0]",
 )
-@click.option("--tokens", cls=Option, is_flag=True, help="one line a token: log-probability, token")
+@click.option(
+    "--tokens", cls=Option, is_flag=True, help="one line per token: log-probability, token"
+)
 @click.option(
     "--window",
     cls=Option,
     type=int,
     metavar="N",
-    help="read a text of any length in windows of so many tokens",
+    help="score a text of any length in windows of N tokens",
 )
 @click.option(
     "--stride",
@@ -54,10 +57,12 @@ def command(
     as_json: bool,
     **flags: Any,
 ) -> int:
-    """Log-probability of every token of TEXT, and its perplexity. TEXT is one argument, in quotes; `-`, or none and a pipe, reads stdin.
+    """Log-probability of every token of TEXT, and its perplexity.
 
-    Plain output is `perplexity`, a tab, and the number. Log-probabilities are natural logarithms. With --window each token is scored once, in
-    the first window that has it, so it sees at least window - stride tokens before it; the first window's see what there is.
+    TEXT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. Plain output is
+    `perplexity`, a tab, and the number. Log-probabilities are natural logarithms. With --window
+    each token is scored once, in the first window that contains it, after at least window - stride
+    tokens of context (fewer in the first window).
     """
     from verbatim.cli.open_model import open_llm, read_prompt
 
@@ -67,14 +72,13 @@ def command(
             score = llm.score(content, top=top, window=window, stride=stride)
         except ContextError as error:
             raise ContextError(
-                f"{error.message}, or read it in windows (--window {llm.context})",
+                f"{error.message}, or score it in windows (--window {llm.context})",
                 param=error.param,
             ) from None
         if as_json:
             out = {
-                "perplexity": score.perplexity
-                if math.isfinite(score.perplexity)
-                else None,  # one token has nothing to score
+                # None: a single token has no perplexity.
+                "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
                 "total_logprob": score.total,
                 "tokens": list(score.token_ids),
                 "logprobs": token_logprobs(score.logprobs),
@@ -92,11 +96,13 @@ def command(
         scored = sum(row is not None for row in score.logprobs)
         if not scored:
             note(
-                "a text of one token has no perplexity: nothing comes before it that could foresee it; give a longer text"
+                "a text of one token has no perplexity: no token before it predicts it; "
+                "give a longer text"
             )
         else:
             note(
-                f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · {score.total / scored:.4f} a token"
+                f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · "
+                f"{score.total / scored:.4f} nats per token"
             )
     return 0
 

@@ -1,4 +1,5 @@
-"""`verbatim serve`: flags in, a running server out. Ends with 0 after SIGTERM or Ctrl-C, when every answer had its end."""
+"""`verbatim serve`: runs the HTTP server with settings from flags and environment. Exits with 0
+after SIGTERM or Ctrl-C, when the drain has ended every stream."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def limit_options(command: F) -> F:
-    """One flag for each limit; values arrive as `l_<name>`, None means: not typed."""
+    """Add one flag per limit. Values arrive as `l_<name>`; None: not given."""
     from verbatim.server.settings import Limits
 
     for field in reversed(fields(Limits)):
         kind = float if isinstance(field.default, float) else int
-        text = f"{field.metadata['help']} [{field.default if kind is int else format(field.default, 'g')}]"
+        default = field.default if kind is int else format(field.default, "g")
+        text = f"{field.metadata['help']} [{default}]"
         flag, dest = "--" + field.name.replace("_", "-"), "l_" + field.name
         command = click.option(
             flag,
@@ -57,7 +59,7 @@ def limit_options(command: F) -> F:
     "--api-key-file",
     cls=Option,
     metavar="FILE",
-    help="one key a line; VERBATIM_API_KEY holds one too",
+    help="API keys, one per line; VERBATIM_API_KEY adds one",
 )
 @click.option(
     "--allow-host",
@@ -71,7 +73,7 @@ def limit_options(command: F) -> F:
     cls=Option,
     multiple=True,
     metavar="ORIGIN",
-    help="origin that browsers may call from; off unless named",
+    help="origin allowed to call from a browser; default: none",
 )
 @click.option("--tls-cert", cls=Option, metavar="FILE", help="certificate chain (PEM)")
 @click.option("--tls-key", cls=Option, metavar="FILE", help="its private key (PEM)")
@@ -80,28 +82,28 @@ def limit_options(command: F) -> F:
     cls=Option,
     default=30.0,
     type=float,
-    help="time for running answers after SIGTERM [30]",
+    help="time for running requests to finish after SIGTERM [30]",
 )
 @click.option(
     "--keepalive-seconds",
     cls=Option,
     default=15.0,
     type=float,
-    help="a comment on a silent stream after this long [15]",
+    help="silence of a stream before it sends a comment line [15]",
 )
 @click.option(
     "--engine-silence-seconds",
     cls=Option,
     default=60.0,
     type=float,
-    help="a silent engine is killed after this long [60]",
+    help="time without heartbeat or progress until the engine is killed [60]",
 )
 @click.option(
     "--backoff-seconds",
     cls=Option,
     default=0.5,
     type=float,
-    help="wait before a dead engine is started again; doubles [0.5]",
+    help="wait before a dead engine is restarted; doubles each time [0.5]",
 )
 @click.option(
     "--backoff-limit", cls=Option, default=30.0, type=float, help="the longest such wait [30]"
@@ -111,14 +113,14 @@ def limit_options(command: F) -> F:
     cls=Option,
     default=1000,
     type=int,
-    help="answers kept in memory for store: true; 0 refuses it [1000]",
+    help="answers stored in memory for store: true; 0 rejects it [1000]",
 )
 @click.option(
     "--log-format",
     cls=Option,
     type=click.Choice(["text", "json"]),
     default="text",
-    help="form of the log on stderr [text]",
+    help="format of the log on stderr [text]",
 )
 @click.option(
     "--log-prompts",
@@ -137,16 +139,17 @@ def limit_options(command: F) -> F:
 @model_options
 @engine_options
 def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> int:
-    """Serve OpenAI's API (and Anthropic's messages, and Ollama's chat) over HTTP, until SIGTERM or Ctrl-C.
+    """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP until SIGTERM or Ctrl-C.
 
-    HTTP and the engine are two processes: an engine that dies is started again, and HTTP stays up meanwhile.
+    HTTP and the engine are two processes: an engine that dies is restarted, and HTTP stays up.
     """
     try:
         from verbatim.server.http_process import run
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
         raise BackendError(
-            f"the server needs {error.name}; install the extra 'server': pip install '.[server]' in the checkout"
+            f"the server needs {error.name}; install the extra 'server': "
+            "pip install '.[server]' in the checkout"
         ) from None
     limits = {
         f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None
@@ -179,7 +182,8 @@ def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> i
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:
-    """Keys from the file and the environment. A file that is there and holds none is a mistake: it would leave the door open."""
+    """API keys from the file and the environment. A file without keys is an error: the server would
+    otherwise run without access control."""
     keys = [key for key in os.environ.get("VERBATIM_API_KEY", "").split() if key]
     if path is not None:
         try:
@@ -190,6 +194,6 @@ def read_keys(path: str | None) -> tuple[str, ...]:
             line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
         ]
         if not found:
-            raise ParameterError("api_key_file", f"{path} holds no key; put one on a line")
+            raise ParameterError("api_key_file", f"{path} contains no key; put one on a line")
         keys += found
     return tuple(dict.fromkeys(keys))

@@ -1,7 +1,8 @@
-"""What a person sees: answers on stdout, everything else on stderr.
+"""Output of the command line: answers on stdout, everything else on stderr.
 
-Piped, stdout holds the plain text of the answer and nothing more. Colour and the progress line appear on a terminal only
-(and never with NO_COLOR set). No rich here: the first token should not wait for it.
+In a pipe, stdout carries the plain text of the answer and nothing more. Colour and the progress
+line appear on a terminal only, and never with NO_COLOR set. This module does not use `rich`, whose
+import would delay the first token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 DIM, RED, YELLOW, GREEN, BOLD = "2", "31", "33", "32", "1"
 
 
-def _colour(stream: Any) -> bool:
+def _use_colour(stream: Any) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     try:
@@ -25,36 +26,38 @@ def _colour(stream: Any) -> bool:
 
 
 def paint(text: str, code: str, stream: Any = None) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m" if text and _colour(stream or sys.stderr) else text
+    return f"\x1b[{code}m{text}\x1b[0m" if text and _use_colour(stream or sys.stderr) else text
 
 
 def write(text: str) -> None:
-    """A piece of the answer, shown at once. A lone surrogate cannot occur: text comes whole characters at a time."""
+    """Write a piece of the answer and flush. `text` has whole characters, never a lone
+    surrogate."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def write_json(value: Any) -> None:
-    """One value on one line, for a machine. What stdout cannot say is escaped, never lost."""
+    """Write one JSON value on one line. Characters that stdout cannot encode are escaped."""
     line = json.dumps(value, ensure_ascii=False)
-    if not _can_say(sys.stdout, line):
+    if not _can_encode(sys.stdout, line):
         line = json.dumps(value)
     sys.stdout.write(line + "\n")
 
 
 def note(text: str, code: str = DIM) -> None:
-    """A line for the person, not for the pipe. Where nobody can read it, the answer still counts."""
+    """Write a line to stderr. A closed stderr is ignored: the answer still counts."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(paint(_spelled(text), code) + "\n")
+        sys.stderr.write(paint(_ascii_fallback(text), code) + "\n")
         sys.stderr.flush()
 
 
-def _spelled(text: str) -> str:
-    """Our own marks in plain ASCII where the terminal knows no others; the rest is escaped by Python itself."""
-    return text if _can_say(sys.stderr, text) else text.replace(" · ", ", ").replace("…", "...")
+def _ascii_fallback(text: str) -> str:
+    """Replace the separators of our own lines with ASCII if stderr cannot encode them. Python
+    escapes the rest."""
+    return text if _can_encode(sys.stderr, text) else text.replace(" · ", ", ").replace("…", "...")
 
 
-def _can_say(stream: Any, text: str) -> bool:
+def _can_encode(stream: Any, text: str) -> bool:
     try:
         text.encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):
@@ -67,13 +70,14 @@ def warn(text: str) -> None:
 
 
 class Progress:
-    """One line on stderr that rewrites itself on a terminal. Elsewhere it says only what takes long: a download.
+    """One line on stderr, rewritten in place on a terminal; in a log, one line per phase.
 
-    Used as the `progress` callback of LLM and of the catalog: each call says what is being done, and may count bytes."""
+    Used as the `progress` callback of LLM and of the catalog: (description, bytes done, bytes
+    total)."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.live = _colour(sys.stderr)
+        self.live = _use_colour(sys.stderr)
         self._width = 0
         self._last = ""
 
@@ -82,14 +86,15 @@ class Progress:
             return
         line = " ".join(line.split())
         if total:
-            line = f"fetching {line}: {self._bar(done / total)} {done / 1e6:.0f} of {total / 1e6:.0f} MB"
+            amount = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
+            line = f"fetching {line}: {self._bar(done / total)} {amount}"
         if self.live:
             columns = _columns()
             shown = line if len(line) < columns else line[: columns - 2] + "…"
             sys.stderr.write("\r\x1b[2K" + paint(shown, DIM))
             sys.stderr.flush()
             self._width = len(shown)
-        elif _phase(line) != self._last:  # a log gets one line a phase, not one a percent
+        elif _phase(line) != self._last:  # in a log: one line per phase, not one per update
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
         self._last = _phase(line)
@@ -106,7 +111,7 @@ class Progress:
 
 
 def _phase(line: str) -> str:
-    """The first word: "fetching", "loading", "writing"."""
+    """The first word of the line: "fetching", "loading" or "writing"."""
     return line.split(" ", 1)[0]
 
 

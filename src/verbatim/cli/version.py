@@ -1,4 +1,4 @@
-"""`verbatim version`: what runs here, and what does not and why."""
+"""`verbatim version`: versions, the backends of this machine, and why one is not usable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verbatim.cli.terminal import write_json
 @click.command(cls=Command)
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 def command(as_json: bool) -> None:
-    """Print versions, the backends with the instruction set in use, and why a backend is missing."""
+    """Print versions, backends with the instruction set in use, and why a backend is missing."""
     found = facts()
     if as_json:
         write_json(found)
@@ -56,7 +56,7 @@ def facts() -> dict[str, Any]:
 
 
 def cuda_facts() -> str:
-    """What is installed and whether a GPU is there, without importing PyTorch, which takes seconds."""
+    """The state of the CUDA backend, without importing PyTorch, which takes seconds."""
     from verbatim.backend import gpu
 
     lacks = gpu.missing()
@@ -66,12 +66,16 @@ def cuda_facts() -> str:
         )
     if lacks:
         return f"not usable: an NVIDIA GPU is here, but {lacks}"
-    return "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test kernel"
+    return (
+        "an NVIDIA GPU is here, PyTorch and Triton are installed;"
+        " `verbatim doctor` runs a test kernel"
+    )
 
 
 def cpu_facts() -> tuple[str, str]:
-    """good: the native kernels are there; note: they are not, and the reference runs; bad: they were asked for what this machine lacks.
-    With the instruction set or the reason."""
+    """State and text of the CPU backend. good: the native kernels work, with their instruction set;
+    note: they are not built, so the reference backend runs; bad: VERBATIM_ISA names an instruction
+    set that this machine lacks."""
     from importlib import import_module
 
     try:
@@ -85,7 +89,8 @@ def cpu_facts() -> tuple[str, str]:
     if forced and forced not in runs:
         return (
             "bad",
-            f"VERBATIM_ISA={forced} is not one of {', '.join(runs)}, which this machine runs; unset it, or set it to one of those",
+            f"VERBATIM_ISA={forced} is not one of {', '.join(runs)}, which this machine runs; "
+            "unset it, or set it to one of those",
         )
     chosen = f"{forced} by VERBATIM_ISA" if forced else native.best_isa()
     return "good", f"ready ({chosen}; this machine runs {', '.join(runs)})"

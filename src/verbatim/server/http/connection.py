@@ -38,7 +38,7 @@ from verbatim.server.settings import Limits
 log = logging.getLogger("verbatim.server")
 LINGER_SECONDS = 5.0  # longest wait for the client to stop sending after its response
 TLS_CLOSE_SECONDS = 0.5  # longest wait for the peer's close_notify at shutdown
-MAX_PIPELINED = 16  # requests queued behind the running one; no known client sends more
+MAX_PIPELINED = 16  # requests queued behind the running one, per connection
 MAX_PIPELINED_BYTES = 64 * 1024  # their bodies together
 
 
