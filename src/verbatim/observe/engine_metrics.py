@@ -1,11 +1,11 @@
 """Metrics of the engine and of the server: counters, gauges, histograms, and their Prometheus text.
 
-In: what happened (a step, a request accepted, a request finished). Out: `values()` gives plain numbers,
-`render()` the Prometheus text format, version 0.0.4. No dependency and no global registry: one registry per
-process part. One thread counts; another thread may render at the same time.
+In: events (a step, a request accepted, a request finished). Out: `values()` returns plain numbers,
+`render()` the Prometheus text format, version 0.0.4. There is no global registry: each process part
+has its own. One thread counts; another thread may render at the same time.
 
-Why not prometheus-client: the engine may not depend on the server extra, and `AsyncEngine.metrics()` gives
-this text, so counting and rendering are needed here in any case.
+prometheus-client is not used, because the engine must not depend on the server extra, and
+`AsyncEngine.metrics()` returns this text.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from verbatim.base.records import Completion, StepPlan, Usage
 
+# Bucket bounds: seconds, seconds of planning, rows.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 PLAN_SECONDS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -38,7 +39,7 @@ class Number:
 
 
 class Histogram:
-    """Counts of observations per bucket; the upper bound `le` is inclusive, as in Prometheus."""
+    """Observations per bucket; the upper bound `le` is inclusive, as in Prometheus."""
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
         self.bounds = tuple(bounds)
@@ -62,7 +63,8 @@ M = TypeVar("M", Number, Histogram)
 
 
 class Registry:
-    """Metrics by name and labels. The name says the kind: a number ending in _total is a counter, any other a gauge."""
+    """Metrics by name and labels. A number whose name ends in _total is a counter, any other a
+    gauge."""
 
     def __init__(self) -> None:
         # name -> (help, labels as text -> metric)
@@ -82,7 +84,7 @@ class Registry:
         return kept
 
     def values(self) -> dict[str, float]:
-        """Plain numbers by name, without the common `verbatim_` prefix; histograms as _count and _sum."""
+        """Plain numbers by name, without the prefix `verbatim_`; histograms as _count and _sum."""
         out: dict[str, float] = {}
         for name, (_, series) in self._metrics.items():
             short = name.removeprefix("verbatim_")
@@ -111,7 +113,7 @@ class Registry:
 
 
 def _show(value: float) -> str:
-    """Exact: a counter is compared to the last unit, so nothing is rounded."""
+    """Exact: tests compare counters to the last unit, so nothing is rounded."""
     return str(int(value)) if value == int(value) else repr(value)
 
 
@@ -120,7 +122,7 @@ def _escape(text: str) -> str:
 
 
 class EngineMetrics:
-    """Everything the engine counts. Base units; requests are counted when they finish."""
+    """All metrics of the engine, in base units. Tokens are counted when their request finishes."""
 
     def __init__(self) -> None:
         r = self.registry = Registry()
@@ -206,7 +208,7 @@ class EngineMetrics:
                 self.between.observe((times.total - times.first_token) / steps)
 
     def sample(self, **values: float) -> None:
-        """Set the numbers that the scheduler and the block pools keep themselves."""
+        """Set the values that the scheduler and the block pools count themselves."""
         for name, value in values.items():
             self._sampled[name].value = value
 
@@ -219,7 +221,9 @@ SAMPLED = {
     "blocks": "KV cache blocks, all groups",
     "blocks_used": "KV cache blocks that sequences refer to",
     "blocks_cached": "KV cache blocks kept for reuse",
-    "kv_cache_usage_ratio": "share of the KV cache blocks that sequences refer to, 0 to 1 (vllm:kv_cache_usage_perc)",
+    "kv_cache_usage_ratio": (
+        "share of the KV cache blocks that sequences refer to, 0 to 1 (vllm:kv_cache_usage_perc)"
+    ),
     "preemptions_total": "sequences preempted: their KV cache blocks were released",
     "evictions_total": "cached blocks evicted",
     "prefix_queries_total": "prompt tokens looked up in the prefix cache",

@@ -1,27 +1,33 @@
-"""Why each token was chosen: records come in (Choice.explain, one dict for each token), tables or other draws go out.
+"""Why each token was drawn. In: records (Choice.explain, one dict per token). Out: tables,
+what-ifs.
 
-A record is made by sampling/record.py while the token is drawn, by the very run that draws it. Plain data, JSON-ready:
+sampling/record.py writes a record in the very run that draws the token. It is plain, JSON-ready:
 
-    position, token      where it stands in the sequence, which id was taken
-    vocab, best          ids in the row; the model's own favourite
-    logit, logprob       of the token, in the model's own distribution (before any setting)
-    rank, margin         0 is the favourite; its logit less the best other one's (negative: it was not the favourite)
+    position, token      index in the sequence, drawn id
+    vocab, best          ids in the row; the id with the largest logit
+    logit, logprob       of the token in the model's own distribution (before any setting)
+    rank, margin         0 is the best; its logit minus the best other logit (negative: not best)
     final_prob           its probability after all stages (null at temperature 0)
     entropy              of the model's own distribution, in nats
     temperature, key     as drawn; the 64-bit noise key in hexadecimal
-    score                what won: d + noise (temperature 0: the processed logit)
-    runner_up, lead      the id that came second, and by how much it lost
-    stages               in order, each {name, removed, left, removed_top}: how many ids went, and which of the top
-    top                  the N best of the model's own, each {id, logit, logprob, processed (after bias and penalties; null: banned),
-                         removed_by (a stage or null), final_prob, noise, score (null: not in the draw)}
-    row, mask, prompt_len, withheld    what a what-if needs: the raw float32 row and the grammar's mask in base64
+    score                the winning score: d + noise (temperature 0: the processed logit)
+    runner_up, lead      the id with the second best score, and the difference
+    stages               in order, each {name, removed, left, removed_top}: number of ids removed,
+                         and which of the top
+    top                  the N best by logit, each {id, logit, logprob, processed (after bias and
+                         penalties; null: banned), removed_by (a stage or null), final_prob, noise,
+                         score (null: removed)}
+    row, mask, prompt_len, withheld    inputs of a what-if: the raw float32 row and the grammar's
+                         mask in base64
 
-`row` is kept where the request also says receipt=True and asks for one answer, for its first 64 tokens: four bytes for each id of the vocabulary
-is too much to send unasked (a server sends it where the request also says explain_rows). Under beam search there is no noise and no score; `score`, `lead` and `runner_up` are missing.
+`row` is kept only with receipt=True and one choice, for the first 64 tokens, because it takes
+four bytes per vocabulary id; a server sends it only with explain_rows. Under beam search there
+is no noise: `score`, `lead` and `runner_up` are missing.
 
-what_if() draws the recorded steps again under other settings, without the model. Each step keeps its recorded past, so it answers
-"what would have been drawn here", not "how would the text have gone on". It never guesses: a record that is not sufficient is
-refused, and the recorded token must come out again under the recorded settings before anything is answered.
+what_if() draws the recorded steps again under other settings, without the model. Each step keeps
+its recorded history: it answers "what would have been drawn here", not "how would the output
+have continued". Invariant: it never estimates. An insufficient record is an error, and the
+recorded token must come out again under the recorded settings first.
 """
 
 from __future__ import annotations
@@ -38,21 +44,23 @@ from verbatim.base.errors import ParameterError, RequestError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
 
-Text = Callable[[int], str | bytes]  # a token as text, or as its bytes where they may be no text
+Text = Callable[[int], str | bytes]  # a token as text, or as bytes if it may be invalid UTF-8
 
-# What a what-if may change: how a token is drawn. The rest decides when an answer ends, or what is reported.
+# Parameters that decide how a token is drawn. The others decide when a completion ends, or what is
+# reported.
 # fmt: off
 CHANGEABLE = (
-    "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "no_repeat_ngram",
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed",
+    "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "repetition_penalty",
+    "frequency_penalty", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
+    "dry_range", "dry_breakers", "no_repeat_ngram", "temperature", "top_k", "top_p", "min_p",
+    "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed",
 )
 # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """One recorded step, drawn again. `record` is the new one; compare it with the old, stage by stage."""
+    """One recorded step, drawn again. `record` is the new record, to compare stage by stage."""
 
     position: int
     before: int
@@ -72,9 +80,10 @@ def what_if(
     prompt_ids: Sequence[int] | None = None,
     breakers: tuple[tuple[int, ...], ...] | None = None,
 ) -> list[WhatIf]:
-    """Draw recorded steps again under `params` with `changes`. `params` are those of the recorded request.
+    """Draw recorded steps again under `params` (those of the recorded request) with `changes`.
 
-    prompt_ids is needed where a penalty looks at the past; breakers (sampling.breakers.breakers_of) where DRY is on."""
+    `prompt_ids` is needed if a penalty reads the history, `breakers`
+    (sampling.breakers.breakers_of) if DRY is on."""
     for name in changes:
         if name not in FIELDS:
             raise ParameterError(name, "no such parameter")
@@ -101,8 +110,9 @@ def what_if(
         again = _draw(record, params, history, breakers or (), key=int(record["key"], 16))
         if again.token != record["token"]:
             raise RequestError(
-                f"the record at position {record['position']} does not give its own token ({record['token']}, drawn again "
-                f"{again.token}): these are not the settings it was made under"
+                f"the record at position {record['position']} does not give its own token "
+                f"({record['token']}, drawn again {again.token}): these are not the settings it "
+                "was made under"
             )
         key = int(record["key"], 16) if "seed" not in changes else _key(then)
         drawn = _draw(record, then, history, breakers or (), key=key)
@@ -127,7 +137,7 @@ def _draw(
     *,
     key: int,
 ) -> Drawn:
-    """One step by the sampler itself: the same code that drew it the first time."""
+    """Draw one step with the sampler itself, the same code as the first time."""
     from verbatim.sampling.pipeline import NOTHING, Row, sample_rows
 
     row, mask = _inputs(record, params)
@@ -148,8 +158,9 @@ def _draw(
 def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarray, bytes | None]:
     if record.get("row") is None:
         raise RequestError(
-            f"the record at position {record['position']} does not hold its whole row of logits, so a what-if could be wrong; record "
-            "it with explain and receipt=True, over HTTP also explain_rows (the first 64 tokens of a single answer keep their row)"
+            f"the record at position {record['position']} does not hold its whole row of logits, "
+            "so a what-if could be wrong; record it with explain and receipt=True, over HTTP also "
+            "explain_rows (the first 64 tokens of a single answer keep their row)"
         )
     try:
         data = base64.b64decode(record["row"], validate=True)
@@ -157,7 +168,8 @@ def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarr
         data = b""
     if len(data) != 4 * record["vocab"]:
         raise RequestError(
-            f"the record at position {record['position']} is damaged: {len(data)} bytes for {record['vocab']} logits"
+            f"the record at position {record['position']} is damaged: {len(data)} bytes for "
+            f"{record['vocab']} logits"
         )
     row = np.frombuffer(data, "<f4")
     if params.structured and record["mask"] is None:
@@ -170,26 +182,29 @@ def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarr
 def _past(
     records: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int] | None, *, needed: bool
 ) -> list[tuple[int, ...]]:
-    """The tokens before each record. Only asked for where a penalty looks at them; then every record must be there."""
+    """The tokens before each record. Needed only if a penalty reads them; then no record may be
+    missing."""
     if not needed:
         return [()] * len(records)
     if prompt_ids is None:
         raise RequestError(
-            "a penalty looks at the tokens so far: give prompt_ids, and the records from the first token on"
+            "a penalty looks at the tokens so far: give prompt_ids, and the records from the "
+            "first token on"
         )
     known = list(prompt_ids)
     out = []
     for record in records:
         if record["position"] != len(known):
             raise RequestError(
-                f"the record at position {record['position']} should be at {len(known)}: one is missing before it"
+                f"the record at position {record['position']} should be at {len(known)}: one is "
+                "missing before it"
             )
         out.append(tuple(known))
         known.append(record["token"])
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------- tables
+# --- tables
 
 
 def headline(record: Mapping[str, Any], text: Text) -> str:
@@ -209,7 +224,7 @@ def headline(record: Mapping[str, Any], text: Text) -> str:
 
 
 def stage_table(record: Mapping[str, Any], text: Text) -> str:
-    """What each stage removed; stages that were switched off are not listed."""
+    """What each stage removed; disabled stages are not listed."""
     rows = [
         (
             s["name"],
@@ -223,7 +238,7 @@ def stage_table(record: Mapping[str, Any], text: Text) -> str:
 
 
 def top_table(record: Mapping[str, Any], text: Text) -> str:
-    """The model's favourites: from logit to draw. The token that won is marked with *."""
+    """The best tokens by logit, from logit to score. The drawn token is marked with *."""
     rows = []
     for c in record["top"]:
         rows.append(
@@ -263,7 +278,7 @@ def render(record: Mapping[str, Any], text: Text) -> str:
 
 
 def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
-    """The steps, one line each; those that would have gone otherwise say so."""
+    """One line per step, with the new token where it differs."""
     rows = []
     for r in results:
         p = r.record["final_prob"]
@@ -284,7 +299,7 @@ def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
 
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
-    """Aligned columns: numbers to the right, those in `left` to the left."""
+    """Aligned columns: right-aligned, except those in `left`."""
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
     lines = []
     for row in (names, *rows):
@@ -301,7 +316,7 @@ def _shown(text: Text, token: int) -> str:
 
 
 def quoted(token: str | bytes) -> str:
-    """A token as it can stand in a line: quoted and escaped, bytes that are no text by themselves as \\x..
+    """A token for a line of text: quoted and escaped; bytes that are not valid UTF-8 as \\x..
 
     >>> print(quoted(" Paris".encode()), quoted(b"\\xf0\\x9f"))
     ' Paris' '\\xf0\\x9f'

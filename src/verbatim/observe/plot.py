@@ -1,6 +1,6 @@
 """Line charts of benchmark results, drawn by matplotlib (the extra `bench`).
 
-In: charts as data. Out: one figure with the charts side by side, as SVG or PNG by the file's ending.
+In: charts as data. Out: one figure with the charts side by side, SVG or PNG by the file suffix.
 The y axis always starts at 0, so that the heights of two curves compare as their values do.
 """
 

@@ -1,9 +1,8 @@
-"""A receipt: all that is needed to get an answer again, and to say why one could not.
+"""Receipts: everything needed to reproduce a completion, or to say why it cannot be reproduced.
 
-In: a finished request (its prompt ids, parameters, seed, choices) and what computed it (model digest, backend, numerics).
-Out: one JSON object. `verbatim replay FILE` runs it again and compares token by token with `compare`.
-
-A receipt holds no text of ours: the prompt and the answer are in it as token ids, so it is as private as they are.
+In: a finished request (prompt ids, parameters, seed, choices) and what computed it (model digest,
+backend, numerics). Out: one JSON object. `verbatim replay FILE` runs it again and compares token by
+token with `compare`. Prompt and completion are in it as token ids, so it is as private as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Choice
 
 VERSION = 1
-# These shape when and how an answer is delivered, or what is reported beside it, never which tokens it has.
+# Parameters that change delivery or reporting, never the tokens.
 NOT_REPLAYED = ("receipt", "cache_salt", "priority", "speculate", "explain", "prompt_logprobs")
 MAKERS = ("model", "digest", "backend", "detail", "numerics", "fingerprint", "context")
 
@@ -67,7 +66,7 @@ def make_receipt(
 
 
 def digest_of(body: Mapping[str, Any]) -> str:
-    """Of everything but the digest itself, in one fixed spelling. It finds accidents, not forgers."""
+    """SHA-256 of everything but the digest, in a canonical form. It detects damage, not forgery."""
     plain = {k: v for k, v in body.items() if k != "sha256"}
     return hashlib.sha256(
         json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
@@ -75,7 +74,7 @@ def digest_of(body: Mapping[str, Any]) -> str:
 
 
 def read_receipt(data: Any) -> dict[str, Any]:
-    """Checks the shape of a receipt, or of an API answer that carries one, and returns the receipt."""
+    """Validate a receipt, or an API response that contains one, and return the receipt."""
     if isinstance(data, Mapping) and isinstance(data.get("receipt"), Mapping):
         data = data["receipt"]
     if not isinstance(data, Mapping) or data.get("receipt") != VERSION:
@@ -108,7 +107,8 @@ def read_receipt(data: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """identical, or the first difference: choice, position in its answer, and the two tokens (None: the answer had ended)."""
+    """Identical, or the first difference: choice, position in its output, and the two tokens
+    (None: the output had ended)."""
 
     identical: bool
     choice: int = 0
@@ -121,10 +121,12 @@ class Verdict:
         if self.identical:
             return "identical"
         lines = [
-            f"choice {self.choice}, token {self.position}: the receipt has {_show(self.expected)}, this run {_show(self.got)}"
+            f"choice {self.choice}, token {self.position}: "
+            f"the receipt has {_show(self.expected)}, this run {_show(self.got)}"
         ]
         lines += self.reasons or (
-            "model, backend, numerics and context are the same, so the tokens should be: please report this receipt as a fault",
+            "model, backend, numerics and context are the same, so the tokens should be: "
+            "please report this receipt as a fault",
         )
         return "\n".join(lines)
 
@@ -132,7 +134,8 @@ class Verdict:
 def compare(
     receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mapping[str, Any]
 ) -> Verdict:
-    """Token by token. `makers` are this run's values of MAKERS; those that differ are the reasons why tokens may."""
+    """Compare token by token. `makers`: this run's values of MAKERS; those that differ are the
+    reasons why the tokens may differ."""
     reasons = tuple(
         f"{name} differs: {receipt[name]!r} then, {makers[name]!r} now"
         for name in ("digest", "backend", "numerics", "context")

@@ -1,11 +1,11 @@
-"""The machine's limits and the model's cost, and so the speed that no engine could exceed. A number without its limit says little.
+"""Roofline: the machine's limits and the model's cost, hence the speed that no engine can exceed.
 
-A token of a decode step reads every weight once (shared by the rows of the batch) and its own sequence's keys and values; each row
-costs two operations a weight. So with b sequences at context c
+A decode step reads every weight once (shared by the batch) and the KV cache of each sequence; each
+row costs two operations per weight. So with b sequences at context c
 
-    seconds a step >= max((weights + b * c * kv) / bandwidth,  b * (ops + c * attention) / peak)
+    seconds per step >= max((weights + b * c * kv) / bandwidth,  b * (ops + c * attention) / peak)
 
-Example: 98 MB of weights, 37.9 GB/s: a token takes at least 2.6 ms, 387 tokens/s at the start of a text.
+Example: 98 MB of weights at 37.9 GB/s: at least 2.6 ms per token, 387 tokens/s at context 0.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ FILE = "limits.json"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this machine can do, measured. Bytes and operations a second; int8_ops is None where no kernel could measure it."""
+    """What this machine can do, measured. Bytes and operations per second; int8_ops is None if
+    it could not be measured."""
 
     read_bytes: float
     threads: int
-    method: str  # what measured it: "native" or "numpy"
+    method: str  # of the measurement: "native" or "numpy"
     int8_ops: float | None = None
     one_thread_bytes: float | None = None
     buffer_bytes: int = 0
     when: float = 0.0  # seconds since 1970
 
-    def decode_ceiling(self, bytes_a_token: float) -> float:
-        """Tokens a second of one sequence, from memory alone."""
-        return self.read_bytes / bytes_a_token
+    def decode_ceiling(self, bytes_per_token: float) -> float:
+        """Tokens per second of one sequence, from memory bandwidth alone."""
+        return self.read_bytes / bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class CostCard:
-    """What one token costs, from the model's shape and file alone."""
+    """The cost of one token, from the model's shape and file alone."""
 
-    weight_bytes: int  # read for every step
+    weight_bytes: int  # read per step
     kv_token_bytes: int  # keys and values of one position, all layers
-    ops_token: int  # multiplications and additions in matrices, one token
-    ops_position: int  # the same in attention, for each position looked at
-    prompt_ops_token: int = 0  # a prompt's inner tokens skip the head; 0: no difference
+    ops_token: int  # multiplications and additions in matrices, per token
+    ops_position: int  # the same in attention, per position attended to
+    prompt_ops_token: int = 0  # prompt tokens skip the LM head; 0: the same as ops_token
 
     def step_seconds(self, limits: Limits, context: int, batch: int = 1) -> float:
         read = (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
@@ -59,7 +60,8 @@ class CostCard:
         return batch / self.step_seconds(limits, context, batch)
 
     def prefill_ceiling(self, limits: Limits, tokens: int) -> float | None:
-        """Prompt tokens a second from the integer peak; None where that was not measured. Token i looks at i positions: tokens/2 on average."""
+        """Prompt tokens per second at the int8 peak; None if that was not measured. Token i
+        attends to i positions, tokens/2 on average."""
         if limits.int8_ops is None:
             return None
         return limits.int8_ops / (
@@ -67,7 +69,8 @@ class CostCard:
         )
 
     def bandwidth_share(self, limits: Limits, rate: float, context: int, batch: int = 1) -> float:
-        """MBU: bytes that had to be read at this speed, as a share of what the memory can give. rate is of all sequences together."""
+        """MBU: bytes that must be read at this throughput, as a share of the memory bandwidth.
+        `rate`: tokens per second of all sequences together."""
         steps = rate / batch
         return (
             steps * (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
@@ -84,7 +87,8 @@ class CostCard:
 
 
 def cost_card(spec: Any, info: Any) -> CostCard:
-    """From a ModelSpec and a BackendInfo (by their fields, so that this room imports no other)."""
+    """From a ModelSpec and a BackendInfo (by their fields, so that this package imports no
+    other)."""
     linear, experts = 0, spec.experts_used
     for layer in spec.layers:
         attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
@@ -101,7 +105,7 @@ def cost_card(spec: Any, info: Any) -> CostCard:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- measurement
+# --- measurement
 
 
 def measure_limits(
@@ -112,17 +116,16 @@ def measure_limits(
     megabytes: int = 256,
     repeats: int = 5,
 ) -> Limits:
-    """The best of several passes: a limit is what the machine can do, so interruptions by others must not count.
+    """The best of several passes, because interruptions by other programs are not a limit.
 
-    native_read(threads, bytes) and native_ops(threads) give bytes and operations a second; without them NumPy reads and
-    the integer peak stays unknown."""
+    native_read(threads, bytes) and native_ops(threads) return bytes and operations per second;
+    without them NumPy reads and the int8 peak stays unknown."""
     size = megabytes << 20
     read = native_read or _numpy_read
     both = max(read(threads, size) for _ in range(repeats))
     one = max(read(1, size) for _ in range(repeats)) if threads > 1 else both
-    ops = (
-        max(native_ops(threads) for _ in range(repeats)) or None if native_ops else None
-    )  # 0: no instruction for it is known
+    # 0 (no int8 instruction is known) becomes None.
+    ops = max(native_ops(threads) for _ in range(repeats)) or None if native_ops else None
     return Limits(
         max(both, one), threads, "native" if native_read else "numpy", ops, one, size, time.time()
     )
@@ -131,7 +134,8 @@ def measure_limits(
 def native_probes() -> (
     tuple[Callable[[int, int], float], Callable[[int], float]] | tuple[None, None]
 ):
-    """The two functions of probe.cpp, where they were built. They share nothing with the kernels that are judged by them."""
+    """The two functions of probe.cpp, if built. They share no code with the kernels that are
+    compared with the limit."""
     import ctypes
     from importlib.util import find_spec
 
@@ -152,7 +156,8 @@ _buffers: dict[int, Any] = {}
 
 
 def _numpy_read(threads: int, size: int) -> float:
-    """Bytes a second that `threads` threads read together: the maximum of an int32 array is one load and one compare a lane."""
+    """Bytes per second that `threads` threads read together: the maximum of an int32 array takes
+    one load and one compare per lane."""
     import numpy as np
 
     if size not in _buffers:
@@ -186,11 +191,12 @@ def forget_buffers() -> None:
     _buffers.clear()
 
 
-# ------------------------------------------------------------------------------------------------------------- on disk
+# --- on disk
 
 
 def save_limits(directory: Path, limits: Limits) -> None:
-    """Kept beside the models, so that `verbatim run` can print the limit next to the speed. A busy machine does not lower what it did before."""
+    """Saved beside the models, so that `verbatim run` can print the limit next to the speed. A
+    slower measurement of a busy machine does not replace a faster one."""
     directory.mkdir(parents=True, exist_ok=True)
     before = load_limits(directory)
     if (
@@ -206,7 +212,7 @@ def save_limits(directory: Path, limits: Limits) -> None:
 
 
 def load_limits(directory: Path) -> Limits | None:
-    """None where nothing was measured, or where the file is not ours to understand."""
+    """None if nothing was measured, or if the file cannot be parsed."""
     try:
         return Limits(**json.loads((directory / FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,7 +1,7 @@
-// The machine's limits, measured: bytes a second that threads can read, 8-bit multiply-adds a second that they can do.
+// Measures the machine's limits: memory read bandwidth and int8 multiply-add throughput.
 //
-// A library of two C functions, loaded by observe/roofline.py through ctypes. It shares nothing with the kernels: a limit should not be
-// measured with the code that is judged by it.
+// A library of two C functions, loaded by observe/roofline.py through ctypes. It shares no code
+// with the kernels, because a limit must not be measured with the code that is compared with it.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -34,16 +34,17 @@ namespace {
 using Clock = std::chrono::steady_clock;
 std::atomic<uint64_t> sink{0};  // keeps the compiler from dropping the work
 
-// Every thread prepares, then all work together PASSES times. Seconds of the best pass: what others do meanwhile is no property of the machine.
+// Each thread runs prepare() once, then all run work() concurrently, PASSES times. Returns the
+// seconds of the fastest pass, because interruptions by other programs are not a property of the machine.
 constexpr int PASSES = 4;
 
 template <class Prepare, class Work>
-double together(int threads, Prepare prepare, Work work) {
+double timed_passes(int threads, Prepare prepare, Work work) {
     std::barrier gate(threads);
     std::vector<Clock::time_point> began(threads * PASSES), ended(threads * PASSES);
-    std::vector<std::thread> team;
+    std::vector<std::thread> pool;
     for (int t = 0; t < threads; t++)
-        team.emplace_back([&, t] {
+        pool.emplace_back([&, t] {
             auto state = prepare();
             for (int pass = 0; pass < PASSES; pass++) {
                 gate.arrive_and_wait();
@@ -52,9 +53,9 @@ double together(int threads, Prepare prepare, Work work) {
                 ended[pass * threads + t] = Clock::now();
             }
         });
-    for (auto& member : team) member.join();
+    for (auto& thread : pool) thread.join();
     double best = 1e30;
-    for (int pass = 0; pass < PASSES; pass++) {  // from the first to begin to the last to end
+    for (int pass = 0; pass < PASSES; pass++) {  // from the first start to the last end
         auto first = *std::min_element(&began[pass * threads], &began[pass * threads] + threads);
         auto last = *std::max_element(&ended[pass * threads], &ended[pass * threads] + threads);
         best = std::min(best, std::chrono::duration<double>(last - first).count());
@@ -62,12 +63,13 @@ double together(int threads, Prepare prepare, Work work) {
     return best;
 }
 
-// Memory of one thread, touched first by itself, in huge pages where the system gives them: otherwise the page table is what is measured.
-struct Share {
+// Buffer of one thread. The thread touches it first, so that it is local memory. Huge pages,
+// because page table walks would limit the measurement.
+struct ThreadBuffer {
     static constexpr size_t PAGE = 2 << 20;
     uint64_t* words;
     size_t count;
-    explicit Share(size_t bytes) : count(bytes / PAGE * PAGE / 8) {
+    explicit ThreadBuffer(size_t bytes) : count(bytes / PAGE * PAGE / 8) {
         words = static_cast<uint64_t*>(std::aligned_alloc(PAGE, count * 8));
         if (!words) std::abort();
 #if defined(__linux__)
@@ -75,25 +77,28 @@ struct Share {
 #endif
         for (size_t i = 0; i < count; i++) words[i] = i;
     }
-    Share(Share&& other) noexcept : words(other.words), count(other.count) { other.words = nullptr; }
-    ~Share() { std::free(words); }
+    ThreadBuffer(ThreadBuffer&& other) noexcept : words(other.words), count(other.count) {
+        other.words = nullptr;
+    }
+    ~ThreadBuffer() { std::free(words); }
 };
 
 typedef uint64_t Line __attribute__((vector_size(64)));
 
-uint64_t read_words(const Share& share) {
-    const Line* p = reinterpret_cast<const Line*>(share.words);
+uint64_t read_words(const ThreadBuffer& buffer) {
+    const Line* p = reinterpret_cast<const Line*>(buffer.words);
     Line a = p[0], b = p[1], c = p[2], d = p[3];
-    constexpr size_t AHEAD = 64;  // lines: the hardware's own prefetch stops at page borders and would be the limit
-    for (size_t i = 4; i + 4 <= share.count / 8; i += 4) {
-        for (size_t j = 0; j < 4; j++) __builtin_prefetch(p + i + AHEAD + j);
+    constexpr size_t PREFETCH_LINES = 64;  // the hardware prefetcher stops at page borders
+    for (size_t i = 4; i + 4 <= buffer.count / 8; i += 4) {
+        for (size_t j = 0; j < 4; j++) __builtin_prefetch(p + i + PREFETCH_LINES + j);
         a ^= p[i], b ^= p[i + 1], c ^= p[i + 2], d ^= p[i + 3];
     }
     a ^= b ^ c ^ d;
     return a[0] ^ a[1] ^ a[2] ^ a[3] ^ a[4] ^ a[5] ^ a[6] ^ a[7];
 }
 
-// Each returns the operations it did (a multiply and an add are two), or 0 where the machine lacks the instruction.
+// int8 kernels: `rounds` rounds of independent multiply-adds on registers. The return value only
+// keeps the compiler from removing the work.
 constexpr int64_t ROUNDS = 100000;
 
 #if defined(__x86_64__)
@@ -162,8 +167,9 @@ __attribute__((target("amx-tile,amx-int8"))) uint64_t amx(int64_t rounds) {
 }
 bool amx_usable() {
     unsigned a, b, c, d;
-    bool there = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3;  // amx-tile and amx-int8
-    return there && syscall(SYS_arch_prctl, 0x1023, 18) == 0;                    // Linux gives tiles only to those who ask
+    // Bits 24 and 25: amx-tile and amx-int8. Linux grants tiles only on request (arch_prctl).
+    bool supported = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 24 & 3) == 3;
+    return supported && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 #endif
 #elif defined(__aarch64__)
@@ -186,33 +192,35 @@ uint64_t dotprod(int64_t rounds) {
 }
 #endif
 
-double rate(int threads, uint64_t (*work)(int64_t), int64_t rounds, double ops_a_round) {
-    double seconds = together(threads, [] { return 0; }, [&](int) { return work(rounds); });
-    return threads * rounds * ops_a_round / seconds;
+double rate(int threads, uint64_t (*work)(int64_t), int64_t rounds, double ops_per_round) {
+    double seconds = timed_passes(threads, [] { return 0; }, [&](int) { return work(rounds); });
+    return threads * rounds * ops_per_round / seconds;
 }
 
 }  // namespace
 
 extern "C" {
 
-// Bytes a second: `threads` threads read `bytes` together, each its own share, touched first by itself.
+// Bytes per second: `threads` threads read `bytes` in total, each its own buffer.
 double verbatim_read(int threads, int64_t bytes) {
-    size_t share = static_cast<size_t>(bytes) / threads / Share::PAGE * Share::PAGE;
-    if (!share) return 0;
-    double seconds = together(threads, [&] { return Share(share); }, read_words);
-    return static_cast<double>(share) * threads / seconds;
+    size_t size = static_cast<size_t>(bytes) / threads / ThreadBuffer::PAGE * ThreadBuffer::PAGE;
+    if (!size) return 0;
+    double seconds = timed_passes(threads, [&] { return ThreadBuffer(size); }, read_words);
+    return static_cast<double>(size) * threads / seconds;
 }
 
-// Operations a second with 8-bit factors and 32-bit sums, by the best instruction of this machine; 0 where none is known here.
+// int8 operations per second with 32-bit accumulators, by the fastest instruction of this machine
+// (a multiply and an add are two operations); 0 if no instruction is known.
 double verbatim_int8(int threads) {
     double best = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    auto take = [&](double found) { best = found > best ? found : best; };
-    if (__builtin_cpu_supports("avx2")) take(rate(threads, madd256, 4 * ROUNDS, 6 * 64.0));
-    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw")) take(rate(threads, vnni512, 4 * ROUNDS, 12 * 128.0));
+    auto keep_best = [&](double found) { best = found > best ? found : best; };
+    if (__builtin_cpu_supports("avx2")) keep_best(rate(threads, madd256, 4 * ROUNDS, 6 * 64.0));
+    if (__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw"))
+        keep_best(rate(threads, vnni512, 4 * ROUNDS, 12 * 128.0));
 #if defined(VB_PROBE_AMX) && defined(__linux__)
-    if (amx_usable()) take(rate(threads, amx, ROUNDS, 4 * 32768.0));
+    if (amx_usable()) keep_best(rate(threads, amx, ROUNDS, 4 * 32768.0));
 #endif
 #elif defined(__aarch64__)
 #if defined(__linux__)
