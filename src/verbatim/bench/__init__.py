@@ -1,1 +1,1 @@
-"""The benchmark and the rivals it compares with."""
+"""`verbatim bench`: measurements of this engine and of other engines (rivals)."""

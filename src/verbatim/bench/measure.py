@@ -1,6 +1,6 @@
-"""What `verbatim bench` times, and on whom: the same work for our engine and for a rival, in turns, medians of several rounds.
+"""Timings of `verbatim bench`: the same jobs for our engine and a rival, interleaved, medians.
 
-Our numbers come through the public engine: scheduling, sampling and text are in them.
+Our numbers are taken at the public API, so they include scheduling, sampling and detokenization.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from verbatim.base.params import SamplingParams
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
 
-PATIENCE = 20.0  # a single measurement longer than this (seconds) is not repeated
+MAX_REPEATED = 20.0  # seconds; a measurement that takes longer is not repeated
 
 
 class Runner(Protocol):
     name: str
 
     def prefill(self, tokens: int) -> float:
-        """Seconds for a prompt of this many tokens, to its first drawn token."""
+        """Seconds for a prompt of this many tokens, up to its first drawn token."""
 
     def decode(self, context: int, steps: int) -> float:
-        """Seconds for `steps` further tokens behind a context of this length; the prompt is not counted."""
+        """Seconds for `steps` more tokens at a context of this length; prefill is not included."""
 
     def batch(self, sequences: int, context: int, steps: int) -> float:
         """The same for several sequences at once."""
 
 
 class Ours:
-    """Our engine behind the same four calls. Random tokens: the cost does not depend on which."""
+    """Our engine as a Runner. Prompts are random tokens, because the cost does not depend on
+    them."""
 
     name = "verbatim"
 
@@ -63,7 +64,8 @@ class Ours:
         return self.batch(1, context, steps)
 
     def batch(self, sequences: int, context: int, steps: int) -> float:
-        """From the moment the last prompt is read to the end: then every sequence draws one token a step."""
+        """From the end of the last prefill to the end: from then on every sequence draws a token
+        per step."""
         prompts = [self._prompt(context) for _ in range(sequences)]
         done = self.llm.generate(prompts, self._params(steps + 1))
         return max(c.timings.total for c in done) - max(c.timings.first_token for c in done)
@@ -71,7 +73,7 @@ class Ours:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One line of the table. `tokens` is what the seconds are divided into."""
+    """One row of the table. Throughput is `tokens` per second."""
 
     kind: str  # prefill | decode | batch
     size: int  # prompt tokens, context or sequences
@@ -96,7 +98,8 @@ def jobs(
     step_tokens: int,
     limit: int,
 ) -> list[Job]:
-    """`limit` is the model's context: what does not fit is left out, and the caller says so."""
+    """The jobs of a run. `limit` is the model's context: larger jobs are left out, and the caller
+    reports them."""
     out = [Job("prefill", n, n, lambda r, n=n: r.prefill(n)) for n in prefills if n < limit]  # type: ignore[misc]
     out += [
         Job("decode", c, steps, lambda r, c=c: r.decode(c, steps))
@@ -104,30 +107,29 @@ def jobs(
         if c + steps < limit
     ]  # type: ignore[misc]
     for b in batches:
-        # every prompt fits the first step, so that all sequences begin together
+        # All prompts fit into the first step, so that all sequences start together.
         context = max(1, min(32, step_tokens // b))
         out.append(Job("batch", b, b * steps, lambda r, b=b, c=context: r.batch(b, c, steps)))  # type: ignore[misc]
     return out
 
 
 def measure(job: Job, runners: Sequence[Runner], repeats: int) -> Row:
-    """Rounds of ours, theirs, ours, theirs: a slow minute of the machine hits both."""
+    """Rounds of ours, theirs, ours, theirs, so that a slow minute of the machine affects both."""
     row = Row(job, {r.name: [] for r in runners})
     for runner in runners:
-        first = job.run(
-            runner
-        )  # touches pages and buffers; counts only where it is too long to repeat
-        if first > PATIENCE:
+        first = job.run(runner)  # warm-up; counts only if it is too long to repeat
+        if first > MAX_REPEATED:
             row.seconds[runner.name].append(first)
     for _ in range(repeats):
         for runner in runners:
-            if not (row.seconds[runner.name] and row.seconds[runner.name][0] > PATIENCE):
+            if not (row.seconds[runner.name] and row.seconds[runner.name][0] > MAX_REPEATED):
                 row.seconds[runner.name].append(job.run(runner))
     return row
 
 
 def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
-    """Seconds from starting `verbatim run` in a new process to the first byte of its answer, the model being in the page cache."""
+    """Seconds from starting `verbatim run` in a new process to the first byte of output, with
+    the model in the page cache."""
     command = [
         sys.executable,
         "-m",
@@ -156,7 +158,7 @@ def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
 
 
 def first_token(llm: LLM, repeats: int) -> float:
-    """Seconds to the first token of a short question in a running engine, prompt not cached."""
+    """Time to first token of a short question in a running engine, without a prefix hit."""
     times: list[float] = []
     for i in range(repeats + 1):
         text = f"Question {i} of {repeats}: why is the sky blue?"

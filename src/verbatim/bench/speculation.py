@@ -1,7 +1,8 @@
-"""What drafts are worth here: seconds a pass against the number of drafts, and tokens a pass on real texts.
+"""Speculation curve of `verbatim bench`: cost of a step by number of drafts, and tokens per step.
 
-Speculation never changes a text, so one plain run tells all: the text is written once, and each proposer and draft length is then walked along it,
-counting the passes it would have taken. The cost of a pass with k drafts is measured on the backend itself.
+Speculation never changes the output, so one plain run suffices: the completion is generated once,
+then each proposer and draft length is simulated along it, counting steps ("passes"). The cost of a
+step with k drafts is measured on the backend.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
     from verbatim.speculate.proposer import Proposer
 
-LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)
+LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts per pass
 GREEDY = SamplingParams(temperature=0)
-_LINE = "The lighthouse keeper climbed the stairs at dusk and wrote down the weather, the ships that passed, and the colour of the sea."
-_CODE = "def total(items, rate):\n    s = 0\n    for item in items:\n        s = s + item.price * item.count\n    return s + s * rate"
+_LINE = (
+    "The lighthouse keeper climbed the stairs at dusk and wrote down the weather, the ships that "
+    "passed, and the colour of the sea."
+)
+_CODE = (
+    "def total(items, rate):\n    s = 0\n    for item in items:\n"
+    "        s = s + item.price * item.count\n    return s + s * rate"
+)
 PROMPTS = {
     "copy": f"Repeat the following text exactly, word for word:\n\n{_LINE}",
     "code": f"Rename the function total to price and write the whole code again:\n\n{_CODE}",
@@ -33,13 +40,13 @@ PROMPTS = {
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """One text, one proposer, one draft length."""
+    """One completion, one proposer, one draft length."""
 
     tokens: int
     passes: int
     drafted: int
     accepted: int
-    rows: tuple[int, ...]  # drafts of each pass
+    rows: tuple[int, ...]  # drafts per pass
 
     @property
     def tokens_a_pass(self) -> float:
@@ -47,30 +54,32 @@ class Walk:
 
 
 def walk(proposer: Proposer, prompt: Sequence[int], output: Sequence[int], limit: int) -> Walk:
-    """Along a known text: each pass drafts, keeps the longest right beginning, and gains one token of the target's own."""
+    """Simulate decoding along a known completion: each pass drafts, accepts the longest correct
+    prefix, and gains one token of the target's own."""
     from verbatim.speculate.proposer import SeqView
 
     known, at, drafted, accepted, rows = list(prompt), 0, 0, 0, []
     while at < len(output):
-        room = len(output) - at - 1
-        guess: tuple[int, ...] = ()
-        if limit and room:
-            view = SeqView(0, known, len(prompt), GREEDY, 0, room)
-            found = proposer.propose([view], min(limit, room)).get(0)
-            guess = found.tokens[: min(limit, room)] if found else ()
-        right = 0
-        while right < len(guess) and guess[right] == output[at + right]:
-            right += 1
-        rows.append(len(guess))
-        drafted += len(guess)
-        accepted += right
-        known += output[at : at + right + 1]
-        at += right + 1
+        max_drafts = len(output) - at - 1
+        draft: tuple[int, ...] = ()
+        if limit and max_drafts:
+            view = SeqView(0, known, len(prompt), GREEDY, 0, max_drafts)
+            found = proposer.propose([view], min(limit, max_drafts)).get(0)
+            draft = found.tokens[: min(limit, max_drafts)] if found else ()
+        correct = 0
+        while correct < len(draft) and draft[correct] == output[at + correct]:
+            correct += 1
+        rows.append(len(draft))
+        drafted += len(draft)
+        accepted += correct
+        known += output[at : at + correct + 1]
+        at += correct + 1
     return Walk(len(output), len(rows), drafted, accepted, tuple(rows))
 
 
 def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -> dict[int, float]:
-    """Seconds of a step that verifies k drafts behind `context` tokens, for each k. The engine must be idle: its first blocks are written over."""
+    """Seconds of a step that verifies k drafts at this context length, per k. The engine must be
+    idle: its first KV blocks are overwritten."""
     backend = llm.parts.backend
     size = backend.block_size
     count = (context + max(lengths) + 1 + size - 1) // size
@@ -83,7 +92,7 @@ def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -
         piece = tokens[start : min(start + step, context)]
         backend.execute(StepPlan(0, (SeqStep(0, piece, start, blocks),)))
     out: dict[int, list[float]] = {k: [] for k in lengths}
-    for turn in range(repeats + 1):  # the first round only warms up
+    for turn in range(repeats + 1):  # the first round is the warm-up
         for k in lengths:
             plan = StepPlan(
                 0,
@@ -106,7 +115,7 @@ def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -
 
 
 def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Prompt and plain answer of each task, as token ids."""
+    """Prompt and completion (without speculation) of each task, as token ids."""
     out = {}
     for name, text in PROMPTS.items():
         params = GREEDY.with_(max_tokens=tokens, speculate="off")
@@ -120,7 +129,8 @@ def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, 
 
 
 def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any]:
-    """All the numbers of `bench --speculate`: by draft length the cost of a pass, and for each task tokens a pass and seconds a token."""
+    """The data of `bench --speculate`: per draft length the cost of a pass, and per task the
+    tokens per pass and seconds per token."""
     from verbatim.speculate.ngram import NgramProposer
     from verbatim.speculate.suffix import SuffixProposer
 
@@ -152,7 +162,7 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any
 
 
 def _between(costs: Sequence[float], drafts: int) -> float:
-    """Cost of a pass with this many drafts, on the line between the lengths that were measured."""
+    """Cost of a pass with this many drafts, interpolated between the measured lengths."""
     for i in range(1, len(LENGTHS)):
         low, high = LENGTHS[i - 1], LENGTHS[i]
         if drafts <= high:

@@ -1,1 +1,1 @@
-"""Exporters: a loaded model or tokenizer written as GGUF."""
+"""Exporters: write a loaded model or tokenizer as GGUF."""

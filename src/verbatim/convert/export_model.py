@@ -1,7 +1,9 @@
-"""A loaded model as GGUF: its ModelSpec as metadata keys, its weights under GGUF's names and in GGUF's layout.
+"""Export a model as GGUF: its ModelSpec as metadata keys, its weights in GGUF's names and
+layout.
 
-In: a Model read from a safetensors directory. Out: metadata and tensors for write_gguf. What was written is read back as a ModelSpec
-and compared with the one we had: a model that GGUF's keys cannot say is refused, with the field named, rather than changed.
+In: a Model loaded from a safetensors directory. Out: metadata and tensors for write_gguf.
+Invariant: the ModelSpec read back from the result equals the original. A model that GGUF's keys
+cannot express is rejected, with the field named.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from verbatim.weights.names import gguf_source
 from verbatim.weights.tensor import Tensor
 
 ARCHITECTURE = {"mixtral": "llama"}  # family -> GGUF's name for it, where they differ
-# what GGUF keeps elsewhere or in another form: the offset is added to the norms, a learned position table is a tensor
+# Fields that GGUF stores in another form, such as the norm offset, which is added to the weights.
 NOT_COMPARED = {"family", "norm_offset", "layers"}
 
 
 def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
-    """Keys of the architecture, and the small tensors that some rope scalings need."""
+    """The metadata keys, and the small tensors that some rope scalings need."""
     spec, config = model.spec, getattr(model.source, "config", {})
     arch = ARCHITECTURE.get(spec.family, spec.family)
     meta: dict[str, Any] = {"general.architecture": arch, "general.name": name}
@@ -116,7 +118,7 @@ def _rope(
             keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": factor} | _original(whole)
             names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
             keys |= {f"rope.scaling.{key}": float(whole[ours]) for ours, key in names.items()}
-            # GGUF's attn_factor multiplies yarn's own magnitude
+            # GGUF's attn_factor multiplies the magnitude that yarn computes.
             keys["rope.scaling.attn_factor"] = rope.attention_factor / (
                 1 + 0.1 * math.log(max(factor, 1.0))
             )
@@ -150,11 +152,12 @@ def _vector(name: str, values: np.ndarray) -> Tensor:
     return Tensor(name, "f32", data.shape, data.view(np.uint8).reshape(-1))
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
+# --- weights
 
 
 def model_tensors(model: Model) -> Iterator[Tensor]:
-    """Every weight under its GGUF name, one at a time: fused where GGUF fuses, llama's rotated rows interleaved, norms as sums."""
+    """Every weight under its GGUF name, one at a time: fused where GGUF fuses, the rotated rows
+    of llama interleaved, the norm offset added to the norms."""
     spec = model.spec
     arch = ARCHITECTURE.get(spec.family, spec.family)
     fused: dict[str, list[Tensor]] = {}
@@ -176,7 +179,8 @@ def model_tensors(model: Model) -> Iterator[Tensor]:
 
 
 def _interleaved(tensor: Tensor, half: int) -> Tensor:
-    """Rows j and j + d/2 of each head side by side: the inverse of what the loader does for GGUF's llama."""
+    """Interleave rows j and j + d/2 of each head, the inverse of what the GGUF loader does for
+    llama."""
     pairs = tensor.data.reshape(tensor.shape[0] // (2 * half), 2, half, -1)
     return Tensor(
         tensor.name,
@@ -194,13 +198,13 @@ def _joined(name: str, parts: list[Tensor]) -> Tensor:
     return Tensor(name, parts[0].type, shape, np.concatenate([part.data for part in parts]))
 
 
-# ------------------------------------------------------------------------------------------------------- read it back
+# --- round trip
 
 
 def check_round_trip(
     model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """The ModelSpec that a reader of the new file will see must be ours."""
+    """Raise ModelError unless the ModelSpec read from the new file equals the model's."""
     file = str(model.path)
     seen = spec_from_gguf(metadata, tensors, file=file)
     ours = model.spec
@@ -213,7 +217,8 @@ def check_round_trip(
             same = abs(ours.scale - seen.scale) <= 1e-6 * ours.scale
         if not same:
             raise ModelError(
-                f"GGUF has no key for {field.name} = {a!r} of this {ours.family} model (it would become {b!r})",
+                f"GGUF has no key for {field.name} = {a!r} of this {ours.family} model "
+                f"(it would become {b!r})",
                 file=file,
             )
     for i, (a, b) in enumerate(zip(ours.layers, seen.layers, strict=True)):

@@ -1,7 +1,8 @@
-"""A tokenizer.json as GGUF's tokenizer keys.
+"""Export a tokenizer.json as GGUF's tokenizer keys.
 
-GGUF names a pre-tokenizer instead of describing it, so the name is found by trial: each known one is built and must cut the probe texts
-as the original does. A tokenizer for which none does is refused.
+In: a tokenizer directory. Out: metadata keys. GGUF names a pre-tokenizer instead of describing it,
+so the name is found by trial: each known one must split the probe texts as the original does. A
+tokenizer that matches none is rejected.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError
 from verbatim.text.gguf_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from verbatim.text.pretokenize import CUTS
+from verbatim.text.pretokenize import SPLIT_RULES
 from verbatim.text.tokenizer import Tokenizer, from_gguf
 from verbatim.weights.safetensors import read_json
 
@@ -28,16 +29,18 @@ PROBES = (
     "Русский текст, ελληνικά, עברית, العربية، हिन्दी",
     "中文字符。日本語のテキスト、한국어 문장입니다",
     "emoji 👩‍👩‍👧‍👦 🇫🇷 👍🏽 and a\u0301 combining, \u00a0 nbsp, \u3000 wide space",
-    "http://example.com/a?b=c&d=%20 user@host.org C++ $100 100% #tag @me a/b\\c <tag> |x| ~y~ `z` ^w^",
+    "http://example.com/a?b=c&d=%20 user@host.org C++ $100 100% #tag @me a/b\\c <tag> "
+    "|x| ~y~ `z` ^w^",
     "1 12 123 1234 12345 123456 1234567 0.5 1,000,000 ١٢٣ ½",
     "CamelCaseWords HTMLParser iPhone McDonald ALLCAPS lower",
 )
 
 
 def tokenizer_metadata(
-    path: Path, words: Tokenizer, vocab: int, architecture: str
+    path: Path, original: Tokenizer, vocab: int, architecture: str
 ) -> dict[str, Any]:
-    """Keys for a file whose embedding has `vocab` rows. Raises ModelError where GGUF cannot say the same."""
+    """Keys for a file whose embedding has `vocab` rows. Raises ModelError if GGUF cannot express
+    it."""
     data = read_json(path / "tokenizer.json", 256 << 20)
     model = data.get("model")
     if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
@@ -46,7 +49,7 @@ def tokenizer_metadata(
             f"its {kind} tokenizer has no GGUF form here; only BPE tokenizers can be written",
             file=str(path),
         )
-    inner: Vocabulary = words._vocab
+    inner: Vocabulary = original._vocab
     meta = _tokens(inner, vocab, byte_fallback=bool(model.get("byte_fallback")))
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     for key, value in (
@@ -57,9 +60,9 @@ def tokenizer_metadata(
     ):
         if value is not None:
             meta[f"{K}{key}_token_id"] = value
-    further = [i for i in inner.eos_ids if i != inner.eos_id]
-    if further:
-        meta[f"{K}eot_token_id"] = further[0]
+    other_eos = [i for i in inner.eos_ids if i != inner.eos_id]
+    if other_eos:
+        meta[f"{K}eot_token_id"] = other_eos[0]
     meta[f"{K}add_bos_token"] = inner.bos_id is not None and tuple(inner.prefix) == (inner.bos_id,)
     meta[f"{K}add_eos_token"] = inner.eos_id is not None and tuple(inner.suffix) == (inner.eos_id,)
     meta["general.architecture"] = architecture
@@ -68,13 +71,13 @@ def tokenizer_metadata(
         meta |= {
             f"{K}model": "llama",
             f"{K}scores": _scores(tokens, merges),
-            f"{K}add_space_prefix": words.space_prefix,
+            f"{K}add_space_prefix": original.space_prefix,
         }
-        return _checked(meta, words, path)
+        return _checked(meta, original, path)
     meta |= {f"{K}model": "gpt2", f"{K}merges": merges}
-    for name in CUTS:
+    for name in SPLIT_RULES:
         candidate = {**meta, f"{K}pre": name}
-        if _difference(from_gguf(candidate), words) is None:
+        if _difference(from_gguf(candidate), original) is None:
             return candidate
     raise ModelError(
         "its pre-tokenizer is none that GGUF has a name for; keep the safetensors directory",
@@ -104,15 +107,16 @@ def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, 
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:
-    """SentencePiece merges the pair with the best score first; a merge's rank, negated, is such a score."""
+    """SentencePiece merges the pair with the highest score first; a merge's negated rank is such
+    a score."""
     rank: dict[str, int] = {}
     for i, merge in enumerate(merges):
         rank.setdefault(merge.replace(" ", ""), i)
     return [-float(rank[text]) if text in rank else -1e6 for text in tokens]
 
 
-def _checked(meta: dict[str, Any], words: Tokenizer, path: Path) -> dict[str, Any]:
-    bad = _difference(from_gguf(meta), words)
+def _checked(meta: dict[str, Any], original: Tokenizer, path: Path) -> dict[str, Any]:
+    bad = _difference(from_gguf(meta), original)
     if bad is not None:
         raise ModelError(
             f"its tokenizer cannot be said in GGUF: {bad[:40]!r} would be cut differently",
@@ -121,11 +125,11 @@ def _checked(meta: dict[str, Any], words: Tokenizer, path: Path) -> dict[str, An
     return meta
 
 
-def _difference(candidate: Tokenizer, words: Tokenizer) -> str | None:
-    """The first probe that the two cut differently."""
+def _difference(candidate: Tokenizer, original: Tokenizer) -> str | None:
+    """The first probe text that the two tokenize differently."""
     for text in PROBES:
-        if candidate.encode(text) != words.encode(text) or candidate.encode_prompt(
+        if candidate.encode(text) != original.encode(text) or candidate.encode_prompt(
             text
-        ) != words.encode_prompt(text):
+        ) != original.encode_prompt(text):
             return text
     return None

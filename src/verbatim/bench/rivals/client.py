@@ -1,4 +1,4 @@
-"""Our end of the pipe to a rival: the same four calls as our own runner, answered by another process."""
+"""A rival engine as a Runner: the same calls as our own runner, served by a worker process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from verbatim.base.errors import BackendError
 
-# rival -> its worker, the module it needs, the distribution that brings that module
+# rival -> (worker script, module it needs, distribution of that module)
 WORKERS = {
     "llama.cpp": ("worker_llama.py", "llama_cpp", "llama-cpp-python"),
     "transformers": ("worker_transformers.py", "transformers", "transformers"),
@@ -19,7 +19,8 @@ WORKERS = {
 
 
 def find_python(rival: str, given: str | None) -> str:
-    """The Python that has the rival: the one given, else ours. Raises with the remedy if neither has."""
+    """The Python that has the rival installed: the given one, else ours. Raises BackendError
+    with the remedy if it has not."""
     _, package, distribution = WORKERS[rival]
     python = given or sys.executable
     try:
@@ -38,14 +39,15 @@ def find_python(rival: str, given: str | None) -> str:
         ) from None
     if found.returncode:
         raise BackendError(
-            f"{rival} is not installed in {'that' if given else 'this'} Python; install {distribution} into "
-            "an environment of its own and name its Python with --rival-python"
+            f"{rival} is not installed in {'that' if given else 'this'} Python; install "
+            f"{distribution} into an environment of its own and name its Python with "
+            "--rival-python"
         )
     return python
 
 
 class Rival:
-    """A rival's worker. Every call blocks until its answer is there."""
+    """The worker process of a rival. Every call blocks until its response arrives."""
 
     def __init__(self, rival: str, python: str) -> None:
         self.name = rival
@@ -61,7 +63,7 @@ class Rival:
         )
 
     def open(self, model: str, threads: int, context: int) -> None:
-        answer = self._ask(op="open", model=model, threads=threads, context=context)
+        answer = self._call(op="open", model=model, threads=threads, context=context)
         self.version, self.load, self.file = (
             str(answer["version"]),
             float(answer["load"]),
@@ -69,14 +71,14 @@ class Rival:
         )
 
     def prefill(self, tokens: int) -> float:
-        return float(self._ask(op="prefill", tokens=tokens)["seconds"])
+        return float(self._call(op="prefill", tokens=tokens)["seconds"])
 
     def decode(self, context: int, steps: int) -> float:
-        return float(self._ask(op="decode", context=context, steps=steps)["seconds"])
+        return float(self._call(op="decode", context=context, steps=steps)["seconds"])
 
     def batch(self, sequences: int, context: int, steps: int) -> float:
         return float(
-            self._ask(op="batch", sequences=sequences, context=context, steps=steps)["seconds"]
+            self._call(op="batch", sequences=sequences, context=context, steps=steps)["seconds"]
         )
 
     def close(self) -> None:
@@ -92,13 +94,13 @@ class Rival:
             if pipe:
                 pipe.close()
 
-    def _ask(self, **ask: Any) -> dict[str, Any]:
+    def _call(self, **request: Any) -> dict[str, Any]:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
         try:
-            process.stdin.write(json.dumps(ask) + "\n")
+            process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:

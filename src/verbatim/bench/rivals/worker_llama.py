@@ -1,12 +1,13 @@
-"""llama.cpp through the C API of llama-cpp-python, as a worker: JSON lines in, seconds out.
+"""llama.cpp as a rival worker, through the C API of llama-cpp-python: JSON lines in, seconds out.
 
-The same file, the same threads, the same number of tokens as ours. Only llama_decode and the arrival of the logits are timed: its sampler and its
-text are not, which favours it. Tokens are random; the cost does not depend on which.
+It runs the same file, threads and number of tokens as ours. Only llama_decode and the copy of the
+logits are timed, not its sampler and detokenizer, which favours it. Tokens are random, because the
+cost does not depend on them.
 
-    {"op": "open", "model": PATH, "threads": 2, "context": 2304}  -> {"version": ..., "load": seconds}
-    {"op": "prefill", "tokens": 512}                              -> {"seconds": ...}
-    {"op": "decode", "context": 512, "steps": 32}                 -> {"seconds": ...}   the prompt is not counted
-    {"op": "batch", "sequences": 16, "context": 32, "steps": 32}  -> {"seconds": ...}
+    {"op": "open", "model": PATH, "threads": 2, "context": 2304}  -> {"version": ..., "load": s}
+    {"op": "prefill", "tokens": 512}                              -> {"seconds": s}
+    {"op": "decode", "context": 512, "steps": 32}                 -> {"seconds": s}, without prefill
+    {"op": "batch", "sequences": 16, "context": 32, "steps": 32}  -> {"seconds": s}
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 import llama_cpp as lib
 
-UBATCH = 512
+UBATCH = 512  # tokens per llama.cpp micro-batch, its default
 
 
 class Worker:
@@ -41,7 +42,7 @@ class Worker:
         self._open(context, 1)
 
     def _open(self, context: int, sequences: int) -> None:
-        """A context wide enough; made anew only when it must grow, and outside of any timing."""
+        """Create a context that is large enough, if the current one is not; never timed."""
         if context <= self.context and sequences == self.sequences:
             return
         if self.ctx:
@@ -59,7 +60,8 @@ class Worker:
         lib.llama_memory_clear(lib.llama_get_memory(self.ctx), True)
 
     def _decode(self, rows: list[tuple[int, int]], *, every: bool = False) -> float:
-        """Computes one token for each (position, sequence); seconds until the logits are there."""
+        """Compute one token per (position, sequence); returns the seconds until the logits are
+        there."""
         batch = lib.llama_batch_init(len(rows), 0, 1)
         batch.n_tokens = len(rows)
         for i, (position, sequence) in enumerate(rows):
@@ -107,14 +109,14 @@ def main() -> None:
     lib.llama_log_set(_silent, ctypes.c_void_p(0))
     worker: Worker | None = None
     for line in sys.stdin:
-        ask = json.loads(line)
-        op = ask.pop("op")
+        request = json.loads(line)
+        op = request.pop("op")
         try:
             if op == "open":
-                worker = Worker(**ask)
+                worker = Worker(**request)
                 answer: dict[str, Any] = {"version": lib.__version__, "load": worker.load}
             else:
-                answer = {"seconds": getattr(worker, op)(**ask)}
+                answer = {"seconds": getattr(worker, op)(**request)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)

@@ -1,6 +1,7 @@
-"""transformers (PyTorch, float32) as a worker: JSON lines in, seconds out; the protocol is in worker_llama.py.
+"""transformers (PyTorch, float32) as a rival worker; the protocol is in worker_llama.py.
 
-A GGUF file is dequantised by transformers itself when it is loaded; a safetensors directory is loaded as float32."""
+transformers dequantises a GGUF file when it loads it; a safetensors directory is loaded as float32.
+"""
 
 from __future__ import annotations
 
@@ -64,17 +65,17 @@ class Worker:
 
 def main() -> None:
     out = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints must not break the protocol
+    sys.stdout = sys.stderr  # output of libraries must not break the protocol
     worker: Worker | None = None
     for line in sys.stdin:
-        ask = json.loads(line)
-        op = ask.pop("op")
+        request = json.loads(line)
+        op = request.pop("op")
         try:
             if op == "open":
-                worker = Worker(**ask)
+                worker = Worker(**request)
                 answer: dict[str, Any] = {"version": transformers.__version__, "load": worker.load}
             else:
-                answer = {"seconds": getattr(worker, op)(**ask)}
+                answer = {"seconds": getattr(worker, op)(**request)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=out, flush=True)

@@ -35,7 +35,8 @@ using Clock = std::chrono::steady_clock;
 std::atomic<uint64_t> sink{0};  // keeps the compiler from dropping the work
 
 // Each thread runs prepare() once, then all run work() concurrently, PASSES times. Returns the
-// seconds of the fastest pass, because interruptions by other programs are not a property of the machine.
+// seconds of the fastest pass, because interruptions by other programs are not a limit of the
+// machine.
 constexpr int PASSES = 4;
 
 template <class Prepare, class Work>
