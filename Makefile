@@ -87,9 +87,10 @@ $(VENV)/.installed: $(NATIVE) constraints.txt | $(BIN)/python
 	@$(PIP) -e .
 	@touch $@
 
-# torch first and alone: transformers would otherwise be free to ask for another build of it, which is gigabytes.
+# torch first and alone: transformers would otherwise be free to ask for another build of it, which is
+# gigabytes. The extras of the installed package, not of `.`: that would compile the kernels again.
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what the tests need into $(VENV) (once; a few minutes)"
 	@$(PIP) torch==2.13.0
-	@$(PIP) -e ".[dev]"
+	@$(PIP) "verbatim-engine[dev]"
 	@touch $@
