@@ -1,9 +1,9 @@
-"""The cuda backend on shapes of real models with random weights: does a text depend on its neighbours, and how fast is it?
+"""CUDA backend on shapes of real models with random weights: batch invariance and throughput.
 
     python bench/cuda.py [--shape qwen3-0.6b] [--skip-crowd]
 
-Needs a GPU, PyTorch and Triton; no file. The crowd is nano-vllm's benchmark: 256 requests at once, prompts and outputs of 100 to 1,024 random
-tokens, temperature 0.6. The last line is JSON.
+Needs a GPU, PyTorch and Triton; no model file. The crowd is nano-vllm's benchmark: 256 concurrent
+requests, prompts and outputs of 100 to 1,024 random tokens, temperature 0.6. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -32,22 +32,27 @@ from verbatim.weights.tensor import Weights
 _COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
-        **_COMMON, "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3, "rope_theta": 100000.0, "tie_word_embeddings": True,
+        **_COMMON, "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
+        "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3,
+        "rope_theta": 100000.0, "tie_word_embeddings": True,
     },
     "qwen3-0.6b": {
-        **_COMMON, "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6, "tie_word_embeddings": True,
+        **_COMMON, "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+        "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "rope_theta": 1e6, "tie_word_embeddings": True,
     },
     "llama-8b": {
-        **_COMMON, "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        **_COMMON, "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
     },
 }  # fmt: skip
 
 
-class Words(ByteTokenizer):
-    """Ids of any vocabulary; the text does not matter here."""
+class FakeTokenizer(ByteTokenizer):
+    """Ids of a vocabulary of any size; the text does not matter here."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -62,7 +67,7 @@ class Words(ByteTokenizer):
 
 
 def weights_of(spec: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random weights, made on the device in the form of ops.load."""
+    """Random weights, created on the device in the layout of ops.load."""
     make = torch.Generator(device=device).manual_seed(0)
     found: dict[str, torch.Tensor] = {}
     for name, shape in layout(spec).items():
@@ -91,12 +96,12 @@ def open_shape(name: str, **options: Any) -> LLM:
     model = Model(spec, Weights({}, name, name), source, (), {})
     config = EngineConfig(backend="cuda", **options)
     backend = CudaBackend(model, config, weights=weights_of(spec, torch.device("cuda")))
-    parts = LoadedModel(backend, Words(spec.vocab), (), name=name, digest=name)
+    parts = LoadedModel(backend, FakeTokenizer(spec.vocab), (), name=name, digest=name)
     return LLM.from_parts(parts, **{"backend": "cuda", **options})
 
 
 def crowd(vocab: int, count: int = 256, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-    """nano-vllm's benchmark: first all prompts, then all lengths."""
+    """nano-vllm's benchmark: first all prompts, then all output lengths."""
     r = random.Random(seed)
     prompts = [
         [r.randint(0, min(10000, vocab - 1)) for _ in range(r.randint(100, 1024))]
@@ -106,7 +111,8 @@ def crowd(vocab: int, count: int = 256, seed: int = 0) -> tuple[list[list[int]],
 
 
 def same_in_company(llm: LLM, vocab: int) -> int:
-    """How many of 24 texts differ between being written alone and beside the 23 others; drafts and chunks included."""
+    """Number of 24 completions that differ between running alone and in a batch, with drafts and
+    chunked prefill."""
     r = random.Random(1)
     prompts = [[r.randrange(vocab) for _ in range(r.choice((3, 17, 130, 700)))] for _ in range(24)]
     params = [
@@ -125,7 +131,8 @@ def same_in_company(llm: LLM, vocab: int) -> int:
 
 
 def same_drawn(llm: LLM, vocab: int) -> int:
-    """How many of 256 texts differ where the device draws them and where the host does, because log-probabilities are asked for."""
+    """Number of 256 completions that differ between sampling on the device and on the host (which
+    log-probabilities force)."""
     r = random.Random(2)
     prompts = [[r.randrange(vocab) for _ in range(8)] for _ in range(256)]
     params = [
@@ -144,7 +151,7 @@ def same_drawn(llm: LLM, vocab: int) -> int:
 
 
 def one_sequence(llm: LLM, vocab: int) -> float:
-    """Milliseconds a token behind a context of 32."""
+    """Milliseconds per token of one sequence at a context of 32."""
     times = []
     for i in range(5):
         r = random.Random(i)
@@ -159,11 +166,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--skip-crowd", action="store_true")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     began = time.perf_counter()
-    llm = open_shape(asked.shape, max_running=256, step_tokens=4096)
+    llm = open_shape(args.shape, max_running=256, step_tokens=4096)
     out: dict[str, Any] = {
-        "shape": asked.shape,
+        "shape": args.shape,
         "info": llm.core.backend.info.detail,
         "opened_s": time.perf_counter() - began,
     }
@@ -171,11 +178,11 @@ def main() -> None:
     out["differ"] = same_in_company(llm, vocab)
     out["differ_drawn"] = same_drawn(llm, vocab)
     out["ms_token"] = one_sequence(llm, vocab)
-    if not asked.skip_crowd:
+    if not args.skip_crowd:
         prompts, lengths = crowd(vocab)
-        asks = [
+        params = [
             SamplingParams(
-                temperature=asked.temperature,
+                temperature=args.temperature,
                 seed=i,
                 max_tokens=n,
                 ignore_eos=True,
@@ -183,22 +190,19 @@ def main() -> None:
             )
             for i, n in enumerate(lengths)
         ]
-        others, _ = crowd(vocab, seed=1)  # not the same: their keys and values would still be there
-        llm.generate(
-            others, [ask.with_(max_tokens=4) for ask in asks]
-        )  # kernels of these sizes are compiled
-        screen = llm.core.backend.screen
-        screen.rows = screen.unsure = 0
+        # Warm-up: compile the kernels of these sizes. Other prompts, to avoid prefix hits.
+        others, _ = crowd(vocab, seed=1)
+        llm.generate(others, [param.with_(max_tokens=4) for param in params])
+        sampler = llm.core.backend.gpu_sampler
+        sampler.rows = sampler.undecided = 0
         began = time.perf_counter()
-        answers = llm.generate(prompts, asks)
+        answers = llm.generate(prompts, params)
         out["crowd_s"] = time.perf_counter() - began
-        out["crowd_cached"] = sum(
-            answer.usage.cached_tokens for answer in answers
-        )  # 0, or it was not the benchmark
+        # Must be 0: a prefix hit would make the run faster than nano-vllm's benchmark.
+        out["crowd_cached"] = sum(answer.usage.cached_tokens for answer in answers)
         out["crowd_tokens_s"] = sum(lengths) / out["crowd_s"]
-        out["crowd_unsure"] = (
-            screen.unsure / screen.rows
-        )  # share of the device's draws that the host had to make
+        # Share of the device's draws that the host had to repeat.
+        out["crowd_unsure"] = sampler.undecided / sampler.rows
     print(json.dumps(out))
 
 

@@ -1,4 +1,4 @@
-"""The tests of this folder run on every backend; one that this machine cannot run is skipped by name."""
+"""Fixtures that run a test on every backend; a backend that this machine cannot run is a skip."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ GPU = pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU (make te
 
 @pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])])
 def open_tiny(request: pytest.FixtureRequest) -> Iterator[Open]:
-    """Open a model on one of the backends, with memory for its cache."""
+    """Opens a model on one of the backends, and allocates its KV cache."""
     opened: list[Backend] = []
 
     def make(model: Model, **options: object) -> Backend:
         try:
             backend = open_backend(model, EngineConfig(backend=request.param, **options))  # type: ignore[arg-type]
         except BackendError as error:
-            if request.param == "cuda":  # there is a GPU: it must run
+            if request.param == "cuda":  # there is a GPU, so the backend must open
                 raise
             pytest.skip(str(error))
         backend.allocate((BLOCKS,) * len(model.spec.groups))
@@ -40,7 +40,7 @@ def open_tiny(request: pytest.FixtureRequest) -> Iterator[Open]:
 
 @pytest.fixture(scope="session")
 def device() -> Any:
-    """Where the cuda backend's tensors are: the GPU, or the CPU under Triton's interpreter."""
+    """The device of the cuda backend's tensors: the GPU, or the CPU under Triton's interpreter."""
     from verbatim.backend.cuda.device import device
 
     return device()

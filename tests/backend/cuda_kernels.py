@@ -1,10 +1,11 @@
-"""The cuda backend's kernels, on a GPU or under Triton's interpreter: the same source runs on both.
+"""Tests of the cuda backend's kernels, on a GPU or under Triton's interpreter.
 
-test_cuda.py runs this file with the interpreter, in a process of its own, because Triton decides when it is
-imported whether it interprets. `make test-gpu` runs it on the card. The fixture `device` says where tensors
-belong; no test makes one elsewhere and hands it to a kernel. Models are small, because the interpreter is
-slow. On a GPU the other tests of this folder run too (bfloat16 and recorded graphs only there: the
-interpreter has neither)."""
+test_cuda.py runs this file with the interpreter, in its own process, because Triton decides at
+import time whether it interprets. `make test-gpu` runs it on the GPU. Every tensor that a kernel
+gets is on the fixture `device`. Models are small, because the interpreter is slow. On a GPU the
+other tests of this folder run too. bfloat16 and CUDA graphs are tested only there: the interpreter
+has neither.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +19,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from plans import BLOCKS, Blocks, run, same, whole
+from plans import BLOCKS, Blocks, run, run_alone, same_bits
 
 from verbatim.backend import gpu, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import gpu_sampler, jit, kernels
-from verbatim.backend.cuda.backend import Sheet, _sampler
+from verbatim.backend.cuda.backend import GraphInputs, host_sampler
 from verbatim.backend.cuda.device import kernel_ran
-from verbatim.backend.cuda.gpu_sampler import Answer, Screen
-from verbatim.backend.cuda.kernels import Runs
-from verbatim.backend.cuda.overlap import Ahead, Begun, goes_on
+from verbatim.backend.cuda.gpu_sampler import GpuSampler, PendingTokens
+from verbatim.backend.cuda.kernels import QueryTiles
+from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.protocol import Backend
 from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
@@ -43,13 +44,12 @@ from verbatim.sampling.pipeline import Row
 from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
 from verbatim.testing_models import FAMILIES, tiny_model
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore"
-)  # the interpreter divides and subtracts infinities aloud
+# the interpreter warns about arithmetic with infinities, which the kernels mask
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @triton.jit
-def summed(limit, out):
+def sum_to(limit, out):
     total = 0
     for i in range(tl.load(limit)):
         total += i
@@ -57,18 +57,21 @@ def summed(limit, out):
 
 
 def interpreter_fault() -> str:
-    """Why Triton's interpreter cannot run our kernels with this NumPy, or "" where it can.
+    """The reason why Triton's interpreter cannot run the kernels with this NumPy, or "" if it can.
 
-    Triton 3.6 calls int() on an array of one element to find the end of a loop, which NumPy 2.4 refuses.
-    Later releases of Triton do not."""
+    Triton 3.6 calls int() on a one-element array for a loop bound, which NumPy 2.4 rejects. Later
+    releases of Triton do not."""
     limit, out = torch.tensor([4], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     try:
-        summed[(1,)](limit, out)
+        sum_to[(1,)](limit, out)
     except Exception as error:
         if "only 0-dimensional arrays can be converted" not in str(error):
             raise
-        versions = f"Triton {triton.__version__} cannot loop up to a loaded number with NumPy {np.__version__}"
-        return f"the interpreter of {versions}; the same tests run compiled on a GPU, or with a newer Triton"
+        return (
+            f"the interpreter of Triton {triton.__version__} cannot loop up to a loaded number "
+            f"with NumPy {np.__version__}; the same tests run compiled on a GPU, "
+            "or with a newer Triton"
+        )
     assert out.tolist() == [6]
     return ""
 
@@ -97,38 +100,44 @@ def opened(model: Model, kind: str = "cuda") -> Backend:
 
 def difference(model: Model, tokens: list[int]) -> float:
     ours, theirs = (
-        np.array(whole(opened(model, kind), tokens, seed=3).logprobs)
+        np.array(run_alone(opened(model, kind), tokens, seed=3).logprobs)
         for kind in ("cuda", "reference")
     )
     return float(np.abs(ours - theirs).mean())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_is_the_references(family: str) -> None:
+def test_every_family_agrees_with_the_reference(family: str) -> None:
     assert difference(small(family, type="q8_0"), TOKENS) < 0.02
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3moe"])
-def test_one_text_in_chunks_and_in_company(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bits: the whole text at once, then in pieces beside another one. Products are in two pieces each, which few rows add up elsewhere than many."""
+def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compares a prefill in one step with chunks beside another sequence. Each matmul has two
+    splits, which run in parallel for few rows and in one program for many."""
     monkeypatch.setattr(kernels, "BK", 16)
-    monkeypatch.setattr(kernels, "FEW", 4)
+    monkeypatch.setattr(kernels, "PARALLEL_SPLIT_ROWS", 4)
     model = small(family, hidden_size=64)
-    assert kernels.parts_of(64, 64)[0] == 2
+    assert kernels.split_k(64, 64)[0] == 2
     assert difference(model, TOKENS) < 0.02
     backend = opened(model)
-    expected = whole(backend, TOKENS)
+    expected = run_alone(backend, TOKENS)
     blocks = Blocks(backend.spec, backend.block_size, 5)
-    text, other = blocks.text(0, TOKENS), blocks.text(1, TOKENS[::-1])
-    run(backend, [other, text], [8, 1])
-    run(backend, [text], [3])
-    while not text.over:
-        run(backend, [text], [20])
-    assert same(expected, text)
+    seq, other = blocks.allocate(0, TOKENS), blocks.allocate(1, TOKENS[::-1])
+    run(backend, [other, seq], [8, 1])
+    run(backend, [seq], [3])
+    while not seq.finished:
+        run(backend, [seq], [20])
+    assert same_bits(expected, seq)
 
 
-def test_long_texts_are_added_up_span_by_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With spans of one small tile a text of 36 has three: the reference's numbers, and the same bits row by row."""
+def test_attention_over_several_spans_is_right_and_keeps_its_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With spans of one small tile, 36 tokens have three spans. They agree with the reference, and
+    chunks of rows have the same bits."""
     from verbatim.backend.cuda import ops
 
     monkeypatch.setattr(kernels, "TILE", 16)
@@ -139,16 +148,16 @@ def test_long_texts_are_added_up_span_by_span(monkeypatch: pytest.MonkeyPatch) -
     )
     assert difference(model, tokens) < 0.02
     backend = opened(model)
-    expected = whole(backend, tokens)
-    text = Blocks(backend.spec, backend.block_size, 7).text(0, tokens)
-    run(backend, [text], [33])
-    monkeypatch.setattr(ops, "BUFFER", 1)  # and where attention's rows take turns
-    run(backend, [text], [2])
-    assert same(expected, text)
+    expected = run_alone(backend, tokens)
+    seq = Blocks(backend.spec, backend.block_size, 7).allocate(0, tokens)
+    run(backend, [seq], [33])
+    monkeypatch.setattr(ops, "ATTENTION_BUFFER", 1)  # attention runs in several launches
+    run(backend, [seq], [2])
+    assert same_bits(expected, seq)
 
 
-def test_a_block_behind_the_window_is_not_looked_at() -> None:
-    """It was released, and whoever has it now may have written what is no number."""
+def test_attention_does_not_read_a_block_that_left_the_window() -> None:
+    """The block is released, and its next owner may have written NaN."""
     backend: Any = opened(small("gemma2"))
     groups = backend.spec.groups
     backend.execute(StepPlan(0, (SeqStep(1, tuple(range(20)), 0, ((3, 4),) * len(groups)),)))
@@ -161,8 +170,9 @@ def test_a_block_behind_the_window_is_not_looked_at() -> None:
     assert backend.execute(StepPlan(1, (step,))) == clean
 
 
-def test_draws_are_the_samplers() -> None:
-    """In one step: draws of which the device sends only the id, and the same ones with log-probabilities, which the sampler draws."""
+def test_tokens_sampled_on_the_device_equal_those_of_the_host_sampler() -> None:
+    """One step with rows that the device samples, and the same rows with log-probabilities, which
+    the host samples."""
     backend = opened(small("llama"))
     kinds: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 0.7}]
     params = [SamplingParams(**kind, **more) for kind in kinds for more in ({}, {"logprobs": 2})]  # type: ignore[arg-type]
@@ -170,17 +180,18 @@ def test_draws_are_the_samplers() -> None:
         SeqStep(i, (9,), 0, ((i,),), draws=1, draw=DrawSpec(p, 5, 1)) for i, p in enumerate(params)
     ]
     drawn = [one.drawn[0] for one in backend.execute(StepPlan(0, tuple(steps))).sequences]
-    for plain, told in (drawn[:2], drawn[2:]):
-        assert plain == Drawn(told.token, 0.0)
-        assert told.logprob < 0.0
-        assert len(told.top) == 2
+    for plain, scored in (drawn[:2], drawn[2:]):
+        assert plain == Drawn(scored.token, 0.0)
+        assert scored.logprob < 0.0
+        assert len(scored.top) == 2
     assert drawn[1].top[0][0] == drawn[1].token
 
 
-def test_a_replayed_steps_integers_are_the_plans(device: torch.device) -> None:
-    """Sequences come, grow, take turns and go, with drafts: what is sent names each row's token, place and blocks, whatever was there before."""
+def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> None:
+    """Sequences arrive, grow, change rows and finish, with drafts. The inputs give each row's
+    token, slot and blocks, whatever the previous step left there."""
     random = np.random.default_rng(6)
-    sheet = Sheet(16, 2, (77, 88), device)
+    inputs = GraphInputs(16, 2, (77, 88), device)
     tables = {
         i: tuple(tuple(random.integers(0, 60, 64).tolist()) for _ in range(2)) for i in range(12)
     }
@@ -198,16 +209,16 @@ def test_a_replayed_steps_integers_are_the_plans(device: torch.device) -> None:
                     i, tuple(random.integers(0, 260, count).tolist()), start, tables[i], draws=count
                 )
             )
-        sheet.fill(sequences)
+        inputs.fill(sequences)
         batch = make_batch(StepPlan(step, tuple(sequences)), 2)
-        n, sent = batch.rows, sheet.step
+        n, sent = batch.rows, inputs.step
         assert sent.tokens.tolist() == batch.tokens.tolist() + [0] * (16 - n)
         assert sent.positions.tolist() == batch.positions.tolist() + [0] * (16 - n)
         owners = [s for s in sequences for _ in s.tokens]
-        for group, idle in enumerate((77, 88)):
-            slots, table = sent.slots[group].tolist(), sent.runs[group].table
-            assert slots[n:] == [idle * 16] * (16 - n)
-            assert table[n:, 0].tolist() == [idle] * (16 - n)
+        for group, padding in enumerate((77, 88)):
+            slots, table = sent.slots[group].tolist(), sent.tiles[group].table
+            assert slots[n:] == [padding * 16] * (16 - n)
+            assert table[n:, 0].tolist() == [padding] * (16 - n)
             for row, (owner, position) in enumerate(
                 zip(owners, batch.positions.tolist(), strict=True)
             ):
@@ -218,11 +229,12 @@ def test_a_replayed_steps_integers_are_the_plans(device: torch.device) -> None:
                 assert slots[row] == owner.blocks[group][position // 16] * 16 + position % 16
 
 
-# ---------------------------------------------------------------------------------------------------------- a step ahead
+# ---- overlapped decoding
 
 
 def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
-    """Requests and the step before which each arrives: most are drawn on the device, some by the host, some with drafts."""
+    """(arrival step, prompt, parameters) of 12 requests: the device samples most of them, the host
+    some, and some have drafts."""
     kinds: list[dict[str, Any]] = [
         {"top_p": 0.8},
         {"logprobs": 1},
@@ -234,7 +246,7 @@ def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
     out = []
     for i in range(12):
         more = kinds[i // 2] if i % 2 else {}
-        asked = {
+        options = {
             "temperature": r.choice((0.0, 0.8, 1.3)),
             "seed": i,
             "max_tokens": r.randint(2, 26),
@@ -245,14 +257,15 @@ def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
             (
                 r.choice((0, 0, 9, 30)),
                 r.choices(range(200), k=r.choice((2, 15, 17))),
-                SamplingParams(**asked),
+                SamplingParams(**options),
             )
         )
-    return sorted(out, key=lambda one: one[0])
+    return sorted(out, key=lambda request: request[0])
 
 
-def hashed(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A cuda backend whose model is the fake one, with its canary: the interpreter would take minutes for a crowd."""
+def open_fake_model(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A cuda backend with the fake model and its canary as its forward pass: the interpreter would
+    take minutes for a batch of real ones."""
     backend: Any = open_backend(small("llama"), EngineConfig(backend="cuda"))
     fake = FakeBackend(fake_spec(windows=windows), canary=True)
     execute = backend.execute
@@ -271,14 +284,14 @@ def hashed(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> 
         logits = torch.from_numpy(np.array(rows, np.float32).reshape(-1, fake.spec.vocab))
         return torch.zeros((len(rows), 1), device=backend.device), logits.to(backend.device)
 
-    def copied(plan: StepPlan) -> StepResult:
+    def execute_copies(plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             fake.slots[group][target] = list(fake.slots[group][source])
         return execute(plan._replace(copies=()))  # type: ignore[no-any-return]
 
     for name, value in (
         ("_forward", forward),
-        ("execute", copied),
+        ("execute", execute_copies),
         ("allocate", fake.allocate),
         ("spec", fake.spec),
     ):
@@ -286,53 +299,53 @@ def hashed(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> 
     return backend
 
 
-def written(backend: Any, r: random.Random) -> list[Any]:
-    """What each of them got, beside the others, in a cache that is too small for all; one client leaves."""
-    words = ByteTokenizer()
-    parts = LoadedModel(backend, words, (words.EOS,), name="tiny", digest="tiny")
-    asked, done = crowd(r), {}
+def generate_all(backend: Any, r: random.Random) -> list[Any]:
+    """The choices of each request of crowd(), in a KV cache that forces preemption; one request is
+    aborted."""
+    tokenizer = ByteTokenizer()
+    parts = LoadedModel(backend, tokenizer, (tokenizer.EOS,), name="tiny", digest="tiny")
+    waiting, done = crowd(r), {}
     with LLM.from_parts(
         parts, backend="cuda", context=128, kv_blocks=9, step_tokens=24, check=True
     ) as llm:
         core, step = llm.core, 0
-        while asked or core.busy:
-            while asked and asked[0][0] <= step:
-                _, prompt, params = asked.pop(0)
-                core.add(core.request(prompt, params, request_id=str(len(asked))))
+        while waiting or core.busy:
+            while waiting and waiting[0][0] <= step:
+                _, prompt, params = waiting.pop(0)
+                core.add(core.request(prompt, params, request_id=str(len(waiting))))
             if step == 12:
                 core.abort(next(iter(core.requests)))
             done |= {
                 one.request_id: one.choices for one in core.step() if isinstance(one, Completion)
             }
             step += 1
-        assert core.scheduler.preemptions, "the cache was not too small"
+        assert core.scheduler.preemptions, "the KV cache was large enough: no preemption"
     return sorted(done.items())
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 20)])
-def test_a_step_begun_ahead_changes_nothing(
+def test_overlapped_decoding_does_not_change_the_tokens(
     windows: tuple[int | None, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (
-        device.type == "cpu"
-    ):  # fewer programs for the interpreter; compiled, 16 rows would not fit the registers
+    if device.type == "cpu":
+        # fewer programs for the interpreter; compiled, 16 rows would not fit into registers
         monkeypatch.setattr(gpu_sampler, "ROWS", 16)
-    monkeypatch.setattr(gpu_sampler, "SLACK", 0.3)  # many draws are left open, and are made again
-    plain, ahead = hashed(windows, monkeypatch), hashed(windows, monkeypatch)
+    monkeypatch.setattr(gpu_sampler, "SLACK", 0.3)  # many rows are undecided and computed again
+    plain, ahead = open_fake_model(windows, monkeypatch), open_fake_model(windows, monkeypatch)
     monkeypatch.setattr(plain._ahead, "steady", lambda *_: False)
-    taken, begun, answered = 0, 0, ahead._answered
+    matched, launched, finish = 0, 0, ahead._finish
 
-    def counted(plan: StepPlan, before: Any, rows: dict[int, int], **goes_on: bool) -> Any:
-        nonlocal taken, begun
-        taken, begun = taken + len(rows), begun + len(before.steps)
-        return answered(plan, before, rows, **goes_on)
+    def count(plan: StepPlan, step: LaunchedStep, rows: dict[int, int], **options: bool) -> Any:
+        nonlocal matched, launched
+        matched, launched = matched + len(rows), launched + len(step.steps)
+        return finish(plan, step, rows, **options)
 
-    monkeypatch.setattr(ahead, "_answered", counted)
-    assert written(ahead, random.Random(3)) == written(plain, random.Random(3))
-    assert 30 < taken < begun, "some rows were asked for, and some in vain"
+    monkeypatch.setattr(ahead, "_finish", count)
+    assert generate_all(ahead, random.Random(3)) == generate_all(plain, random.Random(3))
+    assert 30 < matched < launched, "some launched rows match the plan, and some are discarded"
 
 
-def test_only_what_was_asked_for_is_taken_of_a_step_ahead() -> None:
+def test_only_launched_rows_that_match_the_plan_are_used() -> None:
     spec, other = (DrawSpec(SamplingParams(), 5, 1) for _ in range(2))
     tables = ((4, 7), (1, 2))
     step = SeqStep(1, (9,), 18, tables, draws=1, draw=spec)
@@ -353,89 +366,91 @@ def test_only_what_was_asked_for_is_taken_of_a_step_ahead() -> None:
         step._replace(hidden=True),
         step._replace(draws=0),
     ]
-    answer = Answer(torch.zeros(1), torch.zeros(1), None)
-    for i, asked in enumerate((*right, *wrong)):
-        ahead = Ahead()
-        ahead.begun = Begun((step._replace(tokens=(0,)),), [9], answer)
-        assert ahead.take(StepPlan(0, (asked,)))[1] == ({1: 0} if i < len(right) else {}), asked
-        assert ahead.begun is None
+    tokens = PendingTokens(torch.zeros(1), torch.zeros(1), None)
+    for i, planned in enumerate((*right, *wrong)):
+        ahead = LaunchAhead()
+        ahead.launched = LaunchedStep((step._replace(tokens=(0,)),), [9], tokens)
+        rows = {1: 0} if i < len(right) else {}
+        assert ahead.take(StepPlan(0, (planned,)))[1] == rows, planned
+        assert ahead.launched is None
         assert ahead.take(StepPlan(0, (step,))) == (None, {})
 
 
-def test_the_step_behind_needs_a_place() -> None:
+def test_the_next_step_needs_a_block_and_a_position_in_the_context() -> None:
     step = SeqStep(1, (9,), 15, ((4,),), draws=1)
-    assert goes_on(step, 99) is None
-    assert goes_on(step._replace(blocks=((4, 6),)), 17) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
-    assert goes_on(step._replace(blocks=((4, 6),)), 16) is None, "the model has no such position"
+    longer = step._replace(blocks=((4, 6),))
+    assert next_step(step, 99) is None
+    assert next_step(longer, 17) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
+    assert next_step(longer, 16) is None, "the position is beyond the context"
 
 
-def test_a_mixture_begins_nothing() -> None:
-    """Its rows are sorted on the host in every layer: there would be nothing to gain."""
+def test_a_mixture_of_experts_does_not_overlap_steps() -> None:
+    """It sorts rows on the host in every layer, so a launch ahead would gain nothing."""
     assert not opened(small("qwen3moe")).overlap
     assert opened(small("llama")).overlap
 
 
-def test_parts_of_runs_are_runs() -> None:
+def test_a_part_of_the_query_tiles_counts_its_rows_from_zero() -> None:
     first, count = torch.tensor([0, 3, 4, 8]), torch.tensor([3, 1, 4, 2])
-    runs = Runs(torch.arange(8).view(4, 2), first, count, torch.tensor([7, 0, 5, 9]), 4)
+    tiles = QueryTiles(torch.arange(8).view(4, 2), first, count, torch.tensor([7, 0, 5, 9]), 4)
     for start, end, rows in ((0, 2, (0, 4)), (1, 3, (3, 8)), (2, 9, (4, 10))):
-        *found, part = runs.part(start, end)
+        *found, part = tiles.part(start, end)
         assert tuple(found) == rows
         assert part.first_row.tolist() == [row - rows[0] for row in first.tolist()[start:end]]
         assert part.count.tolist() == count.tolist()[start:end]
-    alone = Runs(runs.table, torch.arange(4), torch.ones(4), runs.first_position, 1)
+    alone = QueryTiles(tiles.table, torch.arange(4), torch.ones(4), tiles.first_position, 1)
     assert alone.part(1, 3)[:2] == (1, 3)
     assert alone.part(3, 9)[:2] == (3, 4)
     assert alone.part(1, 3)[2].first_row.tolist() == [0, 1]
 
 
-def test_after_a_step_in_vain_none_is_begun_for_a_while() -> None:
+def test_launching_ahead_backs_off_after_a_discarded_step() -> None:
     spec = DrawSpec(SamplingParams(), 5, 1)
-    ahead, begins = Ahead(), []
+    ahead, launches = LaunchAhead(), []
     for position in range(30):
         plan = StepPlan(position, (SeqStep(1, (9,), position, ((4, 7),), draws=1, draw=spec),))
         if position == 10:
-            ahead.begun = Begun(plan.sequences, [8], Answer(torch.zeros(1), torch.zeros(1), None))
+            tokens = PendingTokens(torch.zeros(1), torch.zeros(1), None)
+            ahead.launched = LaunchedStep(plan.sequences, [8], tokens)
         _, rows = ahead.take(plan)
-        begins.append(ahead.steady(plan, len(rows), lambda _: True))
-    assert begins == [position not in (0, *range(10, 18)) for position in range(30)]
+        launches.append(ahead.steady(plan, len(rows), lambda _: True))
+    assert launches == [position not in (0, *range(10, 18)) for position in range(30)]
     other = plan.sequences[0]._replace(start=30, draw=DrawSpec(SamplingParams(), 5, 1))
     assert not ahead.steady(StepPlan(30, (other,)), 0, lambda _: True), (
-        "it is drawn in another way, as a draft model's guesses are"
+        "another DrawSpec, as the drafts of a draft model have"
     )
-    assert not ahead.steady(StepPlan(30, ()), 0, lambda _: True), "nobody is written on"
-    assert not ahead.steady(plan, 0, lambda _: True), "the same step again is not the next one"
+    assert not ahead.steady(StepPlan(30, ()), 0, lambda _: True), "no sequence decodes"
+    assert not ahead.steady(plan, 0, lambda _: True), "the same step again does not continue it"
 
 
-# ------------------------------------------------------------------------------------------------------------- the screen
+# ---- the GPU sampler
 
-VOCAB = 701  # three chunks of the interpreter's, the last one short
+VOCAB = 701  # three chunks of the size set for the interpreter, the last one short
 
 
 @pytest.fixture
-def screened(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Screen:
-    if (
-        device.type == "cpu"
-    ):  # many rows a program: the interpreter pays for programs, not for numbers
+def sampler(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> GpuSampler:
+    if device.type == "cpu":  # the interpreter's time depends on the number of programs
         monkeypatch.setattr(gpu_sampler, "ROWS", 1024)
         monkeypatch.setattr(gpu_sampler, "CHUNK", 256)
-    return Screen(VOCAB, device)
+    return GpuSampler(VOCAB, device)
 
 
-def asked(random: np.random.Generator, temperatures: np.ndarray) -> list[Row]:
-    made = {t: SamplingParams(temperature=float(t)) for t in set(temperatures.tolist())}
+def rows_at(random: np.random.Generator, temperatures: np.ndarray) -> list[Row]:
+    """One row per temperature, with a random key and position."""
+    params = {t: SamplingParams(temperature=float(t)) for t in set(temperatures.tolist())}
     keys, positions = (
         random.integers(0, 2**64, len(temperatures), np.uint64),
         random.integers(0, 2**31, len(temperatures)),
     )
     return [
-        Row(DrawSpec(made[t], int(k), 1), int(p))
+        Row(DrawSpec(params[t], int(k), 1), int(p))
         for t, k, p in zip(temperatures.tolist(), keys, positions, strict=True)
     ]
 
 
 @triton.jit
-def noises(high, low, out, N: tl.constexpr):
+def gumbel_of(high, low, out, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(
         out + i,
@@ -446,8 +461,9 @@ def noises(high, low, out, N: tl.constexpr):
     )
 
 
-def test_screen_noise_is_within_its_bound(device: torch.device) -> None:
-    """What docs/numerics.md derives, at random bits and at the edges: u next to 0, to 1, and to where the logarithms change their form."""
+def test_gpu_noise_is_within_its_error_bound(device: torch.device) -> None:
+    """The bound of docs/numerics.md, at random bits and at the edges: u near 0, near 1, and where
+    the logarithm changes its form."""
     random, size = np.random.default_rng(0), 1 << 15
     edges = np.array(
         [
@@ -479,23 +495,23 @@ def test_screen_noise_is_within_its_bound(device: torch.device) -> None:
         -log((((high << np.uint64(32) | low) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
     )
     given = [
-        torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device) for words in (high, low)
+        torch.from_numpy(half.astype(np.uint32).view(np.int32)).to(device) for half in (high, low)
     ]
     out = torch.empty(size, device=device)
     each = size if device.type == "cpu" else 1024
-    noises[(size // each,)](*given, out, each)
+    gumbel_of[(size // each,)](*given, out, each)
     assert exact.max() > 36.7
     assert exact.min() < -3.6
-    off = np.abs(out.cpu().numpy().astype(np.float64) - exact) * 2**24
-    assert (off < 23 + 3 * np.abs(exact)).all()
+    error = np.abs(out.cpu().numpy().astype(np.float64) - exact) * 2**24
+    assert (error < 23 + 3 * np.abs(exact)).all()
 
 
 @triton.jit
-def noises_of(words, out, FIRST, N: tl.constexpr):
+def noise_of(words, out, FIRST, N: tl.constexpr):
     at = words + tl.arange(0, 1)[:, None]
     k0, k1 = tl.load(at).to(tl.uint32, bitcast=True), tl.load(at + 1).to(tl.uint32, bitcast=True)
     position = tl.load(at + 2).to(tl.uint32, bitcast=True)
-    tl.store(out + tl.arange(0, N)[None, :], jit.noise_of(FIRST, position, k0, k1, N))
+    tl.store(out + tl.arange(0, N)[None, :], jit.gumbel_noise(FIRST, position, k0, k1, N))
 
 
 @pytest.mark.parametrize(
@@ -506,20 +522,23 @@ def noises_of(words, out, FIRST, N: tl.constexpr):
         (0x1FFFFFFFE, 2147423567, 151_000),
     ],
 )
-def test_screen_noise_is_the_ids_own(
+def test_gpu_noise_uses_all_bits_of_key_position_and_id(
     key: int, position: int, first: int, device: torch.device
 ) -> None:
-    """Both halves of the noise key, the position, and all bits of every id: at these positions an even or an odd one's u is within 4e-7 of 1, where
-    the lowest bits count."""
+    """At these positions the u of an even or an odd id is within 4e-7 of 1, where the lowest bits
+    matter."""
     words = np.array([key & 0xFFFFFFFF, key >> 32, position], np.uint32).view(np.int32)
     out = torch.empty((1, 1024), device=device)
-    noises_of[(1,)](torch.from_numpy(words).to(device), out, first // 2, 1024)
+    noise_of[(1,)](torch.from_numpy(words).to(device), out, first // 2, 1024)
     exact = gumbel(key, position, np.arange(first, first + 1024))
     assert (np.abs(out.cpu().numpy()[0] - exact) * 2**24 < 23 + 3 * np.abs(exact)).all()
 
 
-def test_screen_draws_what_the_sampler_draws(screened: Screen, device: torch.device) -> None:
-    """All sizes of logits and temperatures, ties, ids that cannot be drawn: the sampler's draw or none, and seldom none."""
+def test_gpu_sampler_gives_the_host_samplers_token_or_none(
+    sampler: GpuSampler, device: torch.device
+) -> None:
+    """Logits and temperatures of all sizes, ties, ids with -inf: the host sampler's token or -1,
+    and rarely -1."""
     random = np.random.default_rng(1)
     count = 3072
     logits = random.standard_normal((count, VOCAB)) * random.choice(
@@ -531,78 +550,89 @@ def test_screen_draws_what_the_sampler_draws(screened: Screen, device: torch.dev
     logits[np.arange(count), random.integers(0, VOCAB, count)] = 3.0
     logits[7, :], logits[7, 700] = -np.inf, -2.0
     logits = logits.astype(np.float32)
-    rows = asked(random, random.choice([0.0, 1e-20, 1e-3, 0.1, 0.6, 1.0, 1.5, 100.0], count))
-    found = screened(torch.from_numpy(logits).to(device), rows)
-    drawn = _sampler(EngineConfig(threads=2))(logits, rows)
+    rows = rows_at(random, random.choice([0.0, 1e-20, 1e-3, 0.1, 0.6, 1.0, 1.5, 100.0], count))
+    found = sampler(torch.from_numpy(logits).to(device), rows)
+    drawn = host_sampler(EngineConfig(threads=2))(logits, rows)
     assert all(token in (-1, one.token) for token, one in zip(found, drawn, strict=True))
     assert all(token >= 0 for token, row in zip(found, rows, strict=True) if row.spec.params.greedy)
     assert all(one == Drawn(one.token, 0.0) for one in drawn)
-    assert screened.rows == count
-    assert found.count(-1) == screened.unsure <= 8  # P(more) < 1e-6: 0.75 are expected
+    assert sampler.rows == count
+    assert found.count(-1) == sampler.undecided <= 8  # expected: 0.75 rows; P(more than 8) < 1e-6
 
 
-def test_screen_leaves_near_ties_open(screened: Screen, device: torch.device) -> None:
-    """Two ids whose scores are a chosen hair apart: within the slack it must not decide, past it it must, and rightly."""
+def test_gpu_sampler_leaves_near_ties_to_the_host(
+    sampler: GpuSampler, device: torch.device
+) -> None:
+    """Two ids whose keys differ by a chosen gap. Within SLACK the sampler must not decide; beyond
+    it the sampler must decide, and correctly."""
     random = np.random.default_rng(2)
     count, ids = 1024, np.arange(VOCAB)
     temperature = random.choice([0.05, 0.6, 1.0, 20.0], count)
-    rows = asked(random, temperature)
+    rows = rows_at(random, temperature)
     logits = np.full((count, VOCAB), -2000.0, np.float32)
     gaps = np.empty(count)
     for i, row in enumerate(rows):
         a, b = random.choice(VOCAB, 2, replace=False)
         noise = gumbel(row.spec.key, row.position, ids)
-        hair = 2.0 ** random.uniform(-30.0, -8.0) * random.choice([-1.0, 1.0])
+        gap = 2.0 ** random.uniform(-30.0, -8.0) * random.choice([-1.0, 1.0])
         logits[i, a] = random.choice([0.0, 5.0, -12.0])
-        logits[i, b] = logits[i, a] + (noise[a] - noise[b] + hair) * temperature[i]
+        logits[i, b] = logits[i, a] + (noise[a] - noise[b] + gap) * temperature[i]
         scores = (logits[i, [a, b]].astype(np.float64) - logits[i].max()) / temperature[i] + noise[
             [a, b]
         ]
         gaps[i] = abs(scores[0] - scores[1])
-    found = np.array(screened(torch.from_numpy(logits).to(device), rows))
-    drawn = np.array([one.token for one in _sampler(EngineConfig(threads=2))(logits, rows)])
+    found = np.array(sampler(torch.from_numpy(logits).to(device), rows))
+    drawn = np.array([one.token for one in host_sampler(EngineConfig(threads=2))(logits, rows)])
     assert ((found == -1) | (found == drawn)).all()
     assert (found[gaps < 0.8 * gpu_sampler.SLACK] == -1).all()
     assert (found[gaps > 1.2 * gpu_sampler.SLACK] >= 0).all()
     assert (gaps < 1e-6).sum() > 50
 
 
-def test_screen_hands_on_what_is_no_number(screened: Screen, device: torch.device) -> None:
+def test_gpu_sampler_leaves_rows_that_are_not_finite_to_the_host(
+    sampler: GpuSampler, device: torch.device
+) -> None:
     logits = np.zeros((6, VOCAB), np.float32)
     logits[:2, 300], logits[2:4, 650], logits[4:] = np.nan, np.inf, -np.inf
-    rows = asked(np.random.default_rng(3), np.array([0.0, 1.0] * 3))
-    assert screened(torch.from_numpy(logits).to(device), rows) == [-1] * 6
+    rows = rows_at(np.random.default_rng(3), np.array([0.0, 1.0] * 3))
+    assert sampler(torch.from_numpy(logits).to(device), rows) == [-1] * 6
 
 
-# What reaches the sampler by another way (a row's mask, key, beam or withheld ids, a plan's targets) or is no matter of drawing at all.
+# Parameters that reach the sampler in another form (a row's mask, key, beam or withheld ids, a
+# plan's targets), or that do not concern sampling.
 ELSEWHERE = {
-    "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop", "seed", "n",
-    "num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "json_schema",
-    "regex", "grammar", "choice", "prompt_logprobs", "logprobs_mode", "receipt", "speculate", "priority", "cache_salt", "dry_base",
-    "dry_allowed_length", "dry_range", "dry_breakers", "xtc_threshold",
+    "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos",
+    "skip_special", "on_loop", "seed", "n", "num_beams", "num_return_sequences", "length_penalty",
+    "early_stopping", "num_beam_groups", "diversity_penalty", "json_schema", "regex", "grammar",
+    "choice", "prompt_logprobs", "logprobs_mode", "receipt", "speculate", "priority", "cache_salt",
+    "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "xtc_threshold",
 }  # fmt: skip
-REFUSED: dict[str, object] = {
-    "logit_bias": {3: 1.0}, "allowed_token_ids": (1, 2), "banned_token_ids": (7,), "repetition_penalty": 1.1, "frequency_penalty": 0.1,
-    "presence_penalty": 0.1, "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35, "top_k": 5, "top_p": 0.9, "min_p": 0.1,
-    "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 0.5, "best_of": 2, "logprobs": 0, "explain": 1,
+# Parameters with a value that the device does not support.
+HOST_ONLY: dict[str, object] = {
+    "logit_bias": {3: 1.0}, "allowed_token_ids": (1, 2), "banned_token_ids": (7,),
+    "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1,
+    "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35, "top_k": 5, "top_p": 0.9,
+    "min_p": 0.1, "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 0.5, "best_of": 2,
+    "logprobs": 0, "explain": 1,
 }  # fmt: skip
 
 
-def test_screen_knows_every_parameter() -> None:
-    """A new parameter of the sampler must be told apart here and in asked_of, or the device would pass over it."""
-    assert ELSEWHERE | set(REFUSED) == set(FIELDS)
-    for name, value in REFUSED.items():
-        assert gpu_sampler.asked_of(SamplingParams().with_(**{name: value})) == gpu_sampler.HOST, (
-            name
-        )
-    assert gpu_sampler.asked_of(SamplingParams(temperature=0.5)) == (2.0, gpu_sampler.SLACK)
-    assert gpu_sampler.asked_of(SamplingParams(temperature=0.0, top_p=0.5)) == gpu_sampler.ARGMAX
+def test_gpu_sampler_classifies_every_sampling_parameter() -> None:
+    """A new sampling parameter must be added here and to row_params, or the device would ignore
+    it."""
+    assert ELSEWHERE | set(HOST_ONLY) == set(FIELDS)
+    for name, value in HOST_ONLY.items():
+        params = SamplingParams().with_(**{name: value})
+        assert gpu_sampler.row_params(params) == gpu_sampler.HOST, name
+    assert gpu_sampler.row_params(SamplingParams(temperature=0.5)) == (2.0, gpu_sampler.SLACK)
+    greedy = SamplingParams(temperature=0.0, top_p=0.5)
+    assert gpu_sampler.row_params(greedy) == gpu_sampler.ARGMAX
 
 
-def test_rows_are_drawn_where_they_can_be(
+def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Argmaxes and plain draws between rows for the host, of which only the latter come whole: as if the sampler drew all."""
+    """Rows for the device and rows for the host in one batch give the host sampler's tokens."""
     backend: Any = opened(small("llama"))
     kinds = [
         {"temperature": 0.0},
@@ -623,21 +653,23 @@ def test_rows_are_drawn_where_they_can_be(
     logits = torch.from_numpy(
         np.random.default_rng(4).standard_normal((len(rows), backend.spec.vocab)).astype(np.float32)
     )
-    asked, here = [], backend._draw_here
+    on_host, draw_on_host = [], backend._draw_on_host
 
-    def noted(logits: torch.Tensor, rows: list[Row]) -> list[Drawn]:
-        asked.append([row.position - 6 for row in rows])
-        return here(logits, rows)  # type: ignore[no-any-return]
+    def record(logits: torch.Tensor, rows: list[Row]) -> list[Drawn]:
+        on_host.append([row.position - 6 for row in rows])
+        return draw_on_host(logits, rows)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(backend, "_draw_here", noted)
+    monkeypatch.setattr(backend, "_draw_on_host", record)
     assert backend._draw(logits.to(device), rows) == backend._sampler(logits.numpy(), rows)
-    assert asked == [[1, 3, 5, 7, 8]]
+    assert on_host == [[1, 3, 5, 7, 8]]
     logits[2, 3] = torch.nan
     with pytest.raises(BackendError, match="not finite"):
         backend._draw(logits.to(device), rows)
 
 
-def test_what_it_does_not_offer_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_and_missing_gpus_are_errors_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(ParameterError, match="kv_type"):
         open_backend(tiny_model("llama"), EngineConfig(backend="cuda", kv_type="q8"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -662,35 +694,35 @@ def test_what_it_does_not_offer_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         open_backend(tiny_model("llama"), EngineConfig(backend="cuda"))
 
 
-# --------------------------------------------------------------------------------------------------- a test kernel
+# ---- the test kernel
 
 
 @pytest.fixture
-def unproven() -> Iterator[None]:
-    """The test kernel's result is kept in the process; here it runs anew."""
+def uncached() -> Iterator[None]:
+    """kernel_ran() caches its result in the process; clear it before and after the test."""
     kernel_ran.cache_clear()
     yield
     kernel_ran.cache_clear()
 
 
-def test_the_test_kernel_runs(unproven: None, device: torch.device) -> None:
+def test_the_test_kernel_runs(uncached: None, device: torch.device) -> None:
     wanted = torch.cuda.get_device_name(device) if device.type == "cuda" else "Triton's interpreter"
     assert kernel_ran().startswith(wanted)
 
 
-def test_a_test_kernel_with_a_wrong_result_is_noticed(
-    unproven: None, monkeypatch: pytest.MonkeyPatch
+def test_a_test_kernel_with_a_wrong_result_is_an_error(
+    uncached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One number in one row of the largest tile is off by one."""
-    whole_ = kernels.whole
+    """One value in one row of the largest tile is off by one."""
+    reduce_splits = kernels.reduce_splits
 
-    def broken(pieces: kernels.Pieces) -> torch.Tensor:
-        found = whole_(pieces)
-        if len(found) > 1:
-            found[200, 100] += 1
-        return found
+    def broken(sums: kernels.SplitSums) -> torch.Tensor:
+        result = reduce_splits(sums)
+        if len(result) > 1:
+            result[200, 100] += 1
+        return result
 
-    monkeypatch.setattr(kernels, "whole", broken)
+    monkeypatch.setattr(kernels, "reduce_splits", broken)
     with pytest.raises(gpu.WrongResult):
         kernel_ran()
 
@@ -698,22 +730,25 @@ def test_a_test_kernel_with_a_wrong_result_is_noticed(
 @pytest.mark.parametrize(
     ("error", "wanted"),
     [
-        (RuntimeError("Failed to find C compiler.\nPlease specify"), "did not run on the GPU: RuntimeError: Failed to find C compiler.$"),
+        (
+            RuntimeError("Failed to find C compiler.\nPlease specify"),
+            "did not run on the GPU: RuntimeError: Failed to find C compiler.$",
+        ),
         (torch.OutOfMemoryError("CUDA out of memory"), "the GPU has no free memory"),
     ],
-)  # fmt: skip
-def test_a_test_kernel_that_does_not_run_says_why(
-    error: Exception, wanted: str, unproven: None, monkeypatch: pytest.MonkeyPatch
+)
+def test_a_test_kernel_that_does_not_run_gives_the_reason(
+    error: Exception, wanted: str, uncached: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(kernels, "product", fails)
+    monkeypatch.setattr(kernels, "matmul", fails)
     with pytest.raises(BackendError, match=wanted):
         kernel_ran()
 
 
-def test_a_model_that_does_not_fit_is_refused_before_and_while_it_is_loaded(
+def test_a_model_that_does_not_fit_is_rejected_before_and_during_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, config = small("llama"), EngineConfig(backend="cuda")

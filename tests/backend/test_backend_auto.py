@@ -1,6 +1,7 @@
-"""backend=auto: cuda where a GPU can be used, else cpu with a note that says why; without a GPU, cpu without a word.
+"""backend=auto opens cuda if a GPU is usable, else cpu with a note that gives the reason; without a
+GPU it opens cpu without a note.
 
-The GPU, PyTorch and Triton are faked: each case of a real machine is one of these probes answering otherwise."""
+The GPU, PyTorch and Triton are faked: each test changes the result of one probe."""
 
 from __future__ import annotations
 
@@ -18,14 +19,12 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.testing_models import tiny_model
 
-CPU = (
-    "cpu",
-    "reference",
-)  # what auto uses without a GPU: reference where the C++ kernels are not built
+# what auto opens without a GPU: reference if the C++ kernels are not built
+CPU = ("cpu", "reference")
 
 
-class Card:
-    """A machine with one GPU, on which everything works until a test says otherwise."""
+class FakeGpu:
+    """A machine with one GPU on which everything works, unless a test changes a probe."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self._patch, self.folder = monkeypatch, folder
@@ -45,7 +44,7 @@ class Card:
         self._patch.setattr(gpu, "find_spec", lambda name: found if name in names else None)
 
     def opens(self, open_checked: Any) -> None:
-        """What `import verbatim.backend.cuda` gives; an exception: what the import raises."""
+        """Set open_checked of the fake module verbatim.backend.cuda, or the error of its import."""
         real = backends.import_module
 
         def imported(name: str) -> Any:
@@ -59,8 +58,8 @@ class Card:
 
 
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Card:
-    return Card(monkeypatch, tmp_path)
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeGpu:
+    return FakeGpu(monkeypatch, tmp_path)
 
 
 def opened(**options: Any) -> Any:
@@ -74,14 +73,16 @@ def refuses(reason: str) -> Any:
     return open_checked
 
 
-def test_auto_uses_a_gpu_that_works(card: Card) -> None:
+def test_auto_opens_cuda_if_the_gpu_works(fake_gpu: FakeGpu) -> None:
     assert opened().info.name == "cuda"
     assert opened(backend="auto").info.name == "cuda"
     assert opened(backend="reference").info.name == "reference"
 
 
 @pytest.mark.parametrize("shown", ["", "-1", "-1,0"])
-def test_a_hidden_gpu_is_no_gpu(shown: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_hidden_by_cuda_visible_devices_is_not_used(
+    shown: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     info = opened().info
     assert info.name != "cuda"
@@ -91,10 +92,12 @@ def test_a_hidden_gpu_is_no_gpu(shown: str, card: Card, monkeypatch: pytest.Monk
     assert opened().info.name == "cuda"
 
 
-def test_without_a_gpu_nothing_is_said_and_nothing_is_imported(card: Card) -> None:
-    (card.folder / "nvidia0").unlink()
-    (card.folder / "nvidiactl").touch()  # a driver without a GPU
-    card.opens(AssertionError("the cuda backend was imported"))
+def test_without_a_gpu_there_is_no_note_and_no_import_of_the_cuda_backend(
+    fake_gpu: FakeGpu,
+) -> None:
+    (fake_gpu.folder / "nvidia0").unlink()
+    (fake_gpu.folder / "nvidiactl").touch()  # a driver without a GPU
+    fake_gpu.opens(AssertionError("the cuda backend was imported"))
     info = opened().info
     assert info.name in CPU
     assert not info.note
@@ -104,38 +107,38 @@ def test_without_a_gpu_nothing_is_said_and_nothing_is_imported(card: Card) -> No
     )
 
 
-def without_torch(card: Card) -> None:
-    card.installed(set(), cuda=None)
+def without_torch(fake_gpu: FakeGpu) -> None:
+    fake_gpu.installed(set(), cuda=None)
 
 
-def without_triton(card: Card) -> None:
-    card.installed({"torch"}, cuda="12.8")
+def without_triton(fake_gpu: FakeGpu) -> None:
+    fake_gpu.installed({"torch"}, cuda="12.8")
 
 
-def cpu_build(card: Card) -> None:
-    card.installed({"torch", "triton"}, cuda=None)
+def cpu_build(fake_gpu: FakeGpu) -> None:
+    fake_gpu.installed({"torch", "triton"}, cuda=None)
 
 
-def broken_import(card: Card) -> None:
-    card.opens(OSError("libcudart.so.12: cannot open shared object file"))
+def broken_import(fake_gpu: FakeGpu) -> None:
+    fake_gpu.opens(OSError("libcudart.so.12: cannot open shared object file"))
 
 
-def old_driver(card: Card) -> None:
-    card.opens(
+def old_driver(fake_gpu: FakeGpu) -> None:
+    fake_gpu.opens(
         refuses(
             "PyTorch cannot use the GPU: RuntimeError: The NVIDIA driver on your system is too old."
         )
     )
 
 
-def no_launch(card: Card) -> None:
-    card.opens(
+def no_launch(fake_gpu: FakeGpu) -> None:
+    fake_gpu.opens(
         refuses("a test kernel did not run on the GPU: RuntimeError: Failed to find C compiler.")
     )
 
 
-def too_large(card: Card) -> None:
-    card.opens(refuses("the model needs 141.0 GB of GPU memory and 79.1 GB are free"))
+def too_large(fake_gpu: FakeGpu) -> None:
+    fake_gpu.opens(refuses("the model needs 141.0 GB of GPU memory and 79.1 GB are free"))
 
 
 CASES = [
@@ -143,7 +146,8 @@ CASES = [
     (without_triton, "Triton is not installed; install verbatim-engine[cuda]"),
     (
         cpu_build,
-        "the installed PyTorch is a build without CUDA; install verbatim-engine[cuda] with a CUDA build of PyTorch",
+        "the installed PyTorch is a build without CUDA; "
+        "install verbatim-engine[cuda] with a CUDA build of PyTorch",
     ),
     (
         broken_import,
@@ -159,12 +163,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "reason"), CASES, ids=lambda case: getattr(case, "__name__", ""))
-def test_a_gpu_that_cannot_be_used_leaves_a_note(case: Any, reason: str, card: Card) -> None:
-    case(card)
+def test_the_note_gives_the_reason_why_a_gpu_is_not_used(
+    case: Any, reason: str, fake_gpu: FakeGpu
+) -> None:
+    case(fake_gpu)
     info = opened().info
     assert info.name in CPU
     assert info.note == f"cuda is not used: {reason}"
-    assert not opened(backend=info.name).info.note, "a GPU was not asked for"
+    assert not opened(backend=info.name).info.note, "the configuration names another backend"
 
 
 @pytest.mark.parametrize(
@@ -175,27 +181,29 @@ def test_a_gpu_that_cannot_be_used_leaves_a_note(case: Any, reason: str, card: C
         ({"speculate": "head:x"}, "it runs no draft heads, and speculate is 'head:x'"),
     ],
 )
-def test_what_only_the_cpu_offers_is_done_by_the_cpu(
-    options: dict[str, str], reason: str, card: Card
+def test_auto_opens_cpu_for_options_that_cuda_does_not_support(
+    options: dict[str, str], reason: str, fake_gpu: FakeGpu
 ) -> None:
     info = opened(**options).info
     assert info.name in CPU
     assert info.note == f"cuda is not used: {reason}"
 
 
-def test_a_wrong_parameter_is_not_a_reason_for_another_backend(card: Card) -> None:
+def test_auto_reports_a_wrong_parameter_instead_of_opening_another_backend(
+    fake_gpu: FakeGpu,
+) -> None:
     def open_checked(*_: object) -> None:
         raise ParameterError("threads", "is wrong")
 
-    card.opens(open_checked)
+    fake_gpu.opens(open_checked)
     with pytest.raises(ParameterError, match="threads"):
         opened()
 
 
-def test_without_cpu_kernels_the_reference_says_both(
-    card: Card, monkeypatch: pytest.MonkeyPatch
+def test_the_reference_backend_reports_why_neither_cuda_nor_cpu_is_used(
+    fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    without_triton(card)
+    without_triton(fake_gpu)
     monkeypatch.setattr(backends, "_cpu_unsupported", lambda _: "heads of 3")
     info = opened().info
     assert info.name == "reference"
@@ -203,14 +211,17 @@ def test_without_cpu_kernels_the_reference_says_both(
     assert "no cpu kernels: heads of 3" in info.detail
 
 
-def test_an_unknown_layout_of_pytorch_is_left_to_the_import(card: Card) -> None:
-    (card.folder / "version.py").write_text("raise ValueError")
+def test_an_unreadable_version_file_of_pytorch_counts_as_a_cuda_build(fake_gpu: FakeGpu) -> None:
+    (fake_gpu.folder / "version.py").write_text("raise ValueError")
     assert gpu.missing() is None
-    (card.folder / "version.py").unlink()
+    (fake_gpu.folder / "version.py").unlink()
     assert gpu.missing() is None
 
 
-def test_looking_for_a_gpu_imports_neither_pytorch_nor_triton() -> None:
-    code = "import sys; from verbatim.backend import gpu; gpu.present(); gpu.missing(); print({'torch', 'triton'} & set(sys.modules))"
+def test_gpu_detection_imports_neither_pytorch_nor_triton() -> None:
+    code = (
+        "import sys; from verbatim.backend import gpu; gpu.present(); gpu.missing(); "
+        "print({'torch', 'triton'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

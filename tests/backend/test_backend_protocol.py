@@ -1,4 +1,4 @@
-"""Every backend states every member of the Backend protocol, so that the engine need not probe."""
+"""Every backend has every member of the Backend protocol, so the engine does not probe for them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_the_fake_backend_has_every_member() -> None:
 
 
 @pytest.mark.parametrize("package", ["engine", "speculate", "schedule", "server"])
-def test_no_package_probes_a_backend(package: str) -> None:
-    """Neither getattr nor hasattr with a backend as its object."""
+def test_no_package_probes_a_backend_for_attributes(package: str) -> None:
+    """No call of getattr or hasattr on a backend."""
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in (ROOT / package).rglob("*.py")

@@ -1,6 +1,6 @@
-"""Promise 1 at its root: what a backend computes for a sequence does not depend on what else is in the step, to the last bit.
+"""A sequence's results do not depend on the other sequences of the batch, to the last bit.
 
-Every comparison here is of bits: log-probabilities, final hidden states and drawn tokens.
+Every test compares the bits of log-probabilities, final hidden states and drawn tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plans import Blocks, Open, Text, run, same, whole
+from plans import Blocks, Open, ScoredSeq, run, run_alone, same_bits
 
 from verbatim.base.errors import BackendError, ModelError
 from verbatim.base.records import SeqStep, StepPlan
@@ -26,77 +26,81 @@ def tokens_of(seed: int, count: int = LENGTH) -> list[int]:
 
 @pytest.mark.parametrize("type", ["f32", "q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_one_text_alone_in_chunks_and_in_a_crowd(family: str, type: str, open_tiny: Open) -> None:
-    """Alone in one step; alone in random chunks; among up to six others that come and go, with blocks behind windows released."""
+def test_a_sequence_has_the_same_bits_alone_in_chunks_and_in_a_batch(
+    family: str, type: str, open_tiny: Open
+) -> None:
+    """Alone in one step; alone in random chunks; in a batch with up to six others that arrive and
+    finish, with blocks released once they leave a window."""
     backend = open_tiny(tiny_model(family, type=type))
     tokens = tokens_of(1)
-    expected = whole(backend, tokens)
+    expected = run_alone(backend, tokens)
     assert len(set(expected.logprobs)) > 40
     random = np.random.default_rng(5)
-    alone = Blocks(backend.spec, backend.block_size, 9).text(0, tokens)
-    while not alone.over:
+    alone = Blocks(backend.spec, backend.block_size, 9).allocate(0, tokens)
+    while not alone.finished:
         run(backend, [alone], [int(random.integers(1, 9))])
-    assert same(expected, alone)
+    assert same_bits(expected, alone)
 
     blocks = Blocks(backend.spec, backend.block_size, 11)
-    subject, others = blocks.text(0, tokens), []
+    subject, others = blocks.allocate(0, tokens), []
     for number in range(1, 500):
         if len(others) < 6 and random.random() < 0.6:
-            others.append(blocks.text(number, tokens_of(number, int(random.integers(3, 40)))))
+            others.append(blocks.allocate(number, tokens_of(number, int(random.integers(3, 40)))))
         chosen = [t for t in others if random.random() < 0.7]
-        order: list[Text] = [subject, *chosen]
+        order: list[ScoredSeq] = [subject, *chosen]
         random.shuffle(order)  # type: ignore[arg-type]
-        run(backend, order, [int(random.integers(1, 7)) for _ in order], forget=True)
-        for gone in [t for t in others if t.over]:
+        run(backend, order, [int(random.integers(1, 7)) for _ in order], release=True)
+        for gone in [t for t in others if t.finished]:
             others.remove(gone)
             blocks.release(gone)
-        if subject.over:
+        if subject.finished:
             break
-    assert same(expected, subject)
+    assert same_bits(expected, subject)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_a_copied_block_holds_the_same_bits(family: str, open_tiny: Open) -> None:
-    """A fork: the first blocks are shared, the one being written is copied; both branches then equal their own whole texts."""
+    """A fork shares full blocks and copies the block being written. Both branches then equal the
+    same sequences computed alone."""
     backend = open_tiny(tiny_model(family))
     size = backend.block_size
-    stem, left, right = tokens_of(3, size + 5), tokens_of(4, 12), tokens_of(5, 12)
-    wholes = [whole(backend, stem + branch, seed=2) for branch in (left, right)]
+    prefix, left, right = tokens_of(3, size + 5), tokens_of(4, 12), tokens_of(5, 12)
+    alone = [run_alone(backend, prefix + branch, seed=2) for branch in (left, right)]
     blocks = Blocks(backend.spec, size, 3)
-    first = blocks.text(0, stem + left)
-    run(backend, [first], [len(stem)])
-    second = blocks.text(1, stem + right)
+    first = blocks.allocate(0, prefix + left)
+    run(backend, [first], [len(prefix)])
+    second = blocks.allocate(1, prefix + right)
     copies = []
     for group, (mine, theirs) in enumerate(zip(second.tables, first.tables, strict=True)):
         copies.append((group, theirs[1], mine[1]))  # block 1 is half full: copied
         mine[0] = theirs[0]  # block 0 is full: shared
     backend.execute(StepPlan(0, (), tuple(copies)))
-    second.done = len(stem)
+    second.done = len(prefix)
     run(backend, [first, second], [99, 99])
-    assert first.logprobs[len(stem) :] == wholes[0].logprobs[len(stem) :]
-    assert second.logprobs == wholes[1].logprobs[len(stem) :]
+    assert first.logprobs[len(prefix) :] == alone[0].logprobs[len(prefix) :]
+    assert second.logprobs == alone[1].logprobs[len(prefix) :]
 
 
-def test_drafts_draw_at_every_position_what_single_steps_draw(open_tiny: Open) -> None:
-    """draws = 4: four tokens at once, each drawn as if the step had ended there."""
+def test_a_step_with_drafts_draws_the_tokens_of_single_steps(open_tiny: Open) -> None:
+    """draws = 4: four tokens in one step, each drawn as if the step ended there."""
     from plans import params
 
     backend = open_tiny(tiny_model("llama"))
     tokens = tokens_of(6, 12)
-    text = Blocks(backend.spec, backend.block_size, 1).text(0, tokens)
-    tables = tuple(tuple(t) for t in text.tables)
+    seq = Blocks(backend.spec, backend.block_size, 1).allocate(0, tokens)
+    tables = tuple(tuple(t) for t in seq.tables)
     at_once = backend.execute(
-        StepPlan(0, (SeqStep(0, tuple(tokens), 0, tables, draws=4, draw=params(text)),))
+        StepPlan(0, (SeqStep(0, tuple(tokens), 0, tables, draws=4, draw=params(seq)),))
     )
     singly = []
     for end in range(9, 13):
         start = 0 if end == 9 else end - 1
-        step = SeqStep(0, tuple(tokens[start:end]), start, tables, draws=1, draw=params(text))
+        step = SeqStep(0, tuple(tokens[start:end]), start, tables, draws=1, draw=params(seq))
         singly.append(backend.execute(StepPlan(0, (step,))).sequences[0].drawn[0])
     assert list(at_once.sequences[0].drawn) == singly
 
 
-def test_rows_that_nobody_asked_for_are_not_returned(open_tiny: Open) -> None:
+def test_only_requested_results_are_returned(open_tiny: Open) -> None:
     backend = open_tiny(tiny_model("llama"))
     tables = ((3, 1),)
     plan = StepPlan(
@@ -110,17 +114,19 @@ def test_rows_that_nobody_asked_for_are_not_returned(open_tiny: Open) -> None:
     ]
 
 
-def test_sizes_add_up(open_tiny: Open) -> None:
+def test_block_bytes_add_up_to_the_kv_bytes_per_token(open_tiny: Open) -> None:
     model = tiny_model("gemma3")
     backend = open_tiny(model)
-    assert len(backend.block_bytes()) == 2  # full attention, and the window
+    assert len(backend.block_bytes()) == 2  # a group of full attention and one with a window
     assert sum(backend.block_bytes()) == backend.info.kv_token_bytes * backend.block_size
     assert backend.spec is model.spec
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
-def test_a_model_that_computes_nonsense_says_so(value: float, open_tiny: Open) -> None:
-    """A broken weight: an error that says what happened, while loading or at the latest here, never a token."""
+def test_a_weight_that_is_not_finite_is_an_error_and_never_a_token(
+    value: float, open_tiny: Open
+) -> None:
+    """The error comes while loading, or at the latest when the logits are sampled."""
     model = tiny_model("llama")
     broken = model.weights["layers.1.mlp.down"].to_f32().copy()
     broken[3] = value
@@ -134,7 +140,7 @@ def test_a_model_that_computes_nonsense_says_so(value: float, open_tiny: Open) -
         (BackendError, ModelError),
         match=r"not finite|layers.1.mlp.down: row 3 .* not a finite number",
     ):
-        whole(
+        run_alone(
             open_tiny(replace(model, weights=replace(model.weights, tensors=tensors))),
             tokens_of(1, 8),
         )

@@ -1,4 +1,4 @@
-"""The cuda backend on every machine: cuda_kernels.py in a process in which Triton interprets its kernels."""
+"""Run cuda_kernels.py in a process in which Triton interprets its kernels, on any machine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ HERE = Path(__file__).parent
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.timeout(0)  # each test of the nested run has a timeout of its own
-def test_the_kernels_interpreted(
+@pytest.mark.timeout(0)  # each test of the nested run has its own timeout
+def test_the_kernels_pass_their_tests_under_the_interpreter(
     request: pytest.FixtureRequest, record_property: Callable[[str, object], None]
 ) -> None:
     pytest.importorskip("triton")
@@ -32,9 +32,8 @@ def test_the_kernels_interpreted(
         pytest.skip(reason[reason.index("the interpreter of") :])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
     assert " passed" in done.stdout
-    for line in (
-        done.stdout.splitlines()
-    ):  # "SKIPPED [1] tests/…py:12: why": shown in the table of not_run.py
+    # "SKIPPED [1] tests/…py:12: reason": listed by not_run.py
+    for line in done.stdout.splitlines():
         if skip := re.match(r"SKIPPED \[(\d+)\] (\S+?:\d+): (.*)", line):
             for number in range(int(skip[1])):
                 record_property("not run", f"{skip[2]}:{number}: {skip[3]}")

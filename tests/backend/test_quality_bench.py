@@ -1,4 +1,5 @@
-"""bench/quality.py: its batched float32 engine equals the reference backend, and its rounding is what it says."""
+"""bench/quality.py: its batched float32 engine agrees with the reference backend, and it rounds
+activations as documented."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ def quality() -> ModuleType:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gemma3", "gpt2", "mixtral"])
-def test_batched_engine_equals_the_reference_backend(family: str, quality: ModuleType) -> None:
-    """Biases, soft caps, sliding windows, learnt positions, experts: the same log-probabilities as row by row."""
+def test_the_batched_engine_agrees_with_the_reference_backend(
+    family: str, quality: ModuleType
+) -> None:
+    """Families with biases, soft caps, sliding windows, learnt positions and experts."""
     model = tiny_model(family)
     window = np.random.default_rng(3).integers(0, 40, 48)
     backend = ReferenceBackend(model)
@@ -45,10 +48,10 @@ def test_batched_engine_equals_the_reference_backend(family: str, quality: Modul
     rounded = quality.figures(
         quality.batched(model, [(re.compile("."), "4x16")])(list(ids)), window
     )[0]
-    assert np.abs(rounded - logprob).max() > 1e-4, "a rule changes something"
+    assert np.abs(rounded - logprob).max() > 1e-4, "the rounding rule has an effect"
 
 
-def test_rounding_of_activations(quality: ModuleType) -> None:
+def test_activations_are_rounded_per_group_of_values(quality: ModuleType) -> None:
     x = np.array([[127.0, 0.4, -0.6, -127.0, 2.0, -1.0, 0.0, 0.25]], np.float32)
     assert quality.rounded(x, "none") is x
     assert quality.rounded(x, "8x8").tolist() == [[127, 0, -1, -127, 2, -1, 0, 0]]

@@ -1,4 +1,5 @@
-"""The reference's own functions: bits that depend on neither the number of rows nor where the allocator put them; activations; BLAS's thread."""
+"""The reference backend's functions: bits that depend neither on the number of rows nor on the
+address of an array; activations; the thread count of BLAS."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-pytest.importorskip("hypothesis")  # not a tool of `make test-gpu`
+pytest.importorskip("hypothesis")  # not installed for `make test-gpu`
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +25,8 @@ from verbatim.backend.reference.ops import (
 
 def misplaced(array: np.ndarray, shift: int) -> np.ndarray:
     """The same numbers, `shift` floats past a 64-byte boundary."""
-    room = aligned(np.zeros(array.size + 16, np.float32))
-    view = room[shift : shift + array.size].reshape(array.shape)
+    buffer = aligned(np.zeros(array.size + 16, np.float32))
+    view = buffer[shift : shift + array.size].reshape(array.shape)
     view[...] = array
     return view
 
@@ -37,7 +38,7 @@ def misplaced(array: np.ndarray, shift: int) -> np.ndarray:
     st.integers(0, 15),
     st.integers(0, 2**31),
 )
-def test_a_row_has_the_same_bits_in_any_company(
+def test_a_row_has_the_same_bits_in_any_batch(
     out: int, width: int, rows: int, shift: int, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -50,10 +51,10 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 @given(st.integers(1, 300), st.integers(0, 15), st.integers(1, 4), st.integers(0, 2**31))
-def test_attention_has_the_same_bits_wherever_it_lies(
+def test_attention_has_the_same_bits_at_any_address(
     visible: int, shift: int, sharing: int, seed: int
 ) -> None:
-    """Keys and values out of a longer buffer, at any offset: a row that came late in a chunk, or alone."""
+    """Keys and values from a longer buffer, at any offset, as for a row late in a chunk."""
     random = np.random.default_rng(seed)
     q = random.standard_normal((2, sharing, 12), dtype=np.float32)
     keys, values = (random.standard_normal((2, visible, 12), dtype=np.float32) for _ in range(2))
@@ -73,7 +74,7 @@ def test_attention_has_the_same_bits_wherever_it_lies(
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
-def test_activations(kind: str) -> None:
+def test_activations_equal_their_definition(kind: str) -> None:
     x = np.linspace(-30, 30, 601, dtype=np.float32)
     exact = {
         "silu": [v / (1 + math.exp(-v)) for v in x.tolist()],
@@ -88,8 +89,8 @@ def test_activations(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 @given(st.integers(1, 40), st.integers(0, 2**31))
-def test_elementwise_functions_do_not_see_the_batch(kind: str, rows: int, seed: int) -> None:
-    """Vector loops have tails; a row must not notice in which part of one it was computed."""
+def test_elementwise_functions_do_not_depend_on_the_batch(kind: str, rows: int, seed: int) -> None:
+    """Vector loops have scalar tails; a row's bits must not depend on the part that computes it."""
     x = (np.random.default_rng(seed).standard_normal((rows, 13)) * 4).astype(np.float32)
     for together, alone in (
         (activate(x, kind), [activate(row[None].copy(), kind)[0] for row in x]),
@@ -99,10 +100,10 @@ def test_elementwise_functions_do_not_see_the_batch(kind: str, rows: int, seed: 
         assert together.tobytes() == b"".join(row.tobytes() for row in alone)
 
 
-def test_blas_gets_its_threads_back() -> None:
+def test_the_thread_count_of_blas_is_restored() -> None:
     controls = _controls()
     if controls is None:
-        pytest.skip("this NumPy has another library than OpenBLAS")
+        pytest.skip("this NumPy does not use OpenBLAS")
     before = controls[0]()
     with one_thread():
         assert controls[0]() == 1

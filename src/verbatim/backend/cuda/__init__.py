@@ -1,4 +1,7 @@
-"""The cuda backend: PyTorch for memory, Triton for kernels. Imported only where there is a GPU or it is asked for."""
+"""The cuda backend: PyTorch for memory, Triton for kernels.
+
+Imported only if there is a GPU or the configuration names this backend: the import takes seconds.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""CudaBackend: StepPlan -> StepResult on a GPU. PyTorch for memory, Triton for kernels, a CUDA graph for steps that only write.
+"""CudaBackend: StepPlan -> StepResult on a GPU, with PyTorch for memory and Triton for kernels.
 
-The integers of a step that is replayed go to the device in one copy. Plain draws are made on the device where they can be proven (screen.py); all
-others here on the host, by the same sampler as the cpu backend's: every parameter means the same. Where the device draws, it begins the next
-step before it is asked (ahead.py). Without a GPU it opens only under TRITON_INTERPRET=1, Triton's interpreter, which is for tests.
+Small steps in which every row needs logits replay a CUDA graph; their integers go to the device in
+one copy. The device samples the rows whose token it can prove (gpu_sampler.py). The host samples
+all others with the cpu backend's sampler, so every parameter has the same meaning. In steady decode
+the next step is launched before the host has read the tokens of the current one (overlap.py).
+Without a GPU the backend opens only under TRITON_INTERPRET=1, Triton's interpreter, for tests.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ import triton
 
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.device import device, kernel_ran
-from verbatim.backend.cuda.gpu_sampler import Screen
-from verbatim.backend.cuda.kernels import Runs
-from verbatim.backend.cuda.ops import CudaOps, Step, angles_of, load
-from verbatim.backend.cuda.overlap import Ahead, Begun, goes_on
+from verbatim.backend.cuda.gpu_sampler import GpuSampler
+from verbatim.backend.cuda.kernels import QueryTiles
+from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
+from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.protocol import BackendInfo
-from verbatim.backend.step_rows import Batch, collect, make_batch, only_draws, share_out
+from verbatim.backend.step_rows import Batch, collect, make_batch, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
@@ -32,15 +34,15 @@ from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of, sample_rows
 
 NUMERICS_VERSION = "cuda-1"
-TOGETHER = 64  # rows whose logits come to the host, and are drawn from, at once
-SCRATCH = (
-    512 << 20
-)  # bytes beside the weights: attention's buffer is 256 MiB; graphs, a small KV cache
-LARGEST_GRAPH = 256  # rows of a step that is replayed; larger ones are launched kernel by kernel
+COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the following copies
+# bytes needed beside the weights: attention's buffer is 256 MiB; CUDA graphs, a small KV cache
+RESERVED_BYTES = 512 << 20
+MAX_GRAPH_ROWS = 256  # rows of a step that replays a CUDA graph; larger steps launch each kernel
 
 
 class CudaBackend:
-    """`weights`: tensors that are on the device already, in the form of ops.load (bench/cuda.py makes shapes that no file has)."""
+    """`weights`: tensors on the device in the layout of ops.load. bench/cuda.py passes random
+    weights in shapes for which there is no file."""
 
     def __init__(
         self,
@@ -52,26 +54,24 @@ class CudaBackend:
         config = config or EngineConfig(backend="cuda")
         if config.kv_type != "f16":
             raise ParameterError(
-                "kv_type", f"{config.kv_type!r} is not offered by the cuda backend; it keeps f16"
+                "kv_type", f"{config.kv_type!r} is not supported by the cuda backend; use f16"
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         self._weights = load(model.weights, model.spec, self.device) if weights is None else weights
-        self._angles = angles_of(model.spec, model.spec.context, self.device)
+        self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-        self._idle: tuple[
-            int, ...
-        ] = ()  # of each group a block that nobody owns, for the rows that fill a graph up
-        self._graphs: dict[tuple[int, int], Graph] = {}
-        self._sampler = _sampler(config)
-        self._host: torch.Tensor | None = None  # where logits arrive; pinned
-        self.screen = Screen(model.spec.vocab, self.device)
-        self._ahead = Ahead()
+        # per cache group an extra block that no sequence owns: the padding rows of a graph use it
+        self._padding_blocks: tuple[int, ...] = ()
+        self._graphs: dict[tuple[int, int], StepGraph] = {}
+        self._sampler = host_sampler(config)
+        self._host_logits: torch.Tensor | None = None  # pinned [rows, vocab]
+        self.gpu_sampler = GpuSampler(model.spec.vocab, self.device)
+        self._ahead = LaunchAhead()
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        mixture = any(
-            layer.experts for layer in model.spec.layers
-        )  # its rows are sorted on the host, in every layer
-        self._replays = self.device.type == "cuda" and not mixture
+        # a mixture of experts sorts its rows on the host in every layer, which a graph cannot do
+        mixture = any(layer.experts for layer in model.spec.layers)
+        self._use_graphs = self.device.type == "cuda" and not mixture
         self.overlap = not mixture
 
     @property
@@ -81,21 +81,18 @@ class CudaBackend:
         )
         kv = sum(self.block_bytes()) // BLOCK_SIZE
         if self.device.type == "cuda":
-            name, (major, minor) = (
-                torch.cuda.get_device_name(self.device),
-                torch.cuda.get_device_capability(self.device),
-            )
+            name = torch.cuda.get_device_name(self.device)
+            major, minor = torch.cuda.get_device_capability(self.device)
             arch = f"sm{major}{minor}"
         else:
             name, arch = "Triton's interpreter", "interpreted"
-        return BackendInfo(
-            "cuda", name, 1, f"{NUMERICS_VERSION}, {arch}, triton {triton.__version__}", read, kv
-        )
+        numerics = f"{NUMERICS_VERSION}, {arch}, triton {triton.__version__}"
+        return BackendInfo("cuda", name, 1, numerics, read, kv)
 
     def available_memory(self) -> int:
-        return (
-            int(torch.cuda.mem_get_info(self.device)[0]) if self.device.type == "cuda" else 1 << 30
-        )
+        if self.device.type != "cuda":
+            return 1 << 30  # a fixed figure under Triton's interpreter
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     def block_bytes(self) -> tuple[int, ...]:
         return tuple(
@@ -104,7 +101,7 @@ class CudaBackend:
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert not self._caches, "allocate is called once"
-        self._idle = blocks
+        self._padding_blocks = blocks
         self._caches = tuple(
             (self._cache(len(group.layers), n + 1), self._cache(len(group.layers), n + 1))
             for group, n in zip(self.spec.groups, blocks, strict=True)
@@ -114,7 +111,7 @@ class CudaBackend:
         shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
         return torch.zeros(shape, dtype=torch.float16, device=self.device)
 
-    # ------------------------------------------------------------------------------------------------------------ a step
+    # ---- execute a step
 
     def execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
@@ -122,24 +119,21 @@ class CudaBackend:
                 cache[:, target] = cache[:, source]
         if not self.overlap:
             return self._step(plan)
-        begun, rows = self._ahead.take(plan)
+        launched, rows = self._ahead.take(plan)
         steady = (
-            self._ahead.steady(plan, len(rows), self.screen.knows)
-            and len(plan.sequences) <= LARGEST_GRAPH
+            self._ahead.steady(plan, len(rows), self.gpu_sampler.supports)
+            and len(plan.sequences) <= MAX_GRAPH_ROWS
         )
         if steady and not rows:
-            begun, rows = (
-                self._begin(plan.sequences),
-                {step.seq_id: row for row, step in enumerate(plan.sequences)},
-            )
-        if begun is None or not rows:
+            launched = self._launch(plan.sequences)
+            rows = {step.seq_id: row for row, step in enumerate(plan.sequences)}
+        if launched is None or not rows:
             return self._step(plan)
-        return self._answered(
-            plan, begun, rows, goes_on=steady and len(rows) == len(plan.sequences)
-        )
+        launch_next = steady and len(rows) == len(plan.sequences)
+        return self._finish(plan, launched, rows, launch_next=launch_next)
 
     def _step(self, plan: StepPlan) -> StepResult:
-        """A step from beginning to end."""
+        """Execute a whole step without overlap."""
         if not plan.rows:
             return collect(
                 plan,
@@ -148,9 +142,8 @@ class CudaBackend:
             )
         hidden, logits = self._forward(plan)
         if only_draws(plan):
-            return share_out(
-                plan, self._draw(logits, [row for s in plan.sequences for row in rows_of(s)])
-            )
+            rows = [row for s in plan.sequences for row in rows_of(s)]
+            return split_draws(plan, self._draw(logits, rows))
         if not any(s.hidden for s in plan.sequences):
             hidden = hidden[:0]
         return collect(plan, hidden.cpu().numpy(), logits.cpu().numpy(), self._sampler)
@@ -158,281 +151,290 @@ class CudaBackend:
     def _forward(
         self, plan: StepPlan, tokens: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Final states and logits, as far as they are needed. `tokens` are those of all rows, if only the device knows them."""
-        wanted = all(
-            len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences
-        )  # the logits of all rows
-        if self._replays and wanted and plan.rows <= LARGEST_GRAPH:
+        """Final states [outputs, H] and logits [logits, V] of the rows that need them.
+
+        `tokens` [rows] replaces the plan's tokens, if only the device has them."""
+        all_logits = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)
+        if self._use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS:
             return self._replay(plan.sequences, plan.rows, tokens)
-        step = self._laid_out(make_batch(plan, len(self._caches)))
+        step = self._device_step(make_batch(plan, len(self._caches)))
         if tokens is not None:
             step.tokens.copy_(tokens)
         hidden, logits = forward(self.spec, self._ops(step))
         return hidden, logits
 
-    # ------------------------------------------------------------------------------------------------------ a step ahead
+    # ---- overlapped decoding
 
-    def _begin(self, steps: tuple[SeqStep, ...], tokens: torch.Tensor | None = None) -> Begun:
-        """Nothing here waits for the device."""
+    def _launch(
+        self, steps: tuple[SeqStep, ...], tokens: torch.Tensor | None = None
+    ) -> LaunchedStep:
+        """Launch a decode step and its sampling, without waiting for the device."""
         _, logits = self._forward(StepPlan(0, steps), tokens)
         specs = [step.draw for step in steps if step.draw is not None]
-        assert len(specs) == len(steps), "every row is drawn from"
-        answer = self.screen.begin(logits, specs, [step.start + 1 for step in steps])
-        return Begun(steps, [step.tokens[0] for step in steps], answer)
+        assert len(specs) == len(steps), "every row is sampled"
+        pending = self.gpu_sampler.launch(logits, specs, [step.start + 1 for step in steps])
+        return LaunchedStep(steps, [step.tokens[0] for step in steps], pending)
 
-    def _begin_behind(
+    def _launch_next(
         self, plan: StepPlan, rows: dict[int, int], drawn: torch.Tensor
-    ) -> tuple[list[int], Begun] | None:
-        """The step behind a plan that was begun, and the rows that it goes on with: `drawn` are their ids, of which the host may know none yet."""
-        going = [
-            step
-            for asked in plan.sequences
-            if (step := goes_on(asked, self.spec.context)) is not None
-        ]
-        if not going:
-            return None
-        at = [rows[step.seq_id] for step in going]
-        if at != list(range(len(drawn))):
-            drawn = drawn[
-                torch.tensor(at, pin_memory=self.device.type == "cuda").to(
-                    self.device, non_blocking=True
-                )
-            ]
-        return at, self._begin(tuple(going), drawn.clamp_min(0))
+    ) -> tuple[list[int], LaunchedStep] | None:
+        """Launch the step after a launched plan, for the sequences that can continue.
 
-    def _answered(
-        self, plan: StepPlan, begun: Begun, rows: dict[int, int], *, goes_on: bool
+        `drawn` are the plan's tokens on the device; the host may not have them yet. Returns the
+        rows of `drawn` that continue, and the launched step."""
+        steps = [
+            step
+            for planned in plan.sequences
+            if (step := next_step(planned, self.spec.context)) is not None
+        ]
+        if not steps:
+            return None
+        at = [rows[step.seq_id] for step in steps]
+        if at != list(range(len(drawn))):
+            index = torch.tensor(at, pin_memory=self.device.type == "cuda")
+            drawn = drawn[index.to(self.device, non_blocking=True)]
+        # an undecided token is -1: compute its row with token 0, and discard the row later
+        return at, self._launch(tuple(steps), drawn.clamp_min(0))
+
+    def _finish(
+        self, plan: StepPlan, launched: LaunchedStep, rows: dict[int, int], *, launch_next: bool
     ) -> StepResult:
-        """A plan of which these rows were begun. If it goes on, the next step is begun before they are waited for. What the screen left open is computed
-        again: its logits may be gone."""
-        behind = self._begin_behind(plan, rows, begun.answer.there) if goes_on else None
-        found = begun.answer.wait()
-        if behind is not None:
-            at, ahead = behind
-            self._ahead.begun = ahead._replace(inputs=[found[row] for row in at])
-        drawn = {seq_id: found[row] for seq_id, row in rows.items() if found[row] >= 0}
-        self.screen.rows += len(drawn)
-        rest = tuple([step for step in plan.sequences if step.seq_id not in drawn])
-        others = (
-            {done.seq_id: done for done in self._step(plan._replace(sequences=rest)).sequences}
-            if rest
-            else {}
+        """The result of a plan of which these rows were launched.
+
+        With launch_next, the following step is launched before the host waits for this one. Rows
+        that the device did not decide are computed again, because their logits may be overwritten.
+        """
+        following = (
+            self._launch_next(plan, rows, launched.tokens.on_device) if launch_next else None
         )
-        done = [
+        tokens = launched.tokens.wait()
+        if following is not None:
+            at, ahead = following
+            self._ahead.launched = ahead._replace(inputs=[tokens[row] for row in at])
+        drawn = {seq_id: tokens[row] for seq_id, row in rows.items() if tokens[row] >= 0}
+        self.gpu_sampler.rows += len(drawn)
+        rest = tuple([step for step in plan.sequences if step.seq_id not in drawn])
+        others: dict[int, SeqResult] = {}
+        if rest:
+            result = self._step(plan._replace(sequences=rest))
+            others = {done.seq_id: done for done in result.sequences}
+        results = [
             others.get(s.seq_id) or SeqResult(s.seq_id, (Drawn(drawn[s.seq_id], 0.0),))
             for s in plan.sequences
         ]
-        return StepResult(plan.step, tuple(done))
+        return StepResult(plan.step, tuple(results))
 
-    # ------------------------------------------------------------------------------------------------------------- draws
+    # ---- sampling
 
     def _draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
-        """Of most rows only the id comes back; those that the screen leaves open come whole, and the sampler draws from them."""
-        found = self.screen(logits, rows)
-        drawn = [Drawn(token, 0.0) for token in found]
-        left = [i for i, token in enumerate(found) if token < 0]
+        """Sample on the device. Copy the logits of undecided rows only; the host samples those."""
+        tokens = self.gpu_sampler(logits, rows)
+        drawn = [Drawn(token, 0.0) for token in tokens]
+        left = [i for i, token in enumerate(tokens) if token < 0]
         if left:
-            theirs = (
-                logits if len(left) == len(rows) else logits[torch.tensor(left, device=self.device)]
-            )
-            for i, one in zip(left, self._draw_here(theirs, [rows[i] for i in left]), strict=True):
+            if len(left) < len(rows):
+                logits = logits[torch.tensor(left, device=self.device)]
+            on_host = self._draw_on_host(logits, [rows[i] for i in left])
+            for i, one in zip(left, on_host, strict=True):
                 drawn[i] = one
         return drawn
 
-    def _draw_here(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
-        if self._host is None or len(self._host) < len(rows):
-            room = 1 << max(0, len(rows) - 1).bit_length()
-            self._host = torch.empty(
-                (room, self.spec.vocab), dtype=torch.float32, pin_memory=self.device.type == "cuda"
+    def _draw_on_host(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+        if self._host_logits is None or len(self._host_logits) < len(rows):
+            capacity = 1 << max(0, len(rows) - 1).bit_length()
+            self._host_logits = torch.empty(
+                (capacity, self.spec.vocab),
+                dtype=torch.float32,
+                pin_memory=self.device.type == "cuda",
             )
-        here, arrived = self._host[: len(rows)], []
-        for some in range(
-            0, len(rows), TOGETHER
-        ):  # the first are drawn while the next are still on their way
-            here[some : some + TOGETHER].copy_(logits[some : some + TOGETHER], non_blocking=True)
-            arrived.append(self._mark())
+        on_host, arrived = self._host_logits[: len(rows)], []
+        # queue all copies first: the first rows are sampled while the next ones are copied
+        chunks = [slice(start, start + COPY_ROWS) for start in range(0, len(rows), COPY_ROWS)]
+        for chunk in chunks:
+            on_host[chunk].copy_(logits[chunk], non_blocking=True)
+            arrived.append(self._record_event())
         drawn: list[Drawn] = []
-        for some, event in zip(range(0, len(rows), TOGETHER), arrived, strict=True):
+        for chunk, event in zip(chunks, arrived, strict=True):
             if event is not None:
                 event.synchronize()
-            drawn += self._sampler(
-                here[some : some + TOGETHER].numpy(), rows[some : some + TOGETHER]
-            )
+            drawn += self._sampler(on_host[chunk].numpy(), rows[chunk])
         return drawn
 
-    def _mark(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
             return None
         event = torch.cuda.Event()
         event.record()
         return event
 
-    def _ops(self, step: Step) -> CudaOps:
+    # ---- the inputs of a step without a graph
+
+    def _ops(self, step: DeviceStep) -> CudaOps:
         return CudaOps(self.spec, self._weights, self._caches, self._angles, step)
 
-    def _laid_out(self, batch: Batch) -> Step:
-        """The step's integers on the device."""
-        most = kernels.rows_in_a_run(self.spec.heads, self.spec.kv_heads)
+    def _device_step(self, batch: Batch) -> DeviceStep:
+        """Cut the sequences into query tiles, and copy the step's integers to the device."""
+        max_rows = kernels.max_tile_rows(self.spec.heads, self.spec.kv_heads)
         first_row, count, owner = [], [], []
         for s, (first, last) in enumerate(
             zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
         ):
-            for row in range(first, last, most):
+            for row in range(first, last, max_rows):
                 first_row.append(row)
-                count.append(min(most, last - row))
+                count.append(min(max_rows, last - row))
                 owner.append(s)
         rows = np.array(first_row, np.int32)
         sent = self._send(
             [batch.tokens, batch.positions, rows, np.array(count, np.int32), batch.positions[rows]]
         )
-        tokens, positions, first, counts, begins = sent
+        tokens, positions, first, counts, first_positions = sent
         tables = self._send([table[owner] for table in batch.tables])
-        whole = len(batch.outputs) == batch.rows
-        return Step(
+        all_outputs = len(batch.outputs) == batch.rows
+        all_logits = len(batch.logits) == len(batch.outputs)
+        return DeviceStep(
             tokens,
             positions,
             tuple(self._send([self._slots(batch, table) for table in batch.tables])),
-            tuple(Runs(table, first, counts, begins, most) for table in tables),
-            None if whole else self._send([batch.outputs])[0],
-            None if len(batch.logits) == len(batch.outputs) else self._send([batch.logits])[0],
-            kernels.spans_of(int(batch.positions.max()) + 1),
+            tuple(QueryTiles(table, first, counts, first_positions, max_rows) for table in tables),
+            None if all_outputs else self._send([batch.outputs])[0],
+            None if all_logits else self._send([batch.logits])[0],
+            kernels.span_count(int(batch.positions.max()) + 1),
         )
 
     def _slots(self, batch: Batch, table: np.ndarray) -> np.ndarray:
+        """The cache slot of each row: block * block_size + place in the block."""
         owner = np.repeat(np.arange(len(batch.first) - 1), np.diff(batch.first))
         blocks = table[owner, batch.positions // self.block_size]
-        assert blocks.min() >= 0, "a token's own block is in the table"
+        assert blocks.min() >= 0, "the block of each token is in the table"
         return np.asarray(blocks * self.block_size + batch.positions % self.block_size, np.int32)
 
     def _send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Several arrays of int32 in one copy."""
+        """Copy several int32 arrays to the device in one transfer."""
         flat = torch.from_numpy(
             np.concatenate([np.ascontiguousarray(a, np.int32).reshape(-1) for a in arrays])
         )
         pieces = flat.to(self.device).split([a.size for a in arrays])
         return [piece.view(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
 
-    # -------------------------------------------------------------------------------------------------------- replaying
+    # ---- CUDA graphs
 
     def _replay(
         self, sequences: Sequence[SeqStep], rows: int, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A step in which every row's logits are wanted: its kernels are recorded once for each size, rounded up."""
-        room = 1 << (rows - 1).bit_length()
-        spans = 1 << (kernels.spans_of(max(s.end for s in sequences)) - 1).bit_length()
-        graph = self._graphs.get((room, spans))
+        """A step in which every row needs logits. One CUDA graph is captured per number of rows
+        and spans, both rounded up to a power of two."""
+        size = 1 << (rows - 1).bit_length()
+        spans = 1 << (kernels.span_count(max(s.end for s in sequences)) - 1).bit_length()
+        graph = self._graphs.get((size, spans))
         if graph is None:
-            graph = self._graphs[room, spans] = Graph(self, room, spans)
+            graph = self._graphs[size, spans] = StepGraph(self, size, spans)
         hidden, logits = graph.run(sequences, tokens)
         return hidden[:rows], logits[:rows]
 
     def close(self) -> None:
-        self._ahead.begun = (
-            None  # if it still runs: PyTorch gives its memory to nobody before it is done
-        )
+        # the launched step may still run: PyTorch does not reuse its memory before it ends
+        self._ahead.launched = None
         self._graphs.clear()
         self._caches = ()
         self._weights.clear()
 
 
-class Sheet:
-    """The integers of a step in which every row is a run of its own: written on the host, sent in one copy. Rows that are not used write into the
-    scratch block. Tables stay from step to step; a row's is written anew where its tuple of blocks is another object than last time."""
+class GraphInputs:
+    """The integers of a step in which every row is its own query tile, as the input of a graph.
 
-    def __init__(self, rows: int, spans: int, idle: tuple[int, ...], device: torch.device) -> None:
-        self.rows, self.width, self.idle = rows, spans * kernels.SPAN // BLOCK_SIZE, idle
-        groups = len(idle)
+    The host writes them and sends them in one copy. Padding rows write to the padding block. Block
+    tables persist from step to step: a row's table is rewritten only if its tuple of blocks is
+    another object than in the previous step."""
+
+    def __init__(
+        self, rows: int, spans: int, padding: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
+        groups = len(padding)
+        # tokens, positions, per group slots, per group block tables
         sizes = [rows, rows, *[rows] * groups, *[rows * self.width] * groups]
         self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._tokens, self._positions, *parts = (part.numpy() for part in self._host.split(sizes))
-        self._slots, self._tables = (
-            parts[:groups],
-            [table.reshape(rows, self.width) for table in parts[groups:]],
-        )
-        self._held: list[list[tuple[int, ...]]] = [[()] * rows for _ in idle]
+        self._slots = parts[:groups]
+        self._tables = [table.reshape(rows, self.width) for table in parts[groups:]]
+        self._row_blocks: list[list[tuple[int, ...]]] = [[()] * rows for _ in padding]
         tokens, positions, *rest = self._sent.split(sizes)
         row = torch.arange(rows, dtype=torch.int32, device=device)
         one = torch.ones_like(row)
-        runs = tuple(
-            Runs(table.view(rows, self.width), row, one, positions, 1) for table in rest[groups:]
+        tiles = tuple(
+            QueryTiles(table.view(rows, self.width), row, one, positions, 1)
+            for table in rest[groups:]
         )
-        self.step = Step(tokens, positions, tuple(rest[:groups]), runs, None, None, spans)
+        self.step = DeviceStep(tokens, positions, tuple(rest[:groups]), tiles, None, None, spans)
 
     def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:
-        """`drawn`: the tokens, if only the device knows them."""
+        """Write and send the step's integers. `drawn` replaces the tokens, if only the device has
+        them."""
         tokens = [token for s in sequences for token in s.tokens]
         n = len(tokens)
         self._tokens[:n], self._tokens[n:] = tokens, 0
-        self._positions[:n], self._positions[n:] = (
-            [p for s in sequences for p in range(s.start, s.end)],
-            0,
-        )
+        positions = [p for s in sequences for p in range(s.start, s.end)]
+        self._positions[:n], self._positions[n:] = positions, 0
         block, place = self._positions[:n] // BLOCK_SIZE, self._positions[:n] % BLOCK_SIZE
-        for group, (table, held, slots, idle) in enumerate(
-            zip(self._tables, self._held, self._slots, self.idle, strict=True)
+        for group, (table, row_blocks, slots, padding) in enumerate(
+            zip(self._tables, self._row_blocks, self._slots, self.padding, strict=True)
         ):
             for row, blocks in enumerate([s.blocks[group] for s in sequences for _ in s.tokens]):
-                if held[row] is not blocks:
+                if row_blocks[row] is not blocks:
                     table[row, : len(blocks)] = blocks[: self.width]
-                    held[row] = blocks
-            table[n:, 0] = idle
-            held[n:] = [()] * (self.rows - n)
-            slots[:n], slots[n:] = (
-                table[np.arange(n), block] * BLOCK_SIZE + place,
-                idle * BLOCK_SIZE,
-            )
-            assert slots.min() >= 0, "a token's own block is in the table"
-        # The step before may not have been sent yet. PyTorch keeps pinned memory until what was copied from it has arrived.
+                    row_blocks[row] = blocks
+            table[n:, 0] = padding
+            row_blocks[n:] = [()] * (self.rows - n)
+            slots[:n] = table[np.arange(n), block] * BLOCK_SIZE + place
+            slots[n:] = padding * BLOCK_SIZE
+            assert slots.min() >= 0, "the block of each token is in the table"
+        # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
+        # pinned memory before the copy from it is done.
         sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)
-        sent.numpy()[:] = (
-            self._host.numpy()
-        )  # PyTorch would wake a thread for each core to copy this
+        # copied by NumPy, because PyTorch would wake one thread per core
+        sent.numpy()[:] = self._host.numpy()
         self._sent.copy_(sent, non_blocking=True)
         if drawn is not None:
             self.step.tokens[:n].copy_(drawn)
 
 
-class Graph:
-    """One recorded step of a fixed number of rows."""
+class StepGraph:
+    """A captured CUDA graph of one step with a fixed number of rows and spans."""
 
     def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
-        self.sheet = Sheet(
-            rows, spans, backend._idle, backend.device
-        )  # the graph reads its tensors
-        self.sheet.fill(())
-        torch.cuda.synchronize()  # the sheet is there, and no other step runs
+        self.inputs = GraphInputs(rows, spans, backend._padding_blocks, backend.device)
+        self.inputs.fill(())
+        torch.cuda.synchronize()  # the inputs are on the device, and no other step runs
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles what is not compiled yet
-                forward(backend.spec, backend._ops(self.sheet.step))
+            for _ in range(2):  # warm-up: compiles kernels, which a capture does not allow
+                forward(backend.spec, backend._ops(self.inputs.step))
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            self.graph, pool=backend.pool
-        ):  # one pool for all: only one of them runs at a time
-            self.out = forward(backend.spec, backend._ops(self.sheet.step))
+        # all graphs share one memory pool, because only one of them runs at a time
+        with torch.cuda.graph(self.graph, pool=backend.pool):
+            self.out = forward(backend.spec, backend._ops(self.inputs.step))
 
     def run(
         self, sequences: Sequence[SeqStep], tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.sheet.fill(sequences, tokens)
+        self.inputs.fill(sequences, tokens)
         self.graph.replay()
         hidden, logits = self.out
         return hidden, logits
 
 
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
-    """Open a model on a GPU that runs a test kernel and has room for the weights.
+    """Open a model on a GPU that runs a test kernel and has memory for the weights.
 
-    Otherwise a BackendError says why not, and no GPU memory stays allocated."""
+    Otherwise raise a BackendError with the reason; no GPU memory stays allocated."""
     kernel_ran()
-    on, needed = device(), weight_bytes(model) + SCRATCH
-    free = int(torch.cuda.mem_get_info(on)[0]) if on.type == "cuda" else needed
+    target, needed = device(), weight_bytes(model) + RESERVED_BYTES
+    free = int(torch.cuda.mem_get_info(target)[0]) if target.type == "cuda" else needed
     if needed <= free:
-        with contextlib.suppress(
-            torch.OutOfMemoryError
-        ):  # another process may have allocated since
+        # out of memory all the same: another process has allocated memory since
+        with contextlib.suppress(torch.OutOfMemoryError):
             return CudaBackend(model, config)
         torch.cuda.empty_cache()
     raise BackendError(
@@ -441,31 +443,32 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
 
 
 def weight_bytes(model: Model) -> int:
-    """Of the weights in half precision, as ops.load stores them (all but the norms, which are small)."""
+    """Bytes of the weights in half precision, as ops.load stores them (norms are float32, but
+    small)."""
     return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
 
 
-def _sampler(config: EngineConfig) -> Any:
-    """The native sampler where it is built, the specification itself elsewhere."""
+def host_sampler(config: EngineConfig) -> Any:
+    """The native sampler if it is built, else sampling/pipeline.py."""
     try:
         from verbatim.backend.cpu.backend import native, physical_cores
         from verbatim.backend.cpu.sampler import NativeSampler
     except ImportError:
         return sample_rows
-    given = Given(
-        native.RowSampler(os.environ.get("VERBATIM_ISA", ""), config.threads or physical_cores())
-    )
-    sampler = NativeSampler(native, given)
+    threads = config.threads or physical_cores()
+    source = HostLogits(native.RowSampler(os.environ.get("VERBATIM_ISA", ""), threads))
+    sampler = NativeSampler(native, source)
 
     def draw(logits: np.ndarray, rows: Sequence[Row]) -> list[Drawn]:
-        given.rows = np.ascontiguousarray(logits)
+        source.rows = np.ascontiguousarray(logits)
         return sampler.draw(rows)
 
     return draw
 
 
-class Given:
-    """What NativeSampler asks of an engine, over logits that came from elsewhere."""
+class HostLogits:
+    """The part of the native engine's interface that NativeSampler uses, over logits copied from
+    the GPU."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
@@ -474,5 +477,5 @@ class Given:
     def logits(self) -> np.ndarray:
         return self.rows
 
-    def sample(self, asked: list[Any]) -> Any:
-        return self._sampler.draw(self.rows, asked)
+    def sample(self, native_rows: list[Any]) -> Any:
+        return self._sampler.draw(self.rows, native_rows)

@@ -1,7 +1,7 @@
-"""The GPU that the cuda backend runs on, and a test kernel that shows that it does.
+"""Select the GPU of the cuda backend, and run a test kernel on it.
 
-Out: a device, or its description, or a BackendError whose text is the reason, with the remedy. Asked by the
-backend itself, `backend=auto`, `doctor` and `make test-gpu`.
+Out: the device, or its description, or a BackendError with the reason and the remedy. Used by the
+backend, by `backend=auto`, by `doctor` and by `make test-gpu`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from verbatim.backend import gpu
 from verbatim.backend.cuda import kernels
 from verbatim.base.errors import BackendError
 
-ROWS = (1, kernels.MANY + 1)  # one row, and the fewest that use the product's largest tile
+TEST_ROWS = (1, kernels.LARGE_TILE_ROWS + 1)  # the smallest and the largest tile of the matmul
 
 
 def device() -> torch.device:
-    """The GPU; the CPU where Triton interprets its kernels (TRITON_INTERPRET=1), which is for tests."""
+    """The GPU; for tests the CPU, if Triton interprets its kernels (TRITON_INTERPRET=1)."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -33,7 +33,7 @@ def device() -> torch.device:
 
 
 def why_unavailable() -> str:
-    """There is a GPU and PyTorch does not see it. Most often the driver is too old for this PyTorch."""
+    """Why PyTorch cannot use the GPU that is present. Usually its driver is too old."""
     reason = gpu.missing()
     if reason is not None:
         return reason
@@ -41,39 +41,42 @@ def why_unavailable() -> str:
         torch.cuda.init()
     except Exception as error:
         return f"PyTorch cannot use the GPU: {first_line(error)}"
-    return "PyTorch cannot use the GPU, and does not say why"
+    return "PyTorch cannot use the GPU and gives no reason"
 
 
 @cache
 def kernel_ran() -> str:
-    """Multiply small integers with the backend's own kernel, in its smallest and its largest tile.
+    """Multiply small integers with the matmul kernel, in its smallest and its largest tile.
 
-    Every product and sum is a small integer, so the only right result is the exact one. A kernel that cannot
-    be compiled or launched on this GPU fails here, before any weight is loaded. Returns the GPU in words."""
-    on = device()
+    All products and sums are small integers, so the result must be exact. A kernel that cannot be
+    compiled or launched on this GPU fails here, before any weight is loaded. Returns a description
+    of the GPU."""
+    target = device()
     try:
-        for rows in ROWS:
+        for rows in TEST_ROWS:
             random = np.random.default_rng(rows)
             x, weight = random.integers(-4, 5, (rows, 256)), random.integers(-4, 5, (128, 256))
-            given = [torch.from_numpy(a.astype(np.float16)).to(on) for a in (x, weight)]
-            found = kernels.whole(kernels.product(*given)).cpu().numpy()
-            if not np.array_equal(found, (x @ weight.T).astype(np.float32)):
+            given = [torch.from_numpy(a.astype(np.float16)).to(target) for a in (x, weight)]
+            result = kernels.reduce_splits(kernels.matmul(*given)).cpu().numpy()
+            if not np.array_equal(result, (x @ weight.T).astype(np.float32)):
                 raise gpu.WrongResult("a test kernel ran on the GPU and its result is wrong")
-        return described(on)
+        return describe(target)
     except BackendError:
         raise
     except torch.OutOfMemoryError:
-        raise BackendError("the GPU has no free memory; end what else uses it") from None
-    except Exception as error:  # of PyTorch, Triton, a C compiler or the driver: each has its own
+        raise BackendError("the GPU has no free memory; stop other processes that use it") from None
+    except (
+        Exception
+    ) as error:  # PyTorch, Triton, the C compiler and the driver raise different types
         raise BackendError(f"a test kernel did not run on the GPU: {first_line(error)}") from None
 
 
-def described(on: torch.device) -> str:
-    if on.type != "cuda":
+def describe(target: torch.device) -> str:
+    if target.type != "cuda":
         return "Triton's interpreter"
-    major, minor = torch.cuda.get_device_capability(on)
-    free, total = torch.cuda.mem_get_info(on)
-    name = torch.cuda.get_device_name(on)
+    major, minor = torch.cuda.get_device_capability(target)
+    free, total = torch.cuda.mem_get_info(target)
+    name = torch.cuda.get_device_name(target)
     return f"{name} (sm{major}{minor}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free)"
 
 

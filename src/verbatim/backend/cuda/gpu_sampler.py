@@ -1,9 +1,13 @@
-"""Draws without their logits leaving the device: rows of logits in, one token id each out, or -1 where the host must draw.
+"""GpuSampler: sample on the device, so that only token ids and no logits are copied to the host.
 
-A draw is the id with the largest d + noise (sampling/draw.py), in float64. The device computes every id's key in float32. That is off by less than a
-fraction of SLACK, so where the best key is ahead of all others by SLACK, its id is the one that float64 would find: proven, not likely. Where
-it is not (one row in four thousand, or fewer), where a logit is no number, and for all rows with a parameter that this file does not know, the
-answer is -1 and the sampler draws from the row itself. An argmax needs no arithmetic and is always sure.
+In: rows of logits on the device. Out: one token id per row, or -1 where the host must sample.
+
+It is a float32 pre-selection that either proves the token or sends the row to the host. A draw is
+the id with the largest key d + noise (sampling/draw.py), in float64. The device computes all keys
+in float32, with an error below a fraction of SLACK. If the best key leads all others by more than
+SLACK, float64 finds the same id. Otherwise (about one row in four thousand), and if a logit is not
+finite, and for every sampling parameter that this file does not support, the result is -1 and the
+host samples the row. An argmax involves no arithmetic and is always proven.
 """
 
 from __future__ import annotations
@@ -20,136 +24,130 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row
 
-SLACK = 2.0**-12  # six times what float32 may be off (docs/numerics.md, "Draws")
-COLDEST = 2.0**-100  # temperatures below would leave float32
-ROWS, CHUNK = 1, 2048  # rows and ids that one program looks at
-KEPT = 4096  # requests whose parameters are remembered
-COLUMNS = 5  # of `asked`, see jit.screen
+SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "Draws")
+MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
+ROWS, CHUNK = 1, 2048  # rows and token ids per program
+MAX_CACHED = 4096  # requests whose parameters are cached; a full cache is cleared
+COLUMNS = 5  # int32 values per row, see jit.chunk_top2
 
-Asked = tuple[float, float]  # scale and slack of a row
-ARGMAX: Asked = (0.0, -1.0)
-HOST: Asked = (0.0, float("inf"))  # no lead is enough
+RowParams = tuple[float, float]  # scale and slack of a row
+ARGMAX: RowParams = (0.0, -1.0)
+HOST: RowParams = (0.0, float("inf"))  # an infinite slack: no lead is large enough
 
 
-class Answer(NamedTuple):
-    """Ids on their way: on the device at once, on the host when the device has come so far."""
+class PendingTokens(NamedTuple):
+    """Token ids [rows] int32 of a launched sampler: on the device, and on their way to the host."""
 
-    there: torch.Tensor  # [rows] int32
-    here: torch.Tensor
+    on_device: torch.Tensor
+    on_host: torch.Tensor
     arrived: torch.cuda.Event | None
 
     def wait(self) -> list[int]:
         if self.arrived is not None:
             self.arrived.synchronize()
-        ids: list[int] = self.here.tolist()
+        ids: list[int] = self.on_host.tolist()
         return ids
 
 
-class Screen:
-    """One for a backend. `rows` and `unsure` count what it was given to draw and what of that it gave back."""
+class GpuSampler:
+    """One per backend. `rows` counts the rows that the device samples, `undecided` those of them
+    that it sends to the host."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab, self.device = vocab, device
-        self.rows = self.unsure = 0
-        self._known: dict[int, tuple[SamplingParams, Asked]] = {}
+        self.rows = self.undecided = 0
+        self._cache: dict[int, tuple[SamplingParams, RowParams]] = {}
 
     def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        asked = [self._ask(row.spec) if row.mask is None else HOST for row in rows]
-        ours = len(asked) - asked.count(HOST)
-        if not ours:
+        """Token ids of the rows, -1 where the host must sample. Waits for the device."""
+        params = [self._params(row.spec) if row.mask is None else HOST for row in rows]
+        supported = len(params) - params.count(HOST)
+        if not supported:
             return [-1] * len(rows)
-        found = self._begin(
-            logits, [row.spec for row in rows], [row.position for row in rows], asked
+        tokens = self._launch(
+            logits, [row.spec for row in rows], [row.position for row in rows], params
         ).wait()
-        self.rows += ours
-        self.unsure += found.count(-1) - (len(asked) - ours)
-        return found
+        self.rows += supported
+        self.undecided += tokens.count(-1) - (len(params) - supported)
+        return tokens
 
-    def knows(self, spec: DrawSpec) -> bool:
-        """Its rows are drawn here, but for the unsure ones."""
-        return not spec.masks and self._ask(spec) is not HOST
+    def supports(self, spec: DrawSpec) -> bool:
+        """Whether the device samples the rows of this spec, except for undecided ones."""
+        return not spec.masks and self._params(spec) is not HOST
 
-    def begin(
+    def launch(
         self, logits: torch.Tensor, specs: Sequence[DrawSpec], positions: Sequence[int]
-    ) -> Answer:
-        """Of rows that it knows: what is drawn for these positions."""
-        return self._begin(logits, specs, positions, [self._ask(spec) for spec in specs])
+    ) -> PendingTokens:
+        """Sample rows with supported specs for these positions, without waiting for the device."""
+        return self._launch(logits, specs, positions, [self._params(spec) for spec in specs])
 
-    def _begin(
+    def _launch(
         self,
         logits: torch.Tensor,
         specs: Sequence[DrawSpec],
         positions: Sequence[int],
-        asked: Sequence[Asked],
-    ) -> Answer:
-        there = self._found(
-            logits, self._send(specs, positions, asked), any(scale for scale, _ in asked)
+        params: Sequence[RowParams],
+    ) -> PendingTokens:
+        on_device = self._sample(
+            logits, self._send(specs, positions, params), any(scale for scale, _ in params)
         )
         if self.device.type != "cuda":
-            return Answer(there, there, None)
-        here = torch.empty(len(there), dtype=torch.int32, pin_memory=True)
-        here.copy_(there, non_blocking=True)
+            return PendingTokens(on_device, on_device, None)
+        on_host = torch.empty(len(on_device), dtype=torch.int32, pin_memory=True)
+        on_host.copy_(on_device, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Answer(there, here, arrived)
+        return PendingTokens(on_device, on_host, arrived)
 
-    def _ask(self, spec: DrawSpec) -> Asked:
+    def _params(self, spec: DrawSpec) -> RowParams:
         if spec.beam or spec.withheld:
             return HOST
-        known = self._known.get(
-            id(spec.params)
-        )  # what is kept stays alive, so no other object has its id
-        if known is None:
-            if len(self._known) >= KEPT:
-                self._known.clear()
-            known = self._known[id(spec.params)] = (spec.params, asked_of(spec.params))
-        return known[1]
+        # the cache keeps the params object alive, so no other object gets its id
+        cached = self._cache.get(id(spec.params))
+        if cached is None:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            cached = self._cache[id(spec.params)] = (spec.params, row_params(spec.params))
+        return cached[1]
 
     def _send(
-        self, specs: Sequence[DrawSpec], positions: Sequence[int], asked: Sequence[Asked]
+        self, specs: Sequence[DrawSpec], positions: Sequence[int], params: Sequence[RowParams]
     ) -> torch.Tensor:
-        """jit.screen's `asked` [COLUMNS, rows], in one copy. PyTorch keeps pinned memory until what was copied from it has arrived."""
-        here = torch.empty(
+        """The `params` table [COLUMNS, rows] of jit.chunk_top2, in one copy to the device.
+
+        PyTorch does not reuse the pinned memory before the copy is done."""
+        pinned = torch.empty(
             COLUMNS * len(specs), dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        table = here.numpy().reshape(COLUMNS, len(specs))
+        table = pinned.numpy().reshape(COLUMNS, len(specs))
         table[:2] = np.array([spec.key for spec in specs], "<u8").view(np.int32).reshape(-1, 2).T
         table[2] = positions
-        table[3:] = np.array(asked, np.float32).view(np.int32).T
-        return here.to(self.device, non_blocking=True)
+        table[3:] = np.array(params, np.float32).view(np.int32).T
+        return pinned.to(self.device, non_blocking=True)
 
-    def _found(self, logits: torch.Tensor, asked: torch.Tensor, noise: bool) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, params: torch.Tensor, noise: bool) -> torch.Tensor:
         count, chunks = len(logits), triton.cdiv(self.vocab, CHUNK)
-        assert logits.is_contiguous(), "the kernels count on whole rows"
-        tops = logits.amax(1)
+        assert logits.is_contiguous(), "the kernels need contiguous rows"
+        row_max = logits.amax(1)
         bests, seconds = (
             torch.empty((count, chunks), dtype=torch.float32, device=self.device) for _ in range(2)
         )
         ids = torch.empty((count, chunks), dtype=torch.int32, device=self.device)
         out = torch.empty(count, dtype=torch.int32, device=self.device)
         programs, block = triton.cdiv(count, ROWS), triton.next_power_of_2(chunks)
-        jit.screen[(programs, chunks)](
-            logits, tops, asked, bests, seconds, ids, count, self.vocab, chunks, noise, ROWS, CHUNK, num_warps=4, enable_fp_fusion=False
+        jit.chunk_top2[(programs, chunks)](
+            logits, row_max, params, bests, seconds, ids, count, self.vocab, chunks,
+            noise, ROWS, CHUNK, num_warps=4, enable_fp_fusion=False
         )  # fmt: skip
-        jit.choose[(programs,)](
-            bests,
-            seconds,
-            ids,
-            tops,
-            asked,
-            out,
-            count,
-            self.vocab,
-            chunks,
-            ROWS,
-            block,
-            num_warps=1,
-        )
+        jit.select_token[(programs,)](
+            bests, seconds, ids, row_max, params, out, count, self.vocab, chunks,
+            ROWS, block, num_warps=1,
+        )  # fmt: skip
         return out
 
 
-def asked_of(p: SamplingParams) -> Asked:
-    """Nothing but an argmax, or nothing but a temperature, over the model's own logits; else it is for the host."""
+def row_params(p: SamplingParams) -> RowParams:
+    """Scale and slack of a pure argmax or a pure temperature draw; HOST for everything else."""
     if (
         p.wants_logprob
         or p.explain
@@ -168,7 +166,7 @@ def asked_of(p: SamplingParams) -> Asked:
         or p.typical_p < 1.0
         or p.top_n_sigma
         or p.xtc_probability
-        or p.temperature < COLDEST
+        or p.temperature < MIN_TEMPERATURE
     ):
         return HOST
     return 1.0 / p.temperature, SLACK

@@ -1,4 +1,9 @@
-"""The operations of model/decoder.py on the GPU. A handle is a float32 tensor with one row for each token of the step, or what will be one."""
+"""The operations of model/decoder.py on the GPU.
+
+In and out: handles with one row per token of the step. A handle is a float32 tensor, or a record of
+operations that the consuming kernel runs (SplitSums, Residual, PendingHeads). So element-wise work
+is fused into the next kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +15,28 @@ import numpy as np
 import torch
 
 from verbatim.backend.cuda import kernels
-from verbatim.backend.cuda.kernels import EXPERT_ROWS, Pieces, Runs
+from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
-Rows: TypeAlias = Any  # a tensor, Pieces, a Stream or Heads
+Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
+# weights that are stored in half precision
+# fmt: off
 MATRICES = (
-    "attn.q",
-    "attn.k",
-    "attn.v",
-    "attn.o",
-    "mlp.gate",
-    "mlp.up",
-    "mlp.down",
-    "moe.gate",
-    "moe.up",
-    "moe.down",
+    "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
+    "moe.gate", "moe.up", "moe.down",
 )
-BUFFER = (
-    256 << 20
-)  # bytes that attention may use for what its spans leave; more rows than fit take turns
+# fmt: on
+# bytes for the partial results of attention's spans; more rows than fit run in several launches
+ATTENTION_BUFFER = 256 << 20
 
 
 def load(
     source: Mapping[str, Tensor], spec: ModelSpec, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Weights as the kernels want them: matrices in half precision, what is read together stored together, the rest in float32."""
+    """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
+    float32; q, k, v and gate, up are concatenated, because one matmul reads them."""
     out: dict[str, torch.Tensor] = {}
     for name, tensor in source.items():
         half = name in ("embed", "head", "positions") or name.endswith(MATRICES)
@@ -53,13 +53,12 @@ def load(
 
 
 def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
-    """bfloat16 stays what it is. Everything else becomes float16, which holds three more bits of it."""
+    """bfloat16 stays as it is. All other types become float16: it has three more mantissa bits."""
     if tensor.type == "bf16":
         raw = np.ascontiguousarray(tensor.data).view(np.int16).reshape(tensor.shape)
         return torch.from_numpy(raw.copy()).to(device).view(torch.bfloat16)
-    with np.errstate(
-        over="ignore"
-    ):  # what does not fit becomes infinite, and is reported where logits are read
+    # a value beyond float16 becomes infinite; the sampler reports the logits it leads to
+    with np.errstate(over="ignore"):
         return torch.from_numpy(tensor.to_f32().astype(np.float16)).to(device)
 
 
@@ -67,48 +66,48 @@ def _join(
     weights: dict[str, torch.Tensor], prefix: str, parts: tuple[str, ...], bias: bool
 ) -> None:
     for tail in ("", ".bias") if bias else ("",):
-        found = [weights.pop(f"{prefix}.{part}{tail}") for part in parts]
-        types = {one.dtype for one in found}
-        if len(types) > 1:  # a file that mixes them
-            found = [one.to(torch.float32).to(torch.float16) for one in found]
-        weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(
-            found, -2 if found[0].ndim > 1 else 0
-        )  # outputs; a mixture has its experts before them
+        tensors = [weights.pop(f"{prefix}.{part}{tail}") for part in parts]
+        types = {tensor.dtype for tensor in tensors}
+        if len(types) > 1:  # a file that mixes bfloat16 with other types
+            tensors = [tensor.to(torch.float32).to(torch.float16) for tensor in tensors]
+        # concatenate the output dimension; a mixture has its experts dimension before it
+        dim = -2 if tensors[0].ndim > 1 else 0
+        weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(tensors, dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One step's integers on the device (int32), and the sizes that the kernels' grids depend on."""
+class DeviceStep:
+    """The integers of one step on the device (int32), and the sizes of the kernels' grids."""
 
     tokens: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
-    slots: tuple[torch.Tensor, ...]  # per cache group [rows]: where a row's keys and values go
-    runs: tuple[Runs, ...]  # per cache group
-    outputs: torch.Tensor | None  # None: all rows
-    logits: torch.Tensor | None  # None: all outputs
-    spans: int
+    slots: tuple[torch.Tensor, ...]  # per cache group [rows]: cache slot of the row's key and value
+    tiles: tuple[QueryTiles, ...]  # per cache group
+    outputs: torch.Tensor | None  # rows whose final state is needed; None: all rows
+    logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
+    spans: int  # attention spans of the longest sequence
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
-    """The residual stream x, and what is still to be added to it: done together with the norm that follows."""
+class Residual:
+    """The residual stream x and a pending addition, which the next norm's kernel runs."""
 
     x: torch.Tensor
-    more: Pieces | None = None
+    pending: SplitSums | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Heads:
-    """Queries, keys or values, not yet normed and rotated: `attend` does that for all three at once."""
+class PendingHeads:
+    """Queries, keys or values before norm and RoPE: one kernel in `attend` runs both for all
+    three."""
 
-    joined: Pieces
+    qkv: SplitSums
     norm: str | None = None
     rotated: bool = False
 
 
 class CudaOps:
-    """One step's operations (the protocol is model.decoder.Ops, which also says what each means). What only moves numbers from one kernel to
-    the next is put off and done by the kernel that reads them: hence the handles above."""
+    """The operations of one step. model.decoder.Ops is the protocol and defines each of them."""
 
     def __init__(
         self,
@@ -116,26 +115,22 @@ class CudaOps:
         weights: dict[str, torch.Tensor],
         caches: tuple[tuple[torch.Tensor, torch.Tensor], ...],
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
-        step: Step,
+        step: DeviceStep,
     ) -> None:
-        self.spec, self.weights, self.caches, self.angles, self.step = (
-            spec,
-            weights,
-            caches,
-            angles,
-            step,
-        )
-        self._place = {
+        self.spec, self.weights, self.caches = spec, weights, caches
+        self.angles, self.step = angles, step
+        # layer -> (cache group, index of the layer in that group's cache)
+        self._cache_of = {
             layer: (g, i)
             for g, group in enumerate(spec.groups)
             for i, layer in enumerate(group.layers)
         }
 
-    # ---------------------------------------------------------------------------------------------------- row by row
+    # ---- row by row
 
     def embed(self) -> Rows:
         rows = self.weights["embed"].index_select(0, self.step.tokens).float()
-        return Stream(rows if self.spec.embed_scale == 1.0 else rows * self.spec.embed_scale)
+        return Residual(rows if self.spec.embed_scale == 1.0 else rows * self.spec.embed_scale)
 
     def positions(self) -> Rows:
         return self.weights["positions"].index_select(0, self.step.positions).float()
@@ -143,31 +138,26 @@ class CudaOps:
     def norm(self, x: Rows, name: str) -> Rows:
         bias = self.weights[f"{name}.bias"] if self.spec.norm == "layer" else None
         norm = kernels.Norm(self.weights[name], bias, self.spec.norm_eps, self.spec.norm_offset)
-        if isinstance(x, Pieces):
-            return kernels.settle(None, x, norm)
-        more, x.more = x.more, None
-        return kernels.settle(x.x, more, norm, self._reader(name))
+        if isinstance(x, SplitSums):
+            return kernels.add_norm(None, x, norm)
+        pending, x.pending = x.pending, None
+        return kernels.add_norm(x.x, pending, norm, self._consumer_dtype(name))
 
-    def _reader(self, norm: str) -> torch.dtype:
-        """The type of the matrix that reads it. A router reads float32, and so does who asks for final states."""
+    def _consumer_dtype(self, norm: str) -> torch.dtype:
+        """The type of the weight that reads this norm's output. A router and the final states need
+        float32."""
         layer, _, kind = norm.rpartition(".")
-        readers = {"attn_norm": ("attn.q+k+v",), "mlp_norm": ("mlp.gate+up", "mlp.up")}.get(
-            kind, ()
-        )
-        found = [
-            self.weights[name].dtype
-            for reader in readers
-            if (name := f"{layer}.{reader}") in self.weights
-        ]
-        return found[0] if found else torch.float32
+        consumers = {"attn_norm": ("attn.q+k+v",), "mlp_norm": ("mlp.gate+up", "mlp.up")}
+        for consumer in consumers.get(kind, ()):
+            if (name := f"{layer}.{consumer}") in self.weights:
+                return self.weights[name].dtype
+        return torch.float32
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
-        return kernels.product(
-            x, self.weights[name], self.weights[f"{name}.bias"] if bias else None
-        )
+        return kernels.matmul(x, self.weights[name], self.weights[f"{name}.bias"] if bias else None)
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
-        heads = Heads(self.linear(h, f"layers.{layer}.attn.q+k+v", self.spec.qkv_bias))
+        heads = PendingHeads(self.linear(h, f"layers.{layer}.attn.q+k+v", self.spec.qkv_bias))
         return heads, heads, heads
 
     def head_norm(self, x: Rows, name: str) -> Rows:
@@ -178,42 +168,40 @@ class CudaOps:
 
     def add(self, x: Rows, y: Rows) -> Rows:
         self._flush(x)
-        x.more = y if isinstance(y, Pieces) else Pieces(y[None])
+        x.pending = y if isinstance(y, SplitSums) else SplitSums(y[None])
         return x
 
-    def _flush(self, x: Stream) -> torch.Tensor:
-        if x.more is not None:
-            more, x.more = x.more, None
-            kernels.settle(x.x, more, None)
+    def _flush(self, x: Residual) -> torch.Tensor:
+        if x.pending is not None:
+            pending, x.pending = x.pending, None
+            kernels.add_norm(x.x, pending, None)
         return x.x
 
     def take(self, x: Rows, which: Literal["outputs", "logits"]) -> Rows:
         rows = self.step.outputs if which == "outputs" else self.step.logits
         if rows is None:
             return x
-        return (
-            Stream(self._flush(x).index_select(0, rows))
-            if isinstance(x, Stream)
-            else x.index_select(0, rows)
-        )
+        if isinstance(x, Residual):
+            return Residual(self._flush(x).index_select(0, rows))
+        return x.index_select(0, rows)
 
     def head(self, h: Rows) -> Rows:
         weight = self.weights["embed" if self.spec.tied else "head"]
-        logits = kernels.whole(kernels.product(h.to(weight.dtype), weight))
+        logits = kernels.reduce_splits(kernels.matmul(h.to(weight.dtype), weight))
         cap = self.spec.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    # ---------------------------------------------------------------------------------------------------- attention
+    # ---- attention
 
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int) -> Rows:
         spec, step = self.spec, self.step
-        group, index = self._place[layer]
+        group, index = self._cache_of[layer]
         keys, values = (cache[index] for cache in self.caches[group])
         rope, window = spec.layers[layer].rope, spec.layers[layer].window
         norms = (self.weights[q.norm], self.weights[k.norm]) if q.norm else None
         angles = self.angles[rope] if rope is not None and q.rotated else None
-        asked = kernels.prepare(
-            q.joined,
+        queries = kernels.qkv_rope_cache(
+            q.qkv,
             norms,
             spec.norm_eps,
             spec.norm_offset,
@@ -223,88 +211,77 @@ class CudaOps:
             values,
             step.slots[group],
         )
-        each = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
-        runs = step.runs[group]
-        most = max(1, BUFFER // each // runs.most)
+        row_bytes = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
+        tiles = step.tiles[group]
+        max_tiles = max(1, ATTENTION_BUFFER // row_bytes // tiles.max_rows)
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
-        if len(runs.count) <= most:
+
+        def attend(queries: torch.Tensor, tiles: QueryTiles) -> torch.Tensor:
+            scale, cap = spec.scale, spec.attention_softcap
             return kernels.attend(
-                asked,
-                keys,
-                values,
-                runs,
-                step.spans,
-                spec.scale,
-                spec.attention_softcap,
-                window,
-                dtype,
+                queries, keys, values, tiles, step.spans, scale, cap, window, dtype
             )
-        out = torch.empty_like(asked, dtype=dtype)
-        for start in range(
-            0, len(runs.count), most
-        ):  # a long prompt in a long context: some rows after the others
-            first, last, part = runs.part(start, start + most)
-            out[first:last] = kernels.attend(
-                asked[first:last],
-                keys,
-                values,
-                part,
-                step.spans,
-                spec.scale,
-                spec.attention_softcap,
-                window,
-                dtype,
-            )
+
+        if len(tiles.count) <= max_tiles:
+            return attend(queries, tiles)
+        out = torch.empty_like(queries, dtype=dtype)
+        # a long prompt in a long context: several launches share the buffer
+        for start in range(0, len(tiles.count), max_tiles):
+            first, last, part = tiles.part(start, start + max_tiles)
+            out[first:last] = attend(queries[first:last], part)
         return out
 
-    # ---------------------------------------------------------------------------------------------------------- mixers
+    # ---- MLP and mixture of experts
 
     def mlp(self, h: Rows, layer: int) -> Rows:
         spec, prefix = self.spec, f"layers.{layer}.mlp"
-        wide = self.linear(h, f"{prefix}.gate+up" if spec.gated else f"{prefix}.up", spec.mlp_bias)
+        up = self.linear(h, f"{prefix}.gate+up" if spec.gated else f"{prefix}.up", spec.mlp_bias)
         dtype = self.weights[f"{prefix}.down"].dtype
-        return self.linear(
-            kernels.inner(wide, spec.activation, spec.gated, dtype), f"{prefix}.down", spec.mlp_bias
-        )
+        inner = kernels.mlp_activation(up, spec.activation, spec.gated, dtype)
+        return self.linear(inner, f"{prefix}.down", spec.mlp_bias)
 
     def moe(self, h: Rows, layer: int) -> Rows:
-        """Rows are sorted by expert into tiles; each row's experts are added in order of rank."""
+        """Rows are sorted by expert into tiles; a row's experts are summed in order of rank."""
         spec, prefix = self.spec, f"layers.{layer}.moe"
         chosen, shares = self._route(h, prefix)
-        rows, experts, place = tiles_of(chosen, spec.layers[layer].experts)
-        wide = kernels.expert_product(h, self.weights[f"{prefix}.gate+up"], rows, experts)
-        narrow = kernels.inner(wide, spec.activation, True, self.weights[f"{prefix}.down"].dtype)
-        filled = torch.where(
-            rows >= 0, torch.arange(len(rows), device=h.device, dtype=rows.dtype), rows
-        )
-        found = kernels.expert_product(
-            narrow, self.weights[f"{prefix}.down"], filled, experts
-        ).parts[0]
+        rows, experts, place = expert_tiles(chosen, spec.layers[layer].experts)
+        up = kernels.expert_matmul(h, self.weights[f"{prefix}.gate+up"], rows, experts)
+        down = self.weights[f"{prefix}.down"]
+        inner = kernels.mlp_activation(up, spec.activation, True, down.dtype)
+        # the second matmul reads the sorted rows as they are; padding rows stay -1
+        lines = torch.arange(len(rows), device=h.device, dtype=rows.dtype)
+        lines = torch.where(rows >= 0, lines, rows)
+        result = kernels.expert_matmul(inner, down, lines, experts).splits[0]
         out = torch.zeros_like(h)
         for rank in range(spec.experts_used):
-            out += shares[:, rank : rank + 1] * found.index_select(0, place[:, rank])
+            out += shares[:, rank : rank + 1] * result.index_select(0, place[:, rank])
         return out
 
     def _route(self, h: Rows, prefix: str) -> tuple[torch.Tensor, Rows]:
-        """The experts of each row, best first (ties to the lower index), and their shares."""
-        scores = kernels.whole(kernels.product(h, self.weights[f"{prefix}.router"]))
+        """The experts of each row, best first (ties go to the lower index), and their shares."""
+        scores = kernels.reduce_splits(kernels.matmul(h, self.weights[f"{prefix}.router"]))
         scores = torch.exp(scores - scores.amax(1, keepdim=True))
-        scores = scores / in_order(scores)
+        scores = scores / ordered_sum(scores)
         best, chosen = torch.sort(scores, dim=1, descending=True, stable=True)
         best, chosen = best[:, : self.spec.experts_used], chosen[:, : self.spec.experts_used]
-        return chosen, best / in_order(best) if self.spec.experts_renormalised else best
+        return chosen, best / ordered_sum(best) if self.spec.experts_renormalised else best
 
 
-def in_order(x: Rows) -> Rows:
-    """Row sums [rows, 1], added from left to right."""
+def ordered_sum(x: Rows) -> Rows:
+    """Row sums [rows, 1], added from left to right: a fixed order for fixed bits."""
     total = x[:, :1].clone()
     for i in range(1, x.shape[1]):
         total += x[:, i : i + 1]
     return total
 
 
-def tiles_of(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """chosen [rows, used] -> source row of each line of the tiles (-1: none), expert of each tile, line of each (row, rank)."""
+def expert_tiles(
+    chosen: torch.Tensor, experts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort rows by expert into tiles of EXPERT_ROWS lines. chosen is [rows, used].
+
+    Returns the source row of each line (-1: padding), the expert of each tile, and the line of each
+    (row, rank)."""
     used = chosen.shape[1]
     picks = chosen.reshape(-1).cpu().numpy()
     order = np.argsort(picks, kind="stable")
@@ -326,13 +303,13 @@ def tiles_of(chosen: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Te
     )
 
 
-def angles_of(
+def rope_tables(
     spec: ModelSpec, positions: int, device: torch.device
 ) -> dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]:
-    """cos and sin of every position, for each kind of rotation that the model has."""
-    found: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
+    """cos and sin [positions, dim / 2] for each RopeSpec of the model."""
+    angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]] = {}
     for layer in spec.layers:
-        if layer.rope is not None and layer.rope not in found:
+        if layer.rope is not None and layer.rope not in angles:
             cos, sin = tables(layer.rope, np.arange(positions))
-            found[layer.rope] = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
-    return found
+            angles[layer.rope] = torch.from_numpy(cos).to(device), torch.from_numpy(sin).to(device)
+    return angles

@@ -1,9 +1,14 @@
-"""The step behind the one that is asked for, begun before the host has read that one. So the device never waits for the host.
+"""Overlapped decoding: launch step N+1 before the host has read step N's tokens.
 
-Most texts that are being written go on: with the token they draw, at the next position, in the blocks they hold, drawn from in the same way. That token
-is on the device before it is on the host, and no plan is needed to know the rest. When the plan comes, what it asks for of the step that
-was begun is taken, and what it does not ask for is dropped: a key and a value behind the end of a text, which whoever gets the place writes over. A row is
-a function of its own text alone (docs/numerics.md), so it does not matter beside whom it was computed.
+In: the plans of successive steps. Out: which rows of the launched step a plan can use, and whether
+to launch another step ahead.
+
+In steady decode a sequence continues with the token that it drew, at the next position, in the
+blocks that it holds, with the same sampling parameters. The token is on the device already, so the
+next step needs no plan. When the plan arrives, rows that match it are used and all others are
+discarded: they have written one key and value past the end of a sequence, which the next owner of
+the slot overwrites. A row's bits depend only on its own sequence (docs/numerics.md), so it does not
+matter which other rows the launched step had.
 """
 
 from __future__ import annotations
@@ -11,72 +16,76 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from verbatim.backend.cuda.gpu_sampler import Answer
+from verbatim.backend.cuda.gpu_sampler import PendingTokens
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
-NAP = 8  # steps in which nothing is begun ahead, after one that was begun in vain
+BACK_OFF = 8  # steps without a launch ahead, after a launched step of which most rows did not match
 
 Tables = tuple[tuple[int, ...], ...]
 
 
-class Begun(NamedTuple):
-    steps: tuple[SeqStep, ...]  # one row each
-    inputs: list[
-        int
-    ]  # their tokens, which the steps do not know where they were begun ahead; -1: it was none
-    answer: Answer
+class LaunchedStep(NamedTuple):
+    steps: tuple[SeqStep, ...]  # one row each; of a step launched ahead the tokens are placeholders
+    inputs: list[int]  # the rows' input tokens; -1: the device did not decide the token
+    tokens: PendingTokens  # the rows' sampled tokens
 
 
-class Ahead:
-    """What was begun, and whether to begin more."""
+class LaunchAhead:
+    """Holds the step that was launched ahead, and decides when to launch another."""
 
     def __init__(self) -> None:
-        self.begun: Begun | None = None
-        self._before = StepPlan(0, ())
-        self._nap = 0
+        self.launched: LaunchedStep | None = None
+        self._previous = StepPlan(0, ())
+        self._back_off = 0
 
-    def take(self, plan: StepPlan) -> tuple[Begun | None, dict[int, int]]:
-        """What was begun, and the row of each sequence of the plan that asks for just that."""
-        begun, self.begun = self.begun, None
-        if begun is None:
+    def take(self, plan: StepPlan) -> tuple[LaunchedStep | None, dict[int, int]]:
+        """The launched step, and the row in it of each sequence of the plan that matches it."""
+        launched, self.launched = self.launched, None
+        if launched is None:
             return None, {}
-        steps, inputs, _ = begun
+        steps, inputs, _ = launched
         rows = {step.seq_id: row for row, step in enumerate(steps)}
-        found: dict[int, int] = {}
-        for asked in plan.sequences:
-            row = rows.get(asked.seq_id)
-            if row is not None and asked.tokens[0] == inputs[row] and _same(steps[row], asked):
-                found[asked.seq_id] = row
-        if 2 * len(found) < len(rows):
-            self._nap = NAP
-        return begun, found
+        matched: dict[int, int] = {}
+        for planned in plan.sequences:
+            row = rows.get(planned.seq_id)
+            if (
+                row is not None
+                and planned.tokens[0] == inputs[row]
+                and _matches(steps[row], planned)
+            ):
+                matched[planned.seq_id] = row
+        if 2 * len(matched) < len(rows):
+            self._back_off = BACK_OFF
+        return launched, matched
 
-    def steady(self, plan: StepPlan, taken: int, knows: Callable[[DrawSpec], bool]) -> bool:
-        """Whether all of its sequences are being written on, one token each, drawn by the device in the same way as the last one (a draft model's are
-        not: it makes a few guesses, then waits). `taken`: how many go on as they were begun."""
-        before, self._before = self._before, plan
-        if taken == len(plan.sequences):
-            return taken > 0  # a plan may be nothing but copies
-        if self._nap:
-            self._nap -= 1
+    def steady(self, plan: StepPlan, matched: int, supports: Callable[[DrawSpec], bool]) -> bool:
+        """Whether every sequence is in steady decode: it continues the previous plan by one token,
+        with the same DrawSpec, which the device samples. (A draft model's sequences are not: it
+        drafts a few tokens, then waits.) `matched`: sequences that match the launched step."""
+        previous, self._previous = self._previous, plan
+        if matched == len(plan.sequences):
+            return matched > 0  # a plan may consist of block copies only
+        if self._back_off:
+            self._back_off -= 1
             return False
-        written = {step.seq_id: (step.end, step.draw) for step in before.sequences}
+        decoded = {step.seq_id: (step.end, step.draw) for step in previous.sequences}
         for step in plan.sequences:
-            end, draw = written.get(step.seq_id, (-1, None))
+            end, draw = decoded.get(step.seq_id, (-1, None))
             if not (
-                _plain(step)
+                _is_decode(step)
                 and end == step.start
                 and draw is step.draw
                 and draw is not None
-                and knows(draw)
+                and supports(draw)
             ):
                 return False
         return True
 
 
-def goes_on(step: SeqStep, context: int) -> SeqStep | None:
-    """The step behind one that draws once, its token left open; None where it holds no block for that position, or the model knows none."""
+def next_step(step: SeqStep, context: int) -> SeqStep | None:
+    """The decode step after this one, with a placeholder token; None if the sequence has no block
+    for that position or reaches the end of the context."""
     end, blocks = step.start + len(step.tokens), step.blocks
     if end >= context:
         return None
@@ -86,26 +95,27 @@ def goes_on(step: SeqStep, context: int) -> SeqStep | None:
     return SeqStep(step.seq_id, (0,), end, blocks, 1, step.draw)
 
 
-def _plain(step: SeqStep) -> bool:
+def _is_decode(step: SeqStep) -> bool:
     return len(step.tokens) == step.draws == 1 and not step.targets and not step.hidden
 
 
-def _same(begun: SeqStep, asked: SeqStep) -> bool:
-    """But for the token."""
+def _matches(launched: SeqStep, planned: SeqStep) -> bool:
+    """Whether both are the same decode step, except for the token."""
     return (
-        begun.start == asked.start
-        and begun.draw is asked.draw
-        and _plain(asked)
+        launched.start == planned.start
+        and launched.draw is planned.draw
+        and _is_decode(planned)
         and (
-            begun.blocks is asked.blocks
-            or _agree(begun.blocks, asked.blocks, asked.start // BLOCK_SIZE + 1)
+            launched.blocks is planned.blocks
+            or _same_blocks(launched.blocks, planned.blocks, planned.start // BLOCK_SIZE + 1)
         )
     )
 
 
-def _agree(begun: Tables, asked: Tables, used: int) -> bool:
-    """Tables grow behind what is used, and lose blocks that have left the window; the rest must be the same."""
+def _same_blocks(launched: Tables, planned: Tables, used: int) -> bool:
+    """Whether the first `used` blocks are the same. The planned table may have more blocks after
+    them, and -1 for blocks that have left the window."""
     return all(
         len(new) >= used and all(a == b or b < 0 for a, b in zip(old[:used], new, strict=False))
-        for old, new in zip(begun, asked, strict=True)
+        for old, new in zip(launched, planned, strict=True)
     )

@@ -3,7 +3,7 @@
 Every slot of the cache has a stamp, a hash of all tokens up to its position:
 stamp(p) = mix(stamp(p - 1), token at p, p). Two sequences with the same prefix may share a block
 (prefix hit, fork). Any other sharing breaks the chain: a block of another sequence, an overwritten
-or released block, blocks in the wrong order. Stamps are kept per cache group; copying a block copies
+or released block, blocks in the wrong order. Stamps are kept per cache group; a block copy copies
 its stamps.
 
 The stamps that a sequence wrote are also kept per sequence. They catch a block table that is valid
