@@ -4,8 +4,8 @@
 
 For each load, windows with and without two clients alternate, because machines change their speed.
 Reported: p50 and p99 of the time between two tokens of the stream, its throughput, what the clients
-got (compiles and refusals per second, p50 and maximum of their latency), and the latency of a compile
-in an idle engine. The last line is JSON.
+got (compiles and rejections per second, p50 and maximum of their latency), and the latency of a
+compile in an idle engine. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 from verbatim import SamplingParams
 from verbatim.base.errors import VerbatimError
 from verbatim.engine.async_engine import AsyncEngine
-from verbatim.server.process.cpu_affinity import pin_threads, native_threads
+from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 
 Make = Callable[[int], dict[str, Any]]
 Figures = dict[str, list[float]]
 
 
 def structures() -> dict[str, Make]:
-    """By name: a structure that is not in the cache, from a number."""
+    """By name: a function from a number to a structure that is not in the cache."""
     schema = {"type": "object", "required": ["id"], "additionalProperties": False}
     return {
         "hostile-schema": lambda i: {
@@ -108,7 +108,8 @@ def summary(
 async def idle_latency(
     engine: AsyncEngine, kinds: dict[str, Make], numbers: Any
 ) -> dict[str, float]:
-    """Median milliseconds of a compile in an idle engine: the request's, less that of a plain one."""
+    """Median milliseconds of a compile in an idle engine: the request's latency less a plain
+    one's."""
     every: dict[str, Make] = {"plain": lambda i: {}, **kinds}
     times: dict[str, list[float]] = {}
     for _, (name, make) in itertools.product(range(9), every.items()):
@@ -121,11 +122,11 @@ async def idle_latency(
     }
 
 
-async def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    kinds = {name: structures()[name] for name in asked.loads.split(",")}
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    kinds = {name: structures()[name] for name in args.loads.split(",")}
     numbers = itertools.count(int(time.time()) % 100_000)
     before = native_threads()
-    async with AsyncEngine(asked.model, context=4096) as engine:
+    async with AsyncEngine(args.model, context=4096) as engine:
         pin_threads(engine, before)
         await window(engine, None, numbers, 1.0, {})
         idle = await idle_latency(engine, kinds, numbers)
@@ -134,21 +135,21 @@ async def measure(asked: argparse.Namespace) -> dict[str, Any]:
             alone: list[float] = []
             beside: list[float] = []
             found: Figures = {}
-            for _ in range(asked.rounds):
-                alone += await window(engine, None, numbers, asked.seconds, {})
-                beside += await window(engine, make, numbers, asked.seconds, found)
-            loads[name] = summary(alone, beside, found, asked.seconds * asked.rounds)
+            for _ in range(args.rounds):
+                alone += await window(engine, None, numbers, args.seconds, {})
+                beside += await window(engine, make, numbers, args.seconds, found)
+            loads[name] = summary(alone, beside, found, args.seconds * args.rounds)
             print(name, json.dumps(loads[name], default=str), flush=True)
     return {"idle_ms": idle, "loads": loads}
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--model", default="smollm2")
-    ask.add_argument("--seconds", type=float, default=4.0)
-    ask.add_argument("--rounds", type=int, default=3)
-    ask.add_argument("--loads", default=",".join(structures()))
-    print(json.dumps(asyncio.run(measure(ask.parse_args()))))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--loads", default=",".join(structures()))
+    print(json.dumps(asyncio.run(measure(parser.parse_args()))))
 
 
 if __name__ == "__main__":

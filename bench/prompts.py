@@ -1,10 +1,14 @@
-"""The fixed prompts of the speculation benchmark: 20 copying tasks, where an answer repeats its question, and 40 mixed chat turns."""
+"""Fixed prompts of the speculation benchmark: 20 copy tasks, whose output repeats the prompt,
+and 40 mixed chat turns.
+"""
 
 from __future__ import annotations
 
 _STORY = (
-    "The lighthouse keeper climbed the spiral stairs at dusk, carrying a lantern in one hand and a worn leather book in the other. "
-    "Every evening he wrote down the weather, the ships that passed, and the colour of the sea. On the night of the great storm he "
+    "The lighthouse keeper climbed the spiral stairs at dusk, carrying a lantern in one hand and a "
+    "worn leather book in the other. "
+    "Every evening he wrote down the weather, the ships that passed, and the colour of the sea. On "
+    "the night of the great storm he "
     "wrote only one line: the light did not go out."
 )
 _CODE = """def total_price(items, tax_rate):
@@ -14,14 +18,23 @@ _CODE = """def total_price(items, tax_rate):
     tax = subtotal * tax_rate
     return subtotal + tax"""
 _LIST = (
-    "1. Apples from the northern orchard\n2. Bread from the village bakery\n3. Cheese from the mountain farm\n"
+    "1. Apples from the northern orchard\n2. Bread from the village bakery\n3. Cheese from the "
+    "mountain farm\n"
     "4. Dates from the desert market\n5. Eggs from the family henhouse"
 )
-_JSON = '{"name": "Ada Lovelace", "born": 1815, "died": 1852, "fields": ["mathematics", "computing"], "known_for": "the first algorithm"}'
-_TABLE = "| city | country | population |\n|---|---|---|\n| Lima | Peru | 10719000 |\n| Oslo | Norway | 709000 |\n| Cairo | Egypt | 10107000 |"
+_JSON = (
+    '{"name": "Ada Lovelace", "born": 1815, "died": 1852, "fields": '
+    '["mathematics", "computing"], "known_for": "the first algorithm"}'
+)
+_TABLE = (
+    "| city | country | population |\n|---|---|---|\n| Lima | Peru | 10719000 |\n"
+    "| Oslo | Norway | 709000 |\n| Cairo | Egypt | 10107000 |"
+)
 _MAIL = (
-    "Dear Ms Alvarez, thank you for your letter of 3 March. We have received the signed contract and will begin the renovation of the "
-    "east wing on Monday, 17 April. Please make sure that the rooms on the second floor are empty by then. Yours sincerely, Tomas Berg"
+    "Dear Ms Alvarez, thank you for your letter of 3 March. We have received the signed contract "
+    "and will begin the renovation of the "
+    "east wing on Monday, 17 April. Please make sure that the rooms on the second floor are empty "
+    "by then. Yours sincerely, Tomas Berg"
 )
 
 COPY: tuple[str, ...] = (
@@ -34,7 +47,8 @@ COPY: tuple[str, ...] = (
     f"Quote the whole passage in quotation marks:\n\n{_STORY}",
     f"Rewrite this letter, changing only the name Alvarez to Moreno:\n\n{_MAIL}",
     f"Rename the function total_price to compute_total and write the whole code again:\n\n{_CODE}",
-    f"Continue this list in the same style up to 8 entries, writing the first five again:\n\n{_LIST}",
+    "Continue this list in the same style up to 8 entries, writing the first five "
+    f"again:\n\n{_LIST}",
     f"Write this JSON again with the year of birth changed to 1816:\n\n{_JSON}",
     f"Correct any spelling mistakes and write the text again:\n\n{_STORY}",
     f"Write the same letter twice:\n\n{_MAIL}",

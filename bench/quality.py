@@ -1,20 +1,23 @@
-"""Quality of a quantised model's arithmetic: perplexity, top-1 agreement and log-probability error against float32.
+"""Quality of quantised arithmetic: perplexity, top-1 agreement and log-probability error against
+float32.
 
-In: a GGUF file and a text. The text is cut into windows of 512 tokens, each scored alone from an empty KV cache. Every
-engine scores the same token ids, so all differences are differences of arithmetic.
+In: a GGUF file and a text. The text is cut into windows of 512 tokens, each scored alone from an
+empty KV cache. Every engine scores the same token ids, so all differences are arithmetic.
 
     python bench/quality.py score reference MODEL.gguf --text TEXT --out reference.npz
     python bench/quality.py score cpu MODEL.gguf --like reference.npz --out cpu.npz
-    python bench/quality.py score llama.cpp MODEL.gguf --like reference.npz --out llama.npz   # needs llama-cpp-python
+    python bench/quality.py score llama.cpp MODEL.gguf --like reference.npz --out llama.npz
     python bench/quality.py compare reference.npz cpu.npz llama.npz
 
-`reference` is the arithmetic of the reference backend (float32 weights, activations and KV cache) with all rows of a
-window in one matrix product, because one row at a time takes days. It equals the backend to about 1e-4 in a
-log-probability. `simulate` is the same with activations rounded as a kernel might; --rule REGEX=FORMAT says which matrices
-(the first rule that matches a matrix's name decides) and how: none, 8x32 (8 bits, blocks of 32), 8x16, 16x32 and so on.
+`reference` is the arithmetic of the reference backend (float32 weights, activations and KV
+cache) with all rows of a window in one matrix product, because one row at a time takes days. It
+equals the backend to about 1e-4 in a log-probability. `simulate` is the same with activations
+rounded as in a kernel; --rule REGEX=FORMAT selects matrices (the first rule that matches the
+name decides) and the format: none, 8x32 (8 bits, blocks of 32), 8x16, 16x32 and so on.
 
---out is rewritten after every window, so an interrupted run can be compared as far as it came. `score llama.cpp` imports
-nothing of verbatim and runs in an environment of its own.
+--out is rewritten after every window, so an interrupted run can be compared as far as it came.
+`score llama.cpp` needs llama-cpp-python, imports nothing of verbatim and runs in its own
+environment.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ def main() -> None:
     run_compare(args.results) if args.verb == "compare" else run_score(args)
 
 
-# ---------------------------------------------------------------------------------------------------------------- score
+# --- score
 
 
 def run_score(args: argparse.Namespace) -> None:
@@ -84,13 +87,15 @@ def run_score(args: argparse.Namespace) -> None:
         seconds = time.perf_counter() - began
         perplexity = math.exp(-done["logprob"].mean())
         print(
-            f"{args.engine}: window {i + 1} of {len(windows)}, perplexity {perplexity:.4f}, {seconds:.0f} s",
+            f"{args.engine}: window {i + 1} of {len(windows)}, perplexity {perplexity:.4f}, "
+            f"{seconds:.0f} s",
             flush=True,
         )
 
 
 def cut(args: argparse.Namespace) -> np.ndarray:
-    """The text's first token ids as [windows, window]; each window scores window - 1 tokens."""
+    """The first token ids of the text as [windows, window]; each window scores window - 1
+    tokens."""
     from verbatim.text.tokenizer import from_gguf
     from verbatim.weights.gguf import read_gguf
 
@@ -102,7 +107,8 @@ def cut(args: argparse.Namespace) -> np.ndarray:
 
 
 def figures(logits: np.ndarray, window: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each token but the first: its log-probability, the most probable id in its place, the entropy there (nats)."""
+    """For each token but the first: its log-probability, the largest probable id, the entropy
+    (nats)."""
     wide = logits[: len(window) - 1].astype(np.float32)
     wide -= wide.max(axis=1, keepdims=True)
     rows = np.arange(len(wide))
@@ -129,7 +135,8 @@ def simulated_engine(args: argparse.Namespace) -> Scorer:
 
 
 def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
-    """The reference's operations, all rows of a window together, with activations rounded by `rules`."""
+    """The operations of the reference backend on all rows of a window at once, with activations
+    rounded by `rules`."""
     from verbatim.backend.reference.blas import one_thread
     from verbatim.backend.reference.ops import FloatWeights, ReferenceOps, soft_cap, softmax
     from verbatim.backend.step_rows import Batch
@@ -150,7 +157,8 @@ def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
             )
 
         def attend(self, q: Any, k: Any, v: Any, layer: int) -> Any:
-            """One sequence from position 0, with nothing in a KV cache: causal attention over its own rows."""
+            """Causal attention of one sequence over its own rows, from position 0; the KV cache
+            is empty."""
             n, spec = len(q), self.spec
             heads = [
                 x.reshape(n, spec.kv_heads, -1, spec.head_dim).transpose(1, 2, 0, 3)
@@ -181,16 +189,16 @@ def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
 
 
 def rounded(x: np.ndarray, how: str) -> np.ndarray:
-    """x as a kernel with that activation format sees it: BITSxBLOCK, one scale a block, symmetric about 0."""
+    """x in the activation format BITSxBLOCK: one scale per block, symmetric about 0."""
     if how == "none":
         return x
     bits, block = map(int, how.split("x"))
     steps = np.float32(2 ** (bits - 1) - 1)
     blocks = x.reshape(-1, block)
-    most = np.abs(blocks).max(axis=1, keepdims=True)
+    largest = np.abs(blocks).max(axis=1, keepdims=True)
     with np.errstate(divide="ignore", invalid="ignore"):
-        kept = np.rint(blocks * (steps / most)) * (most / steps)
-    return np.where(most > 0, kept, np.float32(0)).astype(np.float32).reshape(x.shape)
+        kept = np.rint(blocks * (steps / largest)) * (largest / steps)
+    return np.where(largest > 0, kept, np.float32(0)).astype(np.float32).reshape(x.shape)
 
 
 def cpu_engine(args: argparse.Namespace) -> Scorer:
@@ -242,7 +250,7 @@ ENGINES = {
 }
 
 
-# -------------------------------------------------------------------------------------------------------------- compare
+# --- compare
 
 
 def run_compare(files: list[Path]) -> None:
@@ -261,7 +269,8 @@ def run_compare(files: list[Path]) -> None:
         delta = f"{row['delta']:+.3%} ± {row['error']:.3%}"
         rms = f"{row['rms']:.4f} ± {row['rms_error']:.4f}"
         print(
-            f"{row['name']:24s} {row['perplexity']:11.4f} {delta:>18s} {row['top1']:12.3%} {rms:>16s}"
+            f"{row['name']:24s} {row['perplexity']:11.4f} {delta:>18s} {row['top1']:12.3%} "
+            f"{rms:>16s}"
         )
     print(json.dumps({"tokens": tokens, "perplexity": exact, "results": rows}))
 
@@ -269,7 +278,8 @@ def run_compare(files: list[Path]) -> None:
 def compared(
     files: list[Path], results: list[dict[str, np.ndarray]], count: int
 ) -> Iterator[dict[str, Any]]:
-    """`rms` is of the log-probabilities' differences, in nats; `error` and `rms_error` are one standard error."""
+    """`rms`: of the differences of log-probabilities, in nats; `error` and `rms_error`: one
+    standard error."""
     first = results[0]
     for file, r in zip(files[1:], results[1:], strict=True):
         difference = r["logprob"][:count] - first["logprob"][:count]

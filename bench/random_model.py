@@ -1,9 +1,10 @@
-"""A GGUF file of any llama shape with random weights, for timing where no real file is at hand.
+"""Write a GGUF file of a llama shape with random weights, for timing without a real model file.
 
     python bench/random_model.py OUT.gguf --words FILE.gguf --type q4_0 --shape 1b
 
-The words come from another GGUF file (its header is enough), so that this engine and llama.cpp both load the result. Matrices are
-random bytes with small scales: every kernel does the work that it would do on a trained model, and the text is noise.
+The tokenizer comes from another GGUF file (its header is enough), so that this engine and
+llama.cpp both load the result. Matrices are random bytes with small scales: every kernel does
+the same work as on a trained model, and the output is noise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from verbatim.weights.tensor import BLOCKS
 
 # layers, hidden, inner, heads, key/value heads
 SHAPES = {"135m": (30, 576, 1536, 9, 3), "1b": (16, 2048, 8192, 32, 8)}
-# where a block keeps its f16 scales, and what they are
+# type -> {byte offset of an f16 scale in the block: its value}
 SCALES = {
     "q4_0": {0: 0.004},
     "q4_1": {0: 0.004, 2: -0.03},

@@ -1,4 +1,5 @@
-"""What drawing a token costs on a vocabulary of 150,000: one row, and 64 rows of mixed settings together, by the native sampler.
+"""Time of drawing a token from a vocabulary of 150,000 with the native sampler: one row, and 64
+rows of mixed settings.
 
 python bench/sampler.py          the last line is JSON
 """
@@ -22,7 +23,8 @@ VOCAB = 150_000
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "top-k, top-p, min-p, penalties": {
-        "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1,
+        "top_k": 50, "top_p": 0.95, "min_p": 0.02,
+        "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.1,
     },
     "top-p": {"top_p": 0.9},
     "plain temperature": {"temperature": 0.8},
@@ -38,7 +40,8 @@ def row(settings: dict[str, Any], key: int) -> Row:
 
 
 def milliseconds(logits: np.ndarray, rows: list[Row], threads: int) -> float:
-    """The whole way from Row records to draws, as in a step of the engine, whose threads live as long as it does."""
+    """From Row records to drawn tokens, as in a step of the engine. The thread pool exists
+    already."""
     sampler = NativeSampler(native, None)
     drawer = native.RowSampler("", threads)
     best = 1e9

@@ -1,8 +1,8 @@
-"""What the scheduler itself costs: plan() and commit() of one step, without any model, against running, waiting and context.
+"""Scheduler cost: plan() and commit() of one step without a model, by running, waiting and context.
 
     python bench/scheduler.py [--steps 300] [--plot scheduler.svg]
 
-The limit stands first: 0.2 ms a step with 64 running sequences. The last line is one JSON object.
+The limit is printed first: 0.2 ms per step with 64 running sequences. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from verbatim.observe.plot import Chart, Line, draw, require_matplotlib
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 
-LIMIT_MS = 0.2
+LIMIT_MS = 0.2  # per step with 64 running sequences
 DRAWN = (Drawn(1, -1.0),)
 
 
 def answer(plan: StepPlan) -> StepResult:
-    """A backend that costs nothing: every draw is token 1. Made outside the clock."""
+    """A backend without cost: every draw is token 1. Built outside the timed region."""
     return StepResult(
         plan.step, tuple([SeqResult(s.seq_id, DRAWN if s.draws else ()) for s in plan.sequences])
     )
@@ -48,8 +48,8 @@ def make(running: int, waiting: int, context: int, steps: int) -> Scheduler:
 
 
 def measure(running: int, waiting: int = 0, context: int = 512, steps: int = 300) -> float:
-    """Milliseconds of this thread in plan() + commit() while everyone writes: the best of five medians, since other programs
-    slow this one down and nothing speeds it up."""
+    """CPU milliseconds of plan() + commit() while all sequences decode: the best of five
+    medians, since other programs slow this one down and nothing speeds it up."""
     scheduler = make(running, waiting, context, steps)
     times = []
     gc.collect()
@@ -70,12 +70,12 @@ def measure(running: int, waiting: int = 0, context: int = 512, steps: int = 300
 
 def table(title: str, points: list[tuple[int, float]]) -> None:
     print(
-        f"\n{title:>10}  ms a step   µs a sequence"
+        f"\n{title:>10}  ms per step   µs per sequence"
         if title == "running"
-        else f"\n{title:>10}  ms a step"
+        else f"\n{title:>10}  ms per step"
     )
     for x, ms in points:
-        print(f"{x:>10}  {ms:9.4f}" + (f"   {ms * 1e3 / x:13.2f}" if title == "running" else ""))
+        print(f"{x:>10}  {ms:11.4f}" + (f"   {ms * 1e3 / x:15.2f}" if title == "running" else ""))
 
 
 def charts(curves: dict[str, list[tuple[int, float]]]) -> list[Chart]:
@@ -90,7 +90,7 @@ def charts(curves: dict[str, list[tuple[int, float]]]) -> list[Chart]:
             Chart(
                 f"cost against {title}",
                 title,
-                "ms a step",
+                "ms per step",
                 (Line("plan + commit", tuple(points)), limit),
             )
         )
@@ -104,7 +104,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.plot:
         require_matplotlib()
-    print(f"limit: {LIMIT_MS} ms a step with 64 running")
+    print(f"limit: {LIMIT_MS} ms per step with 64 running")
     curves = {
         "running": [(n, measure(n, steps=args.steps)) for n in (1, 4, 16, 64, 128, 256)],
         "waiting": [

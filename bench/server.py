@@ -1,11 +1,16 @@
-"""What the server costs and how it behaves under load, on this machine: `python bench/server.py [--model MODEL] [--tokens N] [--only PART]`.
+"""Server cost and behaviour under load: `python bench/server.py [--model MODEL] [--tokens N]
+[--only PART]`.
 
-    overhead  tokens/s of 16 streams: the bare engine (AsyncEngine, in a process of its own) and over HTTP, in turns; the share that HTTP costs
-    prompt    a long prompt that arrives among 16 streams: their time between tokens, with and without it, beside the time of one chunk
-    overload  requests arrive at ten times the rate at which they can be served: how fast a 429 comes, and what the accepted ones get done
+    overhead  throughput of 16 streams, interleaved: the bare engine (AsyncEngine, in its own
+              process) and over HTTP; the share that HTTP costs
+    prompt    a long prompt arrives during 16 streams: their time between tokens, with and without
+              it, compared with the time of one prefill chunk
+    overload  requests arrive at ten times the rate that can be served: latency of a 429, and the
+              throughput of the accepted requests
 
-The limit is printed before the result: over HTTP nothing can be faster than the bare engine. The client shares the machine with the server, so it
-does next to nothing (prebuilt bytes out, a count of events in), and what it takes of a core is printed too. Ends in one line of JSON.
+The limit is printed before the result: HTTP cannot be faster than the bare engine. The client
+shares the machine with the server, so it does as little as possible (prebuilt requests, events
+only counted), and its CPU use is printed too. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "server"))
 T = TypeVar("T")
 PROMPT = "Tell me a long story about a lighthouse keeper and the sea. "
 STREAMS = 16
-CHUNK = 512  # tokens of a step: the engine's default
+CHUNK = 512  # tokens per step, the engine's default
 
 BARE = """
 import asyncio, json, sys, time
@@ -47,15 +52,16 @@ async def main(model, prompt, streams, tokens):
     async with AsyncEngine(model, speculate="off") as engine:
         pin_threads(engine, before)  # as the server's engine has it
         async def one(seed):
-            stream = await engine.submit(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed))
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed)
+            stream = await engine.submit(prompt, params)
             async for _ in stream:
                 pass
         await one(0)
         print("ready", flush=True)
         for line in sys.stdin:
-            begun = time.perf_counter()
+            began = time.perf_counter()
             await asyncio.gather(*(one(s) for s in range(streams)))
-            print(streams * tokens / (time.perf_counter() - begun), flush=True)
+            print(streams * tokens / (time.perf_counter() - began), flush=True)
 
 asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
 """
@@ -66,34 +72,35 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[min(int(q * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
 
 
-# ------------------------------------------------------------------------------------------------------------- the client
+# --- client
 
 
-class Asked:
-    """One request: when its status came, and when pieces did."""
+class Exchange:
+    """One request: the times of its status and of its events."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter()
+        self.began = time.perf_counter()
         self.status = 0
-        self.answered = 0.0  # seconds to the status
+        self.answered = 0.0  # seconds to the status line
         self.times: list[float] = []
-        self.over: asyncio.Future[Asked] = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[Exchange] = asyncio.get_running_loop().create_future()
 
 
 class Client:
-    """Bare sockets that are used again after an answer, as the pools of real clients do. Nothing is parsed but the status."""
+    """Plain sockets, reused after a response like the connection pool of a real client. Only the
+    status is parsed."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._idle: list[socket.socket] = []
         self._loop = asyncio.get_running_loop()
 
-    def ask(self, data: bytes) -> asyncio.Future[Asked]:
-        asked = Asked()
+    def send(self, data: bytes) -> asyncio.Future[Exchange]:
+        exchange = Exchange()
         sock = self._idle.pop() if self._idle else self._connect()
         sock.send(data)
-        self._loop.add_reader(sock, self._read, sock, asked)
-        return asked.over
+        self._loop.add_reader(sock, self._read, sock, exchange)
+        return exchange.over
 
     def _connect(self) -> socket.socket:
         sock = socket.create_connection(("127.0.0.1", self._port))
@@ -101,19 +108,19 @@ class Client:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sock
 
-    def _read(self, sock: socket.socket, asked: Asked) -> None:
+    def _read(self, sock: socket.socket, exchange: Exchange) -> None:
         data, now = sock.recv(1 << 16), time.perf_counter()
         if not data:
             self._loop.remove_reader(sock)
-            asked.over.set_exception(ConnectionError("the server closed a connection"))
+            exchange.over.set_exception(ConnectionError("the server closed a connection"))
             return
-        if not asked.status:
-            asked.status, asked.answered = int(data[9:12]), now - asked.begun
-        asked.times += [now] * data.count(b"data: {")
-        if data.endswith(b"}}" if asked.status != 200 else b"0\r\n\r\n"):
+        if not exchange.status:
+            exchange.status, exchange.answered = int(data[9:12]), now - exchange.began
+        exchange.times += [now] * data.count(b"data: {")
+        if data.endswith(b"}}" if exchange.status != 200 else b"0\r\n\r\n"):
             self._loop.remove_reader(sock)
             self._idle.append(sock)
-            asked.over.set_result(asked)
+            exchange.over.set_result(exchange)
 
     def close(self) -> None:
         for sock in self._idle:
@@ -146,7 +153,7 @@ def run(port: int, work: Callable[[Client], Awaitable[T]]) -> T:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a whole process; 0 where there is no /proc."""
+    """CPU time of a process; 0 without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -154,14 +161,14 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# -------------------------------------------------------------------------------------------------------------- overhead
+# --- overhead
 
 
 def rate(port: int, tokens: int) -> float:
     async def wave(client: Client) -> float:
-        begun = time.perf_counter()
-        await asyncio.gather(*(client.ask(request(tokens, s)) for s in range(STREAMS)))
-        return STREAMS * tokens / (time.perf_counter() - begun)
+        began = time.perf_counter()
+        await asyncio.gather(*(client.send(request(tokens, s)) for s in range(STREAMS)))
+        return STREAMS * tokens / (time.perf_counter() - began)
 
     return run(port, wave)
 
@@ -178,7 +185,7 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
     bare.stdout.readline()
     rate(port, 8)
     rates: dict[str, list[float]] = {"bare": [], "http": []}
-    for _ in range(rounds):  # in turns, so that a busy moment of the machine hits both
+    for _ in range(rounds):  # interleaved, so that a busy moment affects both
         bare.stdin.write("go\n")
         bare.stdin.flush()
         rates["bare"].append(float(bare.stdout.readline()))
@@ -190,16 +197,18 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
         http / bare for bare, http in zip(rates["bare"], rates["http"], strict=True)
     )
     print(
-        f"16 streams: bare engine {made['bare_tokens_s']:.0f} tokens/s (the limit), over HTTP {made['http_tokens_s']:.0f}: "
+        f"16 streams: bare engine {made['bare_tokens_s']:.0f} tokens/s (the limit), "
+        f"over HTTP {made['http_tokens_s']:.0f}: "
         f"HTTP costs {made['http_cost']:.1%} (at most 10 %)"
     )
     return made
 
 
-# ---------------------------------------------------------------------------------------------------------- a long prompt
+# --- long prompt
 
 
 SALT = "chunk"
+# Each is one token, as "sea" is.
 TAILS = (
     "sky",
     "sun",
@@ -209,36 +218,40 @@ TAILS = (
     "storm",
     "rain",
     "sand",
-)  # each one token, as "sea" is
+)
 
 
 async def chunk_seconds(client: Client, long: int, turn: int) -> float:
-    """Of the last chunk of a long prompt, the dearest one, alone. All before it comes out of the prefix cache; its first word makes it new."""
+    """Seconds of the last chunk of a long prompt alone, the most expensive one. All before it is
+    a prefix hit; the first word of the chunk makes it new."""
     words = "sea " * (long - CHUNK) + TAILS[turn % len(TAILS)] + " " + "sea " * (CHUNK - 2)
-    begun = time.perf_counter()
-    await client.ask(request(1, prompt=words, cache_salt=SALT))
-    return time.perf_counter() - begun
+    began = time.perf_counter()
+    await client.send(request(1, prompt=words, cache_salt=SALT))
+    return time.perf_counter() - began
 
 
 async def gaps_around(client: Client, tokens: int, long: int) -> tuple[list[float], list[float]]:
-    """Gaps between tokens of 16 streams before a prompt of `long` tokens comes, and while it is computed."""
-    streams = [client.ask(request(tokens, s)) for s in range(STREAMS)]
+    """Times between the tokens of 16 streams, before a prompt of `long` tokens arrives and
+    during its prefill."""
+    streams = [client.send(request(tokens, s)) for s in range(STREAMS)]
     await asyncio.sleep(1.0)
-    begun = time.perf_counter()
-    await client.ask(request(1, prompt="sea " * long, cache_salt=str(begun)))
+    began = time.perf_counter()
+    await client.send(request(1, prompt="sea " * long, cache_salt=str(began)))
     end = time.perf_counter()
+    # Without the first token, which waits for the prefill of the others.
     pairs = [
-        pair for asked in await asyncio.gather(*streams) for pair in pairwise(asked.times[1:])
-    ]  # the first waited for the others
-    calm = [b - a for a, b in pairs if b < begun]
-    return calm, [b - a for a, b in pairs if a < end and b >= begun]
+        pair for exchange in await asyncio.gather(*streams) for pair in pairwise(exchange.times[1:])
+    ]
+    calm = [b - a for a, b in pairs if b < began]
+    return calm, [b - a for a, b in pairs if a < end and b >= began]
 
 
 def long_prompt(port: int, tokens: int, long: int, rounds: int) -> dict[str, Any]:
-    """In turns, because the machine itself changes from moment to moment: a chunk alone, and the same chunks among streams."""
+    """A chunk alone and the same chunks among streams, interleaved, because the machine's speed
+    changes."""
 
     async def turns(client: Client) -> list[tuple[float, float, float]]:
-        await client.ask(request(1, prompt="sea " * (long - CHUNK), cache_salt=SALT))
+        await client.send(request(1, prompt="sea " * (long - CHUNK), cache_salt=SALT))
         found = []
         for turn in range(rounds):
             chunk = await chunk_seconds(client, long, turn)
@@ -250,8 +263,9 @@ def long_prompt(port: int, tokens: int, long: int, rounds: int) -> dict[str, Any
     chunk, calm, stirred = (median(column) for column in zip(*found, strict=True))
     share = median((s - c) / k for k, c, s in found)
     print(
-        f"a prompt of {long} tokens among them: its last chunk alone takes {chunk * 1e3:.0f} ms (the limit of the rise); p99 between "
-        f"tokens {calm * 1e3:.0f} ms before it, {stirred * 1e3:.0f} ms while it is computed: a rise of {share:.1%} of that chunk"
+        f"a prompt of {long} tokens among them: its last chunk alone takes {chunk * 1e3:.0f} ms "
+        f"(the limit of the rise); p99 between tokens {calm * 1e3:.0f} ms before it, "
+        f"{stirred * 1e3:.0f} ms during its prefill: a rise of {share:.1%} of that chunk"
     )
     return {
         "calm_p99_s": calm,
@@ -262,30 +276,31 @@ def long_prompt(port: int, tokens: int, long: int, rounds: int) -> dict[str, Any
     }
 
 
-# --------------------------------------------------------------------------------------------------------------- overload
+# --- overload
 
 
 class Crowd:
-    """As many clients as there are places, each asking again as soon as it was answered: the most that can be served. Beside them, while
-    `flood` is above 0, requests that arrive at random moments, so many a second, whatever becomes of the earlier ones."""
+    """STREAMS closed-loop clients, each sending a request as soon as its last one is answered:
+    the capacity. While `flood` is above 0, `flood` requests per second arrive besides, at random
+    times and whatever becomes of the earlier ones."""
 
     def __init__(self, client: Client, tokens: int) -> None:
         self.flood = 0.0
-        self.found: list[Asked] = []
+        self.found: list[Exchange] = []
         self._client = client
         self._bodies = itertools.cycle([request(tokens, seed) for seed in range(64)])
         self._open = True
-        self._tasks = [asyncio.create_task(self._place()) for _ in range(STREAMS)]
+        self._tasks = [asyncio.create_task(self._slot()) for _ in range(STREAMS)]
         self._tasks.append(asyncio.create_task(self._arrivals()))
 
-    def _ask(self) -> asyncio.Future[Asked]:
-        future = self._client.ask(next(self._bodies))
+    def _send(self) -> asyncio.Future[Exchange]:
+        future = self._client.send(next(self._bodies))
         future.add_done_callback(lambda done: self.found.append(done.result()))
         return future
 
-    async def _place(self) -> None:
+    async def _slot(self) -> None:
         while self._open:
-            if (await self._ask()).status == 429:
+            if (await self._send()).status == 429:
                 await asyncio.sleep(0.05)
 
     async def _arrivals(self) -> None:
@@ -294,7 +309,7 @@ class Crowd:
             due = max(due + rng.expovariate(self.flood or 20.0), time.perf_counter() - 0.1)
             await asyncio.sleep(due - time.perf_counter())
             if self.flood:
-                self._ask()
+                self._send()
 
     async def close(self) -> None:
         self._open = False
@@ -304,29 +319,30 @@ class Crowd:
 async def in_turns(
     client: Client, tokens: int, rounds: int, seconds: float, pids: dict[str, int]
 ) -> dict[str, Any]:
-    """Calm, flood, calm, flood: what the machine itself does from moment to moment hits both alike."""
+    """Calm and flood interleaved, so that changes of the machine's speed affect both."""
     crowd = Crowd(client, tokens)
-    await asyncio.sleep(3)  # until every place is taken
+    await asyncio.sleep(3)  # until every slot is taken
     windows: list[tuple[float, float]] = []
     cores: dict[str, list[float]] = {name: [] for name in pids}
     for turn in range(2 * rounds):
         served = (
-            sum(len(a.times) for a in crowd.found) / (time.perf_counter() - crowd.found[0].begun)
+            sum(len(a.times) for a in crowd.found) / (time.perf_counter() - crowd.found[0].began)
             if crowd.found
             else 300.0
         )
         crowd.flood = 10 * served / tokens if turn % 2 else 0.0
-        before, begun = {n: cpu_seconds(pid) for n, pid in pids.items()}, time.perf_counter()
+        before, began = {n: cpu_seconds(pid) for n, pid in pids.items()}, time.perf_counter()
         await asyncio.sleep(seconds)
-        windows.append((begun, time.perf_counter()))
+        windows.append((began, time.perf_counter()))
         for name, pid in pids.items():
             cores[name].append((cpu_seconds(pid) - before[name]) / seconds)
     crowd.flood = 0.0
     await crowd.close()
     rates = [
-        sum(a <= t < b for asked in crowd.found for t in asked.times) / (b - a) for a, b in windows
+        sum(a <= t < b for exchange in crowd.found for t in exchange.times) / (b - a)
+        for a, b in windows
     ]
-    refused = [asked.answered for asked in crowd.found if asked.status == 429]
+    refused = [exchange.answered for exchange in crowd.found if exchange.status == 429]
     return {
         "calm_tokens_s": median(rates[::2]),
         "flooded_tokens_s": median(rates[1::2]),
@@ -353,9 +369,11 @@ def overload(
         for when in ("calm", "flooded")
     ]
     print(
-        f"10 x capacity ({10 * made['calm_tokens_s'] / tokens:.0f} requests/s): {made['flooded_tokens_s']:.0f} tokens/s after a calm of "
-        f"{made['calm_tokens_s']:.0f}: {made['share']:.1%} (at least 95 %); {made['refused_s']:.0f} refused a second, p50 "
-        f"{made['refusal_p50_s'] * 1e3:.1f} ms, p99 {made['refusal_p99_s'] * 1e3:.1f} ms (at most 50 ms); cores: {cores[0]}, then {cores[1]}"
+        f"10 x capacity ({10 * made['calm_tokens_s'] / tokens:.0f} requests/s): "
+        f"{made['flooded_tokens_s']:.0f} tokens/s after a calm of {made['calm_tokens_s']:.0f}: "
+        f"{made['share']:.1%} (at least 95 %); {made['refused_s']:.0f} rejected per second, "
+        f"p50 {made['refusal_p50_s'] * 1e3:.1f} ms, p99 {made['refusal_p99_s'] * 1e3:.1f} ms "
+        f"(at most 50 ms); cores: {cores[0]}, then {cores[1]}"
     )
     return made
 
@@ -389,11 +407,11 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def serving(model: str, places: int) -> Iterator[Any]:
+def serving(model: str, slots: int) -> Iterator[Any]:
     from live_server import Live
 
     live = Live(
-        "--model", model, "--speculate", "off", "--max-queue", str(places), engine=None
+        "--model", model, "--speculate", "off", "--max-queue", str(slots), engine=None
     ).wait_ready()
     try:
         yield live

@@ -1,11 +1,15 @@
-"""What speculation is worth on real prompts: 20 copying tasks and 40 mixed chat turns, plain and guessed in turns, the same text both ways.
+"""Speculation speed-up on real prompts: 20 copy tasks and 40 mixed chat turns, with and without
+drafts.
 
-    python bench/speculation.py [--model smollm2] [--tokens 96] [--rounds 3] [--mode auto] [--batches 1,4,16] [--sets copy,chat]
+    python bench/speculation.py [--model smollm2] [--tokens 96] [--rounds 3] [--mode auto]
+                                [--batches 1,4,16] [--sets copy,chat]
 
-Two engines write the same prompts, one plain and one guessing, and take turns of a few steps: each has a clock that runs only while it steps. On a
-machine with neighbours the pace of a core changes within a second by more than is to be measured here; in turns this short both meet the same pace. A
-prompt's ratio is its time plain to its time guessed, the median of the rounds. Prompts are in the prefix cache. In a batch of n, n prompts
-of the set are written side by side, and each has its own time. The last line is JSON.
+Two engines decode the same prompts, one plain and one speculative, in turns of a few steps; each
+has a clock that runs only while it steps. On a shared machine the speed of a core changes within
+a second by more than the effect measured here; in turns this short both engines see the same
+speed. A prompt's ratio is its plain time over its speculative time, the median of the rounds.
+Prompts are in the prefix cache. In a batch of n, n prompts of the set run concurrently, each
+with its own time. The output of both engines must be equal. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -21,8 +25,10 @@ from prompts import CHAT, COPY
 from verbatim import LLM, SamplingParams
 from verbatim.base.records import Completion
 
-TURN = 0.006  # seconds
-PAUSE = 0.0005  # between turns: the threads of the engine that has stopped spin for a moment before they sleep
+TURN = 0.006  # seconds per turn
+# Seconds between turns: the thread pool of the engine that stopped spins for a moment before it
+# sleeps.
+PAUSE = 0.0005
 
 
 class Side:
@@ -41,8 +47,8 @@ class Side:
             self.core.add(self.core.request(ids, self.params, request_id=prompt))
 
     def turn(self) -> None:
-        until = self.clock + TURN
-        while self.core.busy and self.clock < until:
+        deadline = self.clock + TURN
+        while self.core.busy and self.clock < deadline:
             began = time.perf_counter()
             outputs = self.core.step()
             self.clock += time.perf_counter() - began
@@ -51,59 +57,65 @@ class Side:
                     self.done[output.request_id] = (self.clock, output)
 
 
-def race(plain: Side, guessed: Side, prompts: Sequence[str], first: int) -> None:
-    """Both write all prompts; who begins a pair of turns alternates."""
-    for side in (plain, guessed):
+def race(plain: Side, speculative: Side, prompts: Sequence[str], first: int) -> None:
+    """Both engines decode all prompts; which one starts a pair of turns alternates."""
+    for side in (plain, speculative):
         side.begin(prompts)
-    order = (plain, guessed, guessed, plain) if first else (guessed, plain, plain, guessed)
-    while plain.core.busy or guessed.core.busy:
+    order = (
+        (plain, speculative, speculative, plain)
+        if first
+        else (speculative, plain, plain, speculative)
+    )
+    while plain.core.busy or speculative.core.busy:
         for side in order:
             if side.core.busy:
                 side.turn()
                 time.sleep(PAUSE)
 
 
-def ratios(plain: Side, guessed: Side, prompts: Sequence[str], rounds: int) -> list[float]:
-    """Of each prompt, all of them written side by side: time plain to time guessed, the median of the rounds."""
-    race(plain, guessed, prompts, 0)  # fills the prefix caches
+def ratios(plain: Side, speculative: Side, prompts: Sequence[str], rounds: int) -> list[float]:
+    """Per prompt, all of them concurrent: plain time over speculative time, the median of the
+    rounds."""
+    race(plain, speculative, prompts, 0)  # fills the prefix caches
     found: dict[str, list[float]] = {prompt: [] for prompt in prompts}
     for turn in range(rounds):
-        race(plain, guessed, prompts, turn % 2)
+        race(plain, speculative, prompts, turn % 2)
         for prompt in prompts:
-            (slow, one), (fast, other) = plain.done[prompt], guessed.done[prompt]
+            (slow, one), (fast, other) = plain.done[prompt], speculative.done[prompt]
             assert one.token_ids == other.token_ids, f"speculation changed an answer: {prompt!r}"
             found[prompt].append(slow / fast)
     for prompt in prompts:
-        usage = guessed.done[prompt][1].usage
+        usage = speculative.done[prompt][1].usage
         ratio = statistics.median(found[prompt])
         print(
-            f"{ratio:7.3f}x  {usage.accepted_tokens:4d} of {usage.drafted_tokens:4d} drafts  {prompt[:60]!r}",
+            f"{ratio:7.3f}x  {usage.accepted_tokens:4d} of {usage.drafted_tokens:4d} drafts  "
+            f"{prompt[:60]!r}",
             flush=True,
         )
     return [statistics.median(found[prompt]) for prompt in prompts]
 
 
 def main() -> None:
-    ask = argparse.ArgumentParser()
-    ask.add_argument("--model", default="smollm2")
-    ask.add_argument("--mode", default="auto")
-    ask.add_argument("--tokens", type=int, default=96)
-    ask.add_argument("--rounds", type=int, default=3)
-    ask.add_argument("--batches", default="1")
-    ask.add_argument("--sets", default="copy,chat")
-    asked = ask.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--mode", default="auto")
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batches", default="1")
+    parser.add_argument("--sets", default="copy,chat")
+    args = parser.parse_args()
     sets = {"copy": COPY, "chat": CHAT}
     result: dict[str, dict[str, float]] = {}
-    with LLM(asked.model, context=2048) as one, LLM(asked.model, context=2048) as other:
+    with LLM(args.model, context=2048) as one, LLM(args.model, context=2048) as other:
         print(
-            f"backend {one.core.backend.info.name} {one.core.backend.info.detail}, mode {asked.mode}"
+            f"backend {one.core.backend.info.name} {one.core.backend.info.detail}, mode {args.mode}"
         )
-        plain, guessed = Side(one, "off", asked.tokens), Side(other, asked.mode, asked.tokens)
-        for batch in map(int, asked.batches.split(",")):
-            for name in asked.sets.split(","):
+        plain, speculative = Side(one, "off", args.tokens), Side(other, args.mode, args.tokens)
+        for batch in map(int, args.batches.split(",")):
+            for name in args.sets.split(","):
                 prompts, found = sets[name], []
                 for at in range(0, len(prompts), batch):
-                    found += ratios(plain, guessed, prompts[at : at + batch], asked.rounds)
+                    found += ratios(plain, speculative, prompts[at : at + batch], args.rounds)
                 mean = statistics.geometric_mean(found)
                 result[f"{name}, {batch} at once"] = {
                     "geometric_mean": mean,
@@ -111,7 +123,8 @@ def main() -> None:
                     "most": max(found),
                 }
                 print(
-                    f"{name}, {batch} at once: {mean:.3f}x (least {min(found):.3f}, most {max(found):.3f})",
+                    f"{name}, {batch} at once: {mean:.3f}x (least {min(found):.3f}, most "
+                    f"{max(found):.3f})",
                     flush=True,
                 )
     print(json.dumps(result))

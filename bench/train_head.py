@@ -1,18 +1,22 @@
-"""Train a draft head (model/draft_head.py) for a llama-family model, on what the model writes when it talks with itself.
+"""Train a draft head (model/draft_head.py) for a llama-family model on its own conversations.
 
-    python bench/train_head.py [--model smollm2] [--out HEAD.gguf] [--conversations 28700] [--steps 25000]
-    python bench/train_head.py --conversations 4 --length 24 --positions 256 --seconds 5 --device cpu    # does it run at all?
+    python bench/train_head.py [--model smollm2] [--out HEAD.gguf] [--conversations 28700]
+                               [--steps 25000]
+    python bench/train_head.py --conversations 4 --length 24 --positions 256 --seconds 5 \\
+                               --device cpu                                        # smoke test
 
-A head is good at one file's own words, so no corpus is needed. The model writes the questions (it is stopped after its template's user
-header and asked to go on), then answers them, one half greedily and one half at temperature 0.8. Its final states are computed once; the
-net learns by cross-entropy over three guesses in a row, the tokens before each given, and in the last 40 % of the steps with its
-matrices rounded to q4_0 as the file will hold them.
+A head predicts the output of one model file, so no corpus is needed. The model writes the questions
+(it continues its template's user header), then answers them, one half greedily and one half at
+temperature 0.8. Its final hidden states are computed once. The network is trained by cross-entropy
+over three consecutive drafts with teacher forcing, and in the last 40 % of the steps with its
+matrices rounded to q4_0, as in the file.
 
-The head that comes with the default model: 28,693 conversations (5.8 M answer tokens), 25,000 steps of 16,384 positions, 200 seconds on
-one H200. Guesses that are right at depth 1, 2, 3: on held-out answers 62, 54, 50 % (the tokens before given); on the 40 chat prompts of
-bench/prompts.py, which it was not trained on, 48, 27, 16 % when each guess goes on from the last.
+The head of the default model: 28,693 conversations (5.8 M answer tokens), 25,000 steps of 16,384
+positions, 200 seconds on one H200. Accuracy at depth 1, 2, 3: 62, 54, 50 % on held-out answers with
+teacher forcing; 48, 27, 16 % on the 40 chat prompts of bench/prompts.py, which are not in the
+training data, when each draft continues from the last.
 
-Needs torch and transformers; a GPU for anything but a trial. The last line is JSON.
+Needs torch and transformers, and a GPU for more than a smoke test. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,18 +34,19 @@ from verbatim.model.draft_head import EPS, SCALES, read_head, write_head
 from verbatim.model.load import Model, load_model
 from verbatim.weights.catalog import resolve
 
-DEPTH = 3  # guesses in a row that are trained
-ROUNDED = 0.6  # of the steps, after which the matrices are rounded
-WARM_UP = 0.02
-HELD_OUT = 0.02
-QUESTION = 96  # most tokens of a question
+DEPTH = 3  # consecutive drafts that are trained
+ROUNDED = 0.6  # fraction of the steps after which the matrices are rounded
+WARM_UP = 0.02  # fraction of the steps
+HELD_OUT = 0.02  # fraction of the answers
+QUESTION = 96  # max tokens of a question
 
 
-# ------------------------------------------------------------------------------------------------------- the model
+# --- model
 
 
 def in_torch(model: Model, device: str) -> Any:
-    """The same weights, unpacked, in transformers' llama: it writes thousands of texts at once."""
+    """The same weights, dequantised, in the Llama of transformers, which generates in large
+    batches."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -73,7 +78,7 @@ def in_torch(model: Model, device: str) -> Any:
     net.to(device, torch.bfloat16 if device.startswith("cuda") else torch.float32)
     rope = spec.layers[0].rope
     assert rope is not None
-    rotary = net.model.rotary_emb  # ours know every kind of scaling
+    rotary = net.model.rotary_emb  # our frequencies include every kind of scaling
     rotary.inv_freq = torch.tensor(np.array(rope.inv_freq), dtype=torch.float32, device=device)
     rotary.original_inv_freq = rotary.inv_freq
     rotary.attention_scaling = rope.attention_factor
@@ -95,12 +100,13 @@ def our_name(name: str) -> str:
     return "final_norm" if name == "norm" else name
 
 
-# ----------------------------------------------------------------------------------------------------- the conversations
+# --- conversations
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The ids around a question: all that comes before it (the template's system prompt and user header), and what follows up to the answer."""
+    """The ids around a question: all before it (the template's system prompt and user header),
+    and all from its end up to the answer."""
 
     before: list[int]
     after: list[int]
@@ -108,7 +114,7 @@ class Turns:
 
 
 def turns_of(model: Model) -> Turns:
-    """Rendered by the model's own template around a mark."""
+    """Rendered with the model's own template around a marker."""
     from verbatim.text import chat_template, tokenizer
     from verbatim.weights.gguf_file import GGUFFile
 
@@ -134,7 +140,8 @@ def turns_of(model: Model) -> Turns:
 def write_on(
     net: Any, prompts: list[list[int]], turns: Turns, length: int, temperature: float
 ) -> list[list[int]]:
-    """What the model writes after each prompt, without the token that ended it unless that was the answer's end; at most `length`."""
+    """The model's continuation of each prompt up to and including an end token; at most
+    `length`."""
     import torch
 
     widest = max(map(len, prompts))
@@ -165,13 +172,14 @@ def write_on(
 def conversations(
     net: Any, turns: Turns, count: int, length: int, batch: int
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) of each; the end of an answer belongs to it, because the engine draws it too."""
+    """(prompt, answer) pairs. The end token belongs to the answer, because the engine draws it
+    too."""
     found: list[tuple[list[int], list[int]]] = []
     began = time.monotonic()
     while len(found) < count:
         size = min(batch, count - len(found))
-        asked = write_on(net, [turns.before] * size, turns, QUESTION, 1.0)
-        questions = [[t for t in q if t not in turns.ends] for q in asked]
+        questions = write_on(net, [turns.before] * size, turns, QUESTION, 1.0)
+        questions = [[t for t in q if t not in turns.ends] for q in questions]
         prompts = [turns.before + q + turns.after for q in questions if q]
         half = (len(prompts) + len(found) % 2) // 2
         for part, temperature in ((prompts[:half], 0.0), (prompts[half:], 0.8)):
@@ -183,7 +191,8 @@ def conversations(
 
 @dataclass(frozen=True)
 class Data:
-    """Flat over all answers. Row j: the state that token j was drawn from, the token, and how many of its answer follow."""
+    """Flat over all answers. Row j: the hidden state that token j was drawn from, the token, and
+    the number of tokens of its answer that follow."""
 
     states: Any  # [rows, hidden]
     tokens: Any  # [rows]
@@ -193,7 +202,7 @@ class Data:
 def states_of(net: Any, texts: list[tuple[list[int], list[int]]], batch: int) -> Data:
     import torch
 
-    texts = sorted(texts, key=lambda t: len(t[0]) + len(t[1]))  # little padding
+    texts = sorted(texts, key=lambda t: len(t[0]) + len(t[1]))  # to pad little
     states, tokens, left = [], [], []
     for at in range(0, len(texts), batch):
         group = texts[at : at + batch]
@@ -202,9 +211,8 @@ def states_of(net: Any, texts: list[tuple[list[int], list[int]]], batch: int) ->
             [[*p, *a, *[0] * (widest - len(p) - len(a))] for p, a in group], device=net.device
         )
         with torch.inference_mode():
-            last = net.model(
-                ids, use_cache=False
-            ).last_hidden_state  # after the last norm; the padding is behind, and unseen
+            # After the final norm. The padding is on the right, so no real token attends to it.
+            last = net.model(ids, use_cache=False).last_hidden_state
         for row, (prompt, answer) in zip(last, group, strict=True):
             states.append(row[len(prompt) - 1 : len(prompt) - 1 + len(answer)].clone())
             tokens += answer
@@ -216,11 +224,11 @@ def states_of(net: Any, texts: list[tuple[list[int], list[int]]], batch: int) ->
     )
 
 
-# --------------------------------------------------------------------------------------------------------------- the net
+# --- network
 
 
 def rounded(weight: Any) -> Any:
-    """q4_0 as weights/quantise.py rounds it; gradients pass as if nothing had happened."""
+    """q4_0 rounding as in weights/quantise.py, with a straight-through gradient."""
     import torch
 
     blocks = weight.detach().reshape(-1, 32)
@@ -236,7 +244,8 @@ def rms(x: Any) -> Any:
 
 
 def new_net(data: Data, inner: int) -> dict[str, Any]:
-    """It starts as "the state stays what it is": states are evened out on the way in and coloured again on the way out."""
+    """Initialised near the identity: states are normalised per channel on the way in and
+    rescaled on the way out."""
     import torch
 
     hidden, device = data.states.shape[1], data.states.device
@@ -253,7 +262,8 @@ def new_net(data: Data, inner: int) -> dict[str, Any]:
 
 
 def forward(net: dict[str, Any], h: Any, word: Any, round_it: bool) -> Any:
-    """The next state of model/draft_head.py: h [rows, hidden] and the embedding of the token drawn from it."""
+    """The next state of model/draft_head.py: h [rows, hidden], and the embedding of the token
+    drawn from it."""
     import torch
 
     up, down = (rounded(net[n]) if round_it else net[n] for n in ("up", "down"))
@@ -266,12 +276,12 @@ def forward(net: dict[str, Any], h: Any, word: Any, round_it: bool) -> Any:
 class Task:
     data: Data
     embed: Any  # [vocab, hidden]
-    scores: Any  # [words, hidden]: rows of the model's head
-    known: Any  # [vocab]: the row of `scores`, -1 where the net does not know the word
+    scores: Any  # [words, hidden]: rows of the LM head
+    known: Any  # [vocab]: row in `scores`; -1: not in the head's vocabulary
 
 
 def loss_of(net: dict[str, Any], task: Task, rows: Any, round_it: bool) -> Any:
-    """Cross-entropy of DEPTH guesses, of the words that the net knows."""
+    """Cross-entropy of DEPTH drafts, over the head's vocabulary."""
     import torch
 
     data, total = task.data, 0.0
@@ -290,7 +300,8 @@ def loss_of(net: dict[str, Any], task: Task, rows: Any, round_it: bool) -> Any:
 def train(
     task: Task, rows: Any, inner: int, steps: int, positions: int, seconds: float, rate: float
 ) -> tuple[dict[str, Any], int]:
-    """Until `steps` or `seconds` are spent, whichever is first; the schedule follows what is nearer to its end."""
+    """Until `steps` or `seconds`, whichever comes first; the learning rate follows the one
+    nearer to its end."""
     import torch
 
     net = new_net(task.data, inner)
@@ -316,7 +327,8 @@ def train(
 
 
 def hits(net: dict[str, Any], task: Task, rows: Any, words: Any, self_fed: bool) -> list[float]:
-    """How often the guess at each depth is right; self-fed: this one and all before it, each made from the last."""
+    """Accuracy at each depth. Self-fed: this draft and all before it, each drafted from the
+    last."""
     import torch
 
     data, out = task.data, []
@@ -337,37 +349,35 @@ def hits(net: dict[str, Any], task: Task, rows: Any, words: Any, self_fed: bool)
     return out
 
 
-# -------------------------------------------------------------------------------------------------------------- all of it
+# --- main
 
 
 def split(data: Data, part: float) -> tuple[Any, Any]:
-    """Rows to train on, and rows of whole answers kept from it."""
+    """Training rows, and the rows of whole held-out answers."""
     import torch
 
     answer = torch.cumsum(torch.cat([data.left.new_zeros(1), (data.left[:-1] == 0).long()]), 0)
     kept = torch.rand(int(answer[-1]) + 1, device=answer.device) < part
-    kept[0] = True  # one at least, and one to train on
+    kept[0] = True  # at least one held out, and one to train on
     kept[-1] = False
     return (~kept[answer]).nonzero().reshape(-1), kept[answer].nonzero().reshape(-1)
 
 
 def main() -> None:
-    asked = arguments()
+    args = arguments()
     import torch
 
-    torch.manual_seed(asked.seed)
+    torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    model = load_model(resolve(asked.model))
-    net = in_torch(model, asked.device)
-    texts = conversations(
-        net, turns_of(model), max(asked.conversations, 2), asked.length, asked.batch
-    )
-    data = states_of(net, texts, max(asked.batch // 8, 1))
+    model = load_model(resolve(args.model))
+    net = in_torch(model, args.device)
+    texts = conversations(net, turns_of(model), max(args.conversations, 2), args.length, args.batch)
+    data = states_of(net, texts, max(args.batch // 8, 1))
     embed = net.get_input_embeddings().weight.detach().float()
     head = net.get_output_embeddings().weight.detach()
     del net
     counts = torch.bincount(data.tokens, minlength=model.spec.vocab)
-    words = counts.argsort(descending=True, stable=True)[: asked.words].sort().values
+    words = counts.argsort(descending=True, stable=True)[: args.words].sort().values
     known = torch.full((model.spec.vocab,), -1, device=words.device)
     known[words] = torch.arange(len(words), device=words.device)
     task = Task(data, embed, head[words].clone(), known)
@@ -376,13 +386,13 @@ def main() -> None:
         f"{len(data.tokens)} answer tokens, {len(rows)} to train on, {len(words)} words", flush=True
     )
     trained, steps = train(
-        task, rows, asked.inner, asked.steps, asked.positions, asked.seconds, asked.rate
+        task, rows, args.inner, args.steps, args.positions, args.seconds, args.rate
     )
     arrays = {name: trained[name].detach().cpu().numpy() for name in ("up", "down", *SCALES)} | {
         "words": words.cpu().numpy()
     }
-    out = asked.out or Path(f"{model.source.digest[:16]}.gguf")
-    write_head(out, arrays, **{"draft.model": asked.model, "draft.inner": asked.inner})
+    out = args.out or Path(f"{model.source.digest[:16]}.gguf")
+    write_head(out, arrays, **{"draft.model": args.model, "draft.inner": args.inner})
     read_head(out, model)
     result = {
         "given": hits(trained, task, kept, words, False),
@@ -402,29 +412,30 @@ def main() -> None:
 
 
 def arguments() -> Any:
-    ask = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ask.add_argument("--model", default="smollm2")
-    ask.add_argument(
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument(
         "--out", type=Path, help="default: the name under which src/verbatim/model/heads keeps it"
     )
-    ask.add_argument("--device", default="cuda")
-    ask.add_argument("--conversations", type=int, default=28_700)
-    ask.add_argument("--length", type=int, default=320, help="most tokens of an answer")
-    ask.add_argument("--batch", type=int, default=512, help="conversations written at once")
-    ask.add_argument("--inner", type=int, default=512)
-    ask.add_argument(
-        "--words", type=int, default=4096, help="how many words it may guess: the most frequent"
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--conversations", type=int, default=28_700)
+    parser.add_argument("--length", type=int, default=320, help="max tokens of an answer")
+    parser.add_argument("--batch", type=int, default=512, help="conversations per batch")
+    parser.add_argument("--inner", type=int, default=512)
+    parser.add_argument(
+        "--words",
+        type=int,
+        default=4096,
+        help="size of the head's vocabulary: the most frequent tokens",
     )
-    ask.add_argument("--steps", type=int, default=25_000)
-    ask.add_argument("--positions", type=int, default=16_384, help="of one step")
-    ask.add_argument(
-        "--seconds", type=float, default=1e9, help="training ends after this long at the latest"
-    )
-    ask.add_argument("--rate", type=float, default=2e-3)
-    ask.add_argument("--seed", type=int, default=1)
-    return ask.parse_args()
+    parser.add_argument("--steps", type=int, default=25_000)
+    parser.add_argument("--positions", type=int, default=16_384, help="per step")
+    parser.add_argument("--seconds", type=float, default=1e9, help="time limit of the training")
+    parser.add_argument("--rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

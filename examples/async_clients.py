@@ -1,4 +1,4 @@
-"""Many clients on one AsyncEngine: they arrive when they like, some leave early, all share the steps.
+"""Concurrent clients of one AsyncEngine: they arrive at any time, some abort, all share the steps.
 
 python examples/async_clients.py [--model smollm2] [--clients 8]
 """
@@ -13,7 +13,7 @@ from verbatim.base.records import Completion
 
 
 async def client(engine: AsyncEngine, number: int, max_tokens: int) -> Completion:
-    """One reader. Every third one has heard enough after a few pieces and aborts."""
+    """One client. Every third one aborts after three pieces."""
     await asyncio.sleep(0.05 * number)
     stream = await engine.submit(
         f"Fact number {number}:",
@@ -24,7 +24,8 @@ async def client(engine: AsyncEngine, number: int, max_tokens: int) -> Completio
     async for item in stream:
         if isinstance(item, Completion):
             print(
-                f"client {number}: {item.finish_reason:6} after {item.usage.output_tokens:2} tokens: {item.text[:50]!r}"
+                f"client {number}: {item.finish_reason:6} after {item.usage.output_tokens:2} "
+                f"tokens: {item.text[:50]!r}"
             )
             return item
         pieces += 1
@@ -38,7 +39,8 @@ async def serve(model: str, clients: int, max_tokens: int) -> list[Completion]:
         done = await asyncio.gather(*(client(engine, i, max_tokens) for i in range(clients)))
         stats = engine.stats()
         print(
-            f"{stats['steps_total']} steps computed {stats['computed_tokens_total']} tokens for {stats['requests_total']} requests"
+            f"{stats['steps_total']} steps computed {stats['computed_tokens_total']} tokens for "
+            f"{stats['requests_total']} requests"
         )
         await engine.drain()
     return list(done)

@@ -1,4 +1,5 @@
-"""Many prompts at once: they share every pass over the weights, and each gets the answer it would get alone.
+"""Batched generation: the prompts share every pass over the weights, and each output is the same as
+alone.
 
 python examples/batch.py [--model smollm2] [--max-tokens 24]
 """
@@ -30,9 +31,7 @@ def main(arguments: list[str] | None = None) -> list[str]:
     params = SamplingParams(max_tokens=options.max_tokens, temperature=0.7, seed=1)
 
     with LLM(options.model) as llm:
-        llm.generate(
-            PROMPTS[0], SamplingParams(max_tokens=1)
-        )  # the first step of a process reads the weights from the disk
+        llm.generate(PROMPTS[0], SamplingParams(max_tokens=1))  # warm-up: pages in the weights
         began = time.perf_counter()
         together = llm.generate(PROMPTS, params)
         middle = time.perf_counter()
@@ -42,11 +41,12 @@ def main(arguments: list[str] | None = None) -> list[str]:
     for prompt, done in zip(PROMPTS, together, strict=True):
         print(f"{prompt!r} -> {done.text!r} ({done.finish_reason})")
     assert [done.choices for done in together] == [done.choices for done in alone], (
-        "company never changes an answer"
+        "batching never changes an output"
     )
     tokens = sum(done.usage.output_tokens for done in together)
     print(
-        f"together {tokens / (middle - began):.0f} tokens/s, one after another {tokens / (end - middle):.0f} tokens/s, the same tokens"
+        f"together {tokens / (middle - began):.0f} tokens/s, one after another "
+        f"{tokens / (end - middle):.0f} tokens/s, the same tokens"
     )
     return [done.text for done in together]
 

@@ -1,10 +1,11 @@
-"""What the key/value cache saves: the same answers, with it and without it.
+"""What the KV cache saves: the same completions with and without it.
 
     python examples/cache_cost.py                       a tiny random model, in a few seconds
     python examples/cache_cost.py --model smollm2       the default model
 
-Without a cache every step computes the whole text again: n tokens cost 1 + 2 + … + n, about n²/2. With it each token is computed
-once. The table counts the tokens that the backend was asked to compute, which is exact, and the seconds, which are this machine's.
+Without a KV cache every step computes the whole sequence again: n tokens cost 1 + 2 + … + n, about
+n²/2. With it each token is computed once. The table counts the tokens that the backend computed,
+which is exact, and the seconds, which depend on this machine.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def open_llm(model: str | None, use_cache: bool) -> LLM:
 
 
 def measure(llm: LLM, count: int) -> tuple[tuple[int, ...], int, float]:
-    """The answer's tokens, how many tokens were computed for it, and the seconds that took."""
+    """The completion's tokens, the number of tokens computed for it, and the seconds."""
     llm.core.backend.tokens = 0
     start = time.perf_counter()
     done = llm.generate(PROMPT, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True))
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[int, int, int]]:
         for count in options.lengths:
             answer, computed, seconds = measure(cached, count)
             same, all_again, longer = measure(plain, count)
-            assert answer == same, "the cache changes the cost, never the answer"
+            assert answer == same, "the cache changes the cost, never the output"
             print(f"{count:8} {computed:14} {all_again:9} {seconds:13.3f} {longer:9.3f}")
             rows.append((count, computed, all_again))
     return rows

@@ -1,9 +1,9 @@
-"""A conversation: each turn sends all turns before it, and the prefix cache makes that cheap.
+"""A conversation: each turn sends all earlier turns, and the prefix cache makes that cheap.
 
     python examples/chat_prefix.py [--model smollm2]
 
-The keys and values of earlier turns, the model's own answers included, are still in the cache; only what is new is
-computed. Usage says how much was reused.
+The KV blocks of earlier turns, the model's own answers included, are still cached; only new tokens
+are computed. Usage reports how many were prefix hits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ QUESTIONS = [
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[int, int]]:
-    """Returns (prompt tokens, of which reused) for each turn."""
+    """Returns (prompt tokens, prefix hits among them) per turn."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,7 +40,8 @@ def main(arguments: list[str] | None = None) -> list[tuple[int, int]]:
             turns.append((usage.prompt_tokens, usage.cached_tokens))
             print(f"> {question}\n{done.text}")
             print(
-                f"  [{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} reused; first token after {done.timings.first_token * 1e3:.0f} ms]\n"
+                f"  [{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} reused; first "
+                f"token after {done.timings.first_token * 1e3:.0f} ms]\n"
             )
     return turns
 

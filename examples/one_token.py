@@ -1,9 +1,10 @@
-"""One real token on its way through the eleven stations, with the numbers that the code gives.
+"""One real token on its way through the stages of docs/one-token.md, with the numbers of the code.
 
     python examples/one_token.py            prints the trace
     python examples/one_token.py --write    puts it into docs/one-token.md, between its markers
 
-A test compares the document with this trace, so that its numbers stay those of the code. It runs on the reference backend: the specification.
+A test compares the document with this trace, so its numbers stay those of the code. It runs on the
+reference backend, which is the specification.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PARAMS = SamplingParams(
 
 
 class Watch:
-    """Stands where the backend stands: keeps every plan and result, and what the residual stream was after each sum."""
+    """Wraps the backend: keeps every plan and result, and the residual stream after each sum."""
 
     def __init__(self, llm: LLM) -> None:
         self.plans: list[StepPlan] = []
@@ -66,9 +67,9 @@ class Watch:
 
 
 def trace() -> dict[str, str]:
-    """Every block of the document, by its name."""
+    """Every block of the document, by name."""
     with LLM("smollm2", backend="reference", speculate="off", context=256) as llm:
-        words = llm.tokenizer
+        tokenizer = llm.tokenizer
         prompt = llm.parts.template.render(MESSAGES)
         ids = llm.encode_chat(MESSAGES)
         watch = Watch(llm)
@@ -76,31 +77,33 @@ def trace() -> dict[str, str]:
             deltas = list(stream)
         assert stream.completion is not None
         drawn = [result.sequences[0].drawn[0] for result in watch.results]
-        at = next(i for i, d in enumerate(drawn) if words.token_bytes(d.token).decode() == FOLLOWED)
+        at = next(
+            i for i, d in enumerate(drawn) if tokenizer.token_bytes(d.token).decode() == FOLLOWED
+        )
         return {
             "chat": repr(str(prompt)),
-            "tokens": _tokens(words, ids),
-            "steps": _steps(words, watch, drawn),
+            "tokens": _tokens(tokenizer, ids),
+            "steps": _steps(tokenizer, watch, drawn),
             "plan": _plan(watch.plans[at]),
             "backend": _backend(llm),
             "forward": _forward(watch.sums[at]),
-            "sample": _sample(words, drawn[at].explain or {}),
-            "commit": _commit(words, watch.plans[at], drawn[at].token),
-            "decode": _decode(words, drawn[at].token),
+            "sample": _sample(tokenizer, drawn[at].explain or {}),
+            "commit": _commit(tokenizer, watch.plans[at], drawn[at].token),
+            "decode": _decode(tokenizer, drawn[at].token),
             "stop": _stop(),
             "stream": _stream(deltas, drawn[at].token, stream.completion),
         }
 
 
-def _tokens(words: Any, ids: list[int]) -> str:
+def _tokens(tokenizer: Any, ids: list[int]) -> str:
     lines = []
     for start in range(0, len(ids), 8):
-        pairs = [f"{i} {words.token_bytes(i).decode()!r}" for i in ids[start : start + 8]]
+        pairs = [f"{i} {tokenizer.token_bytes(i).decode()!r}" for i in ids[start : start + 8]]
         lines.append("  ".join(pairs))
     return f"{len(ids)} tokens\n" + "\n".join(lines)
 
 
-def _steps(words: Any, watch: Watch, drawn: list[Any]) -> str:
+def _steps(tokenizer: Any, watch: Watch, drawn: list[Any]) -> str:
     lines = ["step  computes                 known  draws"]
     for plan, d in zip(watch.plans, drawn, strict=True):
         seq = plan.sequences[0]
@@ -110,7 +113,8 @@ def _steps(words: Any, watch: Watch, drawn: list[Any]) -> str:
             else f"position {seq.start}"
         )
         lines.append(
-            f"{plan.step:4}  {what:23}  {seq.end:5}  {words.token_bytes(d.token).decode()!r} ({d.token})"
+            f"{plan.step:4}  {what:23}  {seq.end:5}  {tokenizer.token_bytes(d.token).decode()!r} "
+            f"({d.token})"
         )
     return "\n".join(lines)
 
@@ -118,23 +122,29 @@ def _steps(words: Any, watch: Watch, drawn: list[Any]) -> str:
 def _plan(plan: StepPlan) -> str:
     seq = plan.sequences[0]
     blocks = f"blocks={seq.blocks}"
-    return f"StepPlan(step={plan.step}, sequences=(SeqStep(seq_id={seq.seq_id}, tokens={seq.tokens}, start={seq.start}, {blocks}, draws={seq.draws}, …),))"
+    return (
+        f"StepPlan(step={plan.step}, sequences=(SeqStep(seq_id={seq.seq_id}, tokens={seq.tokens}, "
+        f"start={seq.start}, {blocks}, draws={seq.draws}, …),))"
+    )
 
 
 def _backend(llm: LLM) -> str:
     spec, info = llm.parts.backend.spec, llm.parts.backend.info
     return "\n".join(
         [
-            f"{len(spec.layers)} layers, hidden {spec.hidden}, {spec.heads} query heads over {spec.kv_heads} key heads of {spec.head_dim}, "
+            f"{len(spec.layers)} layers, hidden {spec.hidden}, {spec.heads} query heads over "
+            f"{spec.kv_heads} key heads of {spec.head_dim}, "
             f"MLP {spec.mlp}, vocabulary {spec.vocab}",
-            f"keys and values of one position: {info.kv_token_bytes:,} bytes in float32, all layers",
-            f"one block of {llm.parts.backend.block_size} positions: {llm.parts.backend.block_bytes()[0]:,} bytes",
+            f"keys and values of one position: {info.kv_token_bytes:,} bytes in float32, all "
+            "layers",
+            f"one block of {llm.parts.backend.block_size} positions: "
+            f"{llm.parts.backend.block_bytes()[0]:,} bytes",
         ]
     )
 
 
 def _forward(sums: list[Any]) -> str:
-    """The residual stream of the one row of this step: after the embedding, after each attention and each MLP."""
+    """The residual stream of this step's row: after the embedding, each attention and each MLP."""
 
     def line(name: str, x: Any) -> str:
         return (
@@ -154,9 +164,10 @@ def _forward(sums: list[Any]) -> str:
     )
 
 
-def _sample(words: Any, record: dict[str, Any]) -> str:
+def _sample(tokenizer: Any, record: dict[str, Any]) -> str:
     lines = [
-        f"position {record['position']}, entropy of the model's own distribution {record['entropy']:.3f} nats"
+        f"position {record['position']}, entropy of the model's own distribution "
+        f"{record['entropy']:.3f} nats"
     ]
     lines += [
         f"  {stage['name']:12} removes {stage['removed']:6}, leaves {stage['left']:6}"
@@ -165,7 +176,7 @@ def _sample(words: Any, record: dict[str, Any]) -> str:
     ]
     lines.append("token            logit   probability   kept with    noise    score")
     for row in record["top"]:
-        shown = repr(words.token_bytes(row["id"]).decode(errors="replace"))
+        shown = repr(tokenizer.token_bytes(row["id"]).decode(errors="replace"))
         kept = (
             f"{row['final_prob']:9.4f}"
             if row["final_prob"] is not None
@@ -173,27 +184,34 @@ def _sample(words: Any, record: dict[str, Any]) -> str:
         )
         noise = f"{row['noise']:8.3f} {row['score']:8.3f}" if row["score"] is not None else ""
         lines.append(
-            f"{shown:14} {row['logit']:8.3f}   {math.exp(row['logprob']):11.4f}   {kept:>9} {noise}".rstrip()
+            f"{shown:14} {row['logit']:8.3f}   {math.exp(row['logprob']):11.4f}   "
+            f"{kept:>9} {noise}".rstrip()
         )
     lines.append(
-        f"drawn: {words.token_bytes(record['token']).decode()!r}, {record['lead']:.3f} ahead of the next"
+        f"drawn: {tokenizer.token_bytes(record['token']).decode()!r}, {record['lead']:.3f} ahead "
+        "of the next"
         if record["lead"]
         else "drawn"
     )
     return "\n".join(lines)
 
 
-def _commit(words: Any, plan: StepPlan, token: int) -> str:
+def _commit(tokenizer: Any, plan: StepPlan, token: int) -> str:
     end = plan.sequences[0].end
-    return f"before: computed {end - 1}, known {end}\nstep:   computed {end}, known {end}: they are equal, so a token is drawn\nafter:  computed {end}, known {end + 1}: {words.token_bytes(token).decode()!r} is known and not yet computed"
+    shown = repr(tokenizer.token_bytes(token).decode())
+    return (
+        f"before: computed {end - 1}, known {end}\n"
+        f"step:   computed {end}, known {end}: they are equal, so a token is drawn\n"
+        f"after:  computed {end}, known {end + 1}: {shown} is known and not yet computed"
+    )
 
 
-def _decode(words: Any, token: int) -> str:
-    lines = [f"token_bytes({token}) = {words.token_bytes(token)!r}"]
-    decoder = TextDecoder(words)
+def _decode(tokenizer: Any, token: int) -> str:
+    lines = [f"token_bytes({token}) = {tokenizer.token_bytes(token)!r}"]
+    decoder = TextDecoder(tokenizer)
     lines += [
-        f"push({i}): bytes {words.token_bytes(i)!r:14} -> text {decoder.push(i)!r}"
-        for i in words.encode("é→🙂")
+        f"push({i}): bytes {tokenizer.token_bytes(i)!r:14} -> text {decoder.push(i)!r}"
+        for i in tokenizer.encode("é→🙂")
     ]
     return "\n".join(lines)
 
@@ -215,13 +233,14 @@ def _stream(deltas: list[Any], token: int, completion: Any) -> str:
     return "\n".join(
         [
             *lines,
-            f"Completion(text={completion.text!r}, finish={completion.finish.reason!r} ({completion.finish.detail}), seed={completion.seed})",
+            f"Completion(text={completion.text!r}, finish={completion.finish.reason!r} "
+            f"({completion.finish.detail}), seed={completion.seed})",
             f"usage: {usage.prompt_tokens} prompt + {usage.output_tokens} output tokens",
         ]
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ the document
+# --- document
 
 BLOCK = re.compile(r"(<!-- one_token: (\w+) -->\n```\w*\n)(.*?)(```\n)", re.DOTALL)
 

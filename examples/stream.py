@@ -1,4 +1,4 @@
-"""An answer as it is written, with what each piece is made of; and how to stop reading early.
+"""Streaming: print a completion as it is generated, and abort a stream early.
 
 python examples/stream.py [--model smollm2] [--prompt "..."]
 """
@@ -32,13 +32,15 @@ def main(arguments: list[str] | None = None) -> str:
         assert text == done.text, "the pieces are the whole"
         least = min(done.logprobs, key=lambda entry: entry.logprob)
         print(
-            f"\n\n{done.usage.output_tokens} tokens, first after {done.timings.first_token * 1e3:.0f} ms, ended by {done.finish_reason}"
+            f"\n\n{done.usage.output_tokens} tokens, first after "
+            f"{done.timings.first_token * 1e3:.0f} ms, ended by {done.finish_reason}"
         )
         print(
-            f"the model was least sure of {llm.tokenizer.decode([least.token])!r}: log-probability {least.logprob:.2f}"
+            f"the model was least sure of {llm.tokenizer.decode([least.token])!r}: log-probability "
+            f"{least.logprob:.2f}"
         )
 
-        # Leaving the `with` block, close(), or dropping the stream aborts it: its cache blocks are free at once.
+        # Leaving `with`, close(), or dropping the stream aborts it and frees its KV blocks at once.
         with llm.stream(options.prompt, params) as stream:
             first = next(iter(stream))
         print(f"left after {first.text!r}; {llm.stats()['blocks_used']} cache blocks in use")

@@ -20,7 +20,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from verbatim.grammar.translate import byte_tokenizer, try_compile, parser_limits
+from verbatim.grammar.translate import byte_tokenizer, parser_limits, try_compile
 
 NICE = 10  # a tenth of a CPU beside one busy thread; 19 would leave a seventieth
 # Seconds between checks of the parent's id. End-of-input comes sooner, unless a fork of the parent

@@ -32,13 +32,13 @@ from verbatim.grammar.grammar_cache import GrammarCache, digest
 from verbatim.grammar.private_matcher import (
     InitialMatcher,
     PrivateMatcher,
+    can_rebuild,
+    compute_mask,
     consume,
     first_token,
-    shared_limits,
-    compute_mask,
-    rebuild,
-    can_rebuild,
     lexer_exhausted,
+    rebuild,
+    shared_limits,
 )
 from verbatim.grammar.translate import choice_text, first_line, refusal
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from verbatim.speculate.acceptance import Acceptance
 from verbatim.speculate.draft_budget import DraftBudget
 from verbatim.speculate.proposer import Draft, Proposer, SeqView
-from verbatim.speculate.step_cost import StepLoad, StepCost
+from verbatim.speculate.step_cost import StepCost, StepLoad
 
 MARGIN = 1.8  # a draft must gain this many times its cost, because measured times are noisy
 MAX_DRAFTS = 15  # per sequence and step; with the token before them 16 rows, a full kernel tile
