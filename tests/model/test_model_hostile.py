@@ -1,4 +1,4 @@
-"""Configs and metadata that somebody broke: a ModelError each, quickly, and nothing else."""
+"""Mutated configs and GGUF metadata: each is accepted or raises a ModelError, nothing else."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ ROPE_KEYS = [
 KINDS = ["linear", "dynamic", "llama3", "yarn", "longrope", "su"]
 
 
-def survive(make: Any) -> bool:
-    """Runs it; a ModelError is an answer, anything else is our fault. Whether it was accepted."""
+def accepted_by(make: Any) -> bool:
+    """Whether `make` succeeds. A ModelError is a rejection; any other exception fails the test."""
     try:
         spec = make()
     except ModelError:
@@ -138,8 +138,8 @@ def survive(make: Any) -> bool:
     return True
 
 
-def test_mutated_configs() -> None:
-    """4,000 of them: up to four wrong values each, also inside the rope record."""
+def test_mutated_configs_are_accepted_or_raise_a_model_error() -> None:
+    """4,000 configs with up to four wrong values each, also inside the rope record."""
     source = random.Random(1)
     accepted = 0
     for _ in range(4000):
@@ -151,14 +151,14 @@ def test_mutated_configs() -> None:
             config[source.choice(["rope_scaling", "rope_parameters"])] = rope
         for key in source.sample(KEYS, source.randint(0, 4)):
             config[key] = source.choice(HOSTILE)
-        accepted += survive(lambda c=config: spec_from_config(c))
-    assert 200 < accepted < 3800, "the mutations are neither harmless nor all fatal"
+        accepted += accepted_by(lambda c=config: spec_from_config(c))
+    assert 200 < accepted < 3800, "the mutations must be neither all harmless nor all fatal"
 
 
 @pytest.mark.parametrize(
     "architecture", ["llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2"]
 )
-def test_mutated_metadata(architecture: str) -> None:
+def test_mutated_gguf_metadata_is_accepted_or_raises_a_model_error(architecture: str) -> None:
     source = random.Random(2)
     good = {
         "block_count": 3,
@@ -204,5 +204,5 @@ def test_mutated_metadata(architecture: str) -> None:
             tensors["rope_freqs.weight"] = Tensor(
                 "rope_freqs.weight", "f32", shape, np.zeros(int(np.prod(shape)) * 4, np.uint8)
             )
-        accepted += survive(lambda m=metadata, t=tensors: spec_from_gguf(m, t, file="a file"))
+        accepted += accepted_by(lambda m=metadata, t=tensors: spec_from_gguf(m, t, file="a file"))
     assert 10 < accepted < 490

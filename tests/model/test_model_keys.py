@@ -1,4 +1,4 @@
-"""Keys of configs and headers: followed, checked or refused, never dropped. The document of the tables is current."""
+"""Keys of config.json and GGUF headers are followed, checked or rejected, never dropped."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def read(
     return read_config({**TINY_CONFIGS[family], **changes}, context=context)
 
 
-def test_the_document_is_current() -> None:
+def test_docs_config_keys_is_up_to_date() -> None:
     written = (ROOT / "docs/config-keys.md").read_text("utf-8")
     assert written == document(), "run `make config-keys`"
 
 
-def test_every_treatment_is_complete() -> None:
+def test_every_key_has_a_note_and_only_the_fields_of_its_treatment() -> None:
     tables = [*CONFIG_KEYS.values(), *GGUF_KEYS.values(), GENERAL_KEYS]
     for name, key in ((name, key) for table in tables for name, key in table.items()):
         assert key.note, name
@@ -42,15 +42,15 @@ def test_every_treatment_is_complete() -> None:
 
 
 @pytest.mark.parametrize("family", TINY_CONFIGS)
-def test_tiny_configs_warn_of_nothing(family: str) -> None:
+def test_tiny_configs_load_without_warnings(family: str) -> None:
     assert read(family)[1] == ()
 
 
-# ------------------------------------------------------------------------------------------------------------ unknown
+# ----------------------------------------------------------------------------------- unknown keys
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
-def test_an_unknown_key_that_is_off_is_a_warning(value: Any) -> None:
+def test_an_unknown_key_with_an_off_value_is_a_warning(value: Any) -> None:
     (warning,) = read("llama", foo_bar=value)[1]
     assert "foo_bar" in warning
 
@@ -67,7 +67,7 @@ def test_an_unknown_key_that_could_change_logits_is_an_error(value: Any) -> None
     assert error.value.file == "config.json"
 
 
-def test_all_unknown_keys_are_named_at_once() -> None:
+def test_one_error_names_all_unknown_keys() -> None:
     with pytest.raises(ModelError, match=r"foo.*bar"):
         read("llama", foo=1, bar=2)
     with pytest.raises(ModelError, match=r"\(and 12 more\)"):
@@ -75,20 +75,20 @@ def test_all_unknown_keys_are_named_at_once() -> None:
 
 
 def test_keys_of_published_configs_are_known() -> None:
-    """SmolLM2's, Llama 3's, Qwen2.5's and Phi-3's own odd keys."""
-    odd = {
+    """Unusual keys of SmolLM2, Llama 3, Qwen2.5 and Phi-3."""
+    unusual = {
         "is_llama_config": True,
         "rope_interleaved": False,
         "transformers.js_config": {"dtype": "q4"},
         "unsloth_fixed": True,
     }
-    odd |= {
+    unusual |= {
         "_name_or_path": "x",
         "torch_dtype": "bfloat16",
         "pretraining_tp": 1,
         "auto_map": {"AutoModel": "x"},
     }
-    assert read("llama", **odd)[1] == ()
+    assert read("llama", **unusual)[1] == ()
     assert (
         read(
             "qwen2",
@@ -101,7 +101,7 @@ def test_keys_of_published_configs_are_known() -> None:
     )
 
 
-# --------------------------------------------------------------------------------------------------------- must equal
+# ------------------------------------------------------------------------------------- must equal
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,19 @@ def test_keys_of_published_configs_are_known() -> None:
         ("gemma3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
     ],
 )
-def test_what_is_not_supported_is_named(family: str, changes: dict[str, Any]) -> None:
+def test_an_unsupported_value_raises_an_error_that_names_the_key(
+    family: str, changes: dict[str, Any]
+) -> None:
     with pytest.raises(ModelError, match=next(iter(changes))):
         read(family, **changes)
 
 
-def test_true_is_not_one() -> None:
+def test_a_key_that_must_be_true_rejects_1() -> None:
     with pytest.raises(ModelError, match="is_causal"):
         read("llama", is_causal=1)
 
 
-# ----------------------------------------------------------------------------------------------------------- followed
+# --------------------------------------------------------------------------------------- followed
 
 
 def test_aliases_are_followed() -> None:
@@ -156,7 +158,7 @@ def test_aliases_are_followed() -> None:
     assert read_config({**config, "hidden_size": 64})[0].hidden == 64
 
 
-def test_an_absent_key_has_the_default_of_transformers_and_null_its_own_meaning() -> None:
+def test_an_absent_key_has_the_default_of_transformers_and_null_is_kept() -> None:
     config = {
         k: v
         for k, v in TINY_CONFIGS["mistral"].items()
@@ -175,7 +177,7 @@ def test_gemma_ignores_hidden_act_as_transformers_does() -> None:
     assert read("gemma3", hidden_act="silu", hidden_activation="gelu")[0].activation == "gelu"
 
 
-def test_rope_scaling_wins_over_rope_parameters() -> None:
+def test_rope_scaling_takes_precedence_over_rope_parameters() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     plain = {"rope_type": "default", "rope_theta": 10000.0}
     both, warnings = read("llama", rope_parameters=plain, rope_scaling=yarn)
@@ -184,13 +186,13 @@ def test_rope_scaling_wins_over_rope_parameters() -> None:
     assert any("rope_scaling" in w and "rope_parameters" in w for w in warnings)
 
 
-def test_a_rope_key_without_effect_is_named() -> None:
+def test_a_rope_key_of_another_rope_type_is_a_warning() -> None:
     record = {"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}
     (warning,) = read("llama", rope_parameters=record)[1]
     assert "rope_parameters.beta_fast" in warning
 
 
-def test_longrope_says_which_factors_it_uses() -> None:
+def test_longrope_warns_that_the_context_chooses_the_factors() -> None:
     record = {"rope_type": "longrope", "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
     changes = {"rope_scaling": record, "original_max_position_embeddings": 128}
     spec, (warning,) = read("phi3", **changes)
@@ -204,14 +206,14 @@ def test_longrope_says_which_factors_it_uses() -> None:
     assert warnings == ()
 
 
-def test_dynamic_says_that_the_context_decides() -> None:
+def test_dynamic_rope_warns_that_the_context_chooses_the_frequencies() -> None:
     record = {"rope_type": "dynamic", "factor": 4.0}
     assert read("llama", rope_scaling=record)[1] == ()
     (warning,) = read("llama", context=1024, rope_scaling=record)[1]
     assert "dynamic" in warning
 
 
-# --------------------------------------------------------------------------------------------------------------- gguf
+# ------------------------------------------------------------------------------------------- GGUF
 
 EMBED = {
     "token_embd.weight": Tensor(
@@ -234,33 +236,33 @@ def header(architecture: str, **changes: Any) -> Any:
     if architecture == "qwen3moe":
         keys |= {"expert_count": 4, "expert_used_count": 2}
     plain = {name.replace("__", "."): value for name, value in changes.items()}
-    own = {
+    architecture_keys = {
         f"{architecture}.{name}": value
         for name, value in (keys | plain).items()
         if not name.startswith("general.")
     }
     general = {name: value for name, value in plain.items() if name.startswith("general.")}
     return read_header(
-        {"general.architecture": architecture, **general, **own}, EMBED, file="a.gguf"
+        {"general.architecture": architecture, **general, **architecture_keys}, EMBED, file="a.gguf"
     )
 
 
 @pytest.mark.parametrize("architecture", GGUF_KEYS)
-def test_every_architecture_refuses_bidirectional_attention(architecture: str) -> None:
+def test_every_architecture_rejects_bidirectional_attention(architecture: str) -> None:
     assert header(architecture, attention__causal=True).warnings == ()
     with pytest.raises(ModelError, match=rf"{architecture}\.attention\.causal is False"):
         header(architecture, attention__causal=False)
 
 
 @pytest.mark.parametrize("architecture", GGUF_KEYS)
-def test_unknown_header_keys_follow_the_same_rule(architecture: str) -> None:
+def test_unknown_gguf_keys_are_a_warning_when_off_and_an_error_otherwise(architecture: str) -> None:
     (warning,) = header(architecture, foo=0).warnings
     assert f"{architecture}.foo" in warning
     with pytest.raises(ModelError, match=rf"{architecture}\.foo.* is 2.5"):
         header(architecture, foo=2.5)
 
 
-def test_keys_of_other_namespaces_are_named() -> None:
+def test_unknown_keys_of_other_gguf_namespaces_are_warnings() -> None:
     metadata = {
         "general.architecture": "llama",
         "qwen2.block_count": 3,
@@ -288,7 +290,7 @@ def test_keys_of_other_namespaces_are_named() -> None:
     assert len(warnings) == 3
 
 
-def test_a_file_that_is_no_model_is_named() -> None:
+def test_an_adapter_file_is_rejected() -> None:
     with pytest.raises(ModelError, match=r"general\.type is 'adapter'"):
         header("llama", general__type="adapter")
 
@@ -302,7 +304,7 @@ def test_pooling_types_are_read(value: int, pooling: str) -> None:
 
 
 def test_a_scaling_factor_without_a_type_is_linear() -> None:
-    """llama.cpp's default for an absent rope.scaling.type; none means none, whatever the factor."""
+    """llama.cpp's default for an absent rope.scaling.type. Type none ignores the factor."""
     plain = header("llama").spec.layers[0].rope
     scaled = header("llama", rope__scaling__factor=4.0).spec.layers[0].rope
     assert scaled.inv_freq == tuple(f / 4 for f in plain.inv_freq)
@@ -312,22 +314,22 @@ def test_a_scaling_factor_without_a_type_is_linear() -> None:
     )
 
 
-def test_attn_factor_multiplies_yarns_own_magnitude() -> None:
+def test_attn_factor_multiplies_the_default_attention_factor_of_yarn() -> None:
     yarn = {
         "rope__scaling__type": "yarn",
         "rope__scaling__factor": 4.0,
         "rope__scaling__original_context_length": 128,
     }
-    own = header("llama", **yarn).spec.layers[0].rope.attention_factor
+    default = header("llama", **yarn).spec.layers[0].rope.attention_factor
     twice = (
         header("llama", **yarn, rope__scaling__attn_factor=2.0).spec.layers[0].rope.attention_factor
     )
-    assert own == pytest.approx(1 + 0.1 * np.log(4))
-    assert twice == pytest.approx(2 * own)
+    assert default == pytest.approx(1 + 0.1 * np.log(4))
+    assert twice == pytest.approx(2 * default)
 
 
 def constants() -> set[str]:
-    """Every key that the gguf package names."""
+    """All metadata keys in the constants of the gguf package."""
     found: set[str] = set()
     todo: list[Any] = [gguf.constants.Keys]
     while todo:
@@ -340,7 +342,7 @@ def constants() -> set[str]:
 
 
 @pytest.mark.parametrize("architecture", GGUF_KEYS)
-def test_header_tables_have_the_names_of_llama_cpp(architecture: str) -> None:
+def test_the_gguf_tables_use_the_key_names_of_llama_cpp(architecture: str) -> None:
     names = {key.replace("{arch}.", "") for key in constants() if key.startswith("{arch}.")}
     assert (
         sorted(n for n, k in GGUF_KEYS[architecture].items() if not k.private and n not in names)
@@ -349,7 +351,7 @@ def test_header_tables_have_the_names_of_llama_cpp(architecture: str) -> None:
 
 
 def test_every_namespace_of_llama_cpp_has_a_treatment() -> None:
-    """ARCH.* keys in no table are unknown, and refused unless off; the rest is metadata, or belongs to files that are no models."""
+    """All keys outside ARCH.* are metadata, or belong to files that are not models."""
     rest = {key for key in constants() if not key.startswith("{arch}.")} - set(GENERAL_KEYS)
     other = {"adapter", "clip", "diffusion", "xielu"}
     assert (

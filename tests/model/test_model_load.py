@@ -1,4 +1,4 @@
-"""Loading: every wrong file is a ModelError that names what is wrong and where; rearranged bytes are right; quantising while loading."""
+"""load_model: errors name the fault and the file; rearranged weights; quantisation at load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ State = dict[str, np.ndarray]
 def llama_directory(
     path: Path, change: Callable[[dict[str, Any], State], None] | None = None
 ) -> Path:
-    """A tiny llama as a safetensors directory, spoiled by `change`."""
+    """A tiny llama as a safetensors directory, modified by `change`."""
     config = dict(TINY_CONFIGS["llama"])
     model = tiny_model("llama")
     state = {
@@ -53,7 +53,7 @@ def put(**changes: Any) -> Callable[[dict[str, Any], State], None]:
     return lambda config, state: config.update(changes)
 
 
-def test_a_directory_loads_as_it_is(tmp_path: Path) -> None:
+def test_a_safetensors_directory_loads_with_its_exact_weights(tmp_path: Path) -> None:
     model = load_model(llama_directory(tmp_path / "m"))
     tiny = tiny_model("llama")
     assert model.spec == tiny.spec
@@ -109,14 +109,16 @@ K0 = "model.layers.0.self_attn.k_proj.weight"
         (lambda c, s: s.pop("lm_head.weight"), "tensor lm_head.weight is missing"),
     ],
 )
-def test_what_is_wrong_is_named(change: Any, message: str, tmp_path: Path) -> None:
+def test_a_faulty_directory_raises_an_error_that_names_the_fault(
+    change: Any, message: str, tmp_path: Path
+) -> None:
     directory = llama_directory(tmp_path / "m", change)
     with pytest.raises(ModelError, match=message) as error:
         load_model(directory)
     assert str(directory) in str(error.value)
 
 
-def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
+def test_buffers_and_a_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
     def change(config: dict[str, Any], state: State) -> None:
         config["tie_word_embeddings"] = True
         state["lm_head.weight"] = state["model.embed_tokens.weight"].copy()
@@ -128,8 +130,8 @@ def test_harmless_extras_are_left_alone(tmp_path: Path) -> None:
     assert model.warnings == ()
 
 
-def test_a_head_of_its_own_wins_over_a_tied_config(tmp_path: Path) -> None:
-    """transformers does not tie where the checkpoint has two different matrices, and warns; so do we."""
+def test_a_separate_head_takes_precedence_over_a_tied_config(tmp_path: Path) -> None:
+    """transformers does not tie two different matrices either, and warns."""
     model = load_model(llama_directory(tmp_path / "m", put(tie_word_embeddings=True)))
     assert not model.spec.tied
     assert np.array_equal(
@@ -140,11 +142,13 @@ def test_a_head_of_its_own_wins_over_a_tied_config(tmp_path: Path) -> None:
     assert "lm_head.weight" in warning
 
 
-def test_gpt2_masks_are_left_alone(tmp_path: Path) -> None:
+def test_gpt2_attention_masks_in_the_file_are_ignored(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     state: State = {}
     for name, tensor in model.weights.items():
-        source = hf_source("gpt2", "", name, 0)  # the published file has no "transformer." in front
+        source = hf_source(
+            "gpt2", "", name, 0
+        )  # names in the published file lack the prefix "transformer."
         if source.part in ("", "q"):
             values = tensor.to_f32()
             if source.part:
@@ -165,13 +169,13 @@ def test_gpt2_masks_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere.gguf", "model.safetensors"])
-def test_a_path_that_is_no_model(path: str, tmp_path: Path) -> None:
+def test_a_path_without_a_model_raises_an_error(path: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ModelError, match=path):
         load_model(tmp_path / path)
 
 
-# ------------------------------------------------------------------------------------------------------------------ gguf
+# ------------------------------------------------------------------------------------------- GGUF
 
 
 def llama_gguf(
@@ -201,7 +205,7 @@ def llama_gguf(
     return path
 
 
-def test_a_gguf_file_loads(tmp_path: Path) -> None:
+def test_a_gguf_file_loads_with_its_stop_tokens_and_context(tmp_path: Path) -> None:
     model = load_model(llama_gguf(tmp_path / "m.gguf", {}))
     assert model.eos_ids == (2, 5)
     assert model.spec.context == 512
@@ -227,7 +231,7 @@ def test_a_gguf_file_loads(tmp_path: Path) -> None:
         ({}, "blk.1.ffn_up.weight", "blk.1.ffn_up.weight is missing"),
     ],
 )
-def test_a_wrong_gguf_file_is_named(
+def test_a_faulty_gguf_file_raises_an_error_that_names_the_fault(
     changes: dict[str, Any], drop: str, message: str, tmp_path: Path
 ) -> None:
     path = llama_gguf(tmp_path / "m.gguf", changes, drop)
@@ -236,16 +240,16 @@ def test_a_wrong_gguf_file_is_named(
     assert str(path) in str(error.value)
 
 
-def test_an_unknown_gguf_tensor_is_named(tmp_path: Path) -> None:
+def test_an_unknown_gguf_tensor_is_an_error(tmp_path: Path) -> None:
     path = llama_gguf(tmp_path / "m.gguf", {}, add={"blk.0.attn_sinks": np.zeros(4, np.float32)})
     with pytest.raises(ModelError, match=r"blk\.0\.attn_sinks is not known for llama"):
         load_model(path)
 
 
-# ---------------------------------------------------------------------------------------------------- context and quant
+# ------------------------------------------------------------------------------ context and quant
 
 
-def test_context_may_shrink_and_never_grow(tmp_path: Path) -> None:
+def test_the_context_can_be_reduced_but_not_extended(tmp_path: Path) -> None:
     directory = llama_directory(tmp_path / "m")
     assert load_model(directory, context=100).spec.context == 100
     with pytest.raises(ParameterError, match="513 is more than this model's 512") as error:
@@ -253,20 +257,20 @@ def test_context_may_shrink_and_never_grow(tmp_path: Path) -> None:
     assert error.value.param == "context"
 
 
-def test_dynamic_scaling_may_grow_by_its_factor(tmp_path: Path) -> None:
+def test_dynamic_rope_extends_the_context_by_its_factor(tmp_path: Path) -> None:
     directory = llama_directory(
         tmp_path / "m", put(rope_scaling={"type": "dynamic", "factor": 2.0})
     )
     assert load_model(directory).spec.context == 512
-    long, own = load_model(directory, context=1024).spec, load_model(directory).spec
-    assert long.layers[0].rope.inv_freq[1] < own.layers[0].rope.inv_freq[1]  # type: ignore[union-attr]
+    long, default = load_model(directory, context=1024).spec, load_model(directory).spec
+    assert long.layers[0].rope.inv_freq[1] < default.layers[0].rope.inv_freq[1]  # type: ignore[union-attr]
     with pytest.raises(ParameterError):
         load_model(directory, context=1025)
 
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
-def test_quantising_while_loading(quant: str, tmp_path: Path) -> None:
-    """Matrices whose rows are a multiple of 32 become blocks; norms, and mlp.down with its rows of 48, stay."""
+def test_quant_quantises_matrices_at_load(quant: str, tmp_path: Path) -> None:
+    """Only rows of a multiple of 32 values: norms, and mlp.down with rows of 48, stay f32."""
     directory = llama_directory(tmp_path / "m")
     plain, small = load_model(directory).weights, load_model(directory, quant=quant).weights
     for name, tensor in plain.items():
@@ -279,13 +283,13 @@ def test_quantising_while_loading(quant: str, tmp_path: Path) -> None:
     assert small["layers.0.mlp.down"].type == "f32"
 
 
-def test_experts_are_quantised_too() -> None:
+def test_quant_quantises_experts_but_not_the_router() -> None:
     weights = tiny_model("qwen3moe", type="q8_0").weights
     assert weights["layers.0.moe.gate"].type == "q8_0"
     assert weights["layers.0.moe.router"].type == "f32"
 
 
-def test_quant_must_be_known_and_needs_floats(tmp_path: Path) -> None:
+def test_quant_rejects_unknown_types_and_quantised_files(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="q3_x"):
         load_model(tmp_path, quant="q3_x")
     path = tmp_path / "m.gguf"
@@ -313,8 +317,8 @@ def _quantised_gguf() -> tuple[dict[str, Any], list[Tensor]]:
     ]
 
 
-def test_interleaved_rows_are_put_back_on_raw_blocks(tmp_path: Path) -> None:
-    """GGUF's llama keeps rows 0, d/2, 1, d/2 + 1, … of each head. Here row r of q is filled with the number r."""
+def test_interleaved_rows_of_quantised_blocks_are_reordered(tmp_path: Path) -> None:
+    """GGUF's llama stores rows 0, d/2, 1, d/2 + 1, … of each head. Row r of q holds the value r."""
     q = np.repeat(np.arange(32, dtype=np.float32)[:, None], 32, axis=1)
     order = [head * 8 + j + half * 4 for head in range(4) for j in range(4) for half in range(2)]
     path = tmp_path / "m.gguf"
@@ -335,12 +339,12 @@ def test_interleaved_rows_are_put_back_on_raw_blocks(tmp_path: Path) -> None:
     assert np.allclose(loaded.to_f32()[:, 0], np.arange(32), atol=0.2)
 
 
-# --------------------------------------------------------------------------------------------------------------- layout
+# ----------------------------------------------------------------------------------------- layout
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_weight_has_one_place_in_a_file(family: str) -> None:
-    """No two of our names may take the same bytes, and each must be translatable for both kinds of file."""
+def test_every_weight_maps_to_its_own_tensor_in_both_formats(family: str) -> None:
+    """No two internal names may map to the same rows of the same tensor."""
     spec = tiny_model(family).spec
     experts = max(layer.experts for layer in spec.layers)
     hf = [hf_source(spec.family, "model.", name, experts) for name in layout(spec)]
@@ -349,7 +353,7 @@ def test_every_weight_has_one_place_in_a_file(family: str) -> None:
     assert len({(s.names, s.part) for s in gguf}) == len(gguf)
 
 
-def test_groups_put_full_attention_first() -> None:
+def test_cache_groups_list_full_attention_first() -> None:
     groups = tiny_model("gemma3").spec.groups
     assert [(g.window, g.layers) for g in groups] == [(None, (5,)), (12, (0, 1, 2, 3, 4))]
 
@@ -357,7 +361,7 @@ def test_groups_put_full_attention_first() -> None:
 def test_quantising_needs_a_few_megabytes_of_extra_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stated peak: the finished model and a few MiB, never a float32 copy (here the largest matrix alone would be 16 MB)."""
+    """The peak is the quantised model plus a few MiB; one float32 matrix would be 16 MB."""
     sizes = {
         "vocab_size": 16000,
         "hidden_size": 256,
@@ -375,12 +379,12 @@ def test_quantising_needs_a_few_megabytes_of_extra_memory(
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(state, tmp_path / "model.safetensors")
 
-    def read_then_forget(path: Path) -> Any:
-        source = read_directory(path)  # has a bound of its own, tested with the reader
+    def read_and_reset_peak(path: Path) -> Any:
+        source = read_directory(path)  # has its own bound, tested with the reader
         tracemalloc.reset_peak()
         return source
 
-    monkeypatch.setattr("verbatim.model.load.read_directory", read_then_forget)
+    monkeypatch.setattr("verbatim.model.load.read_directory", read_and_reset_peak)
     tracemalloc.start()
     try:
         model = load_model(tmp_path, quant="q8_0")

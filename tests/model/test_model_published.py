@@ -1,4 +1,4 @@
-"""Configs as they are published, and the parameter counts that their authors publish: our layout must add up to exactly those."""
+"""Published configs: the layout must have exactly the published number of parameters."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         999_885_952,
     ),
-    # the published wrapper says only what differs from the defaults
+    # the published wrapper holds only values that differ from the defaults
     "gemma-3-4b, text part": (
         {
             "model_type": "gemma3",
@@ -162,18 +162,17 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_add_up(name: str) -> None:
+def test_the_layout_has_the_published_number_of_parameters(name: str) -> None:
     config, count = PUBLISHED[name]
     spec = spec_from_config(config)
     assert sum(int(np.prod(shape, dtype=np.int64)) for shape in layout(spec).values()) == count
 
 
-def test_what_the_published_files_mean() -> None:
+def test_windows_rope_and_softcaps_of_published_configs() -> None:
     specs = {name: spec_from_config(config) for name, (config, _) in PUBLISHED.items()}
     assert {layer.window for layer in specs["Mistral-7B-v0.1"].layers} == {4096}
-    assert (
-        specs["Phi-3-mini-128k"].groups[0].window is None
-    )  # 262144 positions back hide nothing in a context of 131072
+    # A window of 262144 masks nothing in a context of 131072.
+    assert specs["Phi-3-mini-128k"].groups[0].window is None
     assert specs["Phi-3-mini-128k"].layers[0].rope.attention_factor == pytest.approx(
         1.1902380714238083
     )  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Rotary frequencies and tables: right, and the same bits on every machine."""
+"""Rotary frequencies and cos/sin tables: correct, and the same bits on every machine."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def rope(scaling: dict[str, object] | None = None, **changes: object) -> RopeSpe
 
 
 def test_plain_frequencies_are_correctly_rounded() -> None:
-    """theta = 2^16, dim = 32: every frequency is a power of two, so there is only one right answer."""
+    """theta = 2^16, dim = 32: every frequency is an exact power of two."""
     assert rope(theta=65536.0, dim=32).inv_freq == tuple(2.0**-j for j in range(16))
 
 
-def test_the_bits_of_the_tables_are_pinned() -> None:
-    """Recorded once. A machine, a library or a change that moves one bit of one cosine fails here."""
+def test_the_bits_of_the_tables_do_not_change() -> None:
+    """The digest was recorded once. One changed bit of one cosine fails here."""
     digest = hashlib.sha256()
     for theta, dim in ((10000.0, 64), (100000.0, 64), (500000.0, 128), (1e6, 256)):
         spec = rope(theta=theta, dim=dim)
@@ -44,20 +44,20 @@ def test_the_bits_of_the_tables_are_pinned() -> None:
 
 
 @given(st.integers(0, (1 << 20) - 1), st.floats(1e-6, 1.0))
-def test_tables_are_cosines_and_sines(position: int, frequency: float) -> None:
+def test_the_tables_hold_cos_and_sin_of_the_angles(position: int, frequency: float) -> None:
     cos, sin = tables(RopeSpec(2, (frequency,)), np.array([position]))
     angle = position * frequency
     assert abs(float(cos[0, 0]) - math.cos(angle)) < 7e-8
     assert abs(float(sin[0, 0]) - math.sin(angle)) < 7e-8
 
 
-def test_the_attention_factor_scales_both() -> None:
+def test_the_attention_factor_scales_cos_and_sin() -> None:
     plain, scaled = RopeSpec(4, (1.0, 0.1)), RopeSpec(4, (1.0, 0.1), attention_factor=1.25)
     for a, b in zip(tables(plain, np.arange(9)), tables(scaled, np.arange(9)), strict=True):
         assert np.allclose(a * 1.25, b, atol=1e-7)
 
 
-def test_longrope_is_chosen_by_the_context() -> None:
+def test_the_context_chooses_long_or_short_factors_of_longrope() -> None:
     scaling = {
         "rope_type": "longrope",
         "long_factor": [2.0] * 32,
@@ -92,7 +92,9 @@ def test_longrope_is_chosen_by_the_context() -> None:
         ({"rope_type": "yarn", "factor": 4.0, "beta_fast": -1.0}, "beta_fast is -1.0"),
     ],
 )
-def test_a_wrong_scaling_is_named(scaling: dict[str, object], message: str) -> None:
+def test_an_invalid_scaling_raises_an_error_that_names_the_key(
+    scaling: dict[str, object], message: str
+) -> None:
     with pytest.raises(ModelError, match=message.replace("[", r"\[")) as error:
         rope(scaling)
     assert error.value.file == "a file"
@@ -101,11 +103,11 @@ def test_a_wrong_scaling_is_named(scaling: dict[str, object], message: str) -> N
 @pytest.mark.parametrize(
     "changes", [{"dim": 0}, {"dim": 7}, {"theta": 0.0}, {"theta": -1.0}, {"theta": math.inf}]
 )
-def test_wrong_sizes_are_refused(changes: dict[str, object]) -> None:
+def test_invalid_dimensions_and_thetas_are_rejected(changes: dict[str, object]) -> None:
     with pytest.raises(ModelError):
         rope(**changes)
 
 
-def test_a_base_of_one_does_not_divide_by_zero() -> None:
+def test_a_theta_of_one_is_rejected_instead_of_dividing_by_zero() -> None:
     with pytest.raises(ModelError, match="cannot be computed"):
         rope({"rope_type": "yarn", "factor": 4.0}, theta=1.0)

@@ -1,6 +1,7 @@
-"""Real GGUF files: every file in the folder that VERBATIM_TEST_MODELS names, on the cpu backend and, up to 1 GB, on the reference.
+"""Real GGUF files: each file in $VERBATIM_TEST_MODELS, on the cpu backend and, up to 1 GB, on the
+reference backend.
 
-`VERBATIM_TEST_MODELS=FOLDER make test-models` runs them; `make test` leaves them out, and its last table says so.
+`VERBATIM_TEST_MODELS=FOLDER make test-models` runs them; `make test` skips them.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from verbatim import LLM, SamplingParams
 pytestmark = pytest.mark.models
 
 FOLDER = os.environ.get("VERBATIM_TEST_MODELS")
-MAX_REFERENCE = 10**9  # bytes of a file that the reference backend, in NumPy, can still run
+MAX_REFERENCE = 10**9  # bytes of a file; the NumPy reference backend is too slow for larger ones
 PROMPT = "The capital of France is"
 OTHERS = ["1, 2, 3, 4,", "Once upon a time there was", "def add(a, b):"]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, logprobs=0, ignore_eos=True)
 
 
 def files() -> list[Any]:
-    """The GGUF files as parameters; of a split model the first part, which stands for all."""
+    """The GGUF files as parameters; a split model is listed by its first part."""
     if FOLDER is None:
         return [
             pytest.param(
@@ -56,7 +57,7 @@ def llm(file: Path) -> Iterator[LLM]:
 
 
 def test_scoring_the_text_gives_the_logprobs_of_generating_it(llm: LLM) -> None:
-    """Decoded token by token and scored in one prefill: the same log-probabilities, to the bit."""
+    """Decode token by token, then score in one prefill: the log-probabilities have equal bits."""
     completion = llm.generate(PROMPT, GREEDY)
     prompt, done = completion.prompt_ids, completion.choices[0]
     assert len(done.token_ids) == 16
@@ -73,12 +74,15 @@ def test_a_prompt_alone_and_in_a_batch_gives_the_same_tokens(llm: LLM) -> None:
     assert together.logprobs == alone.logprobs
 
 
-def test_the_reference_generates_too_and_mostly_agrees(file: Path, llm: LLM) -> None:
-    """The cpu backend rounds activations to 8 bits, so a near tie may fall either way: the reference must give the
-    cpu backend's tokens a probability close to that of its own choice, at every position."""
+def test_the_reference_backend_gives_the_cpu_tokens_a_high_probability(
+    file: Path, llm: LLM
+) -> None:
+    """The cpu backend rounds activations to 8 bits, so near ties may differ. The reference must
+    give every token of the cpu backend a probability close to that of its own best token."""
     if file.stat().st_size > MAX_REFERENCE:
         pytest.skip(
-            f"{file.name} is larger than {MAX_REFERENCE / 1e9:g} GB, too large for the reference backend"
+            f"{file.name} is larger than {MAX_REFERENCE / 1e9:g} GB, "
+            "too large for the reference backend"
         )
     completion = llm.generate(PROMPT, GREEDY)
     prompt, tokens = completion.prompt_ids, completion.choices[0].token_ids

@@ -1,4 +1,7 @@
-"""Tiny random checkpoints made with transformers: every family, every rope scaling, every shape of attention that we claim."""
+"""Tiny random checkpoints of every supported family, rope scaling and attention shape.
+
+transformers creates them; its logits are the expected values of the parity tests.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,10 @@ _SHORT = [1.0, 1.0, 1.1, 1.2]
 
 @dataclass(frozen=True)
 class Case:
-    """`context`: what the engine is opened with. `gguf`: the architecture of the GGUF file, empty where GGUF cannot say it."""
+    """One checkpoint.
+
+    `context`: the engine's context. `gguf`: architecture of the GGUF file, empty if GGUF cannot
+    express the config."""
 
     name: str
     kind: str  # prefix of transformers' classes
@@ -87,7 +93,8 @@ CASES = [
     ),
     Case("llama-linear", "Llama", _rope("linear", factor=4.0), gguf="llama"),
     Case("llama-dynamic-short", "Llama", _rope("dynamic", factor=4.0)),
-    # transformers takes the length of the text, we the engine's context: equal where the text fills the context
+    # transformers uses the length of the sequence, the engine its context. The two agree if the
+    # sequence fills the context.
     Case(
         "llama-dynamic-long",
         "Llama",
@@ -100,7 +107,8 @@ CASES = [
     Case("llama-llama3", "Llama", _LLAMA3, gguf="llama"),
     Case("llama-yarn", "Llama", _YARN, gguf="llama"),
     Case("llama-yarn-mscale", "Llama", _YARN_FULL),
-    # transformers switches at the original length: a prompt beyond it is long for both, a context within it short for both
+    # transformers switches at the original length. A prompt beyond it is long for both, a context
+    # within it is short for both.
     Case("llama-longrope-long", "Llama", _LONGROPE),
     Case("llama-longrope-short", "Llama", _LONGROPE, 16, "", 8, 8),
     Case("mistral-window", "Mistral", {"sliding_window": 9}, gguf="llama"),
@@ -197,7 +205,7 @@ def class_of(case: Case) -> str:
 
 
 def build(case: Case, directory: Path) -> Any:
-    """The transformers model, with lively weights, saved to `directory`. Float32, evaluation mode, plain attention."""
+    """Build the transformers model (float32, eager attention) and save it to `directory`."""
     import torch
     import transformers
 
@@ -207,13 +215,15 @@ def build(case: Case, directory: Path) -> Any:
     model = getattr(transformers, class_of(case))(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            enliven(name, p)
+            randomise(name, p)
     model.save_pretrained(directory)
     return model
 
 
-def enliven(name: str, p: Any) -> None:
-    """Library initialisers give near-uniform attention and flat logits, which forgive mistakes. Draw stronger weights."""
+def randomise(name: str, p: Any) -> None:
+    """Draw larger weights than the library's initialisers.
+
+    Those give near-uniform attention and flat logits, which would hide errors."""
     import torch
 
     if p.ndim == 1:

@@ -1,4 +1,4 @@
-"""Parity with transformers: one thread for PyTorch, because many small products on shared cores are faster so."""
+"""Parity tests run PyTorch with one thread: faster for many small matmuls on shared cores."""
 
 from __future__ import annotations
 

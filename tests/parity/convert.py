@@ -1,5 +1,8 @@
-"""A Hugging Face checkpoint -> GGUF, by the conventions of that format. Written on its own, so that it can catch our reader's mistakes:
-names, the interleaving of llama's rotated rows, gemma's norms with 1 added, gpt2's transposed matrices, stacked experts."""
+"""Convert a Hugging Face checkpoint to GGUF, independently of the code under test.
+
+Shares no code with the reader, so that it can find the reader's errors in: names, interleaving of
+llama's rotated rows, gemma's norms with 1 added, gpt2's transposed matrices, stacked experts.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def to_gguf(
     type: str = "f32",
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Convert the checkpoint in `directory`. `type`: how matrices whose rows are a multiple of 32 are stored."""
+    """Convert the checkpoint in `directory`. `type`: of matrices with rows of a multiple of 32."""
     config = json.loads((directory / "config.json").read_text())
     arrays = _arrays(load_file(directory / "model.safetensors"), config, architecture)
     metadata, tables = _metadata(config, architecture)
@@ -102,13 +105,13 @@ def _arrays(
             ] = values
             continue
         pattern = next(p for p in rules if re.fullmatch(p, name))
-        result[re.fullmatch(pattern, name).expand(rules[pattern])] = _changed(
+        result[re.fullmatch(pattern, name).expand(rules[pattern])] = _converted(
             name, values, config, architecture
         )  # type: ignore[union-attr]
     return result | {name: np.stack([by[e] for e in sorted(by)]) for name, by in experts.items()}
 
 
-def _changed(
+def _converted(
     name: str, values: np.ndarray, config: dict[str, Any], architecture: str
 ) -> np.ndarray:
     if architecture == "llama" and ".q_proj." in name:
@@ -123,7 +126,7 @@ def _changed(
 
 
 def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
-    """Rows j and j + d/2 of each head become neighbours."""
+    """Put rows j and j + d/2 of each head side by side."""
     half = values.shape[0] // heads // 2
     return values.reshape(heads, 2, half, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 

@@ -1,4 +1,4 @@
-"""Run a model on the reference backend token by token, with a scattered block table, and look at its logits."""
+"""Compute logits on the reference backend without an engine, with a scattered block table."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from verbatim.model.load import Model
 
 
 class Driver:
-    """One sequence whose logits are returned for every token fed. Blocks are handed out in a random order."""
+    """One sequence. `feed` returns the logits of every token. KV blocks are in random order."""
 
-    def __init__(self, model: Model, block_size: int = 4, room: int = 160) -> None:
+    def __init__(self, model: Model, block_size: int = 4, positions: int = 160) -> None:
         self.backend = ReferenceBackend(model, EngineConfig(check=True), block_size=block_size)
-        blocks = -(-room // block_size)
+        blocks = -(-positions // block_size)
         groups = len(model.spec.groups)
         self.backend.allocate((blocks,) * groups)
         random = np.random.default_rng(1)

@@ -1,8 +1,9 @@
-"""Random changes of tiny configs, and what becomes of each: transformers' logits, an error that names the key, or a fault.
+"""Random mutations of tiny configs, and the outcome of loading each with verbatim.
 
-A mutation changes one to three keys of a family's tiny config: other values, nulls, keys left out, rope records of every kind,
-keys of other families, unknown keys. transformers builds a model from the mutated config and saves its weights; beside them the
-config.json is the mutated one, as it is. Both run the same twelve tokens.
+A mutation changes one to three keys of a family's tiny config: other values, nulls, absent keys,
+rope records of every type, keys of other families, unknown keys. transformers builds a model from
+the mutated config and saves its weights. Verbatim loads them with the mutated config.json, and
+both compute the logits of the same twelve tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoints import enliven
+from checkpoints import randomise
 from drive import Driver
 
 from verbatim.base.errors import ModelError, ParameterError
@@ -25,7 +26,7 @@ from verbatim.model.load import load_model
 
 TOLERANCE = 1e-4
 TOKENS = np.random.default_rng(7).integers(3, 96, 12).tolist()
-ABSENT: Any = object()  # the key is left out
+ABSENT: Any = object()  # remove the key
 
 _BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -140,7 +141,7 @@ _ROTARY: dict[str, tuple[Any, ...]] = {
     "sliding_window": (3, 7, 4096, None, ABSENT),
     "layer_types": _TYPES,
 }
-# Keys that any config may hold: the base class's, those that change the mask, and unknown ones.
+# Keys that any config may hold: of the base class, keys that change the mask, unknown keys.
 _ANY: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, False),
     "use_bidirectional_attention": (True, False, None),
@@ -257,13 +258,13 @@ class Mutation:
     family: str
     number: int
     config: dict[str, Any]
-    keys: tuple[str, ...] = field(
-        default=()
-    )  # the names of what was changed, records' keys included
-    kept: bool = False  # the weights are those of the family's tiny config with a head of its own, not of the mutated one
+    keys: tuple[str, ...] = field(default=())  # changed keys, including keys of rope records
+    # Use weights of the original tiny config, with a separate head, instead of new ones.
+    original_weights: bool = False
 
 
 def mutations(family: str, count: int, seed: int = 17) -> Iterator[Mutation]:
+    """`count` mutations; each is a function of seed, family and number alone."""
     for number in range(count):
         source = random.Random(f"{seed} {family} {number}")
         config = json.loads(json.dumps(BASE[family]))
@@ -278,14 +279,18 @@ def mutations(family: str, count: int, seed: int = 17) -> Iterator[Mutation]:
                 config.pop(name, None)
             else:
                 config[name] = value
-        kept = source.random() < 0.15
+        original = source.random() < 0.15
         yield Mutation(
-            family, number, config, (*keys, "tie_word_embeddings") if kept else tuple(keys), kept
+            family,
+            number,
+            config,
+            (*keys, "tie_word_embeddings") if original else tuple(keys),
+            original,
         )
 
 
 def _mutate_rope(family: str, config: dict[str, Any], source: random.Random) -> list[str]:
-    """A record under the new name, the old one, or both; for gemma3 mostly one per layer type."""
+    """Put a rope record under the new key, the old key or both; for gemma3 often per layer type."""
     head = config.get("head_dim", 8)
     names = source.choice(
         [
@@ -370,26 +375,29 @@ def _record(source: random.Random, pairs: int) -> dict[str, Any]:
     return record
 
 
-# ------------------------------------------------------------------------------------------------------------- compare
+# ---------------------------------------------------------------------------------------- compare
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`kind`: equal, refused (by us, naming a key), different, unnamed (an error of ours without the key), or, where transformers
-    itself fails: both (we refuse too) and alone (we would load it: nothing to compare with)."""
+    """`kind`: equal, different, refused (verbatim's error names a changed key) or unnamed (it does
+    not). If transformers itself fails: both (verbatim fails too) or alone (verbatim loads it)."""
 
     kind: str
     detail: str = ""
 
 
 def judge(mutation: Mutation, directory: Path) -> Outcome:
+    """Load the mutated config with both and compare the logits."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     text = json.dumps(mutation.config)
     try:
-        config, logits = (_kept if mutation.kept else _fresh)(mutation, directory)
-    except Exception as error:  # whatever transformers raises: it has no logits to compare with
-        return Outcome(_alone(mutation), f"{type(error).__name__}: {str(error)[:200]}")
+        config, logits = (
+            _with_original_weights if mutation.original_weights else _with_new_weights
+        )(mutation, directory)
+    except Exception as error:  # any error of transformers: there are no logits to compare with
+        return Outcome(_both_or_alone(mutation), f"{type(error).__name__}: {str(error)[:200]}")
     (directory / "config.json").write_text(text)
     try:
         ours = Driver(load_model(directory, context=_context(config))).feed(TOKENS)
@@ -402,7 +410,7 @@ def judge(mutation: Mutation, directory: Path) -> Outcome:
     return Outcome("equal" if worst < TOLERANCE else "different", f"{worst:.2e}")
 
 
-def _alone(mutation: Mutation) -> str:
+def _both_or_alone(mutation: Mutation) -> str:
     try:
         read_config(mutation.config)
     except ModelError:
@@ -418,27 +426,27 @@ def _class(family: str) -> Any:
     return getattr(transformers, name)
 
 
-def _fresh(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
-    """Weights made for the mutated config."""
+def _with_new_weights(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
+    """Build new weights for the mutated config."""
     import transformers
 
     config = getattr(transformers, f"{KIND[mutation.family]}Config").from_dict(
         json.loads(json.dumps(mutation.config))
     )
     config._attn_implementation = "eager"
-    model = _lively(_class(mutation.family)(config), mutation.number)
+    model = _randomised(_class(mutation.family)(config), mutation.number)
     logits = _logits(model)
     model.save_pretrained(directory)
     return config, logits
 
 
-def _kept(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
-    """Weights of the unmutated config, with a head that is not the embedding, under the mutated config."""
+def _with_original_weights(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
+    """Use weights of the original config, with a separate head, under the mutated config."""
     import transformers
 
     base = {**BASE[mutation.family], "tie_word_embeddings": False}
     config = getattr(transformers, f"{KIND[mutation.family]}Config").from_dict(base)
-    _lively(_class(mutation.family)(config), mutation.number).save_pretrained(directory)
+    _randomised(_class(mutation.family)(config), mutation.number).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(mutation.config))
     model = (
         _class(mutation.family)
@@ -449,14 +457,14 @@ def _kept(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
     return model.config, _logits(model)
 
 
-def _lively(model: Any, seed: int) -> Any:
+def _randomised(model: Any, seed: int) -> Any:
     import torch
 
     torch.manual_seed(seed)
     model = model.float().eval()
     with torch.no_grad():
         for parameter, values in model.named_parameters():
-            enliven(parameter, values)
+            randomise(parameter, values)
     return model
 
 
@@ -469,8 +477,7 @@ def _logits(model: Any) -> np.ndarray:
 
 
 def _context(config: Any) -> int | None:
-    """longrope and dynamic look at the text's length in transformers, and at the engine's context here: an engine for texts
-    of this length must give the same logits."""
+    """The length that transformers uses for longrope and dynamic, as the engine's context."""
     rope = getattr(config, "rope_parameters", None) or {}
     records = [r for r in (rope, *rope.values()) if isinstance(r, dict) and "rope_type" in r]
     for record in records:

@@ -1,5 +1,8 @@
-"""The key tables against transformers' config classes: every key of a class is in its family's table with the same default, and
-no table has a key that transformers does not know, unless it is marked as private."""
+"""The key tables against transformers' config classes.
+
+Every key of a class is in its family's table with the same default, and every key of a table is
+known to transformers, unless it is marked as private.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ CLASSES = {
     "phi3": "Phi3",
     "gpt2": "GPT2",
 }
-# Objects whose default the class makes: the table has none, and the parity tests compare what comes of it.
-MADE = {"rope_parameters", "text_config", "vision_config", "layer_types", "mlp_only_layers"}
+# Keys whose default the class computes. The tables have none; the parity tests compare the result.
+COMPUTED = {"rope_parameters", "text_config", "vision_config", "layer_types", "mlp_only_layers"}
 
 
 def config_class(family: str) -> Any:
@@ -47,7 +50,7 @@ def test_every_family_has_a_table_and_a_class() -> None:
 
 @pytest.mark.parametrize("family", CLASSES)
 def test_every_key_of_the_class_is_in_the_table(family: str) -> None:
-    """Fields of the class and of its base, other names, what an instance keeps and writes, and generation settings."""
+    """Fields, aliases, keys that an instance writes, and generation settings."""
     import transformers
 
     kind = config_class(family)
@@ -60,11 +63,11 @@ def test_every_key_of_the_class_is_in_the_table(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_defaults_are_those_of_the_class(family: str) -> None:
+def test_the_tables_have_the_defaults_of_the_classes(family: str) -> None:
     table = CONFIG_KEYS[family]
     for field in dataclasses.fields(config_class(family)):
         key = table[field.name]
-        if field.name in MADE or key.treatment == "no effect" or field.name == "eos_token_id":
+        if field.name in COMPUTED or key.treatment == "no effect" or field.name == "eos_token_id":
             continue
         default = None if field.default is dataclasses.MISSING else field.default
         if key.treatment == "must equal":
@@ -74,7 +77,7 @@ def test_defaults_are_those_of_the_class(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", [f for f in CLASSES if f not in ("gpt2", "gemma3")])
-def test_rope_defaults_are_those_of_the_class(family: str) -> None:
+def test_the_tables_have_the_rope_defaults_of_the_classes(family: str) -> None:
     table, kind = CONFIG_KEYS[family], config_class(family)
     made = kind().rope_parameters
     full = made.get("full_attention", made)
@@ -84,15 +87,15 @@ def test_rope_defaults_are_those_of_the_class(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_an_explicit_null_means_what_it_means_in_the_class(family: str) -> None:
-    """A key with a default that may also be null keeps the null."""
+def test_a_key_is_nullable_where_the_class_allows_none(family: str) -> None:
+    """An explicit null of such a key replaces its default."""
     hints = {field.name: str(field.type) for field in dataclasses.fields(config_class(family))}
     for name, key in CONFIG_KEYS[family].items():
         if (
             key.treatment == "followed"
             and key.default is not None
             and name in hints
-            and name not in MADE
+            and name not in COMPUTED
         ):
             optional = "None" in hints[name]
             assert key.nullable == optional or name in (
@@ -101,7 +104,7 @@ def test_an_explicit_null_means_what_it_means_in_the_class(family: str) -> None:
             ), name
 
 
-def test_rope_records_have_the_keys_of_transformers() -> None:
+def test_the_rope_tables_have_the_keys_of_transformers() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, RopeParameters
 
     known = all_rope_keys()
@@ -114,8 +117,8 @@ def test_rope_records_have_the_keys_of_transformers() -> None:
 
 
 @cache
-def words_of_transformers() -> frozenset[str]:
-    """Every identifier in the sources that read configs: the shared modules and our families' own."""
+def identifiers_of_transformers() -> frozenset[str]:
+    """All identifiers in the sources of transformers that read the configs of our families."""
     import transformers
 
     root = Path(transformers.__file__).parent
@@ -147,18 +150,20 @@ def test_no_table_has_a_key_that_transformers_does_not_know(family: str) -> None
     unknown = [
         n
         for n, k in CONFIG_KEYS[family].items()
-        if not k.private and n not in words_of_transformers()
+        if not k.private and n not in identifiers_of_transformers()
     ]
     assert unknown == []
     known = [n for n, k in CONFIG_KEYS[family].items() if k.private and n in fields_of(family)]
-    assert known == [], "marked as private, and a key of the class"
+    assert known == [], "marked as private, but a key of the class"
 
 
 def fields_of(family: str) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class(family))}
 
 
-def test_a_key_of_the_class_that_is_missing_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_fails_if_a_key_of_the_class_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     table: dict[str, Key] = {k: v for k, v in CONFIG_KEYS["llama"].items() if k != "mlp_bias"}
     monkeypatch.setitem(CONFIG_KEYS, "llama", table)
     with pytest.raises(AssertionError):

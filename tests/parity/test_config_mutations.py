@@ -1,4 +1,4 @@
-"""Random mutations of tiny configs: each gives transformers' logits within 1e-4, or an error that names a key that was changed."""
+"""Random config mutations: logits within 1e-4 of transformers, or an error naming a changed key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """transformers and PyTorch warn of many of these configs; that is no fault of ours."""
+    """Silence transformers and PyTorch, which warn of many of these configs."""
     import transformers
 
     before = transformers.utils.logging.get_verbosity()
@@ -29,7 +29,7 @@ def quiet() -> Iterator[None]:
 
 
 def check(family: str, count: int, directory: Path) -> Counter[str]:
-    """Judge mutations until `count` of them could be compared; those that transformers itself refuses are not among them."""
+    """Judge mutations until `count` are compared; those that transformers rejects do not count."""
     found: Counter[str] = Counter()
     wrong: list[str] = []
     for mutation in mutations(family, 4 * count):
@@ -37,7 +37,8 @@ def check(family: str, count: int, directory: Path) -> Counter[str]:
         found[outcome.kind] += 1
         if outcome.kind in ("different", "unnamed"):
             wrong.append(
-                f"{family} {mutation.number} {outcome.kind}: {outcome.detail} {mutation.keys} {mutation.config}"
+                f"{family} {mutation.number} {outcome.kind}: {outcome.detail} "
+                f"{mutation.keys} {mutation.config}"
             )
         if found["equal"] + found["refused"] + len(wrong) == count:
             break
@@ -47,7 +48,9 @@ def check(family: str, count: int, directory: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_few_mutations(family: str, tmp_path: Path) -> None:
+def test_six_mutated_configs_match_transformers_or_name_the_key(
+    family: str, tmp_path: Path
+) -> None:
     found = check(family, 6, tmp_path / "model")
     assert found["equal"] >= 2
 
@@ -55,7 +58,7 @@ def test_a_few_mutations(family: str, tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_hundred_mutations(
+def test_two_hundred_mutated_configs_match_transformers_or_name_the_key(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = check(family, 200, tmp_path / "model")

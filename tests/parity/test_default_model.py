@@ -1,7 +1,7 @@
-"""The default model against transformers, which gets the same file through the gguf package's reader and dequantiser.
+"""The default model against transformers, with the weights that the gguf package reads.
 
-Greedy equality is proved without generating twice: we write 64 tokens, transformers reads prompt and answer in one pass, and each
-token must be its argmax given those before. By induction its own greedy answer is the same.
+Verbatim generates 64 tokens greedily. transformers computes prompt and completion in one prefill,
+and each token must be its argmax. By induction, its own greedy completion is the same.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ PROMPTS = [
     "Q: What is the largest planet?\nA:",
     "In 1969, the first humans",
 ]
-ANSWER = 64
+COMPLETION = 64  # tokens
 TEXT = (
-    "A lighthouse keeper writes in the log every evening. The wind, the height of the waves, the ships that passed, and whether the "
-    "lamp burned all night. Nobody reads the log, he thinks; but one winter a young woman came from the university, asked for the books "
-    "of forty years, and sat in the kitchen with them for a week. She wanted to know how often it had rained in March. When she left, "
-    "she said that his numbers were better than those of the weather service, because he had never once written down a guess."
+    "A lighthouse keeper writes in the log every evening. The wind, the height of the waves, the "
+    "ships that passed, and whether the lamp burned all night. Nobody reads the log, he thinks; "
+    "but one winter a young woman came from the university, asked for the books of forty years, "
+    "and sat in the kitchen with them for a week. She wanted to know how often it had rained in "
+    "March. When she left, she said that his numbers were better than those of the weather "
+    "service, because he had never once written down a guess."
 )
 
 
@@ -54,7 +56,7 @@ def ours(default_model: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def theirs(default_model: Path) -> Any:
-    """transformers' Llama with this file's weights, dequantised by the gguf package."""
+    """transformers' Llama with the weights of the file, dequantised by the gguf package."""
     import gguf
     import torch
     import transformers
@@ -119,9 +121,9 @@ def _hf_name(name: str) -> str:
 
 
 def greedy(backend: ReferenceBackend, prompts: list[list[int]], count: int) -> list[list[int]]:
-    """All prompts at once, `count` tokens each. Sequence i owns blocks 8i .. 8i + 7."""
-    texts = [list(p) for p in prompts]
-    done = [0] * len(texts)
+    """Decode `count` tokens of all prompts in one batch. Sequence i has blocks 8i .. 8i + 7."""
+    sequences = [list(p) for p in prompts]
+    done = [0] * len(sequences)
     specs = [DrawSpec(SamplingParams(temperature=0.0), 0, len(p)) for p in prompts]
     for number in range(count):
         steps = [
@@ -133,26 +135,26 @@ def greedy(backend: ReferenceBackend, prompts: list[list[int]], count: int) -> l
                 draws=1,
                 draw=specs[i],
             )
-            for i, t in enumerate(texts)
+            for i, t in enumerate(sequences)
         ]
         for i, result in enumerate(backend.execute(StepPlan(number, tuple(steps))).sequences):
-            done[i] = len(texts[i])
-            texts[i].append(result.drawn[0].token)
-    return texts
+            done[i] = len(sequences[i])
+            sequences[i].append(result.drawn[0].token)
+    return sequences
 
 
-def test_greedy_answers_are_those_of_transformers(ours: Any, theirs: Any) -> None:
+def test_greedy_completions_equal_those_of_transformers(ours: Any, theirs: Any) -> None:
     import torch
 
     backend, tokenizer = ours
     prompts = [tokenizer.encode_prompt(p, special=True) for p in PROMPTS]
-    for prompt, text in zip(prompts, greedy(backend, prompts, ANSWER), strict=True):
+    for prompt, text in zip(prompts, greedy(backend, prompts, COMPLETION), strict=True):
         with torch.no_grad():
             best = theirs(torch.tensor([text[:-1]]), use_cache=False).logits[0].argmax(-1).tolist()
         assert text[len(prompt) :] == best[len(prompt) - 1 :], tokenizer.decode(text)
 
 
-def test_perplexity_is_that_of_transformers(ours: Any, theirs: Any) -> None:
+def test_logprobs_and_perplexity_equal_those_of_transformers(ours: Any, theirs: Any) -> None:
     import torch
 
     backend, tokenizer = ours

@@ -1,4 +1,4 @@
-"""Every family against transformers: logits of the prompt and of greedy steps within 1e-4, greedy tokens equal."""
+"""Every family against transformers: logits of prefill and decode within 1e-4, equal tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 
 def expected(model: Any, case: Case) -> tuple[list[int], np.ndarray]:
-    """transformers: all tokens (prompt and greedy answer) and the logits of every position, recomputed without a cache."""
+    """Of transformers, without a KV cache: prompt and greedy tokens, logits of all positions."""
     import torch
 
     random = np.random.default_rng(sum(case.name.encode()))
@@ -39,7 +39,7 @@ def expected(model: Any, case: Case) -> tuple[list[int], np.ndarray]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """name -> (directory, tokens, logits), made once for all tests of this file."""
+    """Case -> (directory, tokens, logits), built once for all tests of this file."""
     made: dict[str, tuple[Path, list[int], np.ndarray]] = {}
 
     def get(case: Case) -> tuple[Path, list[int], np.ndarray]:
@@ -52,7 +52,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def compare(driver: Driver, case: Case, tokens: list[int], logits: np.ndarray) -> None:
-    """The prompt in two chunks, then one token at a time."""
+    """Prefill in two chunks, then decode token by token."""
     cut = case.prompt // 3
     got = [driver.feed(tokens[:cut]), driver.feed(tokens[cut : case.prompt])]
     for i in range(case.prompt, len(tokens)):
@@ -61,17 +61,17 @@ def compare(driver: Driver, case: Case, tokens: list[int], logits: np.ndarray) -
     ours = np.concatenate(got)
     assert ours.shape == logits.shape
     assert np.abs(ours - logits).max() < TOLERANCE
-    assert np.ptp(logits, axis=-1).mean() > 1.0, "a flat model proves nothing"
+    assert np.ptp(logits, axis=-1).mean() > 1.0, "flat logits would hide errors"
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_safetensors_equals_transformers(case: Case, built: Any) -> None:
+def test_logits_of_safetensors_equal_those_of_transformers(case: Case, built: Any) -> None:
     directory, tokens, logits = built(case)
     compare(Driver(load_model(directory, context=case.context)), case, tokens, logits)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.gguf], ids=lambda c: c.name)
-def test_gguf_equals_transformers(case: Case, built: Any, tmp_path: Path) -> None:
+def test_logits_of_gguf_equal_those_of_transformers(case: Case, built: Any, tmp_path: Path) -> None:
     directory, tokens, logits = built(case)
     to_gguf(directory, tmp_path / "model.gguf", case.gguf)
     compare(Driver(load_model(tmp_path / "model.gguf", context=case.context)), case, tokens, logits)
@@ -82,12 +82,13 @@ def test_gguf_equals_transformers(case: Case, built: Any, tmp_path: Path) -> Non
     [c for c in CASES if c.gguf and c.kind not in ("Mistral", "Mixtral")],
     ids=lambda c: c.name,
 )
-def test_q8_0_gguf_equals_transformers_own_reading_of_it(
+def test_a_q8_0_gguf_file_gives_the_logits_of_transformers_with_that_file(
     case: Case, built: Any, tmp_path: Path
 ) -> None:
-    """An independent reader of the same file: names, interleaved rows (here of quantised blocks), added ones, splits, stacks.
+    """transformers reads the same GGUF file: names, interleaved rows of quantised blocks, norms,
+    fused and stacked tensors must agree.
 
-    The config is given to it, because its GGUF reader drops rope scalings, windows and head sizes."""
+    It gets the config, because its GGUF reader drops rope scalings, windows and head sizes."""
     pytest.importorskip("accelerate")
     import torch
     import transformers
@@ -109,8 +110,10 @@ def test_q8_0_gguf_equals_transformers_own_reading_of_it(
 
 
 @pytest.mark.parametrize("style", ["language_model.model.", "model.language_model."])
-def test_gemma3_inside_a_multimodal_checkpoint(style: str, built: Any, tmp_path: Path) -> None:
-    """config.json with a text_config, the language model under a prefix, and a vision tower beside it, which we leave alone."""
+def test_the_language_model_of_a_multimodal_gemma3_checkpoint_is_loaded(
+    style: str, built: Any, tmp_path: Path
+) -> None:
+    """A text_config, a prefix before all names, and a vision tower, which is ignored."""
     case = next(c for c in CASES if c.name == "gemma3")
     directory, tokens, logits = built(case)
     state = load_file(directory / "model.safetensors")
@@ -140,8 +143,11 @@ OLD_KEYS = [
 
 
 @pytest.mark.parametrize("name", OLD_KEYS)
-def test_configs_as_older_checkpoints_write_them(name: str, built: Any, tmp_path: Path) -> None:
-    """rope_theta beside rope_scaling (with `type`), rope_local_base_freq, no layer_types: how nearly all published files look."""
+def test_configs_of_older_transformers_versions_give_the_same_logits(
+    name: str, built: Any, tmp_path: Path
+) -> None:
+    """rope_theta and rope_scaling with `type`, rope_local_base_freq, no layer_types: the keys of
+    nearly all published configs."""
     case = next(c for c in CASES if c.name == name)
     directory, tokens, logits = built(case)
     config = json.loads((directory / "config.json").read_text())
@@ -154,9 +160,8 @@ def test_configs_as_older_checkpoints_write_them(name: str, built: Any, tmp_path
     config["rope_theta"] = rope.pop("rope_theta")
     config["partial_rotary_factor"] = rope.pop("partial_rotary_factor", 1.0)
     kind = rope.pop("rope_type")
-    key = (
-        "rope_type" if name.startswith("gemma3") else "type"
-    )  # gemma3 is younger than `type`, and transformers ignores it there
+    # gemma3 is younger than the key `type`, and transformers ignores `type` there.
+    key = "rope_type" if name.startswith("gemma3") else "type"
     config["rope_scaling"] = (
         None if kind == "default" else {key: "su" if kind == "longrope" else kind, **rope}
     )
@@ -166,9 +171,12 @@ def test_configs_as_older_checkpoints_write_them(name: str, built: Any, tmp_path
 
 
 @pytest.mark.parametrize("name", ["llama-dynamic-long", "llama-longrope-long"])
-def test_the_stated_difference_of_length_dependent_ropes(name: str, built: Any) -> None:
-    """transformers looks at the length of the text and so changes the angles of cached keys when a text grows past the limit; we look
-    at the context that the engine was opened with. On a short text the two differ, and ours is the same short or long."""
+def test_longrope_and_dynamic_depend_on_the_context_and_not_on_the_sequence_length(
+    name: str, built: Any
+) -> None:
+    """transformers uses the length of the sequence, which changes the angles of cached keys when
+    the sequence grows past the limit. Verbatim uses the engine's context. So the logits of a short
+    sequence differ from transformers, and equal those of the same prefix of a long sequence."""
     import torch
 
     case = next(c for c in CASES if c.name == name)

@@ -1,11 +1,14 @@
-"""Reads mutated model files in a process of its own, under a memory limit. Not a test: test_hostile_files.py starts it.
+"""Fuzzer: read mutated model files with a memory limit. Child process of test_hostile_files.py.
 
-    python fuzz_worker.py KIND FIRST COUNT DIRECTORY        KIND: gguf | split | safetensors | directory | whole
+    python fuzz_worker.py KIND FIRST COUNT DIRECTORY
+    KIND: gguf | split | safetensors | directory | whole
 
-Case i is a function of i alone, so that a failure can be repeated with FIRST = i, COUNT = 1. Prints one line of JSON: how many files
-were read, how many refused with a ModelError, and the cases that ended in anything else or took more than a second of CPU.
+Case i is a function of i alone, so a failure can be repeated with FIRST = i, COUNT = 1. Prints one
+line of JSON: files read, files rejected with a ModelError, and the cases that ended in any other
+way or took more than MAX_CPU seconds.
 
-The limit: address space as it is after the imports, plus the file, plus 64 MiB. What is too greedy dies of a MemoryError, which counts.
+Memory limit: the address space after the imports, plus the file, plus 64 MiB. A MemoryError is a
+failed case.
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from verbatim.weights.quant import nbytes
 from verbatim.weights.safetensors import read_directory, read_safetensors
 from verbatim.weights.tensor import BLOCKS, Tensor
 
-ALLOWANCE = 64 << 20
-MAX_CPU = 60  # seconds of CPU time of this process, not of the clock: for a file that loops; chosen, not measured
+ALLOWANCE = 64 << 20  # bytes
+MAX_CPU = 60  # seconds of CPU time per case, to detect endless loops; chosen, not measured
 EXTREMES = [
     0,
     1,
@@ -110,11 +113,11 @@ LITERALS += [
 ]
 
 
-# ----------------------------------------------------------------------------------------------------------- mutations
+# -------------------------------------------------------------------------------------- mutations
 
 
 def mutate_bytes(base: bytes, rng: random.Random, head: int) -> bytes:
-    """One to four changes. Most fall into the first `head` bytes: the data behind the header are any bytes anyway."""
+    """Apply one to four changes, mostly in the first `head` bytes: any bytes are valid data."""
     raw = bytearray(base)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         if not raw:
@@ -144,7 +147,7 @@ def mutate_bytes(base: bytes, rng: random.Random, head: int) -> bytes:
 
 
 def mutate_json(text: str, rng: random.Random) -> bytes:
-    """Half of the time a value of the parsed document changes and the rest stays valid; else whole tokens move."""
+    """Half of the time change a value of the parsed document, else replace or move JSON tokens."""
     if rng.random() < 0.5:
         return mutate_document(json.loads(text), rng)
     tokens = re.findall(r'"[^"]*"|-?[0-9.]+|true|false|null|[\[\]{}:,]|\s+', text)
@@ -163,7 +166,7 @@ def mutate_json(text: str, rng: random.Random) -> bytes:
 
 
 def mutate_document(document: dict[str, Any], rng: random.Random) -> bytes:
-    """Replace, shift, drop, rename or copy one to three values somewhere in the tree."""
+    """Replace, shift, delete or copy one to three values somewhere in the tree."""
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         places: list[tuple[Any, Any]] = []
         stack: list[Any] = [document]
@@ -191,7 +194,7 @@ def mutate_document(document: dict[str, Any], rng: random.Random) -> bytes:
 
 
 def count_fields(base: bytes, where: list[int], rng: random.Random) -> bytes:
-    """An extreme value in one of the fields that we know to be a count, a length, a dimension, a type or an offset."""
+    """Put extreme values into fields that hold a count, length, dimension, type or offset."""
     raw = bytearray(base)
     for _ in range(rng.choice((1, 1, 2))):
         at = rng.choice(where)
@@ -216,7 +219,7 @@ def count_fields(base: bytes, where: list[int], rng: random.Random) -> bytes:
     return bytes(raw)
 
 
-# --------------------------------------------------------------------------------------------------------------- bases
+# ----------------------------------------------------------------------------------- valid inputs
 
 
 def small_gguf(file: Path, rng: random.Random) -> None:
@@ -249,7 +252,7 @@ def small_gguf(file: Path, rng: random.Random) -> None:
 
 
 def whole_gguf(file: Path) -> int:
-    """A llama of one layer with a byte-level vocabulary: all that an engine loads. Returns the length of the header."""
+    """A one-layer llama with a byte-level vocabulary. Returns the length of the header."""
     from verbatim.text.vocabulary import BYTE_ALPHABET
 
     tokens = ["<|im_start|>", "<|im_end|>", *BYTE_ALPHABET, "he", "Ġw"]
@@ -298,7 +301,7 @@ def whole_gguf(file: Path) -> int:
 
 
 def number_fields(raw: bytes, end: int = 1400) -> list[int]:
-    """Offsets at which a small little-endian u64 or u32 seems to stand: counts, lengths, dimensions, types, offsets."""
+    """Offsets that seem to hold a small u32 or u64: counts, lengths, dimensions, offsets."""
     return [
         at
         for at in range(4, min(len(raw) - 8, end))
@@ -323,15 +326,21 @@ def small_safetensors(rng: random.Random) -> tuple[str, bytes]:
     return json.dumps(header), rng.randbytes(position)
 
 
-CONFIG = '{"architectures":["LlamaForCausalLM"],"hidden_size":16,"rope_scaling":{"factor":8.0,"rope_type":"llama3"},"eos_token_id":[1,2]}'
-INDEX = '{"metadata":{"total_size":8},"weight_map":{"model.layers.0.weight":"model.safetensors","model.layers.1.weight":"model.safetensors"}}'
+CONFIG = (
+    '{"architectures":["LlamaForCausalLM"],"hidden_size":16,'
+    '"rope_scaling":{"factor":8.0,"rope_type":"llama3"},"eos_token_id":[1,2]}'
+)
+INDEX = (
+    '{"metadata":{"total_size":8},"weight_map":{"model.layers.0.weight":"model.safetensors",'
+    '"model.layers.1.weight":"model.safetensors"}}'
+)
 
 
-# --------------------------------------------------------------------------------------------------------------- cases
+# ------------------------------------------------------------------------------------------ cases
 
 
 def put(file: Path, raw: bytes) -> None:
-    """A new file each time: some file systems write to disk at once when a file is cut and written again."""
+    """Write a new file: some file systems sync to disk when a file is truncated and rewritten."""
     file.unlink(missing_ok=True)
     file.write_bytes(raw)
 
@@ -358,7 +367,7 @@ def gguf_case(index: int, directory: Path) -> Callable[[], object]:
 
 
 def split_case(index: int, directory: Path) -> Callable[[], object]:
-    """Three parts, of which one is mutated; any of them is named."""
+    """Three parts, one of them mutated; read by a random part."""
     rng = random.Random(index)
     files = [directory / f"case-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
     bases = [directory / f"base{index % 20}" / file.name for file in files]
@@ -397,7 +406,7 @@ def safetensors_case(index: int, directory: Path) -> Callable[[], object]:
 
 
 def directory_case(index: int, directory: Path) -> Callable[[], object]:
-    """A whole model directory: config, generation config or index mutated, or the weights."""
+    """A model directory with a mutated config, generation config or index."""
     rng = random.Random(index)
     text, data = small_safetensors(rng)
     header = text.encode()
@@ -417,7 +426,7 @@ def directory_case(index: int, directory: Path) -> Callable[[], object]:
 
 
 def whole_case(index: int, directory: Path) -> Callable[[], object]:
-    """Through the whole loader: spec, weights by name, tokenizer, template."""
+    """A whole model through load_model, tokenizer and chat template."""
     from verbatim.model.load import load_model
     from verbatim.text.chat_template import template_from_gguf
     from verbatim.text.tokenizer import from_gguf
@@ -427,7 +436,7 @@ def whole_case(index: int, directory: Path) -> Callable[[], object]:
     if not base_file.exists():
         (directory / "head").write_text(str(whole_gguf(base_file)))
     base, head = base_file.read_bytes(), int((directory / "head").read_text())
-    # the vocabulary is most of the header; the numbers before and the tensors behind it are what is worth breaking
+    # Most of the header is the vocabulary; mutate the fields before and after it.
     fields = [at for at in number_fields(base, head) if at < 1000 or at > head - 900]
     put(file, mutate_bytes(base, rng, head) if index % 3 == 0 else count_fields(base, fields, rng))
 
@@ -454,7 +463,7 @@ CASES = {
 
 def limit_memory(file_bytes: int, kind: str) -> None:
     if kind == "whole":
-        file_bytes += 256 << 20  # threads of the tokenizers library: address space, hardly memory
+        file_bytes += 256 << 20  # address space of the threads of the tokenizers library
     if sys.platform != "linux":
         return
     import resource
@@ -471,7 +480,7 @@ def main(kind: str, first: int, count: int, directory: Path) -> None:
     read = refused = 0
     wrong: list[str] = []
     with contextlib.suppress(ModelError):
-        CASES[kind](first, directory)()  # imports and bases happen outside the limit
+        CASES[kind](first, directory)()  # imports and valid inputs are created before the limit
     limit_memory(1 << 16, kind)
     for index in range(first, first + count):
         case = CASES[kind](index, directory)
@@ -482,7 +491,7 @@ def main(kind: str, first: int, count: int, directory: Path) -> None:
         except ModelError as error:
             refused += 1
             if len(str(error)) > 2000:
-                wrong.append(f"case {index}: a message of {len(str(error))} characters")
+                wrong.append(f"case {index}: an error text of {len(str(error))} characters")
         except BaseException:
             wrong.append(f"case {index}: {traceback.format_exc()[-1500:]}")
         if (spent := time.process_time() - started) > MAX_CPU:

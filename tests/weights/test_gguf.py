@@ -1,4 +1,4 @@
-"""The GGUF reader against files that our writer and the `gguf` package made, and against the default model."""
+"""GGUF reader and writer, against each other, the `gguf` package and the default model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def all_types() -> list[Tensor]:
     ]
 
 
-def test_written_and_read_again(tmp_path: Path) -> None:
+def test_a_written_file_is_read_back_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "all.gguf"
     write_gguf(path, METADATA, all_types(), types=KINDS)
     file = read_gguf(path)
@@ -73,12 +73,12 @@ def test_written_and_read_again(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["all.gguf"]  # no temporary file is left
 
 
-def test_the_gguf_package_reads_what_we_write(tmp_path: Path) -> None:
+def test_the_gguf_package_reads_our_files(tmp_path: Path) -> None:
     path = tmp_path / "ours.gguf"
     write_gguf(path, METADATA, all_types(), types=KINDS)
     theirs = oracle.GGUFReader(path)
     for key, value in METADATA.items():
-        if key not in ("b.none", "b.nested"):  # that reader cannot give these back
+        if key not in ("b.none", "b.nested"):  # GGUFReader cannot return these
             assert theirs.fields[key].contents() == value, key
     tensors = {t.name: t for t in theirs.tensors}
     for made in all_types():
@@ -88,7 +88,7 @@ def test_the_gguf_package_reads_what_we_write(tmp_path: Path) -> None:
         np.testing.assert_array_equal(found.data.reshape(-1).view(np.uint8), made.data)
 
 
-def test_we_read_what_the_gguf_package_writes(tmp_path: Path) -> None:
+def test_files_of_the_gguf_package_are_read(tmp_path: Path) -> None:
     path = tmp_path / "theirs.gguf"
     writer = oracle.GGUFWriter(path, "llama")
     writer.add_custom_alignment(64)
@@ -126,7 +126,7 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     assert read_gguf(path).version == 2
 
 
-def test_the_digest_names_the_content_and_not_the_place(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_content_and_not_on_the_path(tmp_path: Path) -> None:
     def digest(name: str, metadata: dict[str, Any], seed: int) -> str:
         write_gguf(tmp_path / name, metadata, [random_tensor("w", "q8_0", (64, 256), seed)])
         return read_gguf(tmp_path / name).digest
@@ -136,7 +136,7 @@ def test_the_digest_names_the_content_and_not_the_place(tmp_path: Path) -> None:
     assert len({first, digest("c", {"k": 2}, 0), digest("d", {"k": 1}, 1)}) == 3
 
 
-def test_small_tensors_count_in_full_in_the_digest(tmp_path: Path) -> None:
+def test_the_digest_covers_all_bytes_of_small_tensors(tmp_path: Path) -> None:
     tensor = random_tensor("w", "f32", (1000,))
     digests = set()
     for at in (0, 1999, 3999):
@@ -147,15 +147,15 @@ def test_small_tensors_count_in_full_in_the_digest(tmp_path: Path) -> None:
     assert len(digests) == 3
 
 
-def test_tensor_views_stay_valid_and_read_only(tmp_path: Path) -> None:
+def test_tensor_views_stay_valid_and_are_read_only(tmp_path: Path) -> None:
     write_gguf(tmp_path / "x", {}, [random_tensor("w", "f32", (4, 4))])
-    data = read_gguf(tmp_path / "x").tensors["w"].data  # the file object itself is gone
+    data = read_gguf(tmp_path / "x").tensors["w"].data  # the GGUFFile is garbage-collected
     assert data.sum() > 0
     assert not data.flags.writeable
 
 
 @pytest.mark.model
-def test_the_default_model(default_model: Path) -> None:
+def test_the_default_model_is_read_as_the_gguf_package_reads_it(default_model: Path) -> None:
     file = read_gguf(default_model)
     assert file.metadata["general.architecture"] == "llama"
     assert len(file.metadata["tokenizer.ggml.tokens"]) == 49_152
@@ -176,10 +176,10 @@ def test_the_default_model(default_model: Path) -> None:
         assert file.metadata[name] == reader.fields[name].contents()
 
 
-# ------------------------------------------------------------------------------------------------------------- writer
+# ----------------------------------------------------------------------------------------- writer
 
 
-def test_lazy_tensors_are_made_one_at_a_time(tmp_path: Path) -> None:
+def test_lazy_tensors_are_produced_one_at_a_time(tmp_path: Path) -> None:
     order: list[str] = []
 
     def lazy(name: str) -> LazyTensor:
@@ -195,7 +195,7 @@ def test_lazy_tensors_are_made_one_at_a_time(tmp_path: Path) -> None:
     assert order == ["a", "b"]
 
 
-def test_conversion_to_another_type(tmp_path: Path) -> None:
+def test_a_tensor_is_converted_to_another_type_when_written(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((16, 512), dtype=np.float32)
     tensor = Tensor("w", "f32", values.shape, values.reshape(-1).view(np.uint8))
     write_gguf(tmp_path / "x", {}, [converted(tensor, "q8_0")])
@@ -204,8 +204,8 @@ def test_conversion_to_another_type(tmp_path: Path) -> None:
     assert np.abs(found.to_f32() - values).max() < 0.02
 
 
-def test_conversion_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
-    """Eight matrices of 4.5 MB each, written: 36 MB in all, a peak below 14."""
+def test_conversion_holds_one_tensor_in_memory(tmp_path: Path) -> None:
+    """Eight matrices of 4.5 MB are written, 36 MB in total; the peak is below 14 MB."""
     raw = np.full(1 << 22, 0x3F80, dtype="<u2").view(np.uint8)
     items = [converted(Tensor(f"w{i}", "bf16", (2048, 2048), raw), "q8_0") for i in range(8)]
     tracemalloc.start()
@@ -230,7 +230,7 @@ def test_conversion_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
         ({}, [Tensor("w", "q4_0", (33,), np.zeros(18, dtype=np.uint8))], "multiple of 32"),
     ],
 )
-def test_the_writer_refuses_and_leaves_nothing(
+def test_a_failed_write_leaves_no_file(
     tmp_path: Path, metadata: Any, tensors: Any, message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -255,7 +255,7 @@ VALUES = st.one_of(
 
 
 @given(metadata=st.dictionaries(st.text(min_size=1, max_size=12), VALUES, max_size=6))
-def test_any_metadata_comes_back(
+def test_random_metadata_is_read_back_unchanged(
     metadata: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     metadata.pop("general.alignment", None)
@@ -266,16 +266,16 @@ def test_any_metadata_comes_back(
     assert {k: type(v) for k, v in back.items()} == {k: type(v) for k, v in metadata.items()}
 
 
-def test_not_a_number_survives(tmp_path: Path) -> None:
+def test_a_nan_is_read_back(tmp_path: Path) -> None:
     write_gguf(tmp_path / "x", {"k": math.nan})
     assert math.isnan(read_gguf(tmp_path / "x").metadata["k"])
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 100, 8192])
-def test_string_arrays_of_every_length(
+def test_string_arrays_with_strings_of_any_length_are_read_back(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader has a quick way for short strings and a plain one for the rest; they meet at 255 bytes and at NULs."""
+    """The fast path of the reader ends at strings of 256 bytes and at strings with a NUL."""
     monkeypatch.setattr(reader, "_STRING_CHUNK", chunk)
     rng = np.random.default_rng(chunk)
     alphabet = ["a", "Ġ", "世", "\U0001f600", "é", "\x01"]

@@ -1,4 +1,4 @@
-"""Model files written by an enemy. Each is refused with a ModelError that names the fault, before memory is spent on it."""
+"""Hostile model files raise a ModelError that names the fault, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def gguf(
     data: bytes = bytes(4096),
     **header: int,
 ) -> bytes:
-    """A file whose parts are given raw; `version`, `tensors` and `keys` override the header's numbers."""
+    """A GGUF file of raw parts. `version`, `tensors` and `keys` override the header's values."""
     version, tensors, keys = (
         header.get("version", 3),
         header.get("tensors", len(infos)),
@@ -106,7 +106,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf((pair("k", ARRAY, array(ARRAY, 2**40)),)),
         "array 'k'",
     ),
-    "arrays nested without end": (gguf((pair("k", ARRAY, array(ARRAY, 1) * 10_000),)), "deeper"),
+    "arrays nested too deeply": (gguf((pair("k", ARRAY, array(ARRAY, 1) * 10_000),)), "deeper"),
     "alignment 0": (gguf((pair("general.alignment", U32, struct.pack("<I", 0)),)), "alignment"),
     "alignment 24": (gguf((pair("general.alignment", U32, struct.pack("<I", 24)),)), "alignment"),
     "alignment of 2 GiB": (
@@ -124,12 +124,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf((), (info("a", (2**61,)), info("b", (2**61,), offset=2**63))),
         "ends at byte",
     ),
-    "a row that is no multiple of its block": (
+    "a row that is not a multiple of its block": (
         gguf((), (info("w", (31, 2), kind=2),)),
         "multiple of 32",
     ),
-    "a type that is not read": (gguf((), (info("w", (32,), kind=23),)), "iq4_xs"),
-    "a type that no one knows": (gguf((), (info("w", (32,), kind=12345),)), "number 12345"),
+    "an unsupported type": (gguf((), (info("w", (32,), kind=23),)), "iq4_xs"),
+    "an unknown type": (gguf((), (info("w", (32,), kind=12345),)), "number 12345"),
     "a removed type": (gguf((), (info("w", (32,), kind=4),)), "number 4"),
     "offset beyond the file": (gguf((), (info("w", (8,), offset=2**40),)), "ends at byte"),
     "offset that wraps around 64 bits": (
@@ -137,7 +137,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "ends at byte",
     ),
     "offset off the alignment": (gguf((), (info("w", (8,), offset=4),)), "alignment 32"),
-    "two tensors in one place": (
+    "two tensors that overlap": (
         gguf((), (info("a", (16,)), info("b", (16,), offset=32))),
         "overlap",
     ),
@@ -150,12 +150,12 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a name of 70 kB": (gguf((), (info("n" * 70_000, (8,)),)), "long"),
     "a long name in a message": (gguf((), (info("n" * 60_000, (0,)),)), "nnnn…"),
     "one part of several": (gguf((pair("split.count", 2, struct.pack("<H", 3)),)), "split"),
-    "parts as text": (gguf((pair("split.count", STRING, text("x")),)), "split"),
+    "split count as text": (gguf((pair("split.count", STRING, text("x")),)), "split"),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_gguf(case: str, tmp_path: Path) -> None:
+def test_a_hostile_gguf_file_is_rejected(case: str, tmp_path: Path) -> None:
     raw, message = HOSTILE[case]
     file = tmp_path / "hostile.gguf"
     file.write_bytes(raw)
@@ -165,8 +165,7 @@ def test_hostile_gguf(case: str, tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1100 + len(str(file))
 
 
-def test_the_cases_are_hostile_for_the_reason_given(tmp_path: Path) -> None:
-    """The same builder with nothing wrong gives a file that is read."""
+def test_the_builder_of_hostile_files_can_build_a_valid_file(tmp_path: Path) -> None:
     file = tmp_path / "fine.gguf"
     file.write_bytes(
         gguf(
@@ -180,7 +179,7 @@ def test_the_cases_are_hostile_for_the_reason_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", range(0, 420, 3))
-def test_cut_anywhere(cut: int, tmp_path: Path) -> None:
+def test_a_file_truncated_anywhere_is_rejected(cut: int, tmp_path: Path) -> None:
     pairs = (
         pair("k", STRING, text("value")),
         pair("a", ARRAY, array(STRING, 3, text("x") * 3)),
@@ -195,10 +194,10 @@ def test_cut_anywhere(cut: int, tmp_path: Path) -> None:
         read_gguf(tmp_path / "x")
 
 
-# ------------------------------------------------------------------------------------------------ not a file at all
+# ----------------------------------------------------------------------------- not a regular file
 
 
-def test_missing_directory_pipe_and_odd_names(tmp_path: Path) -> None:
+def test_missing_files_directories_pipes_and_odd_names_are_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (
         tmp_path / "missing.gguf",
@@ -213,18 +212,20 @@ def test_missing_directory_pipe_and_odd_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_unreadable(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(gguf())
     (tmp_path / "x").chmod(0)
     with pytest.raises(ModelError, match="cannot be read"):
         read_gguf(tmp_path / "x")
 
 
-# ------------------------------------------------------------------------------------------------- large and greedy
+# ----------------------------------------------------------------------------------------- memory
 
 
 def greedy(size: int, pairs: bytes) -> Callable[[Path], None]:
-    """A sparse file of `size` bytes whose one value claims to fill it (the zeros of the hole are empty strings or numbers)."""
+    """Writer of a sparse file of `size` bytes whose only value claims to fill it.
+
+    The zeros of the hole are valid empty strings or numbers."""
 
     def write(path: Path) -> None:
         with open(path, "wb") as out:
@@ -249,7 +250,9 @@ MANY: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", MANY)
-def test_memory_stays_within_the_file_and_64_mib(case: str, tmp_path: Path) -> None:
+def test_metadata_that_takes_too_much_memory_is_rejected_below_64_mib(
+    case: str, tmp_path: Path
+) -> None:
     write, message = MANY[case]
     file = tmp_path / "greedy.gguf"
     write(file)
@@ -262,8 +265,10 @@ def test_memory_stays_within_the_file_and_64_mib(case: str, tmp_path: Path) -> N
     assert peak < 64 << 20
 
 
-def test_short_strings_cannot_multiply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten bytes of file become 84 of memory; the budget counts them. A twelfth of the real one, or tracing takes long."""
+def test_the_memory_budget_counts_the_overhead_of_short_strings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10 bytes in the file take 84 bytes of memory. A smaller budget keeps tracemalloc fast."""
     monkeypatch.setattr(reader, "METADATA_MEMORY", 4 << 20)
     file = tmp_path / "greedy.gguf"
     file.write_bytes(gguf((pair("k", ARRAY, array(STRING, 220_000, text("ab") * 220_000)),)))
@@ -278,7 +283,7 @@ def test_short_strings_cannot_multiply(tmp_path: Path, monkeypatch: pytest.Monke
 def test_long_strings_in_an_array_do_not_raise_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The share for arrays is for tokens; strings of a megabyte, each with one wide character, are charged as any text is."""
+    """The array budget is for tokens. Strings of 1 MB with one wide character do not raise it."""
     monkeypatch.setattr(reader, "METADATA_MEMORY", 4 << 20)
     file = tmp_path / "greedy.gguf"
     file.write_bytes(
@@ -294,8 +299,9 @@ def test_long_strings_in_an_array_do_not_raise_the_budget(
 
 @pytest.mark.parametrize("data", [64 << 20, 0])
 def test_a_large_vocabulary_is_read(data: int, tmp_path: Path) -> None:
-    """The limits are above what real models hold: 262,144 tokens with scores and types, and half a million merges. Without
-    tensors too: the first part of a split model, and llama.cpp's vocabularies (command-r, gemma-4)."""
+    """The limits exceed real models: 262,144 tokens with scores and types, half a million merges.
+
+    Also without tensors, as in the first part of a split model or llama.cpp's vocabulary files."""
     tokens = b"".join(text(f"token{i}") for i in range(1 << 18))
     merges = b"".join(text(f"a{i} b") for i in range(514_906))
     pairs = (
@@ -315,7 +321,7 @@ def test_a_large_vocabulary_is_read(data: int, tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_of_one_letter_tokens_is_read(tmp_path: Path) -> None:
-    """255,029 tokens and 253,333 merges as in command-r, as short as they can be."""
+    """255,029 tokens and 253,333 merges as in command-r, each as short as possible."""
     tokens = text("a") * 255_029
     merges = text("a b") * 253_333
     pairs = (
@@ -327,14 +333,14 @@ def test_a_vocabulary_of_one_letter_tokens_is_read(tmp_path: Path) -> None:
     assert len(read_gguf(tmp_path / "x").metadata["t"]) == 255_029
 
 
-# ---------------------------------------------------------------------------------------------------------- mutations
+# -------------------------------------------------------------------------------------- mutations
 
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 
 
 @pytest.fixture
-def quick_path(tmp_path: Path) -> Iterator[Path]:
-    """A directory in memory, where there is one: these tests write tens of thousands of files."""
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A directory in memory if available: these tests write tens of thousands of files."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -343,10 +349,10 @@ def quick_path(tmp_path: Path) -> Iterator[Path]:
 
 
 def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
-    """(files read, files refused) out of `count`; fails if any ended in something else."""
+    """(files read, files rejected) out of `count`; fails on any other outcome."""
     command = [sys.executable, str(WORKER), kind, str(first), str(count), str(directory)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]  # a crash of the process itself
+    assert done.returncode == 0, done.stderr[-3000:]  # the process itself crashed
     result = json.loads(done.stdout)
     assert not result["count"], "\n".join(result["wrong"])
     return result["read"], result["refused"]
@@ -362,10 +368,10 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
         ("whole", 2_000),
     ],
 )
-def test_mutated_files_give_a_model_error_or_a_model(
-    kind: str, count: int, quick_path: Path
+def test_a_mutated_file_gives_a_model_or_a_model_error(
+    kind: str, count: int, memory_path: Path
 ) -> None:
-    read, refused = fuzz(kind, 0, count, quick_path)
+    read, refused = fuzz(kind, 0, count, memory_path)
     assert read + refused == count
     assert refused > count // 2  # the mutations are hostile
     assert read > count // 50  # and not so coarse that every file fails at its first byte
@@ -383,6 +389,8 @@ def test_mutated_files_give_a_model_error_or_a_model(
         ("whole", 100_000),
     ],
 )
-def test_a_million_mutated_files(kind: str, count: int, quick_path: Path) -> None:
-    read, refused = fuzz(kind, 1_000_000, count, quick_path)
+def test_a_million_mutated_files_give_a_model_or_a_model_error(
+    kind: str, count: int, memory_path: Path
+) -> None:
+    read, refused = fuzz(kind, 1_000_000, count, memory_path)
     assert read + refused == count

@@ -1,4 +1,4 @@
-"""Safetensors directories: what the safetensors library writes is read; what is broken is refused by name."""
+"""Safetensors reader: files of the safetensors library are read; invalid files are rejected."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def raw_file(path: Path, header: Any, data: bytes = b"", length: int | None = No
 
 
 def directory(path: Path, **files: Any) -> Path:
-    """A model directory; names with __ for dots."""
+    """A model directory; file names have __ for dots."""
     path.mkdir(exist_ok=True)
     for name, content in {"config__json": {"model_type": "llama"}, **files}.items():
         (path / name.replace("__", ".")).write_text(json.dumps(content))
     return path
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_a_directory_with_one_file_is_read(tmp_path: Path) -> None:
     model = directory(tmp_path / "m", generation_config__json={"eos_token_id": [1, 2]})
     save_file(
         {"a": A, "b": B, "mask": np.ones((2, 2), dtype=np.bool_), "ids": np.arange(3)},
@@ -53,7 +53,7 @@ def test_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_bf16_and_scalars_as_pytorch_writes_them(tmp_path: Path) -> None:
+def test_bf16_and_scalars_written_by_pytorch_are_read(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file as save_torch
 
@@ -78,13 +78,13 @@ def sharded(path: Path, index: Any = None) -> Path:
     return model
 
 
-def test_shards(tmp_path: Path) -> None:
+def test_a_directory_with_shards_is_read(tmp_path: Path) -> None:
     found = read_directory(sharded(tmp_path / "m"))
     np.testing.assert_array_equal(found.tensors["a"].to_f32(), A)
     np.testing.assert_array_equal(found.tensors["b"].to_f32(), B.astype(np.float32))
 
 
-def test_the_digest_names_the_weights_whatever_the_shards(tmp_path: Path) -> None:
+def test_the_digest_depends_on_the_weights_and_not_on_the_shards(tmp_path: Path) -> None:
     whole = directory(tmp_path / "whole")
     save_file({"b": B, "a": A}, whole / "model.safetensors")
     split = sharded(tmp_path / "split")
@@ -93,8 +93,8 @@ def test_the_digest_names_the_weights_whatever_the_shards(tmp_path: Path) -> Non
     assert read_directory(whole).digest != read_directory(split).digest
 
 
-def test_links_as_the_hub_cache_makes_them(tmp_path: Path) -> None:
-    """A snapshot of the hub's cache is a directory of links to ../../blobs: those may be followed."""
+def test_symbolic_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    """A snapshot in the hub's cache is a directory of links to ../../blobs."""
     (tmp_path / "blobs").mkdir()
     save_file({"a": A}, tmp_path / "blobs" / "abc")
     model = directory(tmp_path / "snapshot")
@@ -125,20 +125,20 @@ SHARD = "model-00001-of-00002.safetensors"
         ([], "weight_map"),
     ],
 )
-def test_hostile_index(weight_map: Any, message: str, tmp_path: Path) -> None:
+def test_an_invalid_index_is_rejected(weight_map: Any, message: str, tmp_path: Path) -> None:
     model = sharded(tmp_path / "m", {"weight_map": weight_map})
     with pytest.raises(ModelError, match=message):
         read_directory(model)
 
 
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+def test_a_tensor_in_two_shards_is_rejected(tmp_path: Path) -> None:
     model = sharded(tmp_path / "m")
     save_file({"a": A, "b": B}, model / "model-00002-of-00002.safetensors")
     with pytest.raises(ModelError, match="two shards"):
         read_directory(model)
 
 
-def test_what_is_missing(tmp_path: Path) -> None:
+def test_the_error_says_which_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a directory"):
         read_directory(tmp_path / "nowhere")
     model = tmp_path / "m"
@@ -166,12 +166,12 @@ HOSTILE: dict[str, tuple[Any, bytes, str]] = {
     "not JSON": (b"{abc}", b"", "not valid JSON"),
     "not UTF-8": (b'{"\xff":1}', b"", "not valid JSON"),
     "not an object": ([1], b"", "not an object"),
-    "nested without end": (b'{"a":' + b"[" * 100_000, b"", "deep|memory"),
+    "nested too deeply": (b'{"a":' + b"[" * 100_000, b"", "deep|memory"),
     "a number of 10,000 digits": (b'{"a":' + b"9" * 10_000 + b"}", b"", "not valid JSON"),
     "a name twice": (b'{"a":1,"a":2}', b"", "twice"),
-    "an entry that is no object": ({"a": 3}, b"", "exactly"),
-    "a field too few": ({"a": {"dtype": "F32", "shape": [2]}}, b"", "exactly"),
-    "a field too many": ({"a": entry() | {"x": 1}}, bytes(8), "exactly"),
+    "an entry that is not an object": ({"a": 3}, b"", "exactly"),
+    "a missing field": ({"a": {"dtype": "F32", "shape": [2]}}, b"", "exactly"),
+    "an extra field": ({"a": entry() | {"x": 1}}, bytes(8), "exactly"),
     "an unknown dtype": ({"a": entry("F7")}, bytes(8), "dtype"),
     "a dtype that is a list": ({"a": entry(["F32"])}, bytes(8), "dtype"),
     "a negative dimension": ({"a": entry(shape=[-2])}, bytes(8), "shape"),
@@ -192,10 +192,10 @@ HOSTILE: dict[str, tuple[Any, bytes, str]] = {
     "offsets in reverse": ({"a": entry(offsets=[8, 0])}, bytes(8), "takes"),
     "more bytes than the shape": ({"a": entry(offsets=[0, 12])}, bytes(12), "takes"),
     "beyond the file": ({"a": entry()}, bytes(7), "cut short"),
-    "bytes that belong to none": ({"a": entry()}, bytes(9), "belong to none"),
+    "trailing bytes": ({"a": entry()}, bytes(9), "belong to none"),
     "a gap": ({"a": entry(), "b": entry(offsets=[16, 24])}, bytes(24), "begins at 16"),
     "an overlap": ({"a": entry(), "b": entry(offsets=[4, 12])}, bytes(12), "begins at 4"),
-    "the same place twice": ({"a": entry(), "b": entry()}, bytes(8), "begins at 0"),
+    "equal offsets": ({"a": entry(), "b": entry()}, bytes(8), "begins at 0"),
     "not at the beginning": ({"a": entry(offsets=[8, 16])}, bytes(16), "begins at 8"),
     "a name of 100 kB": ({"a" * 100_000: 1}, b"", "exactly"),
     "half a byte": ({"a": entry("F4", [1], [0, 0])}, b"", "takes 4 bits"),
@@ -203,7 +203,7 @@ HOSTILE: dict[str, tuple[Any, bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_header(case: str, tmp_path: Path) -> None:
+def test_an_invalid_header_is_rejected(case: str, tmp_path: Path) -> None:
     header, data, message = HOSTILE[case]
     file = raw_file(tmp_path / "x.safetensors", header, data)
     with pytest.raises(ModelError, match=message) as caught:
@@ -213,14 +213,14 @@ def test_hostile_header(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 10**6, 2**40, 2**63, 2**64 - 1, 2**64 - 8])
-def test_hostile_header_length(length: int, tmp_path: Path) -> None:
+def test_an_invalid_header_length_is_rejected(length: int, tmp_path: Path) -> None:
     file = raw_file(tmp_path / "x.safetensors", {"a": entry()}, bytes(8), length)
     with pytest.raises(ModelError, match="header"):
         read_safetensors(file)
 
 
-def test_names_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
-    """JSON can spell half a surrogate pair; such a name is a name that no weight has."""
+def test_a_tensor_name_with_a_lone_surrogate_is_read(tmp_path: Path) -> None:
+    """JSON can encode a lone surrogate; no weight has such a name."""
     model = directory(tmp_path / "m")
     raw_file(
         model / "model.safetensors", b'{"\\ud800":' + json.dumps(entry()).encode() + b"}", bytes(8)
@@ -229,8 +229,10 @@ def test_names_that_are_no_text_do_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("filling", [b"[],", b"1,", b'"a":1,', b"{}," * 2, b'{"a":{"b":[]}},'])
-def test_json_cannot_multiply_memory(filling: bytes, tmp_path: Path) -> None:
-    """Three bytes of JSON can become a hundred of Python: estimated before it is parsed."""
+def test_json_that_would_take_too_much_memory_is_rejected_unparsed(
+    filling: bytes, tmp_path: Path
+) -> None:
+    """Three bytes of JSON can become a hundred bytes of Python objects."""
     body = b'{"x":[' + filling * ((8 << 20) // len(filling)) + b"0]}"
     (tmp_path / "config.json").write_bytes(body)
     raw_file(tmp_path / "x.safetensors", body)
@@ -246,7 +248,7 @@ def test_json_cannot_multiply_memory(filling: bytes, tmp_path: Path) -> None:
         assert peak < len(body) + (64 << 20)
 
 
-def test_config_limits(tmp_path: Path) -> None:
+def test_configs_that_are_too_long_or_not_objects_are_rejected(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_bytes(b" " * (33 << 20))
     with pytest.raises(ModelError, match="longer than"):
@@ -261,7 +263,7 @@ def test_config_limits(tmp_path: Path) -> None:
 
 
 def test_unaligned_data_are_read(tmp_path: Path) -> None:
-    """The header's length decides where the data begin; nothing makes that a multiple of anything."""
+    """The length of the header decides where the data start; the format has no alignment."""
     values = RNG.standard_normal((4, 32), dtype=np.float32)
     header = json.dumps({"a": entry("F32", [4, 32], [0, 512])}).encode()
     for pad in range(4):

@@ -1,4 +1,4 @@
-"""Models in several GGUF files: read as the one model they are, or refused with the part and the reason."""
+"""Split GGUF models: joined from any part, or rejected with the part and the fault."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NAMES = ["m-00001-of-00003.gguf", "m-00002-of-00003.gguf", "m-00003-of-00003.ggu
 
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama of one layer and eleven tensors, with random weights and a tokenizer."""
+    """A one-layer llama of eleven tensors with random weights and a tokenizer."""
     path = tmp_path_factory.mktemp("whole") / "whole.gguf"
     whole_gguf(path)
     file = read_gguf(path)
@@ -58,11 +58,11 @@ def same(a: GGUFFile, b: GGUFFile) -> None:
         np.testing.assert_array_equal(tensor.data, other.data)
 
 
-# --------------------------------------------------------------------------------------------------------------- names
+# ------------------------------------------------------------------------------------------ names
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_name_of_one_part_gives_all(name: str) -> None:
+def test_the_name_of_one_part_gives_the_names_of_all(name: str) -> None:
     assert parts_of(name) == NAMES
     assert parts_of(f"a/b.c/{name}") == [f"a/b.c/{part}" for part in NAMES]
 
@@ -82,28 +82,28 @@ def test_the_name_of_one_part_gives_all(name: str) -> None:
         "m-00001-of-00003.safetensors",
     ],
 )
-def test_names_that_are_no_parts(name: str) -> None:
+def test_other_file_names_are_not_parts(name: str) -> None:
     assert parts_of(name) == []
 
 
-def test_grouped() -> None:
+def test_group_parts_lists_each_model_once() -> None:
     found = group_parts(["z.gguf", NAMES[2], NAMES[1], "f/m-00002-of-00002.gguf"])
     two = ["f/m-00001-of-00002.gguf", "f/m-00002-of-00002.gguf"]
     assert found == {two[0]: two, NAMES[0]: NAMES, "z.gguf": ["z.gguf"]}
 
 
-# ---------------------------------------------------------------------------------------------------------------- read
+# ------------------------------------------------------------------------------------------- read
 
 
 @pytest.mark.parametrize("named", [0, 1, 2])
-def test_any_part_is_the_whole_model(named: int, whole: Path, parts: list[Path]) -> None:
+def test_any_part_gives_the_whole_model(named: int, whole: Path, parts: list[Path]) -> None:
     found = read_gguf(parts[named])
     same(found, read_gguf(whole))
     assert found.path == parts[0]
     assert found.digest == read_gguf(parts[0]).digest
 
 
-def test_parts_stay_on_disk(parts: list[Path]) -> None:
+def test_tensors_of_all_parts_are_memory_mapped(parts: list[Path]) -> None:
     for tensor in read_gguf(parts[0]).tensors.values():
         assert not tensor.data.flags.writeable
         base: Any = tensor.data
@@ -112,15 +112,15 @@ def test_parts_stay_on_disk(parts: list[Path]) -> None:
         assert isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
 
 
-def test_a_first_part_without_tensors(whole: Path, tmp_path: Path) -> None:
+def test_the_first_part_may_have_no_tensors(whole: Path, tmp_path: Path) -> None:
     for sizes in [(0, 11), (0, 6, 5), (1,) * 11]:
         same(read_gguf(split_gguf(whole, tmp_path, "n", sizes)[0]), read_gguf(whole))
 
 
-def test_a_relative_name_and_links(
+def test_relative_paths_and_symbolic_links_are_followed(
     parts: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The hub's cache is a folder of links to files with other names."""
+    """The hub's cache holds links to files with other names."""
     links = tmp_path / "snapshot"
     links.mkdir()
     for number, part in enumerate(parts):
@@ -132,20 +132,22 @@ def test_a_relative_name_and_links(
     assert len(found.tensors) == 11
 
 
-def test_tokens_and_logits_are_those_of_the_whole_file(whole: Path, parts: list[Path]) -> None:
+def test_a_split_model_gives_the_tokens_and_logprobs_of_the_whole_file(
+    whole: Path, parts: list[Path]
+) -> None:
     params = SamplingParams(temperature=0.8, seed=7, max_tokens=24, logprobs=5, prompt_logprobs=5)
     for backend in ("reference", "cpu"):
-        answers = []
+        outputs = []
         for path in (whole, parts[0], parts[2]):
             with LLM(str(path), backend=backend) as llm:
                 done = llm.generate("he was here", params)
-                answers.append((done.token_ids, done.logprobs, done.prompt_logprobs))
-        assert len(answers[0][0]) > 8
-        assert answers[0] == answers[1] == answers[2]
+                outputs.append((done.token_ids, done.logprobs, done.prompt_logprobs))
+        assert len(outputs[0][0]) > 8
+        assert outputs[0] == outputs[1] == outputs[2]
 
 
-def test_the_gguf_package_writes_what_we_read(tmp_path: Path) -> None:
-    """Parts by another hand, with its own value types, cut by count and by size, with and without tensors in the first."""
+def test_parts_written_by_the_gguf_package_are_read(tmp_path: Path) -> None:
+    """Split by tensor count and by size, with and without tensors in the first part."""
     rng = np.random.default_rng(1)
     made = {f"t{i}": rng.standard_normal((3, 32), dtype=np.float32) for i in range(7)}
     for name, options in {
@@ -170,7 +172,7 @@ def test_the_gguf_package_writes_what_we_read(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.tensors[tensor].to_f32(), values)
 
 
-def test_the_gguf_package_reads_the_parts_that_we_test_with(parts: list[Path]) -> None:
+def test_the_gguf_package_reads_the_parts_of_these_tests(parts: list[Path]) -> None:
     ours = read_gguf(parts[0]).tensors
     theirs = {}
     for number, path in enumerate(parts):
@@ -185,8 +187,8 @@ def test_the_gguf_package_reads_the_parts_that_we_test_with(parts: list[Path]) -
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_merged_file_is_a_whole_one(count: int, whole: Path, tmp_path: Path) -> None:
-    """gguf-split --merge leaves the keys of the first part and a split.count of 0."""
+def test_a_merged_file_is_not_a_part(count: int, whole: Path, tmp_path: Path) -> None:
+    """gguf-split --merge keeps the keys of the first part, with a split.count of 0."""
     file = read_gguf(whole)
     keys = {"split.no": 0, "split.count": count, "split.tensors.count": 11}
     write_gguf(
@@ -198,18 +200,18 @@ def test_a_merged_file_is_a_whole_one(count: int, whole: Path, tmp_path: Path) -
     assert len(read_gguf(tmp_path / "m.gguf").tensors) == 11
 
 
-def test_a_whole_file_under_a_parts_name_is_itself(whole: Path, parts: list[Path]) -> None:
-    """It is the header that says what a file is."""
+def test_a_whole_file_with_the_name_of_a_part_is_read_alone(whole: Path, parts: list[Path]) -> None:
+    """The header decides whether a file is a part, not its name."""
     shutil.copy(whole, parts[1])
     found = read_gguf(parts[1])
     assert found.path == parts[1]
     assert found.digest == read_gguf(whole).digest
 
 
-# -------------------------------------------------------------------------------------------------------------- digest
+# ----------------------------------------------------------------------------------------- digest
 
 
-def test_the_digest_names_all_parts(whole: Path, parts: list[Path], tmp_path: Path) -> None:
+def test_the_digest_covers_all_parts(whole: Path, parts: list[Path], tmp_path: Path) -> None:
     digests = {read_gguf(parts[0]).digest, read_gguf(whole).digest}
     for part in parts:
         raw = bytearray(part.read_bytes())
@@ -221,12 +223,12 @@ def test_the_digest_names_all_parts(whole: Path, parts: list[Path], tmp_path: Pa
     assert len(digests) == 5
     moved = split_gguf(whole, tmp_path / "elsewhere", "other", (4, 5, 2))
     assert read_gguf(moved[0]).digest == read_gguf(parts[0]).digest, (
-        "names the content, not the place"
+        "the digest depends on the content, not on the path"
     )
 
 
-def test_the_digest_of_a_whole_file_is_what_it_was_before_parts_were_read(tmp_path: Path) -> None:
-    """Receipts and the draft head that comes with the default model know files by it."""
+def test_the_digest_of_a_whole_file_does_not_change(tmp_path: Path) -> None:
+    """Receipts and the bundled draft head identify files by this digest."""
     raw = np.arange(64 * 256 // 32 * 34, dtype=np.uint64).astype(np.uint8)
     write_gguf(tmp_path / "x", {"k": 1, "split.count": 1}, [Tensor("w", "q8_0", (64, 256), raw)])
     assert (
@@ -235,17 +237,17 @@ def test_the_digest_of_a_whole_file_is_what_it_was_before_parts_were_read(tmp_pa
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ refusals
+# ---------------------------------------------------------------------------------- invalid parts
 
-Spoil = Callable[[list[Path], Path], object]
+Change = Callable[[list[Path], Path], object]
 
 
 def rewritten(
     number: int, tensors: Callable[[dict[str, Tensor]], list[Tensor]] | None = None, **keys: Any
-) -> Spoil:
-    """One part anew, with other keys (None: without it) or other tensors."""
+) -> Change:
+    """Rewrite one part with other keys (None: remove the key) or other tensors."""
 
-    def spoil(parts: list[Path], whole: Path) -> None:
+    def change(parts: list[Path], whole: Path) -> None:
         from verbatim.weights import gguf
 
         file = gguf._read_file(parts[number])
@@ -260,23 +262,23 @@ def rewritten(
             types=types,
         )
 
-    return spoil
+    return change
 
 
-def cut(number: int, keep: Callable[[int], int]) -> Spoil:
+def cut(number: int, keep: Callable[[int], int]) -> Change:
     return lambda parts, whole: parts[number].write_bytes(
         parts[number].read_bytes()[: keep(parts[number].stat().st_size)]
     )
 
 
-def of_another(number: int) -> Spoil:
-    """The part of a model with another number of tensors."""
+def of_another(number: int) -> Change:
+    """Replace a part by that of a model with another number of tensors."""
 
-    def spoil(parts: list[Path], whole: Path) -> None:
+    def change(parts: list[Path], whole: Path) -> None:
         other = split_gguf(whole, parts[0].parent / "other", "m", (4, 5, 2), split_tensors_count=12)
         shutil.copy(other[number], parts[number])
 
-    return spoil
+    return change
 
 
 def foreign_tensor(tensors: dict[str, Tensor]) -> list[Tensor]:
@@ -292,8 +294,8 @@ def exchanged(parts: list[Path], whole: Path) -> None:
     parts[2].write_bytes(kept)
 
 
-# what is done, the part that is named in the error, what it says
-REFUSED: dict[str, tuple[Spoil, int, str]] = {
+# name -> (change to the files, index of the part that the error names, error text)
+INVALID: dict[str, tuple[Change, int, str]] = {
     "a part is missing": (
         lambda p, w: p[1].unlink(),
         1,
@@ -305,7 +307,7 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
         1,
         r"part 2 of 3 is missing \(and 1 more\)",
     ),
-    "a link without its file": (
+    "a broken link": (
         lambda p, w: [p[2].unlink(), p[2].symlink_to("gone")],
         2,
         "part 3 of 3 is missing",
@@ -315,7 +317,7 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
         1,
         r"ends at byte .* \(cut short\? get it again\)",
     ),
-    "a part of half a header": (cut(2, lambda size: 100), 2, "cut short"),
+    "a part with half a header": (cut(2, lambda size: 100), 2, "cut short"),
     "an empty part": (cut(1, lambda size: 0), 1, "0 bytes are too few"),
     "another kind of file": (lambda p, w: p[1].write_bytes(b"PK" * 50), 1, "not a GGUF file"),
     "a whole model as a part": (
@@ -344,30 +346,38 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
         1,
         "'general.architecture' is not that of m-00001",
     ),
-    "metadata that the first has not": (rewritten(1, a_b=3), 1, "'a.b' is not that of"),
+    "metadata that the first part lacks": (rewritten(1, a_b=3), 1, "'a.b' is not that of"),
     "a tensor twice": (
         rewritten(2, foreign_tensor),
         2,
         "'token_embd.weight' is in m-00001-of-00003.gguf too; get all parts",
     ),
-    "a tensor too few": (
+    "a missing tensor": (
         rewritten(1, lambda t: list(t.values())[1:]),
         0,
         "hold 10 tensors, and split.tensors.count says 11",
     ),
-    "no number": (rewritten(1, split_no=None), 1, "split.no is missing; get this part again"),
-    "no tensor count": (
+    "no split.no": (rewritten(1, split_no=None), 1, "split.no is missing; get this part again"),
+    "no split.tensors.count": (
         rewritten(1, split_tensors_count=None),
         1,
         "split.tensors.count is missing",
     ),
-    "no count in the first": (
+    "no split.tensors.count in the first part": (
         rewritten(0, split_tensors_count=None),
         0,
         "split.tensors.count is missing",
     ),
-    "a number as text": (rewritten(1, split_no="1"), 1, "split.no is '1', which is not a valid number"),
-    "a negative number": (rewritten(2, split_no=-1), 2, "split.no is -1, which is not a valid number"),
+    "a number as text": (
+        rewritten(1, split_no="1"),
+        1,
+        "split.no is '1', which is not a valid number",
+    ),
+    "a negative number": (
+        rewritten(2, split_no=-1),
+        2,
+        "split.no is -1, which is not a valid number",
+    ),
     "a negative count": (
         rewritten(1, split_tensors_count=-11),
         1,
@@ -382,30 +392,29 @@ REFUSED: dict[str, tuple[Spoil, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, whole: Path, parts: list[Path]) -> None:
-    spoil, guilty, message = REFUSED[case]
-    spoil(parts, whole)
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_part_is_rejected_by_name(case: str, whole: Path, parts: list[Path]) -> None:
+    change, faulty, message = INVALID[case]
+    change(parts, whole)
     with pytest.raises(ModelError, match=message) as caught:
         read_gguf(parts[0] if parts[0].exists() else parts[1])
-    assert caught.value.file == str(parts[guilty])
+    assert caught.value.file == str(parts[faulty])
 
 
 @pytest.mark.parametrize("named", [1, 2])
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_whichever_part_is_named(
+@pytest.mark.parametrize("case", INVALID)
+def test_an_invalid_part_is_rejected_whichever_part_the_user_names(
     case: str, named: int, whole: Path, parts: list[Path]
 ) -> None:
-    spoil, guilty, _ = REFUSED[case]
-    spoil(parts, whole)
-    if case == "a whole model as a part" and named == guilty:
-        return  # it is one, see above
+    change, faulty, _ = INVALID[case]
+    change(parts, whole)
+    if case == "a whole model as a part" and named == faulty:
+        return  # a whole model is read alone, see above
     with pytest.raises(ModelError) as caught:
         read_gguf(parts[named])
-    if (
-        named != guilty and parts[named].exists() and case != "parts exchanged"
-    ):  # else both are wrong
-        assert caught.value.file == str(parts[guilty])
+    # In the other cases the named part is invalid too.
+    if named != faulty and parts[named].exists() and case != "parts exchanged":
+        assert caught.value.file == str(parts[faulty])
     assert len(str(caught.value)) < 1000
 
 
@@ -413,7 +422,9 @@ def test_refused_whichever_part_is_named(
     "name",
     ["x.gguf", NAMES[1], "m-00001-of-00004.gguf", "m-00001-of-00002.gguf", "m-00001-of-00001.gguf"],
 )
-def test_the_part_that_is_named_is_checked_against_its_name(name: str, parts: list[Path]) -> None:
+def test_a_part_whose_file_name_contradicts_its_keys_is_rejected(
+    name: str, parts: list[Path]
+) -> None:
     path = parts[0].rename(parts[0].with_name(name))
     with pytest.raises(
         ModelError, match=r"this is part 1 of 3 .* call it NAME-00001-of-00003\.gguf"
@@ -422,8 +433,8 @@ def test_the_part_that_is_named_is_checked_against_its_name(name: str, parts: li
     assert caught.value.file == str(path)
 
 
-def test_a_shape_that_does_not_fit_is_the_loaders_to_see(parts: list[Path]) -> None:
-    """A part of a model of the same names and other sizes: the header cannot tell, the architecture can."""
+def test_load_model_rejects_a_part_with_tensors_of_other_shapes(parts: list[Path]) -> None:
+    """The split keys cannot reveal such a part of another model; the architecture does."""
 
     def other(tensors: dict[str, Tensor]) -> list[Tensor]:
         return [
@@ -436,16 +447,16 @@ def test_a_shape_that_does_not_fit_is_the_loaders_to_see(parts: list[Path]) -> N
         load_model(parts[1])
 
 
-# ------------------------------------------------------------------------------------------------------------ commands
+# ------------------------------------------------------------------------------------ command line
 
 
-def call(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, str, str]:
+def call(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, str, str]:
     from verbatim.cli.main import main
 
     with pytest.raises(SystemExit) as ended:
-        main(words)
-    said = capsys.readouterr()
-    return ended.value.code, said.out, said.err
+        main(arguments)
+    captured = capsys.readouterr()
+    return ended.value.code, captured.out, captured.err
 
 
 def test_convert_joins_the_parts(
@@ -454,10 +465,10 @@ def test_convert_joins_the_parts(
     joined = tmp_path / "joined.gguf"
     assert call(["convert", str(parts[1]), str(joined)], capsys)[0] == 0
     same(read_gguf(joined), read_gguf(whole))
-    assert joined.read_bytes() == whole.read_bytes(), "nothing of the splitting is left"
+    assert joined.read_bytes() == whole.read_bytes(), "no split keys are left"
 
 
-def test_convert_does_not_write_over_a_part(
+def test_convert_does_not_overwrite_a_part(
     parts: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     for target in parts:
@@ -467,7 +478,7 @@ def test_convert_does_not_write_over_a_part(
     assert len(read_gguf(parts[0]).tensors) == 11
 
 
-def test_the_command_line_says_which_part(
+def test_the_command_line_names_the_missing_part(
     parts: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts[2].unlink()

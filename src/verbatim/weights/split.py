@@ -150,7 +150,7 @@ def _paths(named: Path, info: SplitInfo) -> list[Path]:
         wanted = f"NAME-{info.number + 1:05d}-of-{info.count:05d}.gguf"
         raise ModelError(
             f"by its keys split.no and split.count this is {part} of a split model, by its name "
-            f"it is not; the parts are found by their names, so call it {wanted}, beside the others",
+            f"it is not; parts are found by their names, so call it {wanted}, beside the others",
             file=str(named),
         )
     paths = [named.with_name(name) for name in names]
