@@ -1,4 +1,7 @@
-"""Random weights in every type that a file may hold: any bits are valid quants; only the scales must be sane numbers."""
+"""Random weights of every type that a file may hold.
+
+Any bits are valid quants; the scales are small random numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import numpy as np
 
 from verbatim.weights.tensor import BLOCKS
 
+# byte offsets of the float16 values (scales and minima) in a block
 HALVES = {
     "q4_0": (0,),
     "q4_1": (0, 2),
@@ -14,12 +18,15 @@ HALVES = {
     "q8_0": (0,),
     "q4_k": (0, 2),
     "q5_k": (0, 2),
+    "q6_k": (208,),
+    "q3_k": (108,),
+    "q2_k": (80, 82),
+    "f16": (0,),
 }
-HALVES |= {"q6_k": (208,), "q3_k": (108,), "q2_k": (80, 82), "f16": (0,)}
 
 
 def random_blocks(kind: str, random: np.random.Generator, rows: int, k: int) -> np.ndarray:
-    """Flat uint8 bytes of a [rows, k] matrix."""
+    """The bytes of a [rows, k] matrix, flat uint8."""
     values, size = BLOCKS[kind]
     count = rows * k // values
     out = random.integers(0, 256, (count, size), dtype=np.uint8)

@@ -1,4 +1,7 @@
-"""The instruction sets of the CPU kernels as test parameters: one that this CPU lacks is skipped by name, not left out."""
+"""The instruction sets of the CPU kernels as test parameters.
+
+A set that this CPU lacks is a skip with a reason.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 
 native = pytest.importorskip("verbatim.backend.cpu._native")
 
-HAVE: list[str] = native.isas()  # from the plainest to the widest
+HAVE: list[str] = native.isas()  # from scalar to the widest
 KNOWN = {
     "scalar": "any CPU",
     "avx2": "an x86 CPU with AVX2, FMA and F16C",
@@ -17,11 +20,11 @@ KNOWN = {
     "neon": "an ARM CPU with dot products",
     "i8mm": "an ARM CPU with i8mm",
 }
-assert set(HAVE) <= set(KNOWN), "a new instruction set: name it above, and what CPU has it"
+assert set(HAVE) <= set(KNOWN), "add the new instruction set to KNOWN"
 
 
 def every_isa(*, without: tuple[str, ...] = ()) -> list[Any]:
-    """Parameters for every instruction set that the kernels know."""
+    """pytest parameters for every instruction set of the kernels."""
     return [
         pytest.param(
             isa,

@@ -1,4 +1,8 @@
-"""A model written down for model_main.cpp: what ops.record tells the native engine, as a file that C++ alone can read."""
+"""Write a model to a file for model_main.cpp.
+
+The file holds the calls that ops.record makes to the native engine, so that C++ can run the model
+without Python.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ LISTS = ("mat", "bias")
 
 
 class Writer:
-    """Takes the calls that a native engine would get, and hands out the numbers that it would."""
+    """Records the calls to a native engine, and returns the numbers that it would return."""
 
     def __init__(self, to: BinaryIO, model: Model) -> None:
         self.to = to
@@ -34,18 +38,18 @@ class Writer:
         )
         self.line(*shape, int(spec.norm == "layer"), float(spec.norm_eps))
 
-    def line(self, *words: object) -> None:
-        spelled = (w.hex() if isinstance(w, float) else str(w) for w in words)
-        self.to.write((" ".join(spelled) + "\n").encode())
+    def line(self, *fields: object) -> None:
+        texts = (f.hex() if isinstance(f, float) else str(f) for f in fields)
+        self.to.write((" ".join(texts) + "\n").encode())
 
-    def _next(self, what: str) -> int:
-        self.counts[what] = self.counts.get(what, -1) + 1
-        return self.counts[what]
+    def _next(self, kind: str) -> int:
+        self.counts[kind] = self.counts.get(kind, -1) + 1
+        return self.counts[kind]
 
-    def _array(self, values: np.ndarray, *words: object) -> int:
-        self.line(*words, values.size)
+    def _array(self, values: np.ndarray, *fields: object) -> int:
+        self.line(*fields, values.size)
         self.to.write(np.ascontiguousarray(values).tobytes())
-        return self._next(str(words[0]))
+        return self._next(str(fields[0]))
 
     def buffer(self, width: int) -> int:
         self.line("buffer", width)
@@ -66,20 +70,20 @@ class Writer:
         self.line("group", window, len(layers), *layers)
 
     def op(self, name: str, **fields: Any) -> None:
-        words: list[object] = [OPS.index(name), *(fields.pop(n, -1) for n in NUMBERS)]
+        values: list[object] = [OPS.index(name), *(fields.pop(n, -1) for n in NUMBERS)]
         for n in LISTS:
-            words += [*fields.pop(n, []), -1, -1, -1][:3]
-        words += [int(fields.pop("add", False)), int(fields.pop("outputs", False))]
-        words += [float(fields.pop("scale", 1.0)), float(fields.pop("softcap", 0.0))]
-        assert not fields, f"model_main.cpp does not know {sorted(fields)}"
-        self.line("op", *words)
+            values += [*fields.pop(n, []), -1, -1, -1][:3]
+        values += [int(fields.pop("add", False)), int(fields.pop("outputs", False))]
+        values += [float(fields.pop("scale", 1.0)), float(fields.pop("softcap", 0.0))]
+        assert not fields, f"model_main.cpp does not support {sorted(fields)}"
+        self.line("op", *values)
 
     def finish(self) -> None:
         self.line("finish")
 
 
 def write_model(model: Model, prompt: tuple[int, ...], count: int, path: Path) -> None:
-    """Everything up to `count` greedy tokens behind `prompt`."""
+    """Write the model, the prompt, and the number of greedy tokens to generate."""
     with path.open("wb") as to:
         writer = Writer(to, model)
         record(model, writer)

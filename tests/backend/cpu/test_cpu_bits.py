@@ -1,9 +1,11 @@
-"""The same bits on every instruction set and with any number of threads, and the digests that are committed in digests.json.
+"""The same bits on every instruction set and with any number of threads.
 
-Every instruction set of ARM and x86 must reproduce digests.json. versions.json holds one hash of all those digests for each
-NUMERICS_VERSION, so a digest cannot change without a new version, nor a version without new digests. To record both:
+Every instruction set of ARM and x86 must reproduce digests.json. versions.json holds one hash of
+all digests per NUMERICS_VERSION, so a digest cannot change without a new version, nor a version
+without new digests. To record both:
     python tests/backend/cpu/test_cpu_bits.py
-It refuses to change a recorded digest while NUMERICS_VERSION stays the same; new digests may be added at any time.
+It rejects a changed digest while NUMERICS_VERSION stays the same; new digests may be added at any
+time.
 """
 
 from __future__ import annotations
@@ -50,13 +52,15 @@ def committed() -> dict[str, Any]:
 
 
 def hash_of(digests: dict[str, Any]) -> str:
-    """One hash of all committed digests. The version is left out: a version with no new digest then repeats a hash."""
+    """One hash of all committed digests. It excludes the version, so that a version without a new
+    digest repeats the hash."""
     values = {key: value for key, value in digests.items() if key != "numerics"}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def mismatch(code: str, digests: dict[str, Any], versions: dict[str, str]) -> str | None:
-    """Why NUMERICS_VERSION (`code`), digests.json and versions.json do not belong together; None where they do."""
+    """The reason why NUMERICS_VERSION (`code`), digests.json and versions.json are inconsistent;
+    None if they are consistent."""
     if digests["numerics"] != code:
         return f"the code is {code}, digests.json is {digests['numerics']}"
     if code not in versions:
@@ -72,7 +76,7 @@ def mismatch(code: str, digests: dict[str, Any], versions: dict[str, str]) -> st
     return None
 
 
-def test_digests_and_version_belong_together() -> None:
+def test_digests_and_version_are_consistent() -> None:
     assert mismatch(cpu.NUMERICS_VERSION, committed(), json.loads(VERSIONS.read_text())) is None
 
 
@@ -93,24 +97,25 @@ def test_neither_digests_nor_version_can_change_alone() -> None:
 
 
 @pytest.mark.parametrize("isa", every_isa())
-def test_digests_of_every_kernel(isa: str) -> None:
+def test_every_kernel_reproduces_its_digest(isa: str) -> None:
     assert dict(cpu.native.digests(isa, 2)) == committed()["kernels"]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
-def test_threads_change_nothing(threads: int) -> None:
+def test_the_number_of_threads_does_not_change_the_bits(threads: int) -> None:
     assert dict(cpu.native.digests(ISAS[-1], threads)) == committed()["kernels"]
 
 
-def test_pieces_change_nothing() -> None:
+def test_chunked_prefill_does_not_change_the_bits() -> None:
     kernels = committed()["kernels"]
     assert kernels["model q4_1"] == kernels["model q4_1 other pieces"]
 
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_products_of_random_shapes(data: st.DataObject) -> None:
-    """Every set gives the bits of the scalar one, and a row's bits do not depend on its neighbours."""
+def test_matmuls_of_random_shapes_have_the_same_bits_everywhere(data: st.DataObject) -> None:
+    """Every instruction set gives the bits of the scalar kernels, and a row's bits do not depend on
+    the other rows."""
     kind = data.draw(st.sampled_from(sorted(BLOCKS)))
     unit = BLOCKS[kind][0]
     k = unit * data.draw(st.integers(1, 400 // unit if unit < 256 else 3))
@@ -126,11 +131,12 @@ def test_products_of_random_shapes(data: st.DataObject) -> None:
     assert alone.tobytes() == results[ISAS[-1]][row].tobytes()
 
 
-# ----------------------------------------------------------------------------------------------- mixtures of experts
+# ---- mixtures of experts
 
 
 def random_mixture(data: st.DataObject) -> Model:
-    """A model of one or two layers whose experts have any shape and any types: those of gate, up and down may differ, as in real files."""
+    """A model of one or two layers whose experts have a random shape. The types of gate, up and
+    down may differ, as in real files."""
     kinds = {
         part: data.draw(st.sampled_from(sorted(BLOCKS)), part) for part in ("gate", "up", "down")
     }
@@ -171,12 +177,13 @@ def random_mixture(data: st.DataObject) -> Model:
 
 
 def states(model: Model, tokens: tuple[int, ...], cuts: list[int], threads: int = 2) -> bytes:
-    """The final state of every token, and the logits of the last, computed in pieces that begin at 0 and at each of `cuts`."""
+    """The final state of every token and the logits of the last one. The prefill is chunked at the
+    positions `cuts`."""
     backend = cpu.CpuBackend(model, EngineConfig(threads=threads))
     backend.allocate((len(tokens) // 16 + 1,))
     table = (tuple(range(len(tokens) // 16 + 1)),)
     draw = DrawSpec(SamplingParams(temperature=0.0), 0, len(tokens))
-    made = b""
+    result = b""
     for i, (start, end) in enumerate(pairwise([0, *cuts, len(tokens)])):
         last = end == len(tokens)
         step = SeqStep(
@@ -190,17 +197,18 @@ def states(model: Model, tokens: tuple[int, ...], cuts: list[int], threads: int 
         )
         hidden = backend.execute(StepPlan(i, (step,))).sequences[0].hidden
         assert np.isfinite(hidden).all()
-        made += hidden.tobytes()
-    made += backend._engine.logits().tobytes()
+        result += hidden.tobytes()
+    result += backend._engine.logits().tobytes()
     backend.close()
-    return made
+    return result
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_mixtures_of_random_shapes(data: st.DataObject) -> None:
-    """An expert gathers the rows that chose it, from none to all of them. Every set gives the bits of the scalar one, with any number of
-    threads, and in any pieces: then other rows meet at an expert, and a row's bits must not depend on its company."""
+def test_mixtures_of_random_shapes_have_the_same_bits_everywhere(data: st.DataObject) -> None:
+    """An expert gathers the rows that chose it, from none to all. Every instruction set gives the
+    bits of the scalar kernels, with any number of threads and in any chunks. Other chunks give an
+    expert other rows, which must not change a row's bits."""
     model = random_mixture(data)
     rows = data.draw(st.sampled_from([1, 2, 7, 33, 64, 65, 130]) | st.integers(1, 140), "rows")
     tokens = tuple(data.draw(st.lists(st.integers(0, 39), min_size=rows, max_size=rows), "tokens"))
@@ -221,11 +229,11 @@ def test_mixtures_of_random_shapes(data: st.DataObject) -> None:
         assert states(model, tokens, cuts, threads=1) == scalar, cuts
 
 
-# ------------------------------------------------------------------------------------------------- the default model
+# ---- the default model
 
 
 def generate(path: Path, count: int, threads: int | None = None) -> tuple[list[int], str]:
-    """Greedy tokens, and a digest over the logits that they were drawn from."""
+    """Greedy tokens, and a digest of all logits."""
     backend = cpu.CpuBackend(load_model(path), EngineConfig(threads=threads))
     backend.allocate((32,))
     digest = hashlib.sha256()
@@ -245,7 +253,9 @@ def generate(path: Path, count: int, threads: int | None = None) -> tuple[list[i
 
 @pytest.mark.model
 @pytest.mark.parametrize("isa", every_isa(without=("scalar",)))
-def test_default_model(isa: str, default_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_model_reproduces_its_tokens_and_logits(
+    isa: str, default_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VERBATIM_ISA", isa)
     tokens, digest = generate(default_model, 200)
     assert (tokens, digest) == (committed()["tokens"], committed()["logits_200"])
@@ -253,7 +263,7 @@ def test_default_model(isa: str, default_model: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.model
 @pytest.mark.parametrize(("isa", "threads"), [("scalar", 2), (ISAS[-1], 1), (ISAS[-1], 7)])
-def test_default_model_scalar_and_threads(
+def test_the_default_model_has_the_same_bits_scalar_and_with_any_threads(
     isa: str, threads: int, default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERBATIM_ISA", isa)
@@ -263,21 +273,21 @@ def test_default_model_scalar_and_threads(
 
 @pytest.mark.soak
 @pytest.mark.model
-def test_default_model_scalar_to_the_end(
+def test_the_default_model_has_the_same_200_tokens_with_scalar_kernels(
     default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERBATIM_ISA", "scalar")
     assert generate(default_model, 200) == (committed()["tokens"], committed()["logits_200"])
 
 
-def test_an_unknown_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_instruction_set_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match="nonesuch is not available on this machine; it has: scalar"
     ):
         cpu.native.digests("nonesuch")
 
 
-# ------------------------------------------------------------------------------------------- other machines, sanitizers
+# ---- other machines, sanitizers
 
 EXACT = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest")
@@ -303,7 +313,7 @@ X86_SETS = {
 
 
 def build(compiler: str, sets: dict[str, list[str]], flags: list[str], folder: Path) -> None:
-    """The programs of MAINS (no Python in them) from the kernels' sources."""
+    """Compile the programs of MAINS, which need no Python, from the kernels' sources."""
     have = [f"-DVB_HAVE_{isa.upper()}" for isa in sets]
     jobs = [(SOURCES / "kernels" / f"{name}.cpp", have, name) for name in PORTABLE]
     for isa, own in sets.items():
@@ -330,7 +340,9 @@ def check_output(out: str, isas: set[str]) -> None:
 
 
 class Emulator:
-    """Programs for 64-bit ARM, cross-compiled here and run by qemu. `max` has every instruction set, neoverse-n1 no i8mm, cortex-a72 no dot products."""
+    """Runs cross-compiled 64-bit ARM programs under qemu.
+
+    The CPU `max` has every instruction set, neoverse-n1 no i8mm, cortex-a72 no dot products."""
 
     def __init__(self, folder: Path, flags: list[str]) -> None:
         compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
@@ -362,23 +374,23 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_arm_gives_the_same_bits(arm: Emulator) -> None:
-    """Every kernel and the small models: scalar, NEON, and NEON with i8mm."""
+    """Every kernel and the small models: scalar, NEON and i8mm."""
     out, _ = arm.run("max", "digest")
     check_output(out.decode(), set(ARM_SETS))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_arm_takes_the_best_set_that_the_processor_has(arm: Emulator) -> None:
-    """And refuses one that it does not have, before an instruction of it could kill the process."""
+def test_arm_selects_the_best_instruction_set_of_the_cpu(arm: Emulator) -> None:
+    """It rejects a set that the CPU lacks, before an illegal instruction could end the process."""
     for chip, isa in (("max", "i8mm"), ("neoverse-n1", "neon")):
         check_output(arm.run(chip, "digest", "auto")[0].decode(), {isa})
-    refused = (
+    rejected = (
         ("neoverse-n1", "i8mm", "scalar, neon"),
         ("cortex-a72", "neon", "scalar"),
         ("max", "i9mm", "scalar, neon, i8mm"),
     )
-    for chip, isa, has in refused:
+    for chip, isa, has in rejected:
         _, error = arm.run(chip, "digest", isa, code=2)
         assert error == f"instruction set {isa} is not available on this machine; it has: {has}\n"
 
@@ -389,10 +401,10 @@ def test_arm_takes_the_best_set_that_the_processor_has(arm: Emulator) -> None:
 @pytest.mark.parametrize(
     ("chip", "isa"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a72", "scalar")]
 )
-def test_default_model_on_arm(
+def test_the_default_model_has_the_same_bits_on_arm(
     chip: str, isa: str, arm: Emulator, default_model: Path, tmp_path: Path
 ) -> None:
-    """The committed tokens and logits of the default model, by the set that each processor chooses by itself."""
+    """The committed tokens and logits, with the instruction set that each CPU selects."""
     model = load_model(default_model)
     tokens = committed()["tokens"]
     write_model(model, PROMPT, len(tokens), tmp_path / "model")
@@ -406,14 +418,15 @@ def test_default_model_on_arm(
 
 
 @pytest.mark.parametrize("threads", [2, 9])
-def test_late_threads_touch_nothing_and_every_unit_is_done_once(
+def test_the_thread_pool_runs_every_work_item_once_without_data_races(
     threads: int, tmp_path: Path
 ) -> None:
-    """The thread sanitizer judges by the language's own rules, so it also speaks for processors that reorder memory more than this one."""
+    """The thread sanitizer checks the memory model of C++, so the result also holds for CPUs that
+    reorder memory more than this one."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    program = tmp_path / "team"
+    program = tmp_path / "thread_pool"
     source = Path(__file__).with_name("thread_pool_main.cpp")
     flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread"]
     built = subprocess.run(
@@ -433,8 +446,9 @@ SANITIZERS = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recove
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
-    """Address and undefined-behaviour sanitizers over every kernel and the small models, all sets that this machine has."""
+def test_no_kernel_accesses_memory_out_of_bounds(tmp_path: Path) -> None:
+    """Address and undefined-behaviour sanitizers over every kernel and the small models, on all
+    instruction sets of this machine."""
     compiler = shutil.which("g++")
     sets = X86_SETS if platform.machine() in ("x86_64", "AMD64") else ARM_SETS
     if compiler is None:
@@ -447,19 +461,19 @@ def test_no_kernel_leaves_its_memory(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-def test_no_kernel_leaves_its_memory_on_arm(
+def test_no_kernel_accesses_memory_out_of_bounds_on_arm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(
-        "ASAN_OPTIONS", "detect_leaks=0"
-    )  # which needs ptrace, and the emulator has none
+    # leak detection needs ptrace, which the emulator lacks
+    monkeypatch.setenv("ASAN_OPTIONS", "detect_leaks=0")
     emulator = Emulator(tmp_path, SANITIZERS)
     for isa in ("neon", "i8mm"):
         check_output(emulator.run("max", "digest", isa)[0].decode(), {isa})
 
 
 def record(found: dict[str, Any]) -> None:
-    """Write digests.json and versions.json; refuse where a recorded digest of the same version would change."""
+    """Write digests.json and versions.json. Exits if a recorded digest of the same version would
+    change."""
     before, versions = committed(), json.loads(VERSIONS.read_text())
     if before["numerics"] == found["numerics"]:
         flat = {**before, **before["kernels"]}

@@ -1,4 +1,4 @@
-"""Memory of the CPU backend: what it holds at rest, and that steps leave nothing behind."""
+"""Memory of the CPU backend: its resident size, and that steps do not leak."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verbatim.testing_models import tiny_model
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
-HOLDS = """
+RESIDENT_BYTES = """
 import os
 from verbatim import LLM, SamplingParams
 from verbatim.weights.catalog import resolve
@@ -34,9 +34,10 @@ def resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_the_default_model_is_held_once() -> None:
-    """Resident: the file, the cache, and at most 150 MB for Python, NumPy, the tokenizer and scratch. A second copy of the weights would show."""
-    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True)
+def test_the_weights_of_the_default_model_are_in_memory_once() -> None:
+    """Resident: the model file's size, the KV cache, and at most 150 MB for Python, NumPy, the
+    tokenizer and scratch memory. A second copy of the weights would exceed that."""
+    done = subprocess.run([sys.executable, "-c", RESIDENT_BYTES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 150_000_000
 
@@ -46,15 +47,15 @@ PR_SET_THP_DISABLE = 41  # prctl
 
 @pytest.fixture
 def small_pages() -> Iterator[None]:
-    """Keep the kernel from merging pages into huge ones beside the test: that grows the resident size by itself."""
+    """Disable transparent huge pages: merging pages during a test would grow the resident size."""
     prctl = ctypes.CDLL(None).prctl
     prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
     yield
     prctl(PR_SET_THP_DISABLE, 0, 0, 0, 0)
 
 
-def steps_leave_nothing(count: int) -> None:
-    """Steps of every size, growing and shrinking, on one backend: after the first round memory stays where it is."""
+def check_memory_of_steps(count: int) -> None:
+    """Run steps of many sizes on one backend; after the first tenth the memory must not grow."""
     backend = cpu.CpuBackend(
         tiny_model("llama", type="q8_0", hidden_size=64, intermediate_size=96),
         EngineConfig(threads=2),
@@ -74,11 +75,11 @@ def steps_leave_nothing(count: int) -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_steps_leave_nothing() -> None:
-    steps_leave_nothing(3_000)
+def test_steps_do_not_leak_memory() -> None:
+    check_memory_of_steps(3_000)
 
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("small_pages")
-def test_a_hundred_thousand_steps_leave_nothing() -> None:
-    steps_leave_nothing(100_000)
+def test_a_hundred_thousand_steps_do_not_leak_memory() -> None:
+    check_memory_of_steps(100_000)

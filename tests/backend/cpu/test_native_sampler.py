@@ -1,4 +1,7 @@
-"""The native sampler against the specification: the same token, log-probability and alternatives, to the bit, on every instruction set."""
+"""The native sampler against sampling/pipeline.py, which is its specification.
+
+Token, log-probability and alternatives are equal to the bit, on every instruction set.
+"""
 
 from __future__ import annotations
 
@@ -75,9 +78,8 @@ def random_logits(r: random.Random, rows: int, vocab: int) -> np.ndarray:
     logits = np.random.default_rng(r.getrandbits(32)).standard_normal((rows, vocab))
     logits *= r.choice((0.0, 1e-20, 0.1, 1.0, 3.0, 10.0, 1e4, 5e37))
     if r.random() < 0.3:
-        logits[:, r.randrange(vocab)] += (
-            10.0  # next to it the smallest logits differ and their distances do not
-        )
+        # relative to this outlier, small logits round to the same distance
+        logits[:, r.randrange(vocab)] += 10.0
     if r.random() < 0.3:
         logits = np.round(logits)  # many ties
     if r.random() < 0.2:
@@ -93,13 +95,14 @@ def random_case(r: random.Random) -> tuple[np.ndarray, list[Row]]:
 
 
 def native_draws(isa: str, logits: np.ndarray, rows: list[Row], threads: int = 1) -> list[Any]:
-    """Drawn twice: the sampler finds the largest logits itself, and is told them, as by the engine's head."""
+    """Draws twice: the sampler finds the largest logits itself, or gets them from the caller, as it
+    does from the engine's output matmul."""
     from verbatim.backend.cpu.sampler import NativeSampler
 
     sampler = NativeSampler(native, None)
-    asked = [sampler.native_row(row) for row in rows]
-    drawn = list(native.RowSampler(isa, threads).draw(logits, asked))
-    assert list(native.RowSampler(isa, threads).draw(logits, asked, told=True)) == drawn
+    native_rows = [sampler.native_row(row) for row in rows]
+    drawn = list(native.RowSampler(isa, threads).draw(logits, native_rows))
+    assert list(native.RowSampler(isa, threads).draw(logits, native_rows, told=True)) == drawn
     return drawn
 
 
@@ -107,7 +110,7 @@ def expected_draws(logits: np.ndarray, rows: list[Row]) -> list[Any]:
     return [(d.token, d.logprob, d.top) for d in sample_rows(logits, rows)]
 
 
-# The specification is in Python and slow: its draws are computed once and compared with every instruction set.
+# The specification is slow, so its draws are computed once and compared with every instruction set.
 Case = tuple[np.ndarray, list[Row], list[Any]]
 
 
@@ -119,22 +122,28 @@ def specified_cases() -> list[Case]:
 
 
 @pytest.mark.parametrize("isa", every_isa())
-def test_same_bits_as_the_specification(isa: str) -> None:
+def test_draws_have_the_same_bits_as_the_specification(isa: str) -> None:
     for number, (logits, rows, expected) in enumerate(specified_cases()):
         assert native_draws(isa, logits, rows, threads=1 + number % 2) == expected, rows
 
 
 def one_stage(r: random.Random) -> dict[str, Any]:
     return r.choice((
-        {"top_k": r.randrange(1, 60)}, {"top_p": r.random() ** 0.3}, {"min_p": r.random() ** 2}, {"typical_p": r.random() ** 0.3},
-        {"top_n_sigma": r.uniform(0.1, 2.0)}, {"xtc_probability": 1.0, "xtc_threshold": r.uniform(0.0, 0.05)},
-        {"repetition_penalty": r.uniform(0.7, 1.5)}, {"frequency_penalty": r.uniform(-2, 2)}, {"presence_penalty": r.uniform(-2, 2)},
-        {"dry_multiplier": 1.0, "dry_allowed_length": r.randrange(1, 4), "dry_range": r.choice((0, 12))}, {"no_repeat_ngram": r.randrange(1, 4)},
+        {"top_k": r.randrange(1, 60)}, {"top_p": r.random() ** 0.3}, {"min_p": r.random() ** 2},
+        {"typical_p": r.random() ** 0.3}, {"top_n_sigma": r.uniform(0.1, 2.0)},
+        {"xtc_probability": 1.0, "xtc_threshold": r.uniform(0.0, 0.05)},
+        {"repetition_penalty": r.uniform(0.7, 1.5)}, {"frequency_penalty": r.uniform(-2, 2)},
+        {"presence_penalty": r.uniform(-2, 2)},
+        {
+            "dry_multiplier": 1.0, "dry_allowed_length": r.randrange(1, 4),
+            "dry_range": r.choice((0, 12)),
+        },
+        {"no_repeat_ngram": r.randrange(1, 4)},
     ))  # fmt: skip
 
 
 def stages_alone(r: random.Random, count: int) -> tuple[np.ndarray, list[Row]]:
-    """Rows of 70 ids near each other, each with one stage, and the whole distribution that it leaves."""
+    """Rows of 70 ids with one sampling stage each; logprobs=70 reports the whole distribution."""
     rows = []
     for _ in range(count):
         params = SamplingParams(
@@ -155,7 +164,7 @@ def specified_stages() -> Case:
 
 
 @pytest.mark.parametrize("isa", every_isa())
-def test_each_stage_alone_leaves_the_same_distribution(isa: str) -> None:
+def test_each_sampling_stage_alone_gives_the_same_distribution(isa: str) -> None:
     logits, rows, expected = specified_stages()
     assert native_draws(isa, logits, rows) == expected
 
@@ -175,17 +184,24 @@ def specified_winners(temperature: float) -> list[Case]:
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 30.0])
 @pytest.mark.parametrize("isa", every_isa())
-def test_ids_passed_over_could_not_have_won(isa: str, temperature: float) -> None:
-    """The draw computes the noise of few ids. Over many positions, peaked and flat rows, the winner is the one of all of them."""
+def test_ids_that_the_draw_skips_could_not_win(isa: str, temperature: float) -> None:
+    """The draw computes the noise of few ids. Over many positions, with peaked and flat rows, its
+    winner is the winner over all ids."""
     for logits, rows, expected in specified_winners(temperature):
         assert [t for t, _, _ in native_draws(isa, logits, rows)] == expected
 
 
 LARGE: list[dict[str, Any]] = [
-    {"temperature": 0.8}, {"top_p": 0.9}, {"top_p": 0.9999, "temperature": 100.0}, {"typical_p": 0.9, "temperature": 0.6}, {"min_p": 0.05},
-    {"top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1, "frequency_penalty": 0.2},
-    {"top_k": 60_000, "typical_p": 0.5}, {"top_n_sigma": 1.0, "xtc_probability": 1.0}, {"xtc_probability": 1.0, "logprobs": 3},
-    {"logprobs": 1000}, {"logprobs": 5, "logprobs_mode": "processed", "temperature": 2.0}, {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 0.8}, {"top_p": 0.9}, {"top_p": 0.9999, "temperature": 100.0},
+    {"typical_p": 0.9, "temperature": 0.6}, {"min_p": 0.05},
+    {
+        "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+    },
+    {"top_k": 60_000, "typical_p": 0.5}, {"top_n_sigma": 1.0, "xtc_probability": 1.0},
+    {"xtc_probability": 1.0, "logprobs": 3}, {"logprobs": 1000},
+    {"logprobs": 5, "logprobs_mode": "processed", "temperature": 2.0},
+    {"temperature": 0.0, "logprobs": 2},
 ]  # fmt: skip
 
 
@@ -207,14 +223,14 @@ def specified_large() -> list[Case]:
 
 
 @pytest.mark.parametrize("isa", every_isa())
-def test_same_bits_on_a_large_vocabulary(isa: str) -> None:
-    """As large as real ones: many chunks, full buckets, lists of tens of thousands."""
+def test_draws_have_the_same_bits_on_a_large_vocabulary(isa: str) -> None:
+    """150,001 ids: many chunks, full buckets, lists of tens of thousands."""
     for logits, rows, expected in specified_large():
         assert native_draws(isa, logits, rows, threads=2) == expected
 
 
-def test_what_nobody_reads_is_not_computed() -> None:
-    """Without logprobs or best_of no normaliser is computed, here and in the specification; with either it is."""
+def test_log_probabilities_are_computed_only_if_requested() -> None:
+    """The kernel and the specification compute the normaliser only for logprobs or best_of."""
     logits = np.random.default_rng(0).standard_normal((1, 100)).astype(np.float32)
     for settings, wanted in (
         ({}, False),
@@ -227,7 +243,7 @@ def test_what_nobody_reads_is_not_computed() -> None:
             assert (drawn[1] < 0.0) == wanted, settings
 
 
-def test_an_explained_or_beam_row_leaves_its_neighbours_to_the_kernel() -> None:
+def test_only_explained_and_beam_rows_fall_back_to_the_pipeline() -> None:
     from verbatim.backend.cpu.sampler import NativeSampler
 
     logits = np.random.default_rng(1).normal(size=(4, 90)).astype(np.float32)
@@ -241,10 +257,10 @@ def test_an_explained_or_beam_row_leaves_its_neighbours_to_the_kernel() -> None:
             seen.append([row is not None for row in rows])
             return list(native.RowSampler("", 2).draw(logits, rows))
 
-    plain, told = SamplingParams(logprobs=2), SamplingParams(explain=3, top_k=9)
+    plain, explained = SamplingParams(logprobs=2), SamplingParams(explain=3, top_k=9)
     specs = [
         DrawSpec(plain, 1, 0),
-        DrawSpec(told, 2, 0),
+        DrawSpec(explained, 2, 0),
         DrawSpec(SamplingParams(num_beams=4), 3, 0, beam=8),
         DrawSpec(plain, 4, 0),
     ]
@@ -254,23 +270,23 @@ def test_an_explained_or_beam_row_leaves_its_neighbours_to_the_kernel() -> None:
     assert seen == [[True, False, False, True]]
 
 
-def test_a_row_that_is_not_finite_is_an_error_and_an_empty_one_draws_nothing() -> None:
+def test_a_row_that_is_not_finite_is_an_error_and_a_fully_masked_row_draws_minus_one() -> None:
     from verbatim.backend.cpu.sampler import NativeSampler
 
-    asked = [NativeSampler(native, None).native_row(Row(DrawSpec(SamplingParams(), 1, 0), 0))]
+    native_rows = [NativeSampler(native, None).native_row(Row(DrawSpec(SamplingParams(), 1, 0), 0))]
     for isa, bad, at, told in product(
         native.isas(), (np.nan, np.inf), (17, 70, 131), (False, True)
     ):
         logits = np.zeros((1, 133), np.float32)
         logits[0, at] = bad
         with pytest.raises(ValueError, match="finite"):
-            native.RowSampler(isa, 1).draw(logits, asked, told=told)
-    nothing = Row(DrawSpec(SamplingParams(), 1, 0), 0, mask=bytes(5))
-    assert native_draws("scalar", np.zeros((1, 40), np.float32), [nothing])[0][0] == -1
+            native.RowSampler(isa, 1).draw(logits, native_rows, told=told)
+    masked = Row(DrawSpec(SamplingParams(), 1, 0), 0, mask=bytes(5))
+    assert native_draws("scalar", np.zeros((1, 40), np.float32), [masked])[0][0] == -1
 
 
-def test_the_ends_of_every_range_reach_the_kernel() -> None:
-    """A number that the parameters allow and the kernel cannot hold would end the engine, with everyone's answers."""
+def test_the_kernel_accepts_the_ends_of_every_parameter_range() -> None:
+    """A value that SamplingParams allows and the kernel cannot hold would end the engine."""
     from verbatim.backend.cpu.sampler import _SAME
 
     logits = np.random.default_rng(2).normal(size=(1, 50)).astype(np.float32)
@@ -305,7 +321,7 @@ def test_ids_outside_the_vocabulary_never_reach_a_kernel() -> None:
         native_draws("scalar", np.zeros((1, 40), np.float32), [penalised])
 
 
-# ------------------------------------------------------------------------------------------- other machines, sanitizers
+# ---- other machines, sanitizers
 
 SOURCES = Path(__file__).parents[3] / "src" / "verbatim" / "backend" / "cpu"
 EXACT = [
@@ -318,27 +334,24 @@ EXACT = [
 ]
 
 
-def recorded(logits: np.ndarray, row: Row) -> bytes:
-    """One row as sampler_main.cpp reads it."""
+def serialise(logits: np.ndarray, row: Row) -> bytes:
+    """One row in the format that sampler_main.cpp reads."""
     p, spec = row.spec.params, row.spec
 
     def array(kind: str, values: Any) -> bytes:
         return struct.pack("<q", len(values)) + np.asarray(values, kind).tobytes()
 
     floats = (
-        p.temperature, p.top_p, p.min_p, p.typical_p, p.top_n_sigma, p.xtc_probability, p.xtc_threshold, p.repetition_penalty,
-        p.frequency_penalty, p.presence_penalty, p.dry_multiplier, p.dry_base,
+        p.temperature, p.top_p, p.min_p, p.typical_p, p.top_n_sigma, p.xtc_probability,
+        p.xtc_threshold, p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
+        p.dry_multiplier, p.dry_base,
     )  # fmt: skip
     processed, restricted = p.logprobs_mode == "processed", p.allowed_token_ids is not None
-    whole = (
-        p.top_k,
-        p.dry_allowed_length,
-        p.dry_range,
-        p.no_repeat_ngram,
-        p.min_tokens,
+    integers = (
+        p.top_k, p.dry_allowed_length, p.dry_range, p.no_repeat_ngram, p.min_tokens,
         p.logprobs or 0,
-    )
-    out = struct.pack("<12d9q", *floats, *whole, p.wants_logprob, processed, restricted)
+    )  # fmt: skip
+    out = struct.pack("<12d9q", *floats, *integers, p.wants_logprob, processed, restricted)
     bias = dict(p.logit_bias)
     out += array("<i4", list(bias)) + array("<f8", list(bias.values()))
     singles = sorted(b[0] for b in spec.breakers if len(b) == 1)
@@ -370,7 +383,7 @@ def check_program(command: list[Any], cases: int, seed: int) -> None:
         line(d.token, d.logprob, d.top)
         for d in (sample_rows(x[None], [row])[0] for x, row in pairs)
     ]
-    given = struct.pack("<q", len(pairs)) + b"".join(recorded(x, row) for x, row in pairs)
+    given = struct.pack("<q", len(pairs)) + b"".join(serialise(x, row) for x, row in pairs)
     done = subprocess.run(command, input=given, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     assert done.stdout.decode().splitlines() == expected
@@ -387,7 +400,7 @@ def build(compiler: str, flags: list[str], folder: Path) -> Path:
 @pytest.mark.parametrize(
     "flags", [[], ["-march=armv8.2-a+dotprod+fp16"], ["-march=armv8.2-a+dotprod+fp16+i8mm"]]
 )
-def test_arm_draws_the_same_bits(flags: list[str], tmp_path: Path) -> None:
+def test_draws_have_the_same_bits_on_arm(flags: list[str], tmp_path: Path) -> None:
     compiler, qemu = shutil.which("aarch64-linux-gnu-g++"), shutil.which("qemu-aarch64-static")
     if compiler is None or qemu is None:
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
@@ -400,7 +413,7 @@ def test_arm_draws_the_same_bits(flags: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("isa", every_isa())
-def test_the_sampler_keeps_to_its_memory(isa: str, tmp_path: Path) -> None:
+def test_the_sampler_does_not_access_memory_out_of_bounds(isa: str, tmp_path: Path) -> None:
     """Address and undefined-behaviour sanitizers over random rows."""
     compiler = shutil.which("g++")
     if compiler is None:
