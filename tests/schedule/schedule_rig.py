@@ -1,4 +1,5 @@
-"""A scheduler with a fake model behind it: every step is checked by the books and by the canary, every text by an oracle."""
+"""Test rig: a scheduler with a FakeBackend. Every step runs the invariants and the cache canary;
+the rig compares every finished sequence with an oracle that uses no cache."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class Rig:
         use_cache: bool = True,
         vocab: int = VOCAB,
         cost: TokenCost | None = None,
-        ahead: bool = False,
+        overlap: bool = False,
     ) -> None:
         spec = fake_spec(vocab, windows=windows)
         counts = (blocks,) * len(spec.groups)
@@ -43,7 +44,7 @@ class Rig:
             use_cache=use_cache,
             prefix_key=b"test",
             cost=cost,
-            ahead=ahead,
+            overlap=overlap,
         )
         self.drafts: dict[int, tuple[int, ...]] = {}
         self.backend = FakeBackend(
@@ -52,10 +53,10 @@ class Rig:
             pipeline=False,
             canary=True,
             known=self._known,
-            overlap=ahead,
+            overlap=overlap,
         )
         self.backend.allocate(counts)
-        self.everyone: dict[int, Sequence] = {}
+        self.all_sequences: dict[int, Sequence] = {}
         self.ended: dict[int, TokenEvent] = {}
         self.aborted: set[int] = set()
         self.steps = 0
@@ -85,7 +86,7 @@ class Rig:
             salt=salt,
         )
         self._next += 1
-        self.everyone[seq.id] = seq
+        self.all_sequences[seq.id] = seq
         return seq
 
     def add(
@@ -107,7 +108,7 @@ class Rig:
         return family
 
     def step(self) -> list[TokenEvent] | None:
-        """plan, execute, commit, check. None: nothing to do."""
+        """plan, execute, commit, check. None: no sequence can advance."""
         self.plan = self.scheduler.plan()
         if self.plan is None:
             assert not [s for s in self.scheduler.sequences.values() if not s.held], (
@@ -127,11 +128,11 @@ class Rig:
                 self.ended[event.seq_id] = event
         return events
 
-    def run(self, most: int = 100_000) -> None:
-        for _ in range(most):
+    def run(self, max_steps: int = 100_000) -> None:
+        for _ in range(max_steps):
             if self.step() is None:
                 return
-        raise AssertionError(f"not finished after {most} steps")
+        raise AssertionError(f"not finished after {max_steps} steps")
 
     def abort(self, seq_id: int) -> None:
         if self.scheduler.abort(seq_id):
@@ -139,7 +140,7 @@ class Rig:
         check_scheduler(self.scheduler)
 
     def at_rest(self) -> None:
-        """Everything is free, and every text that ended is the oracle's."""
+        """No sequence is left, no block is used, and every finished output equals the oracle's."""
         check_scheduler(self.scheduler)
         assert not self.scheduler.sequences
         assert not self.scheduler.running
@@ -147,14 +148,14 @@ class Rig:
         for pool in self.scheduler.cache.pools:
             assert pool.used == 0
             assert not any(pool.refs)
-        for seq in self.everyone.values():
+        for seq in self.all_sequences.values():
             if not seq.beam and seq.id in self.ended:
                 assert seq.tokens == self.oracle(seq), (
-                    f"sequence {seq.id} has another text than it would have alone"
+                    f"sequence {seq.id} differs from its output alone"
                 )
 
     def oracle(self, seq: Sequence) -> list[int]:
-        """What it must say: computed without cache, blocks, batch or drafts."""
+        """The tokens the sequence must have, computed without cache, blocks, batch or drafts."""
         tokens = list(seq.tokens[: seq.prompt_len])
         number = 1
         for token in tokens:

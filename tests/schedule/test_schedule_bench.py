@@ -1,4 +1,4 @@
-"""The scheduler's benchmark runs, and grows with the running sequences only."""
+"""bench/scheduler.py runs and writes its chart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 BENCH = Path(__file__).parents[2] / "bench" / "scheduler.py"
 
 
-def test_it_measures_and_draws(tmp_path: Path) -> None:
+def test_the_scheduler_benchmark_measures_and_plots(tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("bench_scheduler", BENCH)
     assert spec is not None
     assert spec.loader is not None

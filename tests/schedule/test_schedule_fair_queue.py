@@ -1,4 +1,4 @@
-"""The fair queue alone, without a server: turns between keys, room, shares of the cache, priorities."""
+"""FairQueue without a server: round robin over tenants, slots, shares of the cache, priorities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def drain(queue: FairQueue) -> list[str]:
     return out
 
 
-def test_keys_take_turns_however_many_one_of_them_has() -> None:
+def test_tenants_alternate_however_many_entries_one_has() -> None:
     queue = FairQueue(slots=1, tokens=100)
     for i in range(5):
         queue.add(f"a{i}", tenant="a")
@@ -25,14 +25,14 @@ def test_keys_take_turns_however_many_one_of_them_has() -> None:
     assert drain(queue) == ["a0", "b0", "c0", "a1", "a2", "a3", "a4"]
 
 
-def test_a_smaller_priority_is_sooner_within_a_key() -> None:
+def test_within_a_tenant_a_smaller_priority_starts_first() -> None:
     queue = FairQueue(slots=1, tokens=100)
     for name, priority in (("late", 5), ("first", -1), ("second", 0), ("third", 0)):
         queue.add(name, priority=priority)
     assert drain(queue) == ["first", "second", "third", "late"]
 
 
-def test_a_wide_request_waits_for_room_and_is_not_overtaken() -> None:
+def test_a_wide_entry_waits_for_slots_and_is_not_overtaken() -> None:
     queue = FairQueue(slots=4, tokens=100)
     running = queue.add("three", width=3)
     queue.add("two", width=2)
@@ -45,7 +45,7 @@ def test_a_wide_request_waits_for_room_and_is_not_overtaken() -> None:
     assert drain(queue) == ["wider than all"]
 
 
-def test_a_key_claims_at_most_its_share_but_one_always_runs() -> None:
+def test_a_tenant_claims_at_most_its_share_but_one_entry_always_runs() -> None:
     queue = FairQueue(slots=100, tokens=100, share=0.5)
     first = queue.add("a0", tenant="a", claim=80)
     queue.add("a1", tenant="a", claim=1)
@@ -64,7 +64,7 @@ def test_a_key_claims_at_most_its_share_but_one_always_runs() -> None:
     ),
     st.integers(1, 6),
 )
-def test_everyone_is_served_once_and_nothing_is_left(
+def test_every_entry_starts_once_and_the_counters_return_to_zero(
     rows: list[tuple[str, int, int, bool]], slots: int
 ) -> None:
     queue = FairQueue(slots, tokens=100, share=0.4)
@@ -89,7 +89,7 @@ def test_everyone_is_served_once_and_nothing_is_left(
     assert not queue.claimed
 
 
-def test_clear_gives_what_has_not_started() -> None:
+def test_clear_returns_the_entries_that_have_not_started() -> None:
     queue = FairQueue(slots=1, tokens=100)
     for name in ("a0", "a1", "b0"):
         queue.add(name, tenant=name[0])

@@ -1,7 +1,8 @@
-"""Planted faults: 100 of 100 are caught, by check_scheduler() or by the canary in the cache, before a wrong token could leave.
+"""Fault injection: check_scheduler() or the cache canary catches 100 of 100 planted faults before a
+wrong token could leave the engine.
 
-Each trial runs healthy traffic for a while, plants one fault, and goes on. A fault that found nothing to break (nobody
-was forked at that moment) is planted again with other traffic: a trial counts only when the fault has happened.
+Each trial runs healthy traffic, plants one fault, and runs on. When the fault finds nothing to
+break (for example no fork is running), the trial is repeated with other traffic.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from verbatim.base.records import StepPlan
 from verbatim.schedule.invariants import check_scheduler
 from verbatim.schedule.sequence import Sequence
 
-Plant = Callable[[Rig, random.Random], bool]  # True: the fault has happened, or is armed and will
+Plant = Callable[[Rig, random.Random], bool]  # True: the fault is planted
 
 
 def holder(rig: Rig, rng: random.Random, least: int = 2) -> Sequence | None:
@@ -28,13 +29,13 @@ def holder(rig: Rig, rng: random.Random, least: int = 2) -> Sequence | None:
 
 
 def lost_free(rig: Rig, rng: random.Random) -> bool:
-    """A block is dropped from a table and never given back."""
+    """A block is dropped from a table without a release."""
     seq = holder(rig, rng)
     if seq:
         seq.blocks[0].pop()
         seq.computed = min(seq.computed, len(seq.blocks[0]) * 4)
         seq.published = min(seq.published, seq.computed // 4)
-        seq.frozen = None
+        seq.frozen_blocks = None
     return seq is not None
 
 
@@ -46,7 +47,7 @@ def double_free(rig: Rig, rng: random.Random) -> bool:
 
 
 def freed_while_in_use(rig: Rig, rng: random.Random) -> bool:
-    """The pool hands out a block that somebody holds."""
+    """The free list contains a block that a sequence holds."""
     seq, pool = holder(rig, rng), rig.scheduler.cache.pools[0]
     if seq:
         pool.free.append(seq.blocks[0][-1])
@@ -61,17 +62,17 @@ def wrong_count(rig: Rig, rng: random.Random) -> bool:
 
 
 def swapped_table(rig: Rig, rng: random.Random) -> bool:
-    """Two entries of a table change places, in the plans too: only the contents can tell."""
+    """Two entries of a table are swapped, in the plans too: only the contents reveal it."""
     seq = holder(rig, rng)
     if seq:
         i, j = rng.sample(range(seq.computed // 4), 2)
         seq.blocks[0][i], seq.blocks[0][j] = seq.blocks[0][j], seq.blocks[0][i]
-        seq.frozen = None
+        seq.frozen_blocks = None
     return seq is not None
 
 
-def someone_elses_block(rig: Rig, rng: random.Random) -> bool:
-    """A table points into another text; the counts are kept right, so only the tokens can tell."""
+def block_of_another_sequence(rig: Rig, rng: random.Random) -> bool:
+    """A table refers to another sequence's block with correct counts: only the tokens reveal it."""
     mine, other = holder(rig, rng), holder(rig, rng)
     if not mine or not other:
         return False
@@ -81,74 +82,74 @@ def someone_elses_block(rig: Rig, rng: random.Random) -> bool:
     pool.release(mine.blocks[0][i])
     mine.blocks[0][i] = other.blocks[0][i]
     pool.share(other.blocks[0][i])
-    mine.frozen = None
+    mine.frozen_blocks = None
     return True
 
 
 def stale_plan_table(rig: Rig, rng: random.Random) -> bool:
     seq = holder(rig, rng)
-    if seq and seq.frozen:
-        seq.frozen = (tuple(reversed(seq.frozen[0])),)
-        return seq.frozen[0] != tuple(seq.blocks[0])
+    if seq and seq.frozen_blocks:
+        seq.frozen_blocks = (tuple(reversed(seq.frozen_blocks[0])),)
+        return seq.frozen_blocks[0] != tuple(seq.blocks[0])
     return False
 
 
 def skipped_position(rig: Rig, rng: random.Random) -> bool:
-    """computed runs ahead: a position is read that was never written."""
+    """`computed` is too large: a position is read that was never written."""
     seq = holder(rig, rng)
     if seq and len(seq.tokens) - seq.computed == 1 and seq.computed % 4 != 3:
         seq.tokens.append(1)
         seq.computed += 1
-        seq.names = seq.names[: seq.computed // 4]
+        seq.hashes = seq.hashes[: seq.computed // 4]
         return True
     return False
 
 
-def wrong_name(rig: Rig, rng: random.Random) -> bool:
-    """The prefix cache knows a block under the name of other tokens."""
+def wrong_hash(rig: Rig, rng: random.Random) -> bool:
+    """The prefix cache has a block under the hash of other tokens."""
     seq, prefix = holder(rig, rng), rig.scheduler.cache.prefix
     pool = rig.scheduler.cache.pools[0]
     if not seq or prefix is None:
         return False
     block = seq.blocks[0][0]
-    name = pool.names[block]
-    if name is None:
+    block_hash = pool.hashes[block]
+    if block_hash is None:
         return False
-    false = prefix.name(prefix.root(""), [9, 9, 9, 9])
-    del pool.by_name[name]
-    pool.by_name[false], pool.names[block] = block, false
+    wrong = prefix.block_hash(prefix.root(""), [9, 9, 9, 9])
+    del pool.by_hash[block_hash]
+    pool.by_hash[wrong], pool.hashes[block] = block, wrong
     return True
 
 
 def written_while_shared(rig: Rig, rng: random.Random) -> bool:
-    """Copy on write is forgotten: from now on forks write into each other's last block."""
+    """No copy on write: from now on forks write into each other's last block."""
     pool = rig.scheduler.cache.pools[0]
     for seq in rig.scheduler.running:
         at = seq.computed // 4
-        # the prompt's last token is the same for all forks; the one after it must fall into the same block to do harm
+        # Forks share the last prompt token; harm needs the next token in the same block.
         if at < len(seq.blocks[0]) and pool.refs[seq.blocks[0][at]] > 1 and seq.computed % 4 < 3:
 
-            def grow(seq: Sequence, first: int, need: int, copies: object) -> None:
-                seq.frozen = None
+            def append_blocks(seq: Sequence, first: int, need: int, copies: object) -> None:
+                seq.frozen_blocks = None
                 for pool, table in zip(rig.scheduler.cache.pools, seq.blocks, strict=True):
                     while len(table) < need:
-                        table.append(pool.take())
+                        table.append(pool.allocate())
 
-            rig.scheduler.cache._grow = grow
+            rig.scheduler.cache._append_blocks = append_blocks
             return True
     return False
 
 
 def copy_not_made(rig: Rig, rng: random.Random) -> bool:
-    """The backend forgets the copies of one plan."""
+    """The backend does not execute the block copies of a plan."""
     pool = rig.scheduler.cache.pools[0]
     if any(
         pool.refs[s.blocks[0][s.computed // 4]] > 1
         for s in rig.scheduler.running
         if s.computed // 4 < len(s.blocks[0])
     ):
-        honest = rig.backend.execute
-        rig.backend.execute = lambda plan: honest(StepPlan(plan.step, plan.sequences))
+        execute = rig.backend.execute
+        rig.backend.execute = lambda plan: execute(StepPlan(plan.step, plan.sequences))
         return True
     return False
 
@@ -164,24 +165,24 @@ def holds_while_waiting(rig: Rig, rng: random.Random) -> bool:
     """A preempted sequence keeps a block."""
     if not rig.scheduler.waiting or not rig.scheduler.cache.pools[0].available:
         return False
-    rig.scheduler.waiting[-1].blocks = [[rig.scheduler.cache.pools[0].take()]]
+    rig.scheduler.waiting[-1].blocks = [[rig.scheduler.cache.pools[0].allocate()]]
     return True
 
 
 def released_too_early(rig: Rig, rng: random.Random) -> bool:
-    """A block that the window still sees is given back."""
+    """A block inside the sliding window is released."""
     seq = holder(rig, rng)
     if seq is None or rig.scheduler.cache.groups[-1].window is None:
         return False
-    table, gone = seq.blocks[-1], seq.released[-1]
+    table, first = seq.blocks[-1], seq.released[-1]
     if (
-        gone >= len(table)
-        or gone * 4 + 4 > seq.computed
-        or gone < max(seq.computed - 7 + 1, 0) // 4
+        first >= len(table)
+        or first * 4 + 4 > seq.computed
+        or first < max(seq.computed - 7 + 1, 0) // 4
     ):
-        return False  # nothing there yet, or behind the window by now: it may go
-    rig.scheduler.cache.pools[-1].release(table[gone])
-    table[gone], seq.frozen = -1, None
+        return False  # no full block yet, or it is outside the window
+    rig.scheduler.cache.pools[-1].release(table[first])
+    table[first], seq.frozen_blocks = -1, None
     seq.released[-1] += 1
     return True
 
@@ -194,10 +195,10 @@ FAULTS: dict[str, Plant] = {
         freed_while_in_use,
         wrong_count,
         swapped_table,
-        someone_elses_block,
+        block_of_another_sequence,
         stale_plan_table,
         skipped_position,
-        wrong_name,
+        wrong_hash,
         written_while_shared,
         copy_not_made,
         lost_sequence,
@@ -221,13 +222,13 @@ def traffic(rng: random.Random, blocks: int = 30) -> Rig:
 
 
 def caught(rig: Rig) -> bool:
-    """By check() or by the canary, within the next steps."""
+    """Whether the invariants or the canary raise within the next 60 steps."""
     try:
         for _ in range(60):
             check_scheduler(rig.scheduler)
             if rig.step() is None:
                 break
-    except AssertionError:  # CanaryError is one too
+    except AssertionError:  # CanaryError is a subclass
         return True
     return False
 
@@ -236,22 +237,22 @@ def caught(rig: Rig) -> bool:
 def test_a_planted_fault_is_caught(name: str, trial: int) -> None:
     for attempt in range(200):
         rng = random.Random(f"{name} {trial} {attempt}")
-        # forks do harm to each other only while both run: with room for all, none is preempted before
+        # Forks harm each other only while both run: a large cache avoids preemption before.
         rig = traffic(rng, 200 if name in ("written_while_shared", "copy_not_made") else 30)
         for _ in range(rng.randrange(3, 30)):
             rig.step()
         if FAULTS[name](rig, rng):
-            assert caught(rig), f"{name} went unnoticed (trial {trial}, attempt {attempt})"
+            assert caught(rig), f"{name} was not caught (trial {trial}, attempt {attempt})"
             return
     raise AssertionError(f"{name} found nothing to break in 200 attempts")
 
 
-def test_there_are_a_hundred() -> None:
+def test_there_are_100_trials_over_all_faults() -> None:
     assert len(TRIALS) == 100
     assert {name for name, _ in TRIALS} == set(FAULTS)
 
 
-def test_healthy_traffic_raises_no_alarm() -> None:
+def test_healthy_traffic_passes_all_checks() -> None:
     for seed in range(10):
         rig = traffic(random.Random(seed))
         rig.run()

@@ -1,5 +1,5 @@
-"""Any order of add, step, abort, fork, drafts and exhaustion: no leak, no double use, no starvation, at rest everything
-free."""
+"""Stateful property test: any order of add, step, abort, fork, drafts and cache exhaustion leaks no
+block, shares no block wrongly and starves no sequence."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WINDOWS = [(None,), (None, 9), (6,), (None, 5, 17)]
 
 
 class Traffic(RuleBasedStateMachine):
-    """Every step runs check_scheduler() and the canary (see Rig.step); teardown drains and compares every text with the
-    oracle."""
+    """Every step runs check_scheduler() and the canary (see Rig.step). Teardown finishes all
+    sequences and compares each output with the oracle."""
 
     total = 0
     preemptions = 0
@@ -36,10 +36,10 @@ class Traffic(RuleBasedStateMachine):
         prefix=st.booleans(),
         use_cache=st.sampled_from([True, True, True, False]),
         cost=st.sampled_from([TokenCost(), TokenCost(30, 1), TokenCost(1, 5)]),
-        ahead=st.booleans(),
+        overlap=st.booleans(),
     )
     def start(
-        self, blocks, windows, step_tokens, max_running, prefix, use_cache, cost, ahead
+        self, blocks, windows, step_tokens, max_running, prefix, use_cache, cost, overlap
     ) -> None:
         self.rig = Rig(
             blocks=blocks,
@@ -49,7 +49,7 @@ class Traffic(RuleBasedStateMachine):
             prefix_cache=prefix,
             use_cache=use_cache,
             cost=cost,
-            ahead=ahead,
+            overlap=overlap,
         )
         self.longest = blocks * 4 - 1
 
@@ -70,18 +70,17 @@ class Traffic(RuleBasedStateMachine):
         if length + more < self.longest:
             self.rig.add([3] * length, more, beam=3)
 
-    @rule(times=st.integers(1, 25), guess=st.sampled_from([0, 0, 1, 4]))
-    def step(self, times, guess) -> None:
+    @rule(times=st.integers(1, 25), drafts=st.sampled_from([0, 0, 1, 4]))
+    def step(self, times, drafts) -> None:
         for _ in range(times):
-            if guess:
-                self.draft(guess)
-            if (
-                self.rig.step() is None or self.rig.steps % 3
-            ):  # some beams are left to wait, holding blocks that others want
+            if drafts:
+                self.draft(drafts)
+            # In every third step beams stay held, with blocks that other sequences need.
+            if self.rig.step() is None or self.rig.steps % 3:
                 self.decide()
 
     def draft(self, count: int) -> None:
-        """Guesses that are right, wrong, or right for a while."""
+        """Drafts that are right, wrong, or right at first."""
         for seq in list(self.rig.scheduler.running):
             if seq.beam or seq.siblings or len(seq.tokens) - seq.computed != 1:
                 continue
@@ -91,7 +90,7 @@ class Traffic(RuleBasedStateMachine):
             self.rig.scheduler.set_drafts(seq.id, truth)
 
     def decide(self) -> None:
-        """Held beams go on: the first candidate for itself, the second for a fork; at their limit they are dropped."""
+        """Extend every held beam and fork it while fewer than four exist; abort it at its limit."""
         scheduler = self.rig.scheduler
         for seq in [s for s in scheduler.sequences.values() if s.held]:
             if len(seq.tokens) + 1 >= seq.limit:
@@ -114,7 +113,7 @@ class Traffic(RuleBasedStateMachine):
     @precondition(lambda self: self.rig.scheduler.sequences)
     @rule(data=st.data())
     def abort_while_computing(self, data) -> None:
-        """The client leaves while the backend is at work: its result finds nobody."""
+        """The client disconnects during a step: the result refers to an aborted sequence."""
         rig = self.rig
         plan = rig.scheduler.plan()
         if plan is not None:
@@ -128,8 +127,8 @@ class Traffic(RuleBasedStateMachine):
             self.decide()
 
     @rule()
-    def forget(self) -> None:
-        self.rig.scheduler.forget_prefixes()
+    def clear_prefix_cache(self) -> None:
+        self.rig.scheduler.clear_prefix_cache()
         check_scheduler(self.rig.scheduler)
 
     def teardown(self) -> None:

@@ -1,4 +1,5 @@
-"""The scheduler's rules one by one: prefixes, windows, fairness, priorities, preemption, drafts, refusals."""
+"""The scheduler's rules one by one: prefix cache, sliding windows, order of service, preemption,
+drafts, capacity errors, finish conditions."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from verbatim.schedule.token_cost import ATTENTION_WEIGHT, TokenCost
 
 
 def computed(rig: Rig, seq: Sequence) -> int:
-    """Rows of this sequence until it ends."""
+    """Run until the sequence ends; the number of its tokens that were computed."""
     rows = 0
     while seq.id in rig.scheduler.sequences:
         rig.step()
@@ -21,7 +22,7 @@ def computed(rig: Rig, seq: Sequence) -> int:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------------------- prefix cache
+# ------------------------------------------------------------------------------------- prefix cache
 
 
 def test_a_prompt_sharing_900_of_1000_tokens_computes_at_most_116() -> None:
@@ -48,7 +49,7 @@ def test_the_last_prompt_token_is_always_computed() -> None:
     rig.at_rest()
 
 
-def test_the_next_turn_of_a_chat_reuses_what_was_written() -> None:
+def test_the_next_chat_turn_hits_the_previous_output() -> None:
     rig = Rig(blocks=64)
     (turn,) = rig.add([1] * 10, 30, min_tokens=29)
     rig.run()
@@ -69,19 +70,19 @@ def test_tenants_do_not_share() -> None:
     assert (other.cached_tokens, same.cached_tokens) == (0, 16)
 
 
-def test_names_depend_on_key_salt_and_everything_before() -> None:
-    chain, stranger = PrefixChain(4, b"a"), PrefixChain(4, b"b")
+def test_block_hashes_depend_on_key_salt_and_all_earlier_tokens() -> None:
+    chain, other_key = PrefixChain(4, b"a"), PrefixChain(4, b"b")
     tokens = list(range(12))
-    names: list[bytes] = []
-    chain.extend(names, chain.root(""), tokens, 3)
+    hashes: list[bytes] = []
+    chain.extend(hashes, chain.root(""), tokens, 3)
     for root, other, text in (
         (chain.root("x"), chain, tokens),
-        (stranger.root(""), stranger, tokens),
+        (other_key.root(""), other_key, tokens),
         (chain.root(""), chain, [99, *tokens[1:]]),
     ):
         changed: list[bytes] = []
         other.extend(changed, root, text, 3)
-        assert not set(names) & set(changed)
+        assert not set(hashes) & set(changed)
 
 
 def test_prompt_logprobs_compute_every_position() -> None:
@@ -102,7 +103,7 @@ def test_prompt_logprobs_compute_every_position() -> None:
     assert scored == [(i, 1) for i in range(19)]
 
 
-def test_the_least_recently_used_prefix_goes_first() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     rig = Rig(blocks=12)
     for token in (1, 2):
         rig.add([token] * 17, 1)
@@ -131,23 +132,23 @@ def test_the_end_of_a_prefix_is_evicted_before_its_beginning() -> None:
     assert seq.cached_tokens == 4 * (10 - 3)
 
 
-# ----------------------------------------------------------------------------------------------------------- sliding windows
+# ---------------------------------------------------------------------------------- sliding windows
 
 
-def test_a_window_holds_only_its_window() -> None:
+def test_a_windowed_group_holds_only_the_blocks_of_its_window() -> None:
     rig = Rig(windows=(9,), blocks=16, step_tokens=8)
     (seq,) = rig.add([1] * 20, 40, min_tokens=40)
-    most = 0
+    max_used = 0
     while seq.id in rig.scheduler.sequences:
         rig.step()
-        most = max(most, rig.scheduler.cache.pools[0].used)
+        max_used = max(max_used, rig.scheduler.cache.pools[0].used)
     # the window touches 3 blocks of 4, and a chunk of 8 tokens 2 or 3 more
-    assert most <= 6
+    assert max_used <= 6
     assert len(seq.tokens) == 60
     rig.at_rest()
 
 
-def test_full_layers_keep_what_windowed_layers_release() -> None:
+def test_full_attention_keeps_blocks_that_windowed_layers_release() -> None:
     rig = Rig(windows=(None, 9), blocks=16)
     (seq,) = rig.add([1] * 20, 20, min_tokens=20)
     while len(seq.tokens) < 39:
@@ -160,14 +161,14 @@ def test_full_layers_keep_what_windowed_layers_release() -> None:
     rig.at_rest()
 
 
-def test_a_hit_needs_only_the_window_of_a_windowed_group() -> None:
+def test_a_prefix_hit_needs_only_the_window_of_a_windowed_group() -> None:
     rig = Rig(windows=(None, 9), blocks=64)
     rig.add([1] * 40, 1)
     rig.run()
     window = rig.scheduler.cache.pools[1]
-    for block in [b for b, n in enumerate(window.names) if n is not None][:5]:
-        del window.cached[block]  # the early blocks are long gone, as after an eviction
-        window._forget(block)
+    for block in [b for b, n in enumerate(window.hashes) if n is not None][:5]:
+        del window.cached[block]  # the early blocks were evicted
+        window._drop_hash(block)
         window.free.append(block)
     (seq,) = rig.add([1] * 40, 1)
     rig.step()
@@ -176,30 +177,31 @@ def test_a_hit_needs_only_the_window_of_a_windowed_group() -> None:
     rig.at_rest()
 
 
-# ------------------------------------------------------------------------------------------------------------ who comes first
+# --------------------------------------------------------------------------------- order of service
 
 
-def test_everyone_who_writes_gets_a_token_in_every_step_beside_a_long_prompt() -> None:
+def test_decoding_sequences_get_a_token_in_every_step_beside_a_long_prefill() -> None:
     rig = Rig(blocks=400, step_tokens=32)
-    writers = [rig.add([i] * 4, 200, min_tokens=200)[0] for i in range(8)]
+    decodes = [rig.add([i] * 4, 200, min_tokens=200)[0] for i in range(8)]
     for _ in range(3):
         rig.step()
     (long,) = rig.add([9] * 900, 4)
-    lengths = [len(w.tokens) for w in writers]
+    lengths = [len(w.tokens) for w in decodes]
     steps = 0
     while long.computed < 900:
         rig.step()
         steps += 1
-        assert [len(w.tokens) for w in writers] == [n + steps for n in lengths]
+        assert [len(w.tokens) for w in decodes] == [n + steps for n in lengths]
     assert steps == -(-900 // (32 - 8))
 
 
-def test_a_long_prompt_lets_newcomers_begin_and_write() -> None:
-    """It came first and is read first; the others behind it begin at once all the same, and then write in every step."""
+def test_sequences_behind_a_long_prefill_start_and_decode() -> None:
+    """The long prompt is first in rank; later arrivals still start within three steps and then
+    decode a token in every step."""
     rig = Rig(blocks=400, step_tokens=32)
     (long,) = rig.add([9] * 900, 4)
     rig.step()
-    assert long.computed == 32  # alone, it has the whole step
+    assert long.computed == 32  # alone: the whole step budget
     late = [rig.add([i] * 6, 200, min_tokens=200)[0] for i in range(4)]
     for _ in range(3):
         rig.step()
@@ -213,7 +215,7 @@ def test_a_long_prompt_lets_newcomers_begin_and_write() -> None:
     assert long.computed < 900
 
 
-def test_two_long_prompts_share_the_step() -> None:
+def test_two_long_prefills_share_each_step() -> None:
     rig = Rig(blocks=800, step_tokens=32)
     first, second = rig.add([1] * 600, 1)[0], rig.add([2] * 600, 1)[0]
     for _ in range(10):
@@ -223,66 +225,68 @@ def test_two_long_prompts_share_the_step() -> None:
     rig.at_rest()
 
 
-def chunks_beside_a_writer(
+def chunks_beside_a_decode(
     windows: tuple[int | None, ...], cost: TokenCost, depth: int = 900
 ) -> list[tuple[int, int]]:
-    """(start, tokens) of a long prompt's chunks while another writes a token in every step."""
+    """(start, tokens) of a long prefill's chunks beside a sequence that decodes in every step."""
     rig = Rig(blocks=400, step_tokens=33, windows=windows, cost=cost)
-    (writer,) = rig.add([1] * 4, 900, min_tokens=900)
+    (decode,) = rig.add([1] * 4, 900, min_tokens=900)
     rig.step()
     (long,) = rig.add([9] * depth, 4)
     chunks = []
     while long.computed < depth:
-        known = len(writer.tokens)
+        known = len(decode.tokens)
         rig.step()
-        assert len(writer.tokens) == known + 1
+        assert len(decode.tokens) == known + 1
         chunks += [(s.start, len(s.tokens)) for s in rig.plan.sequences if s.seq_id == long.id]
-    rig.abort(writer.id)
+    rig.abort(decode.id)
     rig.run()
     rig.at_rest()
     return chunks
 
 
-def test_a_chunk_costs_the_same_at_every_depth_while_others_write() -> None:
-    """At depth 100 attention is as much work as the matrices, so the 32 tokens beside the writer become 16 there, 8 at 300, 4 at 700."""
-    chunks = chunks_beside_a_writer((None,), TokenCost(100 * ATTENTION_WEIGHT, 1))
+def test_a_chunk_costs_the_same_at_every_depth_beside_a_decoding_sequence() -> None:
+    """At depth 100 attention costs as much as the matrices: the 32 tokens beside the decoded one
+    become 16 there, 8 at depth 300 and 4 at 700."""
+    chunks = chunks_beside_a_decode((None,), TokenCost(100 * ATTENTION_WEIGHT, 1))
     assert chunks[0] == (0, 32)
     assert all(n == max(1, 3200 // (100 + start)) for start, n in chunks[:-1])
     assert {n for start, n in chunks if 690 < start <= 700} == {4}
 
 
 def test_depth_beyond_a_window_costs_nothing() -> None:
-    """One layer of two looks at 50 positions at most, the other at all: at 400 a token costs 100 + 50 + 400."""
-    chunks = chunks_beside_a_writer((None, 50), TokenCost(100 * ATTENTION_WEIGHT, 1))
+    """One layer attends to 50 positions at most, the other to all: at depth 400 a token costs
+    100 + 50 + 400."""
+    chunks = chunks_beside_a_decode((None, 50), TokenCost(100 * ATTENTION_WEIGHT, 1))
     assert all(n == max(1, 3200 // (100 + min(start, 50) + start)) for start, n in chunks[:-1])
-    windowed = chunks_beside_a_writer((50,), TokenCost(100 * ATTENTION_WEIGHT, 1))
+    windowed = chunks_beside_a_decode((50,), TokenCost(100 * ATTENTION_WEIGHT, 1))
     assert {n for start, n in windowed[:-1] if start >= 50} == {3200 // 150}
 
 
-def test_alone_a_long_prompt_takes_whole_chunks() -> None:
+def test_a_lone_prefill_uses_the_whole_step_budget() -> None:
     rig = Rig(blocks=400, step_tokens=32, cost=TokenCost(1, 100))
     (long,) = rig.add([9] * 900, 1)
     assert computed(rig, long) == 900
     assert rig.steps == -(-900 // 32)
 
 
-def test_depth_never_takes_the_last_token_from_anyone() -> None:
-    """However dear a token is, everyone who runs gets one in every step, and no step is longer than asked for."""
+def test_every_running_sequence_gets_a_token_at_any_depth() -> None:
+    """Expensive tokens neither push a running sequence out of a step nor exceed step_tokens."""
     rig = Rig(blocks=400, step_tokens=8, cost=TokenCost(1, 100))
-    readers = [rig.add([i] * 60, 4, priority=-i)[0] for i in range(4)]
-    writers = [rig.add([20 + i] * 2, 300, min_tokens=300, priority=-9)[0] for i in range(4)]
+    prefills = [rig.add([i] * 60, 4, priority=-i)[0] for i in range(4)]
+    decodes = [rig.add([20 + i] * 2, 300, min_tokens=300, priority=-9)[0] for i in range(4)]
     while len(rig.scheduler.running) < 8:
         rig.step()
-    while any(r.computed < 60 for r in readers):
+    while any(r.computed < 60 for r in prefills):
         rig.step()
-        assert {s.seq_id for s in rig.plan.sequences} >= {w.id for w in writers}
-    for writer in writers:
-        rig.abort(writer.id)
+        assert {s.seq_id for s in rig.plan.sequences} >= {w.id for w in decodes}
+    for decode in decodes:
+        rig.abort(decode.id)
     rig.run()
     rig.at_rest()
 
 
-def test_first_come_first_served_and_priority() -> None:
+def test_sequences_run_by_priority_then_by_arrival() -> None:
     rig = Rig(max_running=1)
     names = {rig.add([1] * 4, 2)[0].id: "plain 1", rig.add([2] * 4, 2)[0].id: "plain 2"}
     names[rig.add([3] * 4, 2, priority=1)[0].id] = "late"
@@ -303,7 +307,7 @@ def test_low_priority_does_not_starve_under_endless_urgent_traffic() -> None:
     assert i <= 3 * 64 + 8
 
 
-def test_preempted_when_blocks_run_out_and_the_text_is_the_same() -> None:
+def test_preemption_does_not_change_the_output() -> None:
     rig = Rig(blocks=12, step_tokens=64)
     for i in range(6):
         rig.add([i] * 5, 30, min_tokens=30)
@@ -313,24 +317,23 @@ def test_preempted_when_blocks_run_out_and_the_text_is_the_same() -> None:
     rig.at_rest()
 
 
-def test_a_newcomer_leaves_a_block_to_each_who_runs() -> None:
+def test_admission_leaves_one_block_per_running_sequence() -> None:
     rig = Rig(blocks=10, prefix_cache=False)
-    writers = [rig.add([i] * 4, 8, min_tokens=8)[0] for i in (1, 2)]
+    decodes = [rig.add([i] * 4, 8, min_tokens=8)[0] for i in (1, 2)]
     for _ in range(2):
         rig.step()  # two blocks each
-    (late,) = rig.add(
-        [3] * 17, 4, min_tokens=4
-    )  # five blocks: six are free, two of them for those who run
+    # Needs five blocks; six are free, but two of them are kept for the running sequences.
+    (late,) = rig.add([3] * 17, 4, min_tokens=4)
     rig.step()
     assert late.computed == 0
     while late.computed == 0:
         rig.step()
-    assert any(w.id in rig.ended for w in writers)
+    assert any(w.id in rig.ended for w in decodes)
     rig.run()
     assert rig.scheduler.preemptions == 0
 
 
-def test_the_oldest_is_never_preempted() -> None:
+def test_the_first_in_rank_is_never_preempted() -> None:
     rig = Rig(blocks=12, step_tokens=64, prefix_cache=False)
     oldest = rig.add([1] * 5, 40, min_tokens=40)[0]
     for i in range(5):
@@ -342,9 +345,8 @@ def test_the_oldest_is_never_preempted() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     rig = Rig(blocks=10)
-    rig.add(
-        [1] * 20, 21
-    )  # positions 0 … 39: exactly ten blocks; the last token is drawn and never computed
+    # Positions 0 … 39 fill exactly ten blocks; the last token is drawn and never computed.
+    rig.add([1] * 20, 21)
     with pytest.raises(CapacityError) as caught:
         rig.add([1] * 20, 22)
     for number in ("20 prompt tokens", "22 more", "11 cache blocks", "has 10"):
@@ -354,7 +356,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     rig.at_rest()
 
 
-def test_a_window_makes_long_texts_fit() -> None:
+def test_a_sliding_window_lets_a_long_sequence_fit_a_small_cache() -> None:
     rig = Rig(windows=(9,), blocks=4, step_tokens=64)
     rig.add([1] * 50, 60, min_tokens=60)
     rig.run()
@@ -363,7 +365,7 @@ def test_a_window_makes_long_texts_fit() -> None:
         Rig(windows=(9,), blocks=2).add([1] * 50, 60)
 
 
-def test_more_choices_than_places_run_in_turns() -> None:
+def test_more_choices_than_max_running_all_finish() -> None:
     rig = Rig(max_running=3, blocks=30)
     family = rig.add([1] * 10, 6, n=12)
     rig.run()
@@ -378,12 +380,12 @@ def test_a_prompt_is_computed_once_for_all_its_choices() -> None:
     while rig.backend.steps < 2:
         rig.step()
         rows += sum(len(s.tokens) for s in rig.plan.sequences)
-    assert rows == 20 + 5  # twenty once, and the last one for each choice, whose draw is its own
+    assert rows == 20 + 5  # the shared prompt once, its last token once per choice
     rig.run()
     rig.at_rest()
 
 
-def test_aborting_the_eldest_leaves_its_siblings() -> None:
+def test_aborting_the_first_choice_does_not_end_its_siblings() -> None:
     rig = Rig(step_tokens=4)
     family = rig.add([1] * 20, 4, n=3)
     rig.step()
@@ -394,18 +396,18 @@ def test_aborting_the_eldest_leaves_its_siblings() -> None:
     rig.at_rest()
 
 
-# ------------------------------------------------------------------------------------------------------------------- drafts
+# ------------------------------------------------------------------------------------------- drafts
 
 
-def right(rig: Rig, seq: Sequence, count: int) -> list[int]:
+def correct_drafts(rig: Rig, seq: Sequence, count: int) -> list[int]:
     return rig.oracle(seq)[len(seq.tokens) :][:count]
 
 
-def test_right_drafts_are_all_taken_and_one_more() -> None:
+def test_correct_drafts_are_all_accepted_plus_one_token() -> None:
     rig = Rig()
     (seq,) = rig.add([1] * 6, 20, min_tokens=20)
     rig.step()
-    rig.scheduler.set_drafts(seq.id, right(rig, seq, 4))
+    rig.scheduler.set_drafts(seq.id, correct_drafts(rig, seq, 4))
     events = rig.step()
     assert len(events) == 5
     assert (seq.drafted, seq.accepted) == (4, 4)
@@ -429,7 +431,7 @@ def test_rejected_drafts_leave_no_trace() -> None:
     rig.at_rest()
 
 
-def test_an_end_within_accepted_drafts_ends_there() -> None:
+def test_an_end_token_among_accepted_drafts_ends_the_sequence_there() -> None:
     for prompt in range(200):
         rig = Rig()
         (seq,) = rig.add([prompt % 40, prompt // 40, 5], 24)
@@ -445,24 +447,22 @@ def test_an_end_within_accepted_drafts_ends_there() -> None:
     rig.at_rest()
 
 
-def test_drafts_take_only_what_the_step_has_left() -> None:
+def test_drafts_use_only_the_budget_that_the_step_has_left() -> None:
     rig = Rig(step_tokens=8)
     first, second = rig.add([1] * 4, 30, min_tokens=30)[0], rig.add([2] * 4, 30, min_tokens=30)[0]
     rig.step()
     for seq in (first, second):
-        rig.scheduler.set_drafts(seq.id, right(rig, seq, 20))
+        rig.scheduler.set_drafts(seq.id, correct_drafts(rig, seq, 20))
     rig.step()
-    assert [len(s.tokens) for s in rig.plan.sequences] == [
-        7,
-        1,
-    ]  # one token is left for whoever comes behind
+    # One token of the step is kept for the second sequence.
+    assert [len(s.tokens) for s in rig.plan.sequences] == [7, 1]
 
 
 def test_drafts_never_pass_the_limit() -> None:
     rig = Rig()
     (seq,) = rig.add([1] * 6, 5, min_tokens=5)
     rig.step()
-    rig.scheduler.set_drafts(seq.id, right(rig, seq, 20) + [1] * 20)
+    rig.scheduler.set_drafts(seq.id, correct_drafts(rig, seq, 20) + [1] * 20)
     rig.step()
     assert max(s.end for s in rig.plan.sequences) <= 10
     rig.run()
@@ -470,28 +470,27 @@ def test_drafts_never_pass_the_limit() -> None:
     rig.at_rest()
 
 
-def test_drafts_stay_on_one_side_of_min_tokens() -> None:
-    """All draws of a step share what is withheld, so no step may draw both before and after the boundary."""
+def test_the_drafts_of_one_step_do_not_cross_min_tokens() -> None:
+    """All draws of a step withhold the same ids, so no step draws on both sides of min_tokens."""
     rig = Rig()
     (seq,) = rig.add([1] * 6, 30, min_tokens=7)
     while seq.id in rig.scheduler.sequences:
-        rig.scheduler.set_drafts(seq.id, right(rig, seq, 5))
+        rig.scheduler.set_drafts(seq.id, correct_drafts(rig, seq, 5))
         rig.step()
         (step,) = rig.plan.sequences
         if step.draws:
-            positions = range(
-                step.end - step.draws + 1 - 6, step.end + 1 - 6
-            )  # output tokens before each draw
+            # output tokens before each draw
+            positions = range(step.end - step.draws + 1 - 6, step.end + 1 - 6)
             assert all(p < 7 for p in positions) == bool(step.draw.withheld)
             assert all(p >= 7 for p in positions) == (not step.draw.withheld)
     assert seq.accepted > 0
     rig.at_rest()
 
 
-# ------------------------------------------------------------------------------------------------------------------- the ends
+# -------------------------------------------------------------------------------- finish conditions
 
 
-def test_ends_are_withheld_until_min_tokens() -> None:
+def test_end_ids_are_withheld_until_min_tokens() -> None:
     rig = Rig()
     (seq,) = rig.add([1] * 4, 30, min_tokens=10)
     rig.step()
@@ -502,8 +501,8 @@ def test_ends_are_withheld_until_min_tokens() -> None:
     assert rig.plan.sequences[0].draw.withheld == ()
 
 
-@pytest.mark.parametrize(("max_tokens", "words"), [(0, []), (1, ["length"])])
-def test_nothing_asked_for_gives_nothing(max_tokens: int, words: list[str]) -> None:
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_max_tokens_zero_draws_no_token_and_one_draws_one(max_tokens: int) -> None:
     rig = Rig(step_tokens=3)
     (seq,) = rig.add([1] * 7, max_tokens)
     rig.run()
@@ -514,7 +513,7 @@ def test_nothing_asked_for_gives_nothing(max_tokens: int, words: list[str]) -> N
     rig.at_rest()
 
 
-def test_history_only_for_those_who_need_it() -> None:
+def test_only_sequences_with_penalties_carry_their_history() -> None:
     rig = Rig()
     rig.add([1] * 4, 3, min_tokens=3)
     rig.scheduler.add(Sequence(99, [1, 2, 3], SamplingParams(frequency_penalty=0.5), limit=8))
@@ -524,18 +523,19 @@ def test_history_only_for_those_who_need_it() -> None:
     assert penalised.draw.history == (1, 2, 3)
 
 
-def test_use_cache_false_computes_everything_every_time() -> None:
+def test_without_a_cache_every_step_computes_all_tokens() -> None:
     rig = Rig(use_cache=False, step_tokens=64)
     (seq,) = rig.add([1] * 10, 8, min_tokens=8)
     assert computed(rig, seq) == sum(range(10, 18))
     rig.at_rest()
 
 
-def test_who_writes_holds_the_place_behind() -> None:
-    """For a backend that begins the next step by itself: the block of the next position is there in every step but the last."""
+def test_overlap_allocates_the_next_block_one_step_early() -> None:
+    """A backend that launches the next step early finds the next position's block in every plan but
+    the last."""
     for windows in ((None,), (None, 9)):
-        rig = Rig(ahead=True, windows=windows)
-        assert not Rig(ahead=True, use_cache=False).scheduler.ahead
+        rig = Rig(overlap=True, windows=windows)
+        assert not Rig(overlap=True, use_cache=False).scheduler.overlap
         (seq,) = rig.add([1, 2, 3], 20, min_tokens=20)
         while rig.step() is not None:
             assert rig.plan is not None
@@ -548,12 +548,12 @@ def test_who_writes_holds_the_place_behind() -> None:
 
 
 @pytest.mark.parametrize("more", [1, 3, 6])
-def test_nobody_loses_blocks_to_a_place_behind(more: int) -> None:
-    """A cache that is all but full: nobody is preempted for a block that only might be needed."""
+def test_allocating_the_next_block_early_never_preempts(more: int) -> None:
+    """With a cache that is almost full, early allocation causes no further preemption."""
     for first in range(12):
         found = []
-        for ahead in (False, True):
-            rig = Rig(blocks=3, ahead=ahead)
+        for overlap in (False, True):
+            rig = Rig(blocks=3, overlap=overlap)
             rig.add([first, 2, 3], more)
             rig.add([1, 2, 3, 4], 3, min_tokens=3)
             rig.run()

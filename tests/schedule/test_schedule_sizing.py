@@ -1,4 +1,4 @@
-"""How large the cache becomes: the stated rule, windows, and the context that fits."""
+"""KV-cache sizing: the rule, kv_memory and kv_blocks, sliding windows, the context that fits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan(
         fixed=fixed,
         config=EngineConfig(**config),
         available=free,
-    )  # one context: 100 blocks
+    )  # one context is 100 blocks
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,9 @@ def plan(
         (120 * KIB, 256, 60, "half of available memory"),
     ],
 )
-def test_the_rule(free: int, running: int, blocks: int, rule: str) -> None:
+def test_free_memory_and_max_running_decide_the_number_of_blocks(
+    free: int, running: int, blocks: int, rule: str
+) -> None:
     made = plan(free=free, max_running=running)
     assert made.blocks == (blocks,)
     assert made.rule == rule
@@ -50,13 +52,13 @@ def test_the_rule(free: int, running: int, blocks: int, rule: str) -> None:
     assert rule in str(made)
 
 
-def test_the_context_is_what_fits_unless_it_was_asked_for() -> None:
+def test_the_context_shrinks_to_the_cache_unless_the_user_set_it() -> None:
     assert plan(free=120 * KIB).context == 60 * 16 + 1
     assert plan(free=120 * KIB, fixed=True).context == 1600
     assert plan(free=4000 * KIB).context == 1600
 
 
-def test_memory_and_blocks_can_be_given() -> None:
+def test_kv_memory_and_kv_blocks_override_the_rule() -> None:
     assert plan(free=0, kv_memory=77 * KIB).blocks == (77,)
     assert plan(free=0, kv_blocks=9).blocks == (9,)
     with pytest.raises(ParameterError, match="kv_memory"):
@@ -86,12 +88,11 @@ def test_a_draft_model_takes_its_share_first() -> None:
         shared(16000 * KIB, kv_memory=3)
 
 
-def test_windowed_groups_take_no_more_than_they_can_use() -> None:
+def test_windowed_groups_get_at_most_max_running_windows() -> None:
     made = plan(MIXED, (KIB, 3 * KIB), free=10**9, max_running=4, step_tokens=16)
     assert made.blocks[0] == 400
-    assert (
-        made.blocks[1] == 4 * 6
-    )  # a window of 64 and a chunk of 16: 80 positions touch at most 6 blocks
+    # A window of 64 and a chunk of 16: 80 positions touch at most 6 blocks.
+    assert made.blocks[1] == 4 * 6
     assert made.context == 1600
 
 
@@ -103,5 +104,5 @@ def test_windows_shrink_before_a_full_context_does() -> None:
     assert made.context == 1600
 
 
-def test_this_machine_has_memory() -> None:
+def test_available_memory_is_found_on_this_machine() -> None:
     assert available_memory() > 2**20

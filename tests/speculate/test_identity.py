@@ -20,7 +20,7 @@ from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.draft_head import DraftHead
 from verbatim.schedule.scheduler import NOTHING_LEFT
-from verbatim.speculate.draft_budget import Purse
+from verbatim.speculate.draft_budget import DraftBudget
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
@@ -106,7 +106,7 @@ def engine(
         parts, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options
     )
     llm.core.drafting.adaptive = False
-    llm.core.drafting.longest = 5
+    llm.core.drafting.max_drafts = 5
     return llm
 
 
@@ -316,11 +316,11 @@ def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(
 def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a text ends by its end token, a stop string, a limit or for want of tokens: the time saved is that of the accepted drafts."""
     settled: list[int] = []
-    settle = Purse.settle
+    settle = DraftBudget.settle
     monkeypatch.setattr(
-        Purse,
+        DraftBudget,
         "settle",
-        lambda purse, won, *costs: (settled.append(won), settle(purse, won, *costs)),
+        lambda budget, won, *costs: (settled.append(won), settle(budget, won, *costs)),
     )
     r = random.Random(5)
     with engine("reference", "draft", backend_of("reference")) as llm:

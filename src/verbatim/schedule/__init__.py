@@ -1,1 +1,1 @@
-"""Which tokens of which sequences are computed next, in which cache blocks. Integers only; imports nothing but base."""
+"""Scheduler and KV-cache block accounting: integers only, no arrays, no text. Imports base only."""

@@ -1,13 +1,13 @@
-"""Cache blocks as integers: who holds which, which are free, and which still hold a prefix that may be used again.
+"""Block pool: reference counts of KV-cache blocks, the free list, and the prefix cache's LRU list.
 
 One BlockPool serves one CacheGroup. A block is always in exactly one of three states:
 
-    free     nobody refers to it, its contents mean nothing
-    used     `refs[block]` table entries refer to it
-    cached   nobody refers to it, but it holds a full, named block of some prefix;
-             the least recently used is taken when free runs out
+    free     no table refers to it; its contents mean nothing
+    used     `refs[block]` block-table entries refer to it
+    cached   no table refers to it, but it holds a full block of a prefix, found by its hash;
+             the least recently used one is evicted when the free list is empty
 
-The memory behind a block belongs to the backend; here is only the accounting, and `check` proves it.
+The pool holds block ids only; the backend owns the memory. `check` verifies the three states.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from collections import OrderedDict
 
 
 class BlockPool:
-    """`total` blocks of one group. Counts are references from block tables."""
+    """`total` blocks of one cache group."""
 
-    __slots__ = ("by_name", "cached", "evictions", "free", "names", "refs", "total")
+    __slots__ = ("by_hash", "cached", "evictions", "free", "hashes", "refs", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.refs = [0] * total
-        self.names: list[bytes | None] = [None] * total
-        self.by_name: dict[bytes, int] = {}
-        self.free = list(
-            range(total - 1, -1, -1)
-        )  # a stack: low ids first, and the last one freed is the first taken, still warm
+        self.refs = [0] * total  # references from block tables
+        self.hashes: list[bytes | None] = [None] * total  # set for published blocks
+        self.by_hash: dict[bytes, int] = {}
+        # A stack: the block released last is still in the CPU's caches and is reused first.
+        self.free = list(range(total - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evictions = 0
 
@@ -39,66 +38,67 @@ class BlockPool:
     def used(self) -> int:
         return self.total - len(self.free) - len(self.cached)
 
-    def take(self) -> int:
-        """A block with one reference and no name. The caller has made sure that one is available."""
+    def allocate(self) -> int:
+        """A block with one reference and no hash. The caller has checked `available`."""
         if self.free:
             block = self.free.pop()
         else:
             block, _ = self.cached.popitem(last=False)
-            self._forget(block)
+            self._drop_hash(block)
             self.evictions += 1
         self.refs[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more table refers to a block that is used or cached."""
+        """Add a reference to a used or cached block."""
         if self.refs[block] == 0:
             del self.cached[block]
         self.refs[block] += 1
 
     def release(self, block: int) -> None:
+        """Drop a reference. The last one moves the block to the LRU list, or to the free list."""
         self.refs[block] -= 1
         if self.refs[block] == 0:
-            if self.names[block] is None:
+            if self.hashes[block] is None:
                 self.free.append(block)
             else:
                 self.cached[block] = None
 
-    def find(self, name: bytes) -> int | None:
-        return self.by_name.get(name)
+    def find(self, block_hash: bytes) -> int | None:
+        return self.by_hash.get(block_hash)
 
-    def publish(self, block: int, name: bytes) -> None:
-        """The block is full and verified: others may use it. Where two sequences computed the same block, the first
-        one's is kept."""
-        if name not in self.by_name and self.names[block] is None:
-            self.by_name[name] = block
-            self.names[block] = name
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Make a full, verified block available to prefix hits. When two sequences have computed
+        the same block, the first stays published."""
+        if block_hash not in self.by_hash and self.hashes[block] is None:
+            self.by_hash[block_hash] = block
+            self.hashes[block] = block_hash
 
-    def forget_cached(self) -> int:
-        """Drop every prefix that nobody uses at the moment. Returns how many blocks became free."""
+    def evict_cached(self) -> int:
+        """Evict every cached block. Returns the number of blocks freed."""
         dropped = len(self.cached)
         for block in self.cached:
-            self._forget(block)
+            self._drop_hash(block)
             self.free.append(block)
         self.cached.clear()
         return dropped
 
-    def _forget(self, block: int) -> None:
-        name = self.names[block]
-        if name is not None:
-            del self.by_name[name]
-            self.names[block] = None
+    def _drop_hash(self, block: int) -> None:
+        block_hash = self.hashes[block]
+        if block_hash is not None:
+            del self.by_hash[block_hash]
+            self.hashes[block] = None
 
     def check(self, counts: dict[int, int]) -> None:
-        """`counts`: references found by walking every block table."""
+        """Verify the accounting. `counts`: references per block, found by walking all tables."""
         free, cached = set(self.free), set(self.cached)
         used = {b for b in range(self.total) if self.refs[b] > 0}
-        prove(len(free) == len(self.free), "a block is twice in the free list")
-        prove(
+        ensure(len(free) == len(self.free), "a block is twice in the free list")
+        ensure(
             not free & cached and not free & used and not cached & used,
             "a block is in two states at once",
         )
-        prove(
+        ensure(
             len(free) + len(cached) + len(used) == self.total,
             f"free {len(free)} + cached {len(cached)} + used {len(used)} is not total {self.total}",
         )
@@ -107,14 +107,14 @@ class BlockPool:
             for b in range(self.total)
             if self.refs[b] != counts.get(b, 0)
         }
-        prove(not wrong, f"counts differ from the tables (block: counted, in tables): {wrong}")
-        prove(all(self.names[b] is None for b in free), "a free block has a name")
-        prove(all(self.names[b] is not None for b in cached), "a cached block has no name")
-        named = {b: n for b, n in enumerate(self.names) if n is not None}
-        prove({n: b for b, n in named.items()} == self.by_name, "names and blocks do not match")
+        ensure(not wrong, f"wrong reference counts (block: counted, in tables): {wrong}")
+        ensure(all(self.hashes[b] is None for b in free), "a free block has a hash")
+        ensure(all(self.hashes[b] is not None for b in cached), "a cached block has no hash")
+        hashed = {b: h for b, h in enumerate(self.hashes) if h is not None}
+        ensure({h: b for b, h in hashed.items()} == self.by_hash, "hashes and blocks do not match")
 
 
-def prove(truth: bool, message: str) -> None:
-    """assert that stays on under `python -O`: a broken cache must never go unnoticed in production."""
-    if not truth:
+def ensure(condition: bool, message: str) -> None:
+    """assert that also runs under `python -O`: corrupt block accounting must stop the engine."""
+    if not condition:
         raise AssertionError(f"block accounting: {message}")

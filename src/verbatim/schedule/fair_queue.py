@@ -1,13 +1,13 @@
 """Fair queue: round robin over tenants; within a tenant by priority, then first in, first out.
 
-In: add(item, tenant=...), release(entry). Out: take() gives the next entry that may start, or None. A tenant with
-ten thousand entries waiting delays another tenant's single entry by one turn. Two users: the server admits
-requests to the engine through it, and the thread pool for grammar compiles (engine/fair_pool.py) its work items.
-Not thread-safe: callers hold their own lock.
+In: add(item, tenant=...), release(entry). Out: take() returns the next entry that may start, or
+None. A tenant with ten thousand waiting entries delays another tenant's single entry by one turn.
+The server admits requests to the engine through it, and the thread pool for grammar compiles
+(engine/fair_pool.py) its work items. Not thread-safe: callers hold their own lock.
 
     width   slots an entry occupies while it runs; `slots` bounds their sum
-    claim   tokens an entry may need; the running entries of one tenant claim at most `share` of `tokens`, but one
-            entry per tenant may always run
+    claim   tokens an entry may need; the running entries of one tenant claim at most `share` of
+            `tokens`, but one entry per tenant may always run
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class FairQueue:
         return entry
 
     def take(self) -> Waiting | None:
-        """The next entry of the first tenant in turn that may run; that tenant moves to the end of the round."""
+        """The next entry of the first tenant that may start one; the tenant moves to the end of the
+        round."""
         for tenant in list(self._queues):
             queue = self._queues[tenant]
             while queue and queue[0].gone:
@@ -59,7 +60,7 @@ class FairQueue:
                 continue
             entry = queue[0]
             if self.used and self.used + entry.width > self.slots:
-                return None  # a wide entry waits for room; if others overtook it, it would starve
+                return None  # a wide entry waits for slots; overtaken, it would starve
             if self._over_share(entry):
                 continue
             heapq.heappop(queue)

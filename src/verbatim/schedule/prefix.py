@@ -1,11 +1,11 @@
-"""The prefix chain: token ids come in, the name of each full block goes out.
+"""Block hashes of the prefix cache: token ids in, one hash per full block out.
 
-A block's name is a keyed hash of the name before it and of its own tokens, so one name stands for a whole prefix:
+A block's hash is keyed and covers the hash before it, so one hash identifies a whole prefix:
 
-    name[i] = blake2b(name[i-1] + tokens of block i, key)        name[-1] = blake2b(salt, key)
+    hash[i] = blake2b(hash[i-1] + tokens of block i, key)        hash[-1] = blake2b(salt, key)
 
-The key is random for each engine and the salt is the tenant's, so nobody can make two prefixes collide on purpose, nor
-learn by timing what another tenant has asked.
+The key is random per engine and the salt is the tenant's. A client therefore can neither construct
+a collision nor learn another tenant's prompts from the timing of prefix hits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ class PrefixChain:
     def root(self, salt: str) -> bytes:
         return blake2b(salt.encode(), digest_size=16, key=self._key, person=b"root").digest()
 
-    def name(self, before: bytes, tokens: Sequence[int]) -> bytes:
+    def block_hash(self, before: bytes, tokens: Sequence[int]) -> bytes:
         return blake2b(
             before + array("q", tokens).tobytes(), digest_size=16, key=self._key
         ).digest()
 
-    def extend(self, names: list[bytes], root: bytes, tokens: Sequence[int], blocks: int) -> None:
-        """Grow `names` until it has `blocks` entries."""
+    def extend(self, hashes: list[bytes], root: bytes, tokens: Sequence[int], blocks: int) -> None:
+        """Append to `hashes` until it has `blocks` entries."""
         size = self.block_size
-        for i in range(len(names), blocks):
-            names.append(self.name(names[-1] if names else root, tokens[i * size : (i + 1) * size]))
+        for i in range(len(hashes), blocks):
+            before = hashes[-1] if hashes else root
+            hashes.append(self.block_hash(before, tokens[i * size : (i + 1) * size]))

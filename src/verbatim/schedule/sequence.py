@@ -1,5 +1,7 @@
-"""A sequence: its known tokens, how many of them are computed, and the blocks that hold them. Plain state, moved by the
-scheduler only."""
+"""A sequence: its known tokens, how many of them are computed, and the blocks that hold them.
+
+Plain state. Only the scheduler changes it; the engine reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,25 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec
+from verbatim.base.records import DrawSpec, SeqStep
 
 WAITING, RUNNING, ENDED = 0, 1, 2
 
 
 class Sequence:
-    """One text being written. `tokens` are the known ones: the prompt, then what was drawn.
+    """One completion being generated. `tokens` are the known ones: the prompt, then the output.
 
-    prompt_len      tokens that were given
-    limit           the length at which it ends, and limit_name what set it: "max_tokens" or "context"
-    ends            ids that end it, with the word to report ("eos", or the stop id); neither drawn nor obeyed before min_tokens
+    prompt_len      tokens of the prompt
+    limit           the length at which it ends; limit_name says what set it: "max_tokens" or
+                    "context"
+    ends            ids that end it, with the finish detail to report ("eos", or the stop id);
+                    withheld from the draw before min_tokens
     key             noise key of this choice
-    reuse           False: never start from another's prefix
-    beam            > 0: report this many candidates and wait for extend(), instead of taking the drawn token
-    siblings        further choices of the same prompt; they fork off when all but its last token is computed
+    reuse           False: no prefix hit for this sequence
+    beam            > 0: report this many candidates and wait for extend(), instead of appending
+                    the drawn token
+    siblings        further choices of the same prompt; they fork from this sequence when all but
+                    the last prompt token are computed
     """
 
     __slots__ = (
@@ -34,7 +40,8 @@ class Sequence:
         "drafted",
         "drafts",
         "ends",
-        "frozen",
+        "frozen_blocks",
+        "hashes",
         "held",
         "hidden",
         "history",
@@ -43,7 +50,6 @@ class Sequence:
         "limit",
         "limit_name",
         "min_len",
-        "names",
         "params",
         "pending",
         "preemptions",
@@ -95,21 +101,18 @@ class Sequence:
         self.siblings = list(siblings)
 
         self.computed = 0
-        self.blocks: list[
-            list[int]
-        ] = []  # one table a cache group; -1: released, behind the window
-        self.frozen: tuple[tuple[int, ...], ...] | None = (
-            None  # the tables as plans carry them, None when stale
-        )
-        self.released: list[int] = []  # a group: entries before this index are -1
-        self.names: list[bytes] = []  # prefix names of full blocks, as far as made
-        self.published = 0  # full blocks that the prefix cache has been told of
-        self.root = b""
+        self.blocks: list[list[int]] = []  # one table per cache group; -1: released
+        # `blocks` as plans carry it; None after a change of the tables
+        self.frozen_blocks: tuple[tuple[int, ...], ...] | None = None
+        self.released: list[int] = []  # per group: entries before this index are -1
+        self.hashes: list[bytes] = []  # prefix-cache hashes of full blocks, made on demand
+        self.published = 0  # full blocks handed to the prefix cache
+        self.root = b""  # hash before the first block
         self.drafts: tuple[int, ...] = ()
-        self.held = False  # a beam that has its candidates and waits for the others; or a text whose structure needs a while
-        self.scored = 0  # prompt positions whose successor is scored already
+        self.held = False  # not scheduled: a beam awaits extend(), or a grammar is being compiled
+        self.scored = 0  # prompt positions whose next token has a log-probability
         self.state = WAITING
-        self.pending = False  # a sibling that has not forked off yet: in no queue
+        self.pending = False  # a sibling before its fork: in no queue
         self.rank = (0, id)  # order of service: smaller first
 
         self.cached_tokens = 0
@@ -117,7 +120,7 @@ class Sequence:
         self.drafted = 0
         self.accepted = 0
 
-        # Everything the sampler may know, made once: it changes only with the history, the drafts' masks and min_tokens.
+        # Built once, because every step needs a DrawSpec and only its history and masks change.
         self.history = params.needs_history
         self.spec = DrawSpec(params, key, self.prompt_len, beam=beam, breakers=breakers)
         self.spec_withheld = replace(self.spec, withheld=tuple(sorted(self.ends)))
@@ -132,10 +135,51 @@ class Sequence:
 
     @property
     def unscored(self) -> bool:
-        """Prompt log-probabilities are asked for and not all there: every prompt position must be computed, none taken
-        from the cache."""
+        """Prompt log-probabilities are requested and incomplete. Every prompt position must then be
+        computed: a prefix hit has no logits."""
         return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
     def draw_spec(self) -> DrawSpec:
         spec = self.spec_withheld if len(self.tokens) < self.min_len else self.spec
         return replace(spec, history=tuple(self.tokens)) if self.history else spec
+
+    def freeze_blocks(self) -> tuple[tuple[int, ...], ...]:
+        """Refresh frozen_blocks from the block tables."""
+        self.frozen_blocks = tuple([tuple(table) for table in self.blocks])
+        return self.frozen_blocks
+
+    def chunk_length(self, want: int, max_tokens: int) -> int:
+        """Tokens to compute in the next step: of the `want` uncomputed ones at most `max_tokens`,
+        then drafts if all uncomputed ones fit."""
+        if self.siblings:  # stop before the last prompt token: the siblings fork there, each draws
+            return min(want, max_tokens, self.prompt_len - 1 - self.computed)
+        if want > max_tokens:
+            return max_tokens
+        if not self.drafts:
+            return want
+        known = len(self.tokens)
+        k = min(len(self.drafts), max_tokens - want, self.limit - known - 1)
+        if known < self.min_len:  # one DrawSpec per step: all its draws withhold the same ids
+            k = min(k, self.min_len - known - 1)
+        return want + max(k, 0)
+
+    def make_step(self, want: int, n: int) -> SeqStep:
+        """The plan to compute `n` tokens: known ones, and drafts when n > want. Uses up the
+        drafts."""
+        start, known, drafts = self.computed, len(self.tokens), self.drafts
+        self.drafts = ()
+        blocks = self.frozen_blocks or self.freeze_blocks()
+        draws = 0
+        if n < want:
+            tokens = tuple(self.tokens[start : start + n])
+        else:
+            tokens = (self.tokens[-1],) if n == 1 else (*self.tokens[start:], *drafts[: n - want])
+            draws = n - want + 1 if known < self.limit else 0
+        targets: tuple[int, ...] = ()
+        top = 0
+        if start < self.prompt_len - 1 and self.unscored:
+            targets = tuple(self.tokens[start + 1 : min(start + n + 1, self.prompt_len)])
+            top = self.params.prompt_logprobs or 0
+        draw = self.draw_spec() if draws else None
+        hidden = self.hidden and start < self.prompt_len
+        return SeqStep(self.id, tokens, start, blocks, draws, draw, targets, top, hidden)

@@ -1,18 +1,16 @@
-"""How large the cache is: the model's block sizes and the memory at hand come in, a number of blocks for each group goes out.
+"""Size of the KV cache: block sizes and free memory in, blocks per cache group out.
 
-The rule, unless kv_memory (bytes) or kv_blocks (blocks of each group) says otherwise:
+The rule, unless kv_memory (bytes) or kv_blocks (blocks per group) is set:
 
-    one    = bytes of one sequence as long as the context
+    one    = bytes of one sequence of context length
     memory = min(max_running * one, max(one, available / 4), available / 2)
 
-A quarter of what is free, at least one full context, never more than half of what is free, never more than could be used
-at once. Memory is only touched when a block is first written. Groups with a sliding window get as many blocks as the
-others, up to max_running windows; where that would leave less than one context to full attention, they get fewer.
-
-A draft model's cache holds as many tokens, and takes its share of that memory first.
-
-If not even one context fits, the engine's context is what fits (unless the context was asked for: then single requests
-are refused).
+That is a quarter of the free memory, at least one full context, at most half of the free memory,
+and at most what max_running sequences can use. Memory is touched when a block is first written.
+Groups with a sliding window get as many blocks as the others, up to max_running windows; fewer
+where full attention would get less than one context. A draft model's cache holds as many tokens and
+takes its share of the memory first. If not even one context fits, the engine's context shrinks to
+what fits, unless the user set the context: then single requests are refused.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from verbatim.base.records import CacheGroup
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """For printing: what the cache is and why."""
+    """Size of the cache and the rule that set it, for display."""
 
-    blocks: tuple[int, ...]  # a group
+    blocks: tuple[int, ...]  # per group
     block_size: int  # positions in a block
     block_bytes: tuple[int, ...]
     bytes: int
-    tokens: int  # positions that full attention (or the only window) can hold
-    context: int  # most tokens of one sequence in this engine
+    tokens: int  # positions of the largest group
+    context: int  # maximum tokens of one sequence
     rule: str
 
     def as_dict(self) -> dict[str, Any]:
@@ -45,7 +43,8 @@ class CachePlan:
 
     def __str__(self) -> str:
         return (
-            f"cache: {self.tokens} tokens in {' + '.join(map(str, self.blocks))} blocks of {self.block_size}, "
+            f"cache: {self.tokens} tokens in {' + '.join(map(str, self.blocks))} blocks "
+            f"of {self.block_size}, "
             f"{self.bytes / 2**20:.0f} MiB ({self.rule}); context {self.context}"
         )
 
@@ -61,7 +60,8 @@ def plan_cache(
     available: int | None = None,
     share: float = 1.0,
 ) -> CachePlan:
-    """`fixed`: the context was asked for and is not to be reduced. `share`: of the memory, what is left to this cache by a draft model's."""
+    """Divide the memory by the rule above. `fixed`: the user set the context, so it is not reduced.
+    `share`: fraction of the memory for this cache; a draft model's cache gets the rest."""
     full = -(-context // block_size)
     windows = [
         full
@@ -88,9 +88,8 @@ def plan_cache(
             "kv_memory",
             f"does not hold one block of {sum(block_bytes)} bytes; the context needs {one} bytes",
         )
-    least = [
-        full if g.window is None else -(-(g.window - 1) // block_size) + 1 for g in groups
-    ]  # a window's, one token at a time
+    # Blocks that one full-length sequence needs while it decodes one token per step.
+    least = [full if g.window is None else -(-(g.window - 1) // block_size) + 1 for g in groups]
     holds = min(context if n >= m else n * block_size for n, m in zip(blocks, least, strict=True))
     tokens = max(n for n in blocks) * block_size
     size = sum(n * b for n, b in zip(blocks, block_bytes, strict=True))
@@ -105,8 +104,8 @@ def plan_cache(
     )
 
 
-def _reason(memory: int, most: int, one: int, free: int) -> str:
-    if memory == most:
+def _reason(memory: int, max_running_bytes: int, one: int, free: int) -> str:
+    if memory == max_running_bytes:
         return "max_running full contexts"
     if memory == free // 2:
         return "half of available memory"
@@ -121,20 +120,14 @@ def _split(
     full: int,
     running: int,
 ) -> tuple[int, ...]:
-    """The most blocks within `memory`, alike for all groups; windows shrink first where one full context would not fit."""
+    """The largest equal block count per group within `memory`. Windowed groups shrink first where
+    one full context would not fit."""
     for shrink in (1, 2, 4, 8, 16, 32, 64):
         low, high = 0, memory // max(min(block_bytes), 1) + 1
-        while low < high:  # the largest n whose groups fit
+        while low < high:  # bisect for the largest n that fits
             n = (low + high + 1) // 2
-            if (
-                sum(
-                    c * b
-                    for c, b in zip(
-                        _counts(n, shrink, windows, limits, running), block_bytes, strict=True
-                    )
-                )
-                <= memory
-            ):
+            counts = _counts(n, shrink, windows, limits, running)
+            if sum(c * b for c, b in zip(counts, block_bytes, strict=True)) <= memory:
                 low = n
             else:
                 high = n - 1
@@ -153,7 +146,7 @@ def _counts(
 
 
 def available_memory() -> int:
-    """Bytes this process may still use: the machine's, or its control group's if that is less."""
+    """Bytes this process may still allocate: the machine's, or its cgroup's if that is less."""
     free = _meminfo()
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -162,9 +155,9 @@ def available_memory() -> int:
             "/sys/fs/cgroup/memory/memory.usage_in_bytes",
         ),
     ):
-        most = _number(limit)
-        if most is not None:
-            free = min(free, max(most - (_number(used) or 0), 0))
+        max_bytes = _number(limit)
+        if max_bytes is not None:
+            free = min(free, max(max_bytes - (_number(used) or 0), 0))
     return free
 
 
@@ -176,9 +169,8 @@ def _meminfo() -> int:
     except OSError:
         pass
     try:
-        return (
-            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-        )  # no better answer here: half of what is built in
+        # Without /proc the free memory is unknown: assume half of the installed memory.
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (ValueError, OSError):
         return 4 * 2**30
 

@@ -1,8 +1,9 @@
-"""What a token costs by where it stands: the same in the matrices at every depth, and in attention more with every position before it.
+"""Cost of one token by its position: constant in the matrices, linear in attention.
 
-A token at depth d counts for 1 + d / D tokens at the start of a text, where D is the depth at which attention takes as long as the
-matrices do. Example: the default model multiplies 106 million times in matrices and 34,560 times for each earlier position; an
-attention's operation weighs three of a matrix, so D is 1,024, and at a depth of 6,000 a token counts for 6.9.
+A token at depth d (d positions before it) costs 1 + d / D tokens at depth 0. D is the depth at
+which attention takes as long as the matrices. Example: the default model does 106 million
+multiplications per token in matrices and 34,560 per earlier position in attention. An attention
+operation costs three matrix operations, so D is 1,024, and a token at depth 6,000 costs 6.9.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from verbatim.base.records import CacheGroup
+from verbatim.base.records import CacheGroup, SeqStep
 
-# Matrices are products of 8-bit integers, attention works on floats. Measured, by a line through the times of chunks up to a depth of 5,000:
-# 2.8 and 3.5 with AMX, 3.2 with AVX-512, 0.9 with AVX2. Where the matrices have no lead, a chunk comes out shorter than it must; down to 64
-# tokens that costs nothing (with AMX; not measured elsewhere).
+# Time of an attention operation (float) per matrix operation (8-bit integer). Measured by a line
+# through the times of chunks up to a depth of 5,000: 2.8 and 3.5 with AMX, 3.2 with AVX-512, 0.9
+# with AVX2. Where the true ratio is lower, chunks come out shorter than needed; with AMX, chunks
+# down to 64 tokens lose no throughput (not measured elsewhere).
 ATTENTION_WEIGHT = 3
 
 
@@ -22,12 +24,25 @@ ATTENTION_WEIGHT = 3
 class TokenCost:
     """Operations of one token. Only their ratio matters; with position=0 depth costs nothing."""
 
-    matrices: int = 1  # in the matrices of all layers
-    position: int = 0  # in the attention of one layer, for each position that it looks at
+    matrices: int = 1  # multiplications in the matrices of all layers
+    position: int = 0  # multiplications in one layer's attention per visible position
 
     def at(self, depth: int, groups: Sequence[CacheGroup]) -> int:
-        """One token's cost at this depth, in units of which a token at depth 0 has `matrices`. A window bounds what is looked at."""
-        seen = sum(
+        """Cost of one token at `depth`, in matrix operations: `matrices` at depth 0. A sliding
+        window bounds the visible positions."""
+        visible = sum(
             len(g.layers) * (depth if g.window is None else min(depth, g.window)) for g in groups
         )
-        return self.matrices + ATTENTION_WEIGHT * self.position * seen
+        return self.matrices + ATTENTION_WEIGHT * self.position * visible
+
+    def affordable(self, budget: int, depth: int, groups: Sequence[CacheGroup]) -> int:
+        """Tokens at `depth` that `budget` tokens at depth 0 pay for; at least one."""
+        return max(1, budget * self.matrices // self.at(depth, groups))
+
+    def of_step(self, step: SeqStep, groups: Sequence[CacheGroup]) -> int:
+        """Budget that a step uses, in tokens at depth 0. A decoded token, drafts, and the one token
+        that every running sequence gets cost one each at any depth: their place is guaranteed."""
+        n = len(step.tokens)
+        if n in (1, step.draws):
+            return n
+        return -(-n * self.at(step.start, groups) // self.matrices)

@@ -1,0 +1,203 @@
+"""Sequence queues: which sequences wait, run or have ended, and the moves between these states.
+
+In: requests to add, abort, fork, extend, hold or preempt a sequence. Out: the two queues `running`
+and `waiting`, sorted by rank, and the block tables in `cache`. The scheduler plans over them.
+Invariant: every sequence in `sequences` is in exactly one queue, except siblings before their fork;
+a waiting sequence holds no blocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+from verbatim.base.errors import CapacityError
+from verbatim.base.records import CacheGroup
+from verbatim.schedule.blocks import ensure
+from verbatim.schedule.paged_cache import PagedCache
+from verbatim.schedule.prefix import PrefixChain
+from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
+
+PRIORITY_PLACES = 64  # places in the queue that one step of priority is worth; docs/adr/0013
+_rank = attrgetter("rank")
+
+
+class SequenceQueues:
+    def __init__(
+        self,
+        groups: tuple[CacheGroup, ...],
+        blocks: tuple[int, ...],
+        *,
+        block_size: int,
+        max_running: int,
+        prefix_cache: bool,
+        use_cache: bool,
+        prefix_key: bytes | None,
+    ) -> None:
+        prefix = PrefixChain(block_size, prefix_key) if prefix_cache and use_cache else None
+        self.cache = PagedCache(groups, blocks, block_size, prefix)
+        self.block_size = block_size
+        self.max_running = max_running
+        self.use_cache = use_cache
+        self.sequences: dict[int, Sequence] = {}
+        self.running: list[Sequence] = []  # sorted by rank
+        self.waiting: list[Sequence] = []  # sorted by rank
+        self._arrivals = 0
+        self.preemptions = 0
+        self.prefix_queries = 0  # tokens looked up in the prefix cache
+        self.prefix_hits = 0  # tokens found there
+
+    # ------------------------------------------------------------------------ used by the engine
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence and its siblings. CapacityError if it cannot fit even an empty cache."""
+        self.check_capacity(seq)
+        self._arrivals += 1
+        for member in (seq, *seq.siblings):
+            member.rank = (self._arrivals + PRIORITY_PLACES * seq.params.priority, member.id)
+            ensure(member.id not in self.sequences, f"sequence {member.id} was added twice")
+            self.sequences[member.id] = member
+            member.pending = member is not seq
+        insort(self.waiting, seq, key=_rank)
+        if not self.use_cache:  # no blocks to share: every choice computes its own prompt
+            for sibling in seq.siblings:
+                self._enqueue(sibling)
+            seq.siblings = []
+
+    def check_capacity(self, seq: Sequence) -> None:
+        for group, pool in zip(self.cache.groups, self.cache.pools, strict=True):
+            need = self.cache.blocks_needed(group, max(seq.limit - 1, seq.prompt_len))
+            if need > pool.total:
+                window = f" (sliding window {group.window})" if group.window else ""
+                raise CapacityError(
+                    f"{seq.prompt_len} prompt tokens and up to {seq.limit - seq.prompt_len} more "
+                    f"need {need} cache blocks of {self.block_size} tokens{window}, and the whole "
+                    f"cache has {pool.total}; shorten the prompt, lower max_tokens, or give the "
+                    "engine more kv_memory",
+                    param="max_tokens",
+                )
+
+    def abort(self, seq_id: int) -> bool:
+        """End a sequence in any state and release its blocks. False: it has ended already."""
+        seq = self.sequences.get(seq_id)
+        if seq is None:
+            return False
+        if seq.siblings:  # the siblings still need the prompt: the first one computes it
+            heir = seq.siblings.pop(0)
+            heir.siblings, seq.siblings = seq.siblings, []
+            self._enqueue(heir)
+        for elder in self.sequences.values() if seq.pending else ():
+            elder.siblings = [s for s in elder.siblings if s is not seq]
+        self._end(seq)
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """`child` (new, without tokens) gets the tokens and shares the blocks of `parent`; a shared
+        block is copied on write."""
+        if child.id not in self.sequences:
+            child.rank = (parent.rank[0], child.id)
+            self.sequences[child.id] = child
+        child.tokens, child.held = parent.tokens[:], parent.held
+        if parent.state != RUNNING or len(self.running) >= self.max_running or not self.use_cache:
+            self._enqueue(child)
+            return
+        self.cache.fork(parent, child)
+        child.state, child.pending = RUNNING, False
+        insort(self.running, child, key=_rank)
+
+    def extend(self, seq_id: int, token: int) -> None:
+        """Append the next token of a held beam and schedule it again."""
+        seq = self.sequences[seq_id]
+        ensure(seq.held, f"sequence {seq_id} is not held")
+        seq.tokens.append(token)
+        seq.held = False
+
+    def hold(self, seq_id: int) -> None:
+        """Keep the sequence out of every step until release(), for example while its grammar
+        compiles. Drafts accepted behind its last token are drawn again afterwards."""
+        self.sequences[seq_id].held = True
+
+    def release(self, seq_id: int) -> None:
+        self.sequences[seq_id].held = False
+
+    def set_drafts(self, seq_id: int, tokens: Iterable[int]) -> None:
+        """Draft tokens behind the known ones. The next plan uses as many as the step budget, the
+        blocks and the limits allow, and drops the rest."""
+        self.sequences[seq_id].drafts = tuple(tokens)
+
+    def preempt_all(self) -> None:
+        """After a step that failed or was carried out in part: every running sequence recomputes
+        its known tokens."""
+        for seq in self.running[:]:
+            self._preempt(seq)
+
+    def clear_prefix_cache(self) -> int:
+        """Evict every cached prefix block that no sequence uses. Returns the blocks freed."""
+        return sum(pool.evict_cached() for pool in self.cache.pools)
+
+    # ----------------------------------------------------------------------------- state changes
+
+    def _enqueue(self, seq: Sequence) -> None:
+        seq.state, seq.pending = WAITING, False
+        insort(self.waiting, seq, key=_rank)
+
+    def _start(self, seq: Sequence) -> None:
+        """Move a waiting sequence, after its prefix lookup, to `running`."""
+        self._remove(self.waiting, seq)
+        insort(self.running, seq, key=_rank)
+        seq.state = RUNNING
+        if seq.preemptions == 0:
+            seq.cached_tokens = min(seq.computed, seq.prompt_len)
+            if self.cache.prefix is not None:
+                self.prefix_queries += seq.prompt_len
+                self.prefix_hits += seq.cached_tokens
+        if seq.siblings and seq.computed >= seq.prompt_len - 1:
+            self._fork_siblings(seq)
+
+    def _fork_siblings(self, seq: Sequence) -> None:
+        siblings, seq.siblings = seq.siblings, []
+        for child in siblings:
+            child.scored = seq.prompt_len  # `seq` reports the prompt's log-probabilities
+            self.fork(seq, child)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._remove(self.running, seq)
+        self.cache.release_all(seq)
+        seq.drafts = ()
+        seq.preemptions += 1
+        self.preemptions += 1
+        self._enqueue(seq)
+
+    def _preempt_for(self, seq: Sequence) -> bool:
+        """Free blocks for `seq`: preempt a held beam, else the last in rank. False: `seq` itself is
+        the last and was preempted."""
+        if self._preempt_held():
+            return True
+        last = self.running[-1]
+        ensure(
+            last is not seq or len(self.running) > 1,
+            f"sequence {seq.id} does not fit an empty cache",
+        )
+        self._preempt(last)
+        return last is not seq
+
+    def _preempt_held(self) -> bool:
+        held = next((s for s in reversed(self.running) if s.held), None)
+        if held is not None:
+            self._preempt(held)
+        return held is not None
+
+    def _end(self, seq: Sequence) -> None:
+        if seq.state == RUNNING:
+            self._remove(self.running, seq)
+        elif not seq.pending:
+            self._remove(self.waiting, seq)
+        self.cache.release_all(seq)
+        seq.state = ENDED
+        del self.sequences[seq.id]
+
+    def _remove(self, queue: list[Sequence], seq: Sequence) -> None:
+        i = bisect_left(queue, seq.rank, key=_rank)
+        ensure(i < len(queue) and queue[i] is seq, f"sequence {seq.id} is in the wrong queue")
+        del queue[i]
