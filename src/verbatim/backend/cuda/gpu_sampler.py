@@ -24,7 +24,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row
 
-SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "Draws")
+SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
 MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
 ROWS, CHUNK = 1, 2048  # rows and token ids per program
 MAX_CACHED = 4096  # requests whose parameters are cached; a full cache is cleared
