@@ -1,4 +1,5 @@
-"""A whole model in a file, small enough to open in milliseconds: a random llama, a trained byte-level tokenizer, a chat template."""
+"""Fixtures of the CLI tests: a tiny model file that opens in milliseconds (a random llama, a
+trained byte-level tokenizer, a chat template), and callers of the command line."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_said import Call, Said
+from cli_result import Call, CliResult
 
-TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def train_tokenizer(directory: Path, vocab: int = 320) -> None:
@@ -67,13 +71,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def verbatim(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Call:
-    """Calls the command line in this process, with the tiny model and an empty cache."""
+    """Run the command line in this process, with the tiny model and an empty cache."""
     from verbatim.cli.main import main
 
     monkeypatch.setenv("VERBATIM_MODEL", str(tiny))
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "cache"))
 
-    def call(*words: str, stdin: str | bytes | None = None) -> Said:
+    def call(*words: str, stdin: str | bytes | None = None) -> CliResult:
         if stdin is not None:
             import io
 
@@ -83,14 +87,14 @@ def verbatim(
             main(list(words))
         captured = capsys.readouterr()
         assert isinstance(ended.value.code, int)
-        return Said(ended.value.code, captured.out, captured.err)
+        return CliResult(ended.value.code, captured.out, captured.err)
 
     return call
 
 
 @pytest.fixture
 def spawn(tiny: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    """Starts the command line (or other code) as a process of its own."""
+    """Start the command line (or other code) as a separate process."""
 
     def start(*words: str, code: str = "", **options: Any) -> subprocess.Popen[bytes]:
         environment = {

@@ -1,4 +1,5 @@
-"""`verbatim batch`: what is refused for now is asked again, what is refused for good stays so, and a file that cannot be read is refused by its line."""
+"""`verbatim batch`: a 429 or 503 is retried, other errors are final, and a bad line of the input
+fails with its line number."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_said import Call
+from cli_result import Call
 
 from verbatim.cli import batch
 
@@ -39,15 +40,16 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def statuses(path: Path) -> dict[str, int]:
-    """By request; no request may have two answers."""
+    """Status per request; no request may have two answers."""
     lines = [json.loads(text) for text in path.read_text().splitlines()]
     found = {line["custom_id"]: line["response"]["status_code"] for line in lines}
     assert len(found) == len(lines)
     return found
 
 
-class Desk:
-    """Answers `room` requests at once, and refuses the others for now; those in `never` always."""
+class FakeServer:
+    """A fake server: answers `room` concurrent requests and rejects the others with a retryable
+    status; rejects those in `never` always."""
 
     def __init__(self, room: int, never: tuple[str, ...] = (), status: int = 429) -> None:
         self.room, self.never, self.status = room, never, status
@@ -67,26 +69,28 @@ class Desk:
 
 
 @pytest.mark.parametrize(("room", "status"), [(1, 429), (3, 503), (100, 429)])
-async def test_what_is_refused_for_now_is_asked_again(room: int, status: int) -> None:
-    desk, written = Desk(room, status=status), []
+async def test_a_429_or_503_is_retried_until_answered(room: int, status: int) -> None:
+    server, written = FakeServer(room, status=status), []
     names = [f"c{i}" for i in range(50)]
-    await batch.answer_in_rounds(desk, [request(name) for name in names], 16, written.append)
+    await batch.answer_in_rounds(server, [request(name) for name in names], 16, written.append)
     assert sorted(w["custom_id"] for w in written) == sorted(names)
     assert {batch.status_of(w) for w in written} == {200}
 
 
 @pytest.mark.parametrize("concurrency", [1, 2, 7, 64])
-async def test_what_is_never_served_is_given_up_in_the_end(concurrency: int) -> None:
-    desk, written = Desk(100, never=("bad",)), []
+async def test_a_request_that_always_fails_is_given_up_after_the_serial_retries(
+    concurrency: int,
+) -> None:
+    server, written = FakeServer(100, never=("bad",)), []
     await batch.answer_in_rounds(
-        desk, [request("bad"), request("good")], concurrency, written.append
+        server, [request("bad"), request("good")], concurrency, written.append
     )
     assert [(w["custom_id"], batch.status_of(w)) for w in written] == [("good", 200), ("bad", 429)]
-    assert desk.asked.count("good") == 1
-    assert desk.asked.count("bad") == concurrency.bit_length() - 1 + batch.SERIAL_RETRIES
+    assert server.asked.count("good") == 1
+    assert server.asked.count("bad") == concurrency.bit_length() - 1 + batch.SERIAL_RETRIES
 
 
-async def test_an_engine_that_does_not_come_back_ends_the_batch(
+async def test_an_engine_that_does_not_restart_ends_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batch, "RESTART_SECONDS", 0.0)
@@ -94,8 +98,8 @@ async def test_an_engine_that_does_not_come_back_ends_the_batch(
         await batch.wait_for_engine(asyncio.Event())
 
 
-def test_more_than_the_server_takes_at_once(verbatim: Call, tmp_path: Path) -> None:
-    """The real handlers: few answers with rows may be open at once."""
+def test_requests_above_the_limit_on_rows_are_retried(verbatim: Call, tmp_path: Path) -> None:
+    """Uses the real handlers, which limit the concurrent requests with rows of logits."""
     from verbatim.server.server_state import MAX_ROWS
 
     rows = {
@@ -113,7 +117,7 @@ def test_more_than_the_server_takes_at_once(verbatim: Call, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_unsettled_lines_are_asked_anew_and_refusals_stay(
+def test_retryable_answers_are_retried_and_final_errors_stay(
     verbatim: Call, tmp_path: Path, link: bool
 ) -> None:
     source = write_lines(
@@ -132,9 +136,9 @@ def test_unsettled_lines_are_asked_anew_and_refusals_stay(
         target = tmp_path / "link"
         target.symlink_to(real)
     first = real.read_bytes().splitlines(keepends=True)
-    for _ in range(2):  # the refusal is told every time, and asked once
-        said = verbatim("batch", str(source), str(target), *ENGINE)
-        assert said.code == 1, said.err
+    for _ in range(2):  # a final error is reported in every run, and requested once
+        result = verbatim("batch", str(source), str(target), *ENGINE)
+        assert result.code == 1, result.err
         assert statuses(real) == {"a": 200, "other": 503, "b": 200, "c": 200, "d": 200, "bad": 400}
         assert real.read_bytes().startswith(first[0] + first[2])
         assert target.is_symlink() == link
@@ -159,15 +163,15 @@ def test_unsettled_lines_are_asked_anew_and_refusals_stay(
         "[" * 100_000,
     ],
 )
-def test_a_file_that_holds_something_else_is_left_alone(
+def test_an_output_file_with_other_content_is_not_changed(
     verbatim: Call, tmp_path: Path, text: str
 ) -> None:
     source, target = write_lines(tmp_path / "in", [request("a")]), tmp_path / "out"
     target.write_text(json.dumps(answer("a", 429)) + "\n" + text + "\n")
     before = target.read_bytes()
-    said = verbatim("batch", str(source), str(target), *ENGINE)
-    assert said.code == 2
-    assert "OUT: line 2 of" in said.err
+    result = verbatim("batch", str(source), str(target), *ENGINE)
+    assert result.code == 2
+    assert "OUT: line 2 of" in result.err
     assert target.read_bytes() == before
 
 
@@ -184,12 +188,12 @@ def test_a_file_that_holds_something_else_is_left_alone(
         ),
     ],
 )
-def test_what_cannot_be_read_or_written_is_named_before_anything_runs(
+def test_a_bad_line_or_an_unwritable_output_fails_before_any_request(
     verbatim: Call, tmp_path: Path, raw: bytes, says: str
 ) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(json.dumps(request("a")).encode() + b"\n" + raw + b"\n")
-    said = verbatim("batch", str(source), str(target), "-q", "--test-engine", "no such engine")
-    assert said.code == 2
-    assert said.err.startswith(f"verbatim: IN: {says}")
+    result = verbatim("batch", str(source), str(target), "-q", "--test-engine", "no such engine")
+    assert result.code == 2
+    assert result.err.startswith(f"verbatim: IN: {says}")
     assert not target.exists()

@@ -1,4 +1,5 @@
-"""bench: the arithmetic of the limits, the turns of the rounds, the plot, and the one line of JSON at the end."""
+"""`verbatim bench`: the arithmetic of the limits, the alternating rounds, the plot, and the final
+JSON line."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_said import Call
+from cli_result import Call
 
 from verbatim.base.errors import BackendError
 from verbatim.bench import measure
@@ -27,7 +28,7 @@ from verbatim.observe.roofline import (
     save_limits,
 )
 
-# The figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB a token.
+# Figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB per token.
 LIMITS = Limits(37.9e9, threads=2, method="native", int8_ops=638e9)
 CARD = CostCard(
     weight_bytes=98_000_000,
@@ -38,7 +39,7 @@ CARD = CostCard(
 )
 
 
-def test_ceilings_worked_by_hand() -> None:
+def test_ceilings_match_values_computed_by_hand() -> None:
     assert CARD.decode_ceiling(LIMITS, 0) == pytest.approx(
         37.9e9 / 98e6
     )  # 387 tokens/s: memory is the limit
@@ -74,7 +75,7 @@ def test_the_cost_card_counts_every_matrix() -> None:
         assert card.ops_position == len(spec.layers) * 4 * spec.heads * spec.head_dim
 
 
-def test_a_mixture_costs_only_the_experts_it_uses() -> None:
+def test_a_mixture_of_experts_costs_only_its_active_experts() -> None:
     from types import SimpleNamespace
 
     from verbatim.testing_models import tiny_model
@@ -88,9 +89,9 @@ def test_a_mixture_costs_only_the_experts_it_uses() -> None:
     )
 
 
-def test_limits_are_measured_kept_and_read_again(tmp_path: Path) -> None:
+def test_limits_are_measured_saved_and_loaded(tmp_path: Path) -> None:
     limits = measure_limits(2, megabytes=4, repeats=1)
-    assert limits.read_bytes > 1e8  # a tenth of a gigabyte a second: no machine is slower
+    assert limits.read_bytes > 1e8  # 0.1 GB/s: no machine is slower
     assert limits.method == "numpy"
     assert limits.int8_ops is None
     assert load_limits(tmp_path) is None
@@ -121,17 +122,17 @@ def test_the_best_of_several_passes_is_the_limit() -> None:
 
 
 @pytest.mark.native
-def test_the_native_probes_measure_something() -> None:
+def test_the_native_probes_return_positive_rates() -> None:
     read, ops = native_probes()
     if read is None or ops is None:
         pytest.skip("the probe was not built")
     assert read(2, 64 << 20) > 1e8
-    assert read(1, 1) == 0.0  # less than a page a thread: nothing to measure
+    assert read(1, 1) == 0.0  # less than a page per thread: nothing to measure
     assert ops(1) == 0.0 or ops(1) > 1e8
 
 
-class Pretend:
-    """A runner whose rounds are written down."""
+class FakeRunner:
+    """A runner that records its rounds."""
 
     def __init__(self, name: str, log: list[str], seconds: float = 1.0) -> None:
         self.name, self.log, self.seconds = name, log, seconds
@@ -147,10 +148,10 @@ class Pretend:
         return self.prefill(context)
 
 
-def test_rounds_take_turns_and_the_first_is_for_warming_up() -> None:
+def test_rounds_alternate_and_the_first_is_a_warm_up() -> None:
     log: list[str] = []
     [job] = measure.jobs([100], [], [], 8, 512, 4096)
-    row = measure.measure(job, [Pretend("verbatim", log, 0.5), Pretend("rival", log, 2.0)], 3)
+    row = measure.measure(job, [FakeRunner("verbatim", log, 0.5), FakeRunner("rival", log, 2.0)], 3)
     assert log == ["verbatim", "rival"] * 4
     assert row.rate("verbatim") == 200
     assert row.rate("rival") == 50
@@ -159,13 +160,15 @@ def test_rounds_take_turns_and_the_first_is_for_warming_up() -> None:
 def test_a_slow_measurement_is_not_repeated() -> None:
     log: list[str] = []
     [job] = measure.jobs([100], [], [], 8, 512, 4096)
-    row = measure.measure(job, [Pretend("verbatim", log, 0.5), Pretend("rival", log, 60.0)], 3)
+    row = measure.measure(
+        job, [FakeRunner("verbatim", log, 0.5), FakeRunner("rival", log, 60.0)], 3
+    )
     assert log.count("rival") == 1
     assert row.seconds["rival"] == [60.0]
     assert len(row.seconds["verbatim"]) == 3
 
 
-def test_jobs_fit_the_context_and_start_together() -> None:
+def test_jobs_fit_the_context_and_batches_start_together() -> None:
     table = measure.jobs([32, 5000], [32, 4090], [1, 32, 1000], 16, 512, 4096)
     assert [(j.kind, j.size) for j in table] == [
         ("prefill", 32),
@@ -177,11 +180,11 @@ def test_jobs_fit_the_context_and_start_together() -> None:
     assert table[3].tokens == 32 * 16
 
 
-@pytest.mark.parametrize(("rate", "said"), [(380.0, False), (390.0, True)])
+@pytest.mark.parametrize(("rate", "result"), [(380.0, False), (390.0, True)])
 def test_a_share_above_the_limit_is_explained(
-    rate: float, said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rate: float, result: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """387 tokens/s are possible at the start of a text; the second row stays below its limit either way."""
+    """The limit of the first row is 387 tokens/s; the second row stays below its limit."""
     from types import SimpleNamespace
 
     from verbatim.cli import bench
@@ -200,7 +203,7 @@ def test_a_share_above_the_limit_is_explained(
         last.startswith(
             "share above 100 % (decode at 1): the limit was measured in a slower minute"
         )
-        == said
+        == result
     )
 
 
@@ -237,17 +240,17 @@ def test_a_plot_is_a_file_of_the_named_kind(tmp_path: Path, ending: str, start: 
     assert path.read_bytes().startswith(start)
 
 
-def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(
+def test_a_plot_without_matplotlib_fails_before_any_measurement(
     verbatim: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    said = verbatim("bench", "--plot", str(tmp_path / "p.svg"), "--model", "no/such/model")
-    assert said.code == 2
-    assert said.err.startswith("verbatim: plot: ")
-    assert "pip install '.[bench]'" in said.err
+    result = verbatim("bench", "--plot", str(tmp_path / "p.svg"), "--model", "no/such/model")
+    assert result.code == 2
+    assert result.err.startswith("verbatim: plot: ")
+    assert "pip install '.[bench]'" in result.err
 
 
-# ------------------------------------------------------------------------------------------------------------- the rival
+# ------------------------------------------------------------------------------------------ rivals
 
 WORKER = """
 import json, os, sys
@@ -260,7 +263,9 @@ for line in sys.stdin:
 """
 
 
-def test_a_rival_speaks_json_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rival_process_answers_in_json_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     monkeypatch.setitem(client.WORKERS, "pretend", (str(tmp_path / "worker.py"), "json", "json"))
     rival = client.Rival("pretend", client.find_python("pretend", None))
@@ -284,29 +289,29 @@ def test_a_missing_rival_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> No
         client.find_python("pretend", "/no/such/python")
 
 
-def test_a_rivals_options_without_a_rival_are_refused(verbatim: Call) -> None:
+def test_rival_flags_without_against_are_rejected(verbatim: Call) -> None:
     for flag in ("--rival-python", "--rival-model"):
-        said = verbatim("bench", flag, "x")
-        assert said.code == 2
-        assert flag[2:].replace("-", "_") in said.err.replace("-", "_")
-        assert "--against" in said.err
+        result = verbatim("bench", flag, "x")
+        assert result.code == 2
+        assert flag[2:].replace("-", "_") in result.err.replace("-", "_")
+        assert "--against" in result.err
 
 
-def test_a_gpu_is_not_measured_by_a_processors_limits(verbatim: Call) -> None:
-    said = verbatim("bench", "--backend", "cuda")
-    assert said.code == 2
-    assert said.err.startswith("verbatim: backend: ")
+def test_bench_rejects_the_cuda_backend(verbatim: Call) -> None:
+    result = verbatim("bench", "--backend", "cuda")
+    assert result.code == 2
+    assert result.err.startswith("verbatim: backend: ")
 
 
-# ----------------------------------------------------------------------------------------------------------- the command
+# ------------------------------------------------------------------------------------- the command
 
 
 def test_the_whole_bench_on_a_tiny_model(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
     plot = tmp_path / "p.svg"
     sizes = ["--prefills", "8,16", "--contexts", "8", "--batches", "1,2", "--repeats", "1"]
-    said = verbatim("bench", "--quick", *sizes, "--plot", str(plot))
-    assert said.code == 0, said.err
-    lines = said.out.splitlines()
+    result = verbatim("bench", "--quick", *sizes, "--plot", str(plot))
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
     assert lines[0].startswith("machine"), "the limit comes before the result"
     assert any(line.startswith("ceiling") for line in lines[:4])
     data: dict[str, Any] = json.loads(lines[-1])

@@ -1,4 +1,5 @@
-"""convert: what is written is read back as the same model, the same weights and the same tokenizer, or it is refused by name."""
+"""`verbatim convert`: the written file loads as the same model, weights and tokenizer, or the
+conversion fails with an error that names the obstacle."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_rope_scalings_survive(name: str, tmp_path: Path) -> None:
         assert a.rope.attention_factor == pytest.approx(b.rope.attention_factor, rel=1e-6)
 
 
-def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_gguf_cannot_express_is_rejected(tmp_path: Path) -> None:
     dynamic = tiny_model(
         "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     )
@@ -93,7 +94,7 @@ def test_what_gguf_cannot_say_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-# ----------------------------------------------------------------------------------------------------------- tokenizers
+# -------------------------------------------------------------------------------------- tokenizers
 
 
 def byte_level(directory: Path, pattern: str | None = None, vocab: int = 300) -> None:
@@ -123,7 +124,7 @@ def byte_level(directory: Path, pattern: str | None = None, vocab: int = 300) ->
     )
 
 
-def test_a_byte_level_tokenizer_finds_its_name(tmp_path: Path) -> None:
+def test_a_byte_level_tokenizer_gets_its_pre_tokenizer_name(tmp_path: Path) -> None:
     byte_level(tmp_path)
     original = from_directory(tmp_path)
     meta = tokenizer_metadata(tmp_path, original, 310, "llama")
@@ -138,7 +139,8 @@ def test_a_byte_level_tokenizer_finds_its_name(tmp_path: Path) -> None:
 
 
 def sentencepiece(directory: Path) -> None:
-    """A BPE with byte fallback and the space as a letter, as Llama 2's and Mistral's tokenizer.json are."""
+    """A BPE tokenizer with byte fallback and spaces as symbols, as in Llama 2's and Mistral's
+    tokenizer.json."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     words = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
@@ -173,7 +175,7 @@ def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path) -> None:
         assert again.encode_prompt(text) == original.encode_prompt(text), text
 
 
-def test_a_unigram_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_unigram_tokenizer_is_rejected(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0)).save(
@@ -186,13 +188,13 @@ def test_a_unigram_tokenizer_is_refused(tmp_path: Path) -> None:
         tokenizer_metadata(tmp_path, from_directory(other), 300, "llama")
 
 
-def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_is_rejected(tmp_path: Path) -> None:
     byte_level(tmp_path, pattern="[aeiou]")
     with pytest.raises(ModelError, match="pre-tokenizer"):
         tokenizer_metadata(tmp_path, from_directory(tmp_path), 300, "llama")
 
 
-# ---------------------------------------------------------------------------------------------------- the whole command
+# ------------------------------------------------------------------------------- the whole command
 
 
 def call(*words: str) -> int:
@@ -240,14 +242,14 @@ def test_a_directory_becomes_a_quantised_file(
     for name in ("layers.0.attn.q", "layers.1.mlp.up", "embed"):
         x, y = model.weights[name].to_f32(), loaded.weights[name].to_f32()
         assert float(np.abs(x - y).max()) < 0.15 * float(np.abs(x).max()), name
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "q8_0" in said.err
+    result = capsys.readouterr()
+    assert result.out == ""
+    assert "q8_0" in result.err
 
     assert call(str(tmp_path / "dir"), str(target), "--quant", "q8_0") == 2  # exists
     assert call(str(target), str(target), "--force") == 2  # itself
     again = tmp_path / "again.gguf"
-    assert call(str(target), str(again)) == 0  # as it is: the same bytes in every tensor
+    assert call(str(target), str(again)) == 0  # without --quant: the same bytes in every tensor
     for name, tensor in read_gguf(again).tensors.items():
         assert tensor.type == types[name]
         np.testing.assert_array_equal(tensor.data, file.tensors[name].data)
@@ -272,26 +274,33 @@ def test_a_directory_becomes_a_quantised_file(
         ("blk.0.attn_norm.weight", (64,), "q4_0", None, "f32"),
     ],
 )
-def test_types(
+def test_tensor_types_for_quantisation(
     name: str, shape: tuple[int, ...], quant: str | None, head: str | None, wanted: str
 ) -> None:
     assert convert._type_for(name, "f16", shape, quant, head) == wanted
 
 
 def _convert_until(tiny: Path, target: Path, limit: int = 0) -> subprocess.Popen[bytes]:
-    """`verbatim convert` as a process: with a limit on file sizes, or holding still in the middle of the writing."""
-    code = "import resource, sys\nfrom verbatim.cli.main import main\nfrom verbatim.weights import gguf_write\n"
+    """`verbatim convert` as a process: with a limit on file sizes, or paused in the middle of
+    writing."""
+    code = (
+        "import resource, sys\nfrom verbatim.cli.main import main\n"
+        "from verbatim.weights import gguf_write\n"
+    )
     if limit:
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
     else:
-        code += "gguf_write._pad = lambda out, alignment: (print('writing', flush=True), sys.stdin.read())\n"
+        code += (
+            "gguf_write._pad = lambda out, alignment: (print('writing', flush=True), "
+            "sys.stdin.read())\n"
+        )
     code += "main(['convert', *sys.argv[1:]])"
     words = [sys.executable, "-c", code, str(tiny), str(target)]
     pipe = subprocess.PIPE
     return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
-def test_a_full_disk_is_the_systems_failure(tiny: Path, tmp_path: Path) -> None:
+def test_a_full_disk_during_conversion_is_a_system_error(tiny: Path, tmp_path: Path) -> None:
     process = _convert_until(tiny, tmp_path / "q.gguf", limit=4096)
     _, err = process.communicate()
     assert process.returncode == 1, err
@@ -299,8 +308,11 @@ def test_a_full_disk_is_the_systems_failure(tiny: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_conversion_left_is_removed_by_the_next(tiny: Path, tmp_path: Path) -> None:
-    """And nothing else: neither what a living process writes, nor what only looks like it, nor another target's."""
+def test_temporary_files_of_a_killed_conversion_are_removed_by_the_next(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """No other file is removed: not that of a live process, nor a similar name, nor another
+    target's."""
     target, other = tmp_path / "q.gguf", tmp_path / "q.gguf.gguf"
     kept = [tmp_path / ".q.gguf.mine.part", tmp_path / ".q.gguf"]
     for file in kept:

@@ -1,4 +1,5 @@
-"""`verbatim explain` and `verbatim replay`: numbers recomputed independently, and a receipt that gives the same answer or says why not."""
+"""`verbatim explain` and `verbatim replay`: the numbers are recomputed independently, and a
+replayed receipt gives the same tokens or the first difference."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_said import Call
+from cli_result import Call
 
 from verbatim import LLM
 
 
 def test_explain_prints_every_token(verbatim: Call) -> None:
-    said = verbatim(
+    result = verbatim(
         "explain",
         "--raw",
         "the cat",
@@ -27,17 +28,17 @@ def test_explain_prints_every_token(verbatim: Call) -> None:
         "--top-k",
         "10",
     )
-    assert said.code == 0, said.err
-    heads = [line for line in said.out.splitlines() if line.startswith("position ")]
+    assert result.code == 0, result.err
+    heads = [line for line in result.out.splitlines() if line.startswith("position ")]
     assert len(heads) == 3
-    assert "top_k" in said.out
-    assert "seed 5" in said.err
+    assert "top_k" in result.out
+    assert "seed 5" in result.err
     brief = verbatim("explain", "--raw", "the cat", "--max-tokens", "3", "--brief")
     assert len([line for line in brief.out.splitlines() if line.startswith("position ")]) == 3
     assert "seed" not in brief.err
 
 
-def test_several_explained_answers_are_numbered_and_beams_say_their_scores(verbatim: Call) -> None:
+def test_several_explained_answers_are_numbered_and_beams_show_their_scores(verbatim: Call) -> None:
     drawn = [
         "explain",
         "--raw",
@@ -65,8 +66,9 @@ def test_several_explained_answers_are_numbered_and_beams_say_their_scores(verba
     assert verbatim(*beams).out.startswith(f"({scores[0]:.4f}) {alone['text']}\n")
 
 
-def test_explain_is_what_the_model_says(verbatim: Call, tiny: Path) -> None:
-    """Entropy, probabilities, ranks and margins from raw logits that another path of the engine gives (prompt log-probabilities)."""
+def test_explain_matches_the_logits_of_the_model(verbatim: Call, tiny: Path) -> None:
+    """Entropy, probabilities, ranks and margins match those recomputed from prompt
+    log-probabilities, which come from another path of the engine."""
     data = verbatim(
         "explain",
         "--raw",
@@ -100,7 +102,7 @@ def test_explain_is_what_the_model_says(verbatim: Call, tiny: Path) -> None:
             assert math.exp(candidate["logprob"]) == pytest.approx(math.exp(lp), abs=1e-4)
 
 
-def test_what_if_draws_again_without_the_model(verbatim: Call) -> None:
+def test_what_if_samples_again_without_the_model(verbatim: Call) -> None:
     base = [
         "explain",
         "--raw",
@@ -120,9 +122,9 @@ def test_what_if_draws_again_without_the_model(verbatim: Call) -> None:
     assert [t["after"] for t in greedy["tokens"]] == [record["best"] for record in data["explain"]]
     assert greedy["tokens"] == single["tokens"], "one token left is the best token"
     assert all(t["before"] == t["after"] for t in same["tokens"])
-    said = verbatim(*[w for w in base if w != "--json"], "--what-if", "top_p=0.1,temperature=1.5")
-    assert "what if top_p=0.1,temperature=1.5:" in said.out
-    assert "tokens would differ" in said.out
+    result = verbatim(*[w for w in base if w != "--json"], "--what-if", "top_p=0.1,temperature=1.5")
+    assert "what if top_p=0.1,temperature=1.5:" in result.out
+    assert "tokens would differ" in result.out
 
 
 @pytest.mark.parametrize(
@@ -134,10 +136,10 @@ def test_what_if_draws_again_without_the_model(verbatim: Call) -> None:
         (["--explain", "0"], "explain"),
     ],
 )
-def test_explain_refuses_by_name(verbatim: Call, words: list[str], named: str) -> None:
-    said = verbatim("explain", "--raw", "the", "--max-tokens", "2", *words)
-    assert said.code == 2
-    assert named in said.err
+def test_explain_names_the_flag_it_rejects(verbatim: Call, words: list[str], named: str) -> None:
+    result = verbatim("explain", "--raw", "the", "--max-tokens", "2", *words)
+    assert result.code == 2
+    assert named in result.err
 
 
 def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:

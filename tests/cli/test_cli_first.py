@@ -1,4 +1,4 @@
-"""First impressions: the screen of the bare command, and errors that say what, why and what to do."""
+"""First use: the help of the bare command, and errors that state the cause and the remedy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_said import Call
+from cli_result import Call
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ContextError, ParameterError
@@ -19,10 +19,10 @@ Spawn = Callable[..., "subprocess.Popen[bytes]"]
 FULL = Path("/dev/full")
 
 
-# ------------------------------------------------------------------------------------------------------- the first screen
+# -------------------------------------------------------------------------------- help, completion
 
 
-def test_the_bare_command_is_its_first_screen(verbatim: Call) -> None:
+def test_the_bare_command_prints_the_help(verbatim: Call) -> None:
     bare = verbatim()
     assert bare.code == 0
     assert bare.err == ""
@@ -49,7 +49,7 @@ def test_every_example_names_a_command_and_its_flags() -> None:
         command.make_context(words[1], words[2:])  # parsed, not run
 
 
-def test_a_narrow_terminal_breaks_no_word(spawn: Spawn) -> None:
+def test_a_narrow_terminal_wraps_between_words(spawn: Spawn) -> None:
     code = "import os; os.environ['COLUMNS'] = '40'\nfrom verbatim.cli.main import main\nmain([])"
     process = spawn(code=code, stdout=subprocess.PIPE)
     out, _ = process.communicate()
@@ -58,7 +58,10 @@ def test_a_narrow_terminal_breaks_no_word(spawn: Spawn) -> None:
 
 
 def test_the_shell_can_complete_commands_and_flags(spawn: Spawn) -> None:
-    code = "import os\nos.environ.update(_VERBATIM_COMPLETE='bash_complete', COMP_WORDS={words!r}, COMP_CWORD='{n}')\n"
+    code = (
+        "import os\nos.environ.update(_VERBATIM_COMPLETE='bash_complete', COMP_WORDS={words!r},"
+        " COMP_CWORD='{n}')\n"
+    )
     code += "from verbatim.cli.main import main\nmain([])"
     for words, n, wanted in [
         ("verbatim ex", 1, b"plain,explain"),
@@ -70,41 +73,41 @@ def test_the_shell_can_complete_commands_and_flags(spawn: Spawn) -> None:
         assert process.returncode == 0
 
 
-def test_help_is_also_a_word(verbatim: Call) -> None:
+def test_help_works_as_a_command(verbatim: Call) -> None:
     assert verbatim("help").out == verbatim("--help").out
     assert verbatim("help", "run").out == verbatim("run", "--help").out
     assert verbatim("help", "rum").code == 2
 
 
-def test_a_question_without_a_command(verbatim: Call) -> None:
-    said = verbatim("Why is the sky blue?")
-    assert said.code == 2
-    assert said.err.endswith("; to ask it: verbatim run 'Why is the sky blue?'\n")
+def test_a_prompt_without_a_command_gets_a_hint(verbatim: Call) -> None:
+    result = verbatim("Why is the sky blue?")
+    assert result.code == 2
+    assert result.err.endswith("; to ask it: verbatim run 'Why is the sky blue?'\n")
 
 
-# -------------------------------------------------------------------------------------------------------------- the prompt
+# -------------------------------------------------------------------------------------- the prompt
 
 
 @pytest.mark.parametrize("command", ["run", "explain", "score"])
-def test_an_empty_prompt_is_refused_by_name(verbatim: Call, command: str) -> None:
-    said = verbatim(command, "")
-    assert said.code == 2
-    assert said.err.startswith(
+def test_an_empty_prompt_is_rejected(verbatim: Call, command: str) -> None:
+    result = verbatim(command, "")
+    assert result.code == 2
+    assert result.err.startswith(
         "verbatim: text: is empty" if command == "score" else "verbatim: prompt: is empty"
     )
-    assert '"-" to read stdin' in said.err
-    assert said.out == ""
+    assert '"-" to read stdin' in result.err
+    assert result.out == ""
 
 
 @pytest.mark.parametrize("command", ["run", "explain", "score"])
-def test_two_prompts_are_refused_never_joined(verbatim: Call, command: str) -> None:
-    said = verbatim(command, "why is", "the sky blue")
-    assert said.code == 2
+def test_two_prompts_are_rejected_and_never_joined(verbatim: Call, command: str) -> None:
+    result = verbatim(command, "why is", "the sky blue")
+    assert result.code == 2
     assert (
-        f"2 arguments were given, and it is one; put it in quotes: verbatim {command} 'why is the sky blue'"
-        in said.err
-    )
-    assert said.out == ""
+        f"2 arguments were given, and it is one; put it in quotes: verbatim {command} 'why is the "
+        f"sky blue'"
+    ) in result.err
+    assert result.out == ""
     assert "-m smollm2" in verbatim(command, "smollm2", "why").err, (
         "as in `ollama run MODEL PROMPT`"
     )
@@ -112,7 +115,7 @@ def test_two_prompts_are_refused_never_joined(verbatim: Call, command: str) -> N
     assert verbatim(command, *["word"] * 100).err.endswith("put it in quotes\n")
 
 
-def test_no_stdin_at_all(spawn: Spawn) -> None:
+def test_a_closed_stdin_is_an_error(spawn: Spawn) -> None:
     code = "import sys; sys.stdin = None\nfrom verbatim.cli.main import main\nmain(['run'])"
     process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, err = process.communicate()
@@ -120,7 +123,7 @@ def test_no_stdin_at_all(spawn: Spawn) -> None:
     assert b"prompt: is missing" in err
 
 
-# ----------------------------------------------------------------------------------------------------------- full and gone
+# ------------------------------------------------------------------- full disks and closed streams
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="/dev/full is a thing of Linux")
@@ -133,18 +136,19 @@ def test_no_stdin_at_all(spawn: Spawn) -> None:
         (),
     ],
 )
-def test_a_full_disk_is_not_our_fault(spawn: Spawn, words: tuple[str, ...]) -> None:
+def test_a_full_disk_is_reported_as_a_system_error(spawn: Spawn, words: tuple[str, ...]) -> None:
     with FULL.open("wb") as full:
         process = spawn(*words, stdout=full, stderr=subprocess.PIPE)
         _, err = process.communicate()
     assert process.returncode == 1
     assert err.decode() == (
-        "verbatim: cannot write the output: no space left on device; free some space, or write elsewhere\n"
+        "verbatim: cannot write the output: no space left on device; free some space, or write "
+        "elsewhere\n"
     )
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="/dev/full is a thing of Linux")
-def test_an_answer_counts_though_nobody_can_read_the_notes(spawn: Spawn) -> None:
+def test_a_closed_stderr_does_not_fail_the_run(spawn: Spawn) -> None:
     with FULL.open("wb") as full:
         process = spawn("run", "--max-tokens", "3", "the", stdout=subprocess.PIPE, stderr=full)
         out, _ = process.communicate()
@@ -152,7 +156,7 @@ def test_an_answer_counts_though_nobody_can_read_the_notes(spawn: Spawn) -> None
     assert out
 
 
-def test_closed_streams(spawn: Spawn) -> None:
+def test_closed_stdout_or_stderr_do_not_crash(spawn: Spawn) -> None:
     """`>&-` and `2>&-` in a shell."""
     for closed in (1, 2):
         kept = {1: {"stderr": subprocess.PIPE}, 2: {"stdout": subprocess.PIPE}}[closed]
@@ -165,15 +169,14 @@ def test_closed_streams(spawn: Spawn) -> None:
         assert closed == 1 or out
 
 
-# ------------------------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------ errors
 
 
-def test_a_backend_that_is_not_there(verbatim: Call) -> None:
-    said = verbatim("run", "--backend", "cuda", "the")
-    assert said.code == 1
-    assert (
-        said.err
-        == "verbatim: the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu\n"
+def test_a_missing_backend_is_an_error_with_a_remedy(verbatim: Call) -> None:
+    result = verbatim("run", "--backend", "cuda", "the")
+    assert result.code == 1
+    assert result.err == (
+        "verbatim: the cuda backend finds no NVIDIA GPU that PyTorch can use; use the backend cpu\n"
     )
     assert (
         verbatim("run", "--backend", "tpu", "the").err
@@ -181,10 +184,12 @@ def test_a_backend_that_is_not_there(verbatim: Call) -> None:
     )
 
 
-def test_a_directory_that_is_not_a_model(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
-    said = verbatim("run", "-m", str(tmp_path), "the")
-    assert said.code == 3
-    assert "is not a model: a directory needs config.json and *.safetensors" in said.err
+def test_a_directory_without_a_model_is_an_error(
+    verbatim: Call, tiny: Path, tmp_path: Path
+) -> None:
+    result = verbatim("run", "-m", str(tmp_path), "the")
+    assert result.code == 3
+    assert "is not a model: a directory needs config.json and *.safetensors" in result.err
     (tmp_path / "a.gguf").symlink_to(tiny)
     assert (
         f"give the GGUF file itself: {tmp_path / 'a.gguf'}\n"
@@ -198,7 +203,10 @@ def test_a_directory_that_is_not_a_model(verbatim: Call, tiny: Path, tmp_path: P
         (
             32,
             {},
-            "32 tokens and the context holds 32, which leaves no room for an answer; shorten it by at least 1",
+            (
+                "32 tokens and the context holds 32, which leaves no room for an answer; shorten "
+                "it by at least 1"
+            ),
         ),
         (40, {}, "40 tokens and the context holds 32; shorten it by at least 9"),
         (40, {"max_tokens": 5}, "40 tokens and the context holds 32; shorten it by at least 9"),
@@ -210,7 +218,7 @@ def test_a_directory_that_is_not_a_model(verbatim: Call, tiny: Path, tmp_path: P
         ),
     ],
 )
-def test_a_prompt_too_long_says_by_how_much(
+def test_a_prompt_beyond_the_context_is_an_error_with_the_numbers(
     tiny: Path, tokens: int, params: dict[str, int], wanted: str
 ) -> None:
     with LLM(tiny, context=32) as llm, pytest.raises(ContextError) as caught:
@@ -220,7 +228,7 @@ def test_a_prompt_too_long_says_by_how_much(
     assert caught.value.param == ("max_tokens" if tokens < 32 else "prompt")
 
 
-def test_nothing_is_advised_that_cannot_be(tiny: Path) -> None:
+def test_a_context_error_advises_only_what_can_help(tiny: Path) -> None:
     with LLM(tiny) as llm, pytest.raises(ParameterError) as caught:
         llm.generate("the", SamplingParams(logprobs=1, n=1024, max_tokens=4000))
     assert str(caught.value).endswith("too many to report; set a lower max_tokens or n")
@@ -244,18 +252,18 @@ def test_nothing_is_advised_that_cannot_be(tiny: Path) -> None:
         ),
     ],
 )
-def test_a_what_if_that_cannot_be_is_refused_before_the_model_runs(
+def test_an_impossible_what_if_fails_before_the_model_runs(
     verbatim: Call, flags: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "verbatim.cli.open_model.open_llm", lambda *_, **__: pytest.fail("the model was opened")
     )
-    said = verbatim("explain", *flags, "the")
-    assert said.code == 2
-    assert wanted in said.err
+    result = verbatim("explain", *flags, "the")
+    assert result.code == 2
+    assert wanted in result.err
 
 
-def test_a_regex_that_cannot_be_read_says_why(verbatim: Call) -> None:
+def test_an_invalid_regex_is_an_error_with_its_reason(verbatim: Call) -> None:
     pytest.importorskip("llguidance")
     assert (
         "is not a regular expression: unclosed group, at character 1"
@@ -263,55 +271,55 @@ def test_a_regex_that_cannot_be_read_says_why(verbatim: Call) -> None:
     )
 
 
-def test_doctor_names_everything_once(verbatim: Call) -> None:
+def test_doctor_lists_each_subject_once(verbatim: Call) -> None:
     lines = verbatim("doctor").out.splitlines()
     assert max(Counter(line[6:18].strip() for line in lines).values()) == 1
 
 
 @pytest.mark.native
-def test_doctor_refuses_an_instruction_set_that_is_not_there(
+def test_doctor_reports_a_forced_instruction_set_that_is_missing(
     verbatim: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It used to say `ready (nonesuch by VERBATIM_ISA)`, and every run was refused."""
+    """Doctor once printed `ready (nonesuch by VERBATIM_ISA)` while every run failed."""
     monkeypatch.setenv("VERBATIM_ISA", "nonesuch")
-    said = verbatim("doctor")
-    assert said.code == 1
-    [line] = [line for line in said.out.splitlines() if line.startswith("BAD")]
+    result = verbatim("doctor")
+    assert result.code == 1
+    [line] = [line for line in result.out.splitlines() if line.startswith("BAD")]
     assert "VERBATIM_ISA=nonesuch is not one of scalar" in line
     assert "unset it" in line
     version = verbatim("version").out
     assert "ready (nonesuch" not in version
     assert "VERBATIM_ISA=nonesuch is not one of" in version
     monkeypatch.setenv("VERBATIM_ISA", "scalar")
-    said = verbatim("doctor")
-    assert "ready (scalar by VERBATIM_ISA" in said.out
-    assert "BAD" not in said.out
+    result = verbatim("doctor")
+    assert "ready (scalar by VERBATIM_ISA" in result.out
+    assert "BAD" not in result.out
 
 
-def test_half_characters_are_shown_as_bytes(verbatim: Call, tiny: Path) -> None:
+def test_partial_utf8_characters_are_shown_as_bytes(verbatim: Call, tiny: Path) -> None:
     with LLM(tiny) as llm:
         [half] = [
             t for t in range(llm.tokenizer.vocab_size) if llm.tokenizer.token_bytes(t) == b"\xf0"
         ]
-    said = verbatim(
+    result = verbatim(
         "explain", "--raw", "--brief", "--max-tokens", "1", "--allowed-token-ids", str(half), "the"
     )
-    assert rf"'\xf0' ({half})" in said.out
-    assert "\n'\\xf0'" not in said.out
-    assert said.out.startswith("\n"), "and the text itself, cut inside a character, is empty"
+    assert rf"'\xf0' ({half})" in result.out
+    assert "\n'\\xf0'" not in result.out
+    assert result.out.startswith("\n"), "and the text itself, cut inside a character, is empty"
 
 
 def test_one_token_has_no_perplexity(verbatim: Call) -> None:
-    said = verbatim("score", "the")
-    assert said.out == "perplexity\tnan\n"
-    assert "give a longer text" in said.err
+    result = verbatim("score", "the")
+    assert result.out == "perplexity\tnan\n"
+    assert "give a longer text" in result.err
 
 
-# ------------------------------------------------------------------------------------------------------------- odd places
+# ------------------------------------------------------------------- locales, homes, odd folders
 
 
 def c_locale(spawn: Spawn, *words: str | bytes) -> tuple[int, bytes, bytes]:
-    """The command in a locale that knows ASCII only, where Python hands over other bytes as lone surrogates."""
+    """Run the command in an ASCII locale, where Python passes other bytes as lone surrogates."""
     code = (
         "import os, sys\nos.environ.update(LC_ALL='C', PYTHONUTF8='0', PYTHONCOERCECLOCALE='0')\n"
     )
@@ -321,7 +329,7 @@ def c_locale(spawn: Spawn, *words: str | bytes) -> tuple[int, bytes, bytes]:
     return process.returncode, out, err
 
 
-def test_a_locale_without_unicode_loses_nothing(spawn: Spawn, verbatim: Call) -> None:
+def test_an_ascii_locale_loses_no_characters(spawn: Spawn, verbatim: Call) -> None:
     import json
 
     flags = (
@@ -338,9 +346,9 @@ def test_a_locale_without_unicode_loses_nothing(spawn: Spawn, verbatim: Call) ->
     wanted = verbatim(*flags, "--system", "Grüße", "é → 🙂").json
     code, out, err = c_locale(spawn, *flags, "--system", "Grüße", "é → 🙂")
     assert code == 0, err
-    said = json.loads(out)
-    assert said["prompt_token_ids"] == wanted["prompt_token_ids"], "the prompt is what was typed"
-    assert said["text"] == wanted["text"]
+    result = json.loads(out)
+    assert result["prompt_token_ids"] == wanted["prompt_token_ids"], "the prompt is what was typed"
+    assert result["text"] == wanted["text"]
     assert not wanted["text"].isascii(), "the answer has characters that this locale cannot say"
     assert out.isascii()
 
@@ -352,13 +360,13 @@ def test_an_ascii_terminal_gets_plain_notes(spawn: Spawn) -> None:
     assert b"\\" not in err
 
 
-def test_bytes_that_are_no_text_are_refused(spawn: Spawn) -> None:
+def test_arguments_that_are_not_utf8_are_rejected(spawn: Spawn) -> None:
     code, _, err = c_locale(spawn, "run", b"\xff\xfe")
     assert code == 2
     assert b"prompt: is not UTF-8 text" in err
 
 
-def test_a_user_without_a_home(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_directory(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -367,10 +375,10 @@ def test_a_user_without_a_home(verbatim: Call, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     assert verbatim("models").code == 0, "VERBATIM_CACHE is set: nothing else is needed"
     monkeypatch.delenv("VERBATIM_CACHE")
-    said = verbatim("run", "-m", "smollm2", "the")
-    assert said.code == 3
-    assert "no home directory" in said.err
-    assert "VERBATIM_CACHE" in said.err
+    result = verbatim("run", "-m", "smollm2", "the")
+    assert result.code == 3
+    assert "no home directory" in result.err
+    assert "VERBATIM_CACHE" in result.err
 
 
 def test_doctor_tries_to_write(
@@ -378,7 +386,7 @@ def test_doctor_tries_to_write(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "file" / "cache"))
-    said = verbatim("doctor")
-    assert said.code == 1
-    [line] = [line for line in said.out.splitlines() if line.startswith("BAD")]
+    result = verbatim("doctor")
+    assert result.code == 1
+    [line] = [line for line in result.out.splitlines() if line.startswith("BAD")]
     assert "not writable: Not a directory; set VERBATIM_CACHE to another path" in line

@@ -1,4 +1,5 @@
-"""What the commands say of the GPU: faked cards everywhere, and the real one under `make test-gpu`."""
+"""What the commands report about the GPU: with a fake GPU here, with a real one under `make
+test-gpu`."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_said import Call
+from cli_result import Call
 
 from verbatim import backend as backends
 from verbatim.backend import gpu
@@ -37,9 +38,9 @@ def ran(monkeypatch: pytest.MonkeyPatch, result: Any) -> None:
 
 
 def cuda_line(verbatim: Call) -> tuple[int, str]:
-    said = verbatim("doctor")
-    [line] = [line for line in said.out.splitlines() if line[6:].startswith("cuda ")]
-    return said.code, line
+    result = verbatim("doctor")
+    [line] = [line for line in result.out.splitlines() if line[6:].startswith("cuda ")]
+    return result.code, line
 
 
 def test_doctor_and_version_without_a_gpu(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +89,7 @@ def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.Monk
         ),
     ],
 )
-def test_doctor_tells_installed_from_ran(
+def test_doctor_distinguishes_installed_from_tested(
     result: Any, state: str, text: str, verbatim: Call, card: pytest.MonkeyPatch
 ) -> None:
     ran(card, result)
@@ -98,13 +99,15 @@ def test_doctor_tells_installed_from_ran(
     assert code == (state == "BAD")
 
 
-def test_version_with_a_gpu_runs_nothing(verbatim: Call, card: pytest.MonkeyPatch) -> None:
-    said = verbatim("version").out
+def test_version_with_a_gpu_reports_what_is_installed(
+    verbatim: Call, card: pytest.MonkeyPatch
+) -> None:
+    result = verbatim("version").out
     assert (
-        "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test kernel"
-        in said
-    )
-    assert "default backend: cuda" in said
+        "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test "
+        "kernel"
+    ) in result
+    assert "default backend: cuda" in result
 
 
 def test_a_fallback_is_noted_once_and_not_with_quiet_or_json(
@@ -120,11 +123,11 @@ def test_a_fallback_is_noted_once_and_not_with_quiet_or_json(
     card.setattr(backends, "import_module", imported)
     wanted = "cuda is not used: PyTorch or Triton cannot be imported: libcuda is broken"
     asked = ("run", "--max-tokens", "2", "the")
-    said = verbatim(*asked)
-    assert said.code == 0
-    assert said.err.count(wanted) == 1
-    assert wanted in said.err.splitlines()[0]
-    assert " · cuda " not in said.err.splitlines()[-1]
+    result = verbatim(*asked)
+    assert result.code == 0
+    assert result.err.count(wanted) == 1
+    assert wanted in result.err.splitlines()[0]
+    assert " · cuda " not in result.err.splitlines()[-1]
     assert wanted not in verbatim(*asked, "--quiet").err
     json_said = verbatim(*asked, "--json")
     assert wanted not in json_said.err
@@ -135,7 +138,7 @@ def test_a_fallback_is_noted_once_and_not_with_quiet_or_json(
 def test_a_receipt_of_the_cpu_is_replayed_by_the_cpu(
     verbatim: Call, card: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """auto would use the GPU, whose numerics are others."""
+    """auto would use the GPU, which has other numerics."""
     pytest.importorskip("verbatim.backend.cpu._native")
     card.setenv("CUDA_VISIBLE_DEVICES", "0")
     receipt = tmp_path / "receipt.json"
@@ -151,23 +154,23 @@ def test_a_receipt_of_the_cpu_is_replayed_by_the_cpu(
     assert verbatim("replay", str(receipt)).code == 0
 
 
-# ------------------------------------------------------------------------------------------------------ the real card
+# ---------------------------------------------------------------------------------- with a real GPU
 
 
 @needs_card
-def test_run_uses_the_card_and_says_so(verbatim: Call) -> None:
+def test_run_uses_the_gpu_and_reports_it(verbatim: Call) -> None:
     import torch
 
-    said = verbatim("run", "--max-tokens", "8", "the")
-    assert said.code == 0
-    assert f" · cuda {torch.cuda.get_device_name()}" in said.err.splitlines()[-1]
-    assert "cuda is not used" not in said.err
+    result = verbatim("run", "--max-tokens", "8", "the")
+    assert result.code == 0
+    assert f" · cuda {torch.cuda.get_device_name()}" in result.err.splitlines()[-1]
+    assert "cuda is not used" not in result.err
     again = verbatim("run", "--max-tokens", "8", "the")
-    assert again.out == said.out
+    assert again.out == result.out
 
 
 @needs_card
-def test_doctor_runs_a_kernel_on_the_card(verbatim: Call) -> None:
+def test_doctor_runs_a_kernel_on_the_gpu(verbatim: Call) -> None:
     code, line = cuda_line(verbatim)
     assert code == 0
     assert line.startswith("ok")
@@ -175,8 +178,8 @@ def test_doctor_runs_a_kernel_on_the_card(verbatim: Call) -> None:
 
 
 @needs_card
-def test_the_default_model_on_the_card(verbatim: Call, default_model: Path) -> None:
-    """Alone and beside others, generated and re-scored: the same tokens and log-probabilities."""
+def test_the_default_model_on_the_gpu(verbatim: Call, default_model: Path) -> None:
+    """Alone and in a batch, generated and re-scored: the same tokens and log-probabilities."""
     from verbatim import LLM, SamplingParams
 
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=3, logprobs=1)

@@ -1,4 +1,4 @@
-"""Exit codes and errors: one line, the right number, no traceback unless asked for."""
+"""Exit codes and errors: one line on stderr, the right code, no traceback without --debug."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(*words: str) -> int:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    """A command that raises what the test wants."""
+    """A command that raises the test's exception."""
 
     def install(error: BaseException) -> None:
         @click.command()
@@ -61,13 +61,13 @@ def test_exit_codes(
 ) -> None:  # type: ignore[no-untyped-def]
     failing(error)
     assert run("version") == code
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.strip().count("\n") == 0  # click puts a newline behind ^C
-    assert "Traceback" not in said.err
+    result = capsys.readouterr()
+    assert result.out == ""
+    assert result.err.strip().count("\n") == 0  # click prints a newline after ^C
+    assert "Traceback" not in result.err
 
 
-def test_an_error_is_one_line_whatever_it_holds(
+def test_an_error_with_newlines_is_printed_as_one_line(
     failing, capsys: pytest.CaptureFixture[str]
 ) -> None:  # type: ignore[no-untyped-def]
     failing(ModelError("two\nlines\r\nand a tab\t.", file="evil\nname.gguf"))
@@ -75,7 +75,7 @@ def test_an_error_is_one_line_whatever_it_holds(
     assert capsys.readouterr().err == "verbatim: evil name.gguf: two lines and a tab .\n"
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(
+def test_debug_shows_the_traceback_at_any_position(
     failing, capsys: pytest.CaptureFixture[str]
 ) -> None:  # type: ignore[no-untyped-def]
     failing(RuntimeError("bug"))
@@ -106,18 +106,18 @@ def test_debug_shows_the_traceback_wherever_it_stands(
         (["bench", "--contexts", "a,b"], "contexts"),
     ],
 )
-def test_wrong_words_are_code_2_and_say_what(
+def test_a_wrong_command_or_flag_exits_with_2_and_names_it(
     words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*words) == 2
-    said = capsys.readouterr().err
-    assert hint in said
-    assert said.startswith("verbatim: ")
-    assert said.count("\n") == 1
+    result = capsys.readouterr().err
+    assert hint in result
+    assert result.startswith("verbatim: ")
+    assert result.count("\n") == 1
 
 
 @pytest.mark.parametrize("processors", [2, 48])
-def test_too_many_threads_are_refused_with_the_limit_that_holds(
+def test_too_many_threads_are_rejected_with_the_limit(
     processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verbatim.base.config import EngineConfig
@@ -135,7 +135,7 @@ def test_too_many_threads_are_refused_with_the_limit_that_holds(
 
 
 @pytest.mark.parametrize("model", ["/no/such.gguf", "no-such-name", "../x", ""])
-def test_a_missing_model_is_code_3(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_exits_with_3(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("run", "--offline", "--model", model, "hi") == 3
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -148,14 +148,20 @@ def test_every_command_has_help() -> None:
 
 
 def test_help_imports_no_command() -> None:
-    """`verbatim --help` and a typo are instant: NumPy and the commands are not loaded."""
-    code = "import sys; from verbatim.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-    code += "print([m for m in ('numpy', 'rich', 'tokenizers', 'verbatim.cli.run') if m in sys.modules])"
+    """`verbatim --help` imports neither NumPy nor the commands, so it is instant."""
+    code = (
+        "import sys; from verbatim.cli.main import main\ntry: main(['--help'])\n"
+        "except SystemExit: pass\n"
+    )
+    code += (
+        "print([m for m in ('numpy', 'rich', 'tokenizers', 'verbatim.cli.run') if m in "
+        "sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip().endswith("[]")
 
 
-def test_python_dash_m() -> None:
+def test_python_dash_m_runs_the_command_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "verbatim", "--version"], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,5 @@
-"""Flags are made of the tables: every parameter and every engine setting is one, and means on the command line what it means in the library."""
+"""Flags come from the tables: every sampling parameter and engine setting has one, with the same
+meaning as in the library."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli import options
 
-# a legal value of each parameter that is not its default, as a person types it, and what the library should get
+# Per parameter: a valid value other than its default as typed, and the value the library gets.
 TYPED: dict[str, tuple[list[str], Any]] = {
     "max_tokens": (["7"], 7),
     "min_tokens": (["3"], 3),
@@ -104,7 +105,7 @@ def test_every_parameter_is_a_flag(name: str) -> None:
     )
 
 
-def test_nothing_typed_means_the_defaults_and_temperature_zero() -> None:
+def test_without_flags_the_defaults_and_temperature_zero_apply() -> None:
     assert call()["params"] == json.loads(
         json.dumps(
             {f: getattr(SamplingParams(temperature=0, on_loop="stop"), f) for f in FIELDS},
@@ -165,19 +166,19 @@ def test_every_engine_setting_is_a_flag_with_help() -> None:
     st.sampled_from(["", "k", "K", "M", "m", "G", "T"]),
     st.sampled_from(["", "B", "iB"]),
 )
-def test_sizes(number: int, unit: str, tail: str) -> None:
+def test_sizes_parse_to_bytes(number: int, unit: str, tail: str) -> None:
     assert options.parse_size(
         "x", f"{number}{unit}{tail if unit else ''}"
     ) == number * 1024 ** " kmgt".index(unit.lower() or " ")
 
 
 @pytest.mark.parametrize("text", ["", "1.2.3M", "-1", "1X", "G", "1e9", "0x10"])
-def test_no_sizes(text: str) -> None:
+def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ParameterError):
         options.parse_size("x", text)
 
 
-def test_one_parameter_from_one_word() -> None:
+def test_parse_parameter() -> None:
     assert options.parse_parameter("top-p", "0.5") == 0.5
     assert options.parse_parameter("top_k", "5") == 5
     assert options.parse_parameter("ignore_eos", "true") is True
@@ -202,4 +203,4 @@ def test_help_lists_every_flag_once() -> None:
     for name in FIELDS:
         if name not in options.NOT_FLAGS:
             assert f"--{name.replace('_', '-')}" in text
-    assert "--kv-blocks" not in text  # for tests; accepted, not advertised
+    assert "--kv-blocks" not in text  # hidden: for tests only

@@ -1,4 +1,5 @@
-"""What a stranger's machine needs: the build without a compiler, the Makefile that installs once, the pins that agree."""
+"""Packaging: the build without a compiler, a Makefile that installs once, and consistent version
+pins."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def constraints() -> dict[str, str]:
 def test_the_build_works_without_a_compiler(
     option: str, compiler: str, reason: str, tmp_path: Path
 ) -> None:
-    """CMake configures, installs nothing native, and leaves a note that `verbatim version` prints."""
+    """CMake configures, installs nothing native, and leaves a note that `verbatim version`
+    prints."""
     environment = {**os.environ, "CXX": compiler} if compiler else dict(os.environ)
     words = ["cmake", "-S", str(ROOT), "-B", str(tmp_path / "b"), *([option] if option else [])]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
@@ -51,7 +53,9 @@ def test_the_build_works_without_a_compiler(
     assert not list((tmp_path / "b").rglob("*.o"))
 
 
-def test_version_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_version_reports_why_the_native_kernels_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import sys
     from types import ModuleType
 
@@ -62,13 +66,13 @@ def test_version_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._native", None)
     monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._build", note)
     state, text = cpu_facts()
-    assert state == "note"  # the reference backend runs all the same
+    assert state == "note"  # the reference backend still runs
     assert "no C++ compiler was found" in text
     assert "install verbatim again" in text
 
 
-def test_every_extra_brings_something_that_the_sources_import() -> None:
-    """Nobody should wait for gigabytes that nothing uses. `dev` is for the tests."""
+def test_every_extra_is_imported_by_the_sources() -> None:
+    """An extra must not install packages that the sources do not use. `dev` is for the tests."""
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
@@ -77,7 +81,7 @@ def test_every_extra_brings_something_that_the_sources_import() -> None:
     sources = [
         path.read_text() for path in (ROOT / "src").rglob("*.py") if "rivals" not in path.parts
     ]
-    said = [path.read_text() for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]]
+    result = [path.read_text() for path in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]]
     for name, packages in extras.items():
         for package in packages if name != "dev" else ():
             module = re.split(r"[^A-Za-z0-9_]", package)[0]
@@ -87,7 +91,7 @@ def test_every_extra_brings_something_that_the_sources_import() -> None:
             )
     offered = {
         extra
-        for text in [*sources, *said]
+        for text in [*sources, *result]
         for extra in re.findall(r"pip install '\.\[([a-z]+)\]'", text)
     }
     assert {"server", "grammar", "hub"} <= offered <= set(extras), (
@@ -95,8 +99,8 @@ def test_every_extra_brings_something_that_the_sources_import() -> None:
     )
 
 
-def test_nobody_is_sent_to_the_public_index() -> None:
-    """The package is not published: under its name there may one day be somebody else's."""
+def test_no_text_recommends_the_public_package_index() -> None:
+    """The package is not published: its name on the public index may belong to another project."""
     told = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     assert [
         str(path) for path in told if re.search(r"pip install \S*verbatim", path.read_text())
@@ -105,7 +109,8 @@ def test_nobody_is_sent_to_the_public_index() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
-    """With the stamp newer than the sources, `make run` is the command alone; with an older one it installs, with the constraints."""
+    """With a stamp newer than the sources `make run` only runs the command; with an older one it
+    installs first, with the constraints."""
     venv = tmp_path / "v"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").touch()
@@ -124,14 +129,14 @@ def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_run_hands_the_prompt_over_as_it_is(tmp_path: Path) -> None:
+def test_make_run_passes_the_prompt_unchanged(tmp_path: Path) -> None:
     venv = tmp_path / "v"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").touch()
     (venv / "bin" / "verbatim").write_text('#!/bin/sh\nfor word; do echo "[$word]"; done\n')
     (venv / "bin" / "verbatim").chmod(0o755)
     (venv / ".installed").touch()
-    prompt = 'say "hi"; `id` it\'s $$HOME'  # make's own $$ is one $
+    prompt = 'say "hi"; `id` it\'s $$HOME'  # $$ in a Makefile is one $
     done = subprocess.run(
         ["make", "-s", "-C", str(ROOT), f"VENV={venv}", f"PROMPT={prompt}", "run"],
         capture_output=True,
@@ -140,7 +145,7 @@ def test_make_run_hands_the_prompt_over_as_it_is(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == '[say "hi"; `id` it\'s $HOME]', done
 
 
-def test_torch_is_pinned_alike_everywhere() -> None:
+def test_torch_has_the_same_pin_everywhere() -> None:
     [wanted] = [
         d for d in PROJECT["project"]["optional-dependencies"]["dev"] if d.startswith("torch")
     ]
@@ -148,15 +153,16 @@ def test_torch_is_pinned_alike_everywhere() -> None:
     assert wanted in (ROOT / "Makefile").read_text()
 
 
-def test_every_constraint_is_of_something_we_ask_for() -> None:
+def test_every_constraint_belongs_to_a_dependency() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     asked = [*PROJECT["project"]["dependencies"], *(d for deps in extras.values() for d in deps)]
     names = {re.split(r"[<>=!;\[ ]", d)[0].lower().replace("_", "-") for d in asked}
     assert set(constraints()) <= names
 
 
-def test_the_template_engine_is_one_whose_sandbox_holds() -> None:
-    """Jinja before 3.1.6 lets a template out of its sandbox (CVE-2025-27516), and templates come with models."""
+def test_jinja_is_a_version_with_a_safe_sandbox() -> None:
+    """Before 3.1.6 a Jinja template can escape its sandbox (CVE-2025-27516), and templates come
+    with models."""
     [wanted] = [d for d in PROJECT["project"]["dependencies"] if d.startswith("jinja2")]
     bounds = (wanted.removeprefix("jinja2"), constraints()["jinja2"].split(",")[0])
     assert bounds == (">=3.1.6", ">=3.1.6")
@@ -167,7 +173,7 @@ def test_the_core_needs_few_packages() -> None:
     assert names == {"numpy", "tokenizers", "jinja2", "click", "rich"}
 
 
-def test_the_version_is_said_once() -> None:
+def test_the_version_is_defined_once() -> None:
     import verbatim
 
     assert PROJECT["project"]["version"] == verbatim.__version__

@@ -1,4 +1,4 @@
-"""`verbatim run` and `score`: what goes to stdout, what to stderr, and that flags reach the engine."""
+"""`verbatim run` and `score`: what goes to stdout and stderr, and that flags reach the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_said import Call
+from cli_result import Call
 
 from verbatim import LLM, SamplingParams
 
@@ -25,24 +25,24 @@ def llm(tiny: Path):  # type: ignore[no-untyped-def]
 
 
 def test_piped_output_is_the_text_and_nothing_else(verbatim: Call, llm: LLM) -> None:
-    said = verbatim("run", "the cat", "--max-tokens", "12")
+    result = verbatim("run", "the cat", "--max-tokens", "12")
     whole = llm.chat(
         [{"role": "user", "content": "the cat"}], SamplingParams(temperature=0, max_tokens=12)
     )
-    assert said.code == 0
-    assert said.out == whole.text + "\n"
+    assert result.code == 0
+    assert result.out == whole.text + "\n"
     assert (
         f"{whole.usage.prompt_tokens} prompt + {whole.usage.output_tokens} output tokens"
-        in said.err
+        in result.err
     )
-    assert "first token" in said.err
-    assert "tokens/s" in said.err
-    assert whole.finish_reason in said.err
-    assert "seed" not in said.err  # temperature 0: there is no draw
-    assert "\x1b" not in said.out + said.err
+    assert "first token" in result.err
+    assert "tokens/s" in result.err
+    assert whole.finish_reason in result.err
+    assert "seed" not in result.err  # temperature 0: nothing is sampled
+    assert "\x1b" not in result.out + result.err
 
 
-def test_the_same_answer_every_time(verbatim: Call) -> None:
+def test_the_default_temperature_gives_the_same_answer_every_time(verbatim: Call) -> None:
     assert (
         verbatim("run", "a dog", "--max-tokens", "9").out
         == verbatim("run", "a dog", "--max-tokens", "9").out
@@ -50,12 +50,12 @@ def test_the_same_answer_every_time(verbatim: Call) -> None:
 
 
 def test_json_is_one_object(verbatim: Call, llm: LLM) -> None:
-    said = verbatim("run", "--json", "--max-tokens", "5", "Hello")
+    result = verbatim("run", "--json", "--max-tokens", "5", "Hello")
     whole = llm.chat(
         [{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=5)
     )
-    data = said.json
-    assert said.err == ""
+    data = result.json
+    assert result.err == ""
     assert data["text"] == whole.text
     assert data["tokens"] == list(whole.token_ids)
     assert data["finish_reason"] == whole.finish_reason
@@ -71,10 +71,12 @@ def test_json_is_one_object(verbatim: Call, llm: LLM) -> None:
     assert {"model", "backend", "warnings", "prompt_token_ids"} <= set(data)
 
 
-def test_beams_refuse_a_way_of_drafting_that_was_typed(verbatim: Call) -> None:
-    said = verbatim("run", "the", "--num-beams", "2", "--speculate", "suffix", "--max-tokens", "4")
-    assert said.code == 2
-    assert "speculate: cannot be combined with beam search" in said.err
+def test_beam_search_rejects_an_explicit_speculate_flag(verbatim: Call) -> None:
+    result = verbatim(
+        "run", "the", "--num-beams", "2", "--speculate", "suffix", "--max-tokens", "4"
+    )
+    assert result.code == 2
+    assert "speculate: cannot be combined with beam search" in result.err
     assert (
         verbatim("run", "the", "--num-beams", "2", "--speculate", "off", "--max-tokens", "4").code
         == 0
@@ -113,13 +115,13 @@ def test_sampling_flags_reach_the_engine(verbatim: Call, llm: LLM) -> None:
         "8",
     ]
     params = SamplingParams(temperature=0.9, seed=7, top_k=20, logit_bias={40: 3}, max_tokens=8)
-    said = verbatim("run", "--raw", "--json", *flags, "the")
-    assert said.json["tokens"] == list(llm.generate("the", params).token_ids)
-    assert said.json["seed"] == 7
+    result = verbatim("run", "--raw", "--json", *flags, "the")
+    assert result.json["tokens"] == list(llm.generate("the", params).token_ids)
+    assert result.json["seed"] == 7
     assert "seed 7" in verbatim("run", "--raw", *flags, "the").err
 
 
-def test_an_unseeded_draw_tells_its_seed(verbatim: Call) -> None:
+def test_a_sampled_answer_without_a_seed_reports_its_seed(verbatim: Call) -> None:
     first = verbatim(
         "run", "--raw", "--json", "--temperature", "1.2", "--max-tokens", "16", "the"
     ).json
@@ -152,17 +154,17 @@ def test_beams(verbatim: Call) -> None:
     flags = ["--raw", "--num-beams", "3", "--num-return-sequences", "2", "--max-tokens", "5", "the"]
     data = verbatim("run", "--json", *flags).json
     assert len(data["choices"]) == 2
-    said = verbatim("run", *flags)
-    assert said.out.startswith(data["choices"][0]["text"])
-    assert data["choices"][1]["text"] in said.out
+    result = verbatim("run", *flags)
+    assert result.out.startswith(data["choices"][0]["text"])
+    assert data["choices"][1]["text"] in result.out
 
 
 def test_stop_strings_do_not_leak(verbatim: Call, llm: LLM) -> None:
     text = llm.generate("the", SamplingParams(temperature=0, max_tokens=20)).text
     stop = text[4:7]
-    said = verbatim("run", "--raw", "--max-tokens", "20", "--stop", stop, "the")
-    assert said.out == text[: text.index(stop)] + "\n"
-    assert "stop" in said.err
+    result = verbatim("run", "--raw", "--max-tokens", "20", "--stop", stop, "the")
+    assert result.out == text[: text.index(stop)] + "\n"
+    assert "stop" in result.err
 
 
 def test_logprobs_in_json(verbatim: Call) -> None:
@@ -184,7 +186,7 @@ def test_logprobs_in_json(verbatim: Call) -> None:
 
 
 @pytest.mark.parametrize(("best_of", "n"), [("1", "1"), ("3", "1"), ("3", "2")])
-def test_the_best_of_several_is_shown(verbatim: Call, best_of: str, n: str) -> None:
+def test_best_of_prints_the_best_answer(verbatim: Call, best_of: str, n: str) -> None:
     flags = [
         "--raw",
         "--best-of",
@@ -200,43 +202,43 @@ def test_the_best_of_several_is_shown(verbatim: Call, best_of: str, n: str) -> N
         "the",
     ]
     data = verbatim("run", "--json", *flags).json
-    said = verbatim("run", *flags)
+    result = verbatim("run", *flags)
     assert data["text"]
     if n == "1":
-        assert said.out == data["text"].removesuffix("\n") + "\n"
+        assert result.out == data["text"].removesuffix("\n") + "\n"
     else:
-        assert all(choice["text"] in said.out for choice in data["choices"])
+        assert all(choice["text"] in result.out for choice in data["choices"])
 
 
 @pytest.mark.parametrize("command", ["run", "explain"])
 @pytest.mark.parametrize(
     "flag", [["--logprobs", "0"], ["--logprobs", "2"], ["--prompt-logprobs", "0"], ["--receipt"]]
 )
-def test_a_report_that_plain_text_does_not_show_is_refused(
+def test_a_report_that_plain_text_does_not_show_is_rejected(
     verbatim: Call, command: str, flag: list[str]
 ) -> None:
-    said = verbatim(command, "--max-tokens", "2", *flag, "the")
-    assert (said.code, said.out) == (2, "")
-    assert flag[0].lstrip("-").replace("-", "_") in said.err
-    assert "--json" in said.err
+    result = verbatim(command, "--max-tokens", "2", *flag, "the")
+    assert (result.code, result.out) == (2, "")
+    assert flag[0].lstrip("-").replace("-", "_") in result.err
+    assert "--json" in result.err
     assert verbatim(command, "--json", "--max-tokens", "2", *flag, "the").code == 0
 
 
-def test_a_receipt_to_save_cannot_be_left_out(verbatim: Call, tmp_path: Path) -> None:
-    said = verbatim("run", "--no-receipt", "--save-receipt", str(tmp_path / "r.json"), "the")
-    assert (said.code, said.out) == (2, "")
-    assert "receipt" in said.err
+def test_save_receipt_contradicts_no_receipt(verbatim: Call, tmp_path: Path) -> None:
+    result = verbatim("run", "--no-receipt", "--save-receipt", str(tmp_path / "r.json"), "the")
+    assert (result.code, result.out) == (2, "")
+    assert "receipt" in result.err
 
 
-def test_quiet_says_nothing_more(verbatim: Call) -> None:
+def test_quiet_prints_only_the_answer(verbatim: Call) -> None:
     assert verbatim("run", "-q", "the", "--max-tokens", "3").err == ""
 
 
-def test_a_prompt_that_does_not_fit_is_refused_by_name(verbatim: Call) -> None:
-    said = verbatim("run", "--raw", "--context", "32", "x" * 500)
-    assert said.code == 2
-    assert "32" in said.err
-    assert said.out == ""
+def test_a_prompt_that_does_not_fit_is_rejected(verbatim: Call) -> None:
+    result = verbatim("run", "--raw", "--context", "32", "x" * 500)
+    assert result.code == 2
+    assert "32" in result.err
+    assert result.out == ""
 
 
 def test_receipt_is_written(verbatim: Call, tmp_path: Path) -> None:
@@ -251,10 +253,8 @@ def test_receipt_is_written(verbatim: Call, tmp_path: Path) -> None:
     )
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(
-    verbatim: Call, tmp_path: Path
-) -> None:
-    """Neither the model is opened nor a word written, and no folder appears."""
+def test_an_unwritable_output_path_fails_before_the_work(verbatim: Call, tmp_path: Path) -> None:
+    """The model is not opened, nothing is written, and no folder is created."""
     gone, requests = tmp_path / "no", tmp_path / "in.jsonl"
     requests.write_text("")
     for words, named in (
@@ -265,38 +265,40 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work(
         (["convert", "nothing.gguf", str(gone / "q.gguf")], "target"),
     ):
         if words[0] != "convert":
-            words += ["--model", "/no/such/model.gguf"]  # which would be code 3
-        said = verbatim(*words)
-        assert (said.code, said.out) == (2, ""), words
-        assert said.err.startswith(f"verbatim: {named}: cannot write")
-        assert "does not exist; make it (mkdir -p)" in said.err
+            words += ["--model", "/no/such/model.gguf"]  # would exit with 3 if it were opened
+        result = verbatim(*words)
+        assert (result.code, result.out) == (2, ""), words
+        assert result.err.startswith(f"verbatim: {named}: cannot write")
+        assert "does not exist; make it (mkdir -p)" in result.err
         assert not gone.exists()
-    said = verbatim("run", "--save-receipt", str(tmp_path), "--model", "/no/such/model.gguf", "the")
-    assert (said.code, said.out) == (2, "")
-    assert "is a folder" in said.err
+    result = verbatim(
+        "run", "--save-receipt", str(tmp_path), "--model", "/no/such/model.gguf", "the"
+    )
+    assert (result.code, result.out) == (2, "")
+    assert "is a folder" in result.err
 
 
 LOOP = ["--raw", "--allowed-token-ids", "40", "--max-tokens", "300", "the"]
 
 
-def test_a_loop_is_stopped_and_said_in_one_line(verbatim: Call) -> None:
-    said = verbatim("run", *LOOP)
-    told = [line for line in said.err.splitlines() if "--on-loop" in line]
+def test_a_loop_is_stopped_and_reported_in_one_line(verbatim: Call) -> None:
+    result = verbatim("run", *LOOP)
+    told = [line for line in result.err.splitlines() if "--on-loop" in line]
     assert told == [
         "warning: stopped, because the end repeats a run of 1 token; --on-loop report lets it go on"
     ]
-    assert "64 output tokens" in said.err
+    assert "64 output tokens" in result.err
     assert verbatim("run", "--json", *LOOP).json["finish_reason"] == "loop"
     let = verbatim("run", "--on-loop", "report", *LOOP)
     assert "300 output tokens" in let.err
     assert "--on-loop stop ends such an answer" in let.err
-    assert len(let.out) > 4 * len(said.out)
+    assert len(let.out) > 4 * len(result.out)
 
 
 @pytest.mark.parametrize(
     "flag", [["--ignore-eos"], ["--min-tokens", "200"], ["--on-loop", "report"]]
 )
-def test_who_asks_for_length_gets_it(verbatim: Call, flag: list[str]) -> None:
+def test_min_tokens_and_ignore_eos_disable_the_loop_stop(verbatim: Call, flag: list[str]) -> None:
     data = verbatim("run", "--json", *flag, *LOOP).json
     assert (data["finish_reason"], len(data["tokens"])) == ("length", 300)
 
@@ -308,33 +310,33 @@ def test_the_library_only_reports_a_loop(llm: LLM) -> None:
     assert (done.finish_reason, len(done.token_ids), done.choices[0].loop) == ("length", 300, 1)
 
 
-def test_a_disk_that_fills_at_the_receipt_is_the_systems_failure(verbatim: Call) -> None:
-    said = verbatim("run", "--max-tokens", "2", "--save-receipt", "/dev/full", "the")
-    assert said.code == 1
-    assert "no space left" in said.err
+def test_a_full_disk_at_the_receipt_is_a_system_error(verbatim: Call) -> None:
+    result = verbatim("run", "--max-tokens", "2", "--save-receipt", "/dev/full", "the")
+    assert result.code == 1
+    assert "no space left" in result.err
 
 
 def test_score(verbatim: Call, llm: LLM) -> None:
     score = llm.score("the cat sat on the mat")
-    said = verbatim("score", "the cat sat on the mat")
-    assert said.out == f"perplexity\t{score.perplexity:.4f}\n"
+    result = verbatim("score", "the cat sat on the mat")
+    assert result.out == f"perplexity\t{score.perplexity:.4f}\n"
     data = verbatim("score", "--json", "--top", "2", "the cat sat on the mat").json
     assert data["perplexity"] == score.perplexity
     assert data["tokens"] == list(score.token_ids)
     lines = verbatim("score", "--tokens", "the cat sat on the mat").out.splitlines()
     assert len(lines) == len(score.token_ids) + 1
     assert float(lines[2].split()[0]) == pytest.approx(score.logprobs[2].logprob, abs=1e-3)  # type: ignore[union-attr]
-    said = verbatim("score", "--window", "4", "--stride", "2", "the cat sat on the mat")
+    result = verbatim("score", "--window", "4", "--stride", "2", "the cat sat on the mat")
     assert (
-        said.out
+        result.out
         == f"perplexity\t{llm.score('the cat sat on the mat', window=4, stride=2).perplexity:.4f}\n"
     )
-    said = verbatim("score", "--context", "4", "the cat sat on the mat")
-    assert said.code == 2
-    assert "or score it in windows (--window 4)" in said.err
+    result = verbatim("score", "--context", "4", "the cat sat on the mat")
+    assert result.code == 2
+    assert "or score it in windows (--window 4)" in result.err
 
 
-# ----------------------------------------------------------------------------------------------- as a process of its own
+# ---------------------------------------------------------------------------- as a separate process
 
 
 def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
@@ -342,7 +344,7 @@ def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
         "run", "--raw", "--ignore-eos", "the", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     assert process.stdout is not None
-    first = os.read(process.stdout.fileno(), 1)  # it writes
+    first = os.read(process.stdout.fileno(), 1)  # the answer has started
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130
@@ -352,7 +354,7 @@ def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
     assert b"output tokens" in err
 
 
-def test_a_reader_that_leaves_is_no_error(spawn: Spawn) -> None:
+def test_a_broken_pipe_is_not_an_error(spawn: Spawn) -> None:
     process = spawn(
         "run", "--raw", "--ignore-eos", "the", stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -367,8 +369,8 @@ def test_a_reader_that_leaves_is_no_error(spawn: Spawn) -> None:
 
 @pytest.mark.server
 @pytest.mark.parametrize("quiet", [True, False])
-def test_a_quiet_batch_says_nothing(spawn: Spawn, tmp_path: Path, quiet: bool) -> None:
-    """Nor does its engine, which is a process with a log of its own (where it gives its threads processors, it says so there)."""
+def test_a_quiet_batch_prints_nothing(spawn: Spawn, tmp_path: Path, quiet: bool) -> None:
+    """The engine process, which has its own log, prints nothing either."""
     body = {"prompt": "the", "max_tokens": 2}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
@@ -404,21 +406,31 @@ def test_a_terminal_gets_colour_and_a_progress_line(spawn: Spawn) -> None:
     assert b"loading" in err
 
 
-def test_what_is_loaded_for_a_run(spawn: Spawn) -> None:
+def test_run_imports_no_unused_libraries(spawn: Spawn) -> None:
     """The first token must not wait for libraries that the run does not use."""
-    code = "import sys\nfrom verbatim.cli.main import main\ntry: main(['run', '--raw', '--json', '--max-tokens', '2', 'the'])\nexcept SystemExit: pass\n"
-    code += "heavy = ('rich', 'torch', 'transformers', 'huggingface_hub', 'starlette', 'llguidance', 'matplotlib', 'asyncio', 'hypothesis')\n"
+    code = (
+        "import sys\nfrom verbatim.cli.main import main\n"
+        "try: main(['run', '--raw', '--json', '--max-tokens', '2', 'the'])\n"
+        "except SystemExit: pass\n"
+    )
+    code += (
+        "heavy = ('rich', 'torch', 'transformers', 'huggingface_hub', 'starlette', "
+        "'llguidance', 'matplotlib', 'asyncio', 'hypothesis')\n"
+    )
     code += "print([m for m in heavy if m in sys.modules], file=sys.stderr)"
     process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, err = process.communicate()
     assert err.decode().strip().splitlines()[-1] == "[]"
 
 
-def test_a_terminal_without_unicode_gets_question_marks(spawn: Spawn) -> None:
+def test_an_ascii_terminal_gets_question_marks(spawn: Spawn) -> None:
     code = (
         "import sys; sys.stdout.reconfigure(encoding='ascii')\nfrom verbatim.cli.main import main\n"
     )
-    code += "main(['run', '--raw', '-q', '--max-tokens', '40', '--ignore-eos', '--temperature', '2', '--seed', '1', 'the'])"
+    code += (
+        "main(['run', '--raw', '-q', '--max-tokens', '40', '--ignore-eos', '--temperature', "
+        "'2', '--seed', '1', 'the'])"
+    )
     process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     out, err = process.communicate()
     assert process.returncode == 0, err
@@ -426,12 +438,13 @@ def test_a_terminal_without_unicode_gets_question_marks(spawn: Spawn) -> None:
     assert out.isascii()
 
 
-# ------------------------------------------------------------------------------------------------ what a model file says
+# -------------------------------------------------------------------- notices about a model file
 
 
 @pytest.fixture(scope="module")
 def odd(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model without a chat template, and with a key of its header that is unknown and off."""
+    """The tiny model without a chat template, and with an unknown metadata key whose value means
+    off."""
     from verbatim.weights.gguf import read_gguf
     from verbatim.weights.gguf_write import write_gguf
 
@@ -443,11 +456,11 @@ def odd(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_without_a_template_is_continued_with_a_notice(verbatim: Call, odd: Path) -> None:
-    said = verbatim("run", "-m", str(odd), "the cat", "--max-tokens", "4")
-    assert said.code == 0
-    assert "no chat template" in said.err
+    result = verbatim("run", "-m", str(odd), "the cat", "--max-tokens", "4")
+    assert result.code == 0
+    assert "no chat template" in result.err
     raw = verbatim("run", "-m", str(odd), "--raw", "the cat", "--max-tokens", "4")
-    assert raw.out == said.out
+    assert raw.out == result.out
     assert "no chat template" not in raw.err
     assert (
         "no chat template"
@@ -458,12 +471,12 @@ def test_a_model_without_a_template_is_continued_with_a_notice(verbatim: Call, o
     assert any("no chat template" in line for line in whole.json["warnings"])
 
 
-def test_what_the_loader_warns_of_is_shown(
+def test_warnings_of_the_loader_are_shown(
     verbatim: Call, odd: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = verbatim("run", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2")
-    assert "warning:" in said.err
-    assert said.err.count("llama.mystery") == 1
+    result = verbatim("run", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2")
+    assert "warning:" in result.err
+    assert result.err.count("llama.mystery") == 1
     assert (
         "llama.mystery"
         not in verbatim("run", "-q", "-m", str(odd), "--raw", "the cat", "--max-tokens", "2").err

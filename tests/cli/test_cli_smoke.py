@@ -1,4 +1,4 @@
-"""The default model through the real command, as a stranger would type it."""
+"""The default model through the real command, as a new user types it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_capital_of_france(default_model: Path) -> None:
-    """What `make run` does, with the words of the Makefile."""
+    """The command of `make run`, with the prompt of the Makefile."""
     variables = dict(
         re.findall(
             r"^(\w+) \?= (.*)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE
@@ -36,7 +36,7 @@ def test_the_capital_of_france(default_model: Path) -> None:
         assert word in closing
 
 
-def test_json_has_what_was_promised(default_model: Path) -> None:
+def test_json_has_the_documented_fields(default_model: Path) -> None:
     done = run("run", "--json", "--max-tokens", "5", "Hello")
     data = json.loads(done.stdout)
     assert set(data) >= {"text", "tokens", "finish_reason", "usage", "seed", "timings"}
@@ -45,16 +45,14 @@ def test_json_has_what_was_promised(default_model: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [[], ["--raw"]])
-def test_a_character_that_the_model_cannot_read_is_warned_of(
-    default_model: Path, raw: list[str]
-) -> None:
+def test_a_character_without_a_token_causes_a_warning(default_model: Path, raw: list[str]) -> None:
     """The vocabulary of the default model has no token for U+0006."""
     done = run("run", *raw, "--max-tokens", "1", "a\x06b")
     assert "warning: prompt: the model's vocabulary cannot write U+0006" in done.stderr
     assert "cannot write" not in run("run", *raw, "--max-tokens", "1", "a b").stderr
 
 
-def test_a_prompt_in_the_models_own_format_is_read_as_such_when_asked(default_model: Path) -> None:
+def test_parse_special_reads_the_chat_format_of_the_model(default_model: Path) -> None:
     turn = "<|im_start|>user\nName the capital of France.<|im_end|>\n<|im_start|>assistant\n"
     asked = ["--raw", "--max-tokens", "12"]
     done = run("run", *asked, turn)
@@ -74,7 +72,7 @@ def test_a_prompt_in_the_models_own_format_is_read_as_such_when_asked(default_mo
         )
 
 
-def test_models_lists_it_as_ready(default_model: Path) -> None:
+def test_models_lists_the_default_model_as_ready(default_model: Path) -> None:
     rows = json.loads(run("models", "--json").stdout)
     assert any(row["name"] == "smollm2" and row["ready"] for row in rows)
     assert run("pull", "-q").stdout.strip() == str(default_model)

@@ -1,4 +1,5 @@
-"""bench --speculate: walking a proposer along a known text counts what a real run would."""
+"""`bench --speculate`: simulating a proposer on a known output counts the same drafts as a real
+run."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from cli_said import Call
+from cli_result import Call
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ from verbatim.speculate.suffix import SuffixProposer
 
 
 class Oracle:
-    """Guesses the text itself, wrong at every `error`-th token."""
+    """Drafts the known output, with a wrong token at every `error`-th position."""
 
     name, token_cost = "oracle", 0.0
 
@@ -34,15 +35,15 @@ class Oracle:
         return {0: Draft(tuple(guess), self.name, 1)} if guess else {}
 
 
-def test_a_perfect_guess_gains_k_and_one() -> None:
+def test_a_perfect_draft_gains_k_plus_one_tokens() -> None:
     text = list(range(100))
     done = walk(Oracle(text, 10**9), text[:20], text[20:], 4)  # type: ignore[arg-type]
-    assert done.passes == 16  # 80 tokens, five a pass
+    assert done.passes == 16  # 80 tokens, five per pass
     assert done.accepted == 64
     assert done.tokens_a_pass == 5.0
 
 
-def test_no_drafts_is_one_token_a_pass() -> None:
+def test_without_drafts_a_pass_gains_one_token() -> None:
     text = list(range(50))
     done = walk(Oracle(text, 10**9), text[:20], text[20:], 0)  # type: ignore[arg-type]
     assert (done.passes, done.drafted, done.tokens_a_pass) == (30, 0, 1.0)
@@ -54,7 +55,7 @@ def test_no_drafts_is_one_token_a_pass() -> None:
     st.integers(0, 8),
     st.integers(2, 9),
 )
-def test_every_pass_gains_what_it_accepts_and_one(
+def test_every_pass_gains_its_accepted_drafts_plus_one(
     text: list[int], cut: int, limit: int, error: int
 ) -> None:
     cut = min(cut, len(text) - 1)
@@ -65,16 +66,16 @@ def test_every_pass_gains_what_it_accepts_and_one(
         assert max(done.rows) <= limit
 
 
-def test_costs_between_the_measured_lengths() -> None:
+def test_costs_are_interpolated_between_measured_lengths() -> None:
     costs = [float(k) for k in LENGTHS]
     assert [_between(costs, k) for k in (0, 1, 5, 10, 16, 40)] == [0.0, 1.0, 5.0, 10.0, 16.0, 16.0]
 
 
 def test_the_curve_on_a_tiny_model(verbatim: Call, tmp_path: Path) -> None:
     plot = tmp_path / "s.svg"
-    said = verbatim("bench", "--speculate", "--quick", "--repeats", "1", "--plot", str(plot))
-    assert said.code == 0, said.err
-    data = json.loads(said.out.splitlines()[-1])
+    result = verbatim("bench", "--speculate", "--quick", "--repeats", "1", "--plot", str(plot))
+    assert result.code == 0, result.err
+    data = json.loads(result.out.splitlines()[-1])
     assert [row["drafts"] for row in data["pass_seconds"]] == list(LENGTHS)
     for rows in data["tasks"].values():
         assert rows[0]["tokens_a_pass"] == 1.0
@@ -86,6 +87,6 @@ def test_the_curve_on_a_tiny_model(verbatim: Call, tmp_path: Path) -> None:
         ("--contexts", "32"),
         ("--prefills", "32"),
     ):
-        said = verbatim("bench", "--speculate", "ngram", flag, value)
-        assert said.code == 2
-        assert f"leave out {flag}" in said.err
+        result = verbatim("bench", "--speculate", "ngram", flag, value)
+        assert result.code == 2
+        assert f"leave out {flag}" in result.err

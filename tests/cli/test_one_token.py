@@ -1,4 +1,5 @@
-"""The documents say what the code does: docs/one-token.md its words exactly and its numbers within the spread of BLAS libraries, README its example."""
+"""The documents match the code: docs/one-token.md exactly, except that numbers may vary as BLAS
+libraries do; and the examples of the README."""
 
 from __future__ import annotations
 
@@ -14,9 +15,7 @@ import pytest
 
 pytestmark = pytest.mark.model
 ROOT = Path(__file__).parents[2]
-NUMBER = re.compile(
-    r"-?\d+\.\d+"
-)  # whole numbers are ids, counts and positions: they must be equal
+NUMBER = re.compile(r"-?\d+\.\d+")  # integers are ids, counts and positions: they must be equal
 
 
 def load() -> ModuleType:
@@ -28,7 +27,7 @@ def load() -> ModuleType:
     return module
 
 
-def test_the_document_is_what_the_code_gives(default_model: Path) -> None:
+def test_one_token_md_matches_the_output_of_its_example(default_model: Path) -> None:
     module = load()
     written, made = module.blocks(module.DOCUMENT.read_text("utf-8")), module.trace()
     assert set(written) == set(made), "every block is in the document"
@@ -41,13 +40,13 @@ def test_the_document_is_what_the_code_gives(default_model: Path) -> None:
 
 
 def stations() -> list[str]:
-    """The files of the headings, in the document's order."""
+    """The files named in the headings, in the document's order."""
     text = (ROOT / "docs" / "one-token.md").read_text("utf-8")
     found = re.findall(r"^## (\d+) · `([\w/]+\.py)`: (.*)$", text, re.MULTILINE)
     assert [int(number) for number, _, _ in found] == list(range(1, 12)), (
         "eleven, numbered in order"
     )
-    for _, file, what in found:  # where a heading names a function, the file has it
+    for _, file, what in found:  # a function named in a heading is in the file
         for name in re.findall(r"`(\w+)\(", what):
             assert f"def {name}(" in (ROOT / "src" / "verbatim" / file).read_text("utf-8"), (
                 file,
@@ -56,15 +55,15 @@ def stations() -> list[str]:
     return [file for _, file, _ in found]
 
 
-def test_every_file_it_names_is_there() -> None:
+def test_one_token_md_names_existing_files() -> None:
     text = (ROOT / "docs" / "one-token.md").read_text("utf-8")
     assert len(set(stations())) == 10, "the page says: ten files"
     for file in re.findall(r"`([\w/]+\.py)`", text):
         assert (ROOT / file).is_file() or (ROOT / "src" / "verbatim" / file).is_file(), file
 
 
-def test_what_it_asks_one_to_read_can_be_read() -> None:
-    """Each file says at its head what comes in and what goes out; no function is longer than a screen."""
+def test_files_named_in_one_token_md_have_docstrings_and_short_functions() -> None:
+    """Each file has a module docstring with its input and output; no function exceeds 50 lines."""
     for file in dict.fromkeys(stations()):
         tree = ast.parse((ROOT / "src" / "verbatim" / file).read_text("utf-8"))
         assert len(ast.get_docstring(tree) or "") > 60, file
@@ -81,14 +80,14 @@ def test_the_example_of_the_readme_runs(
     example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
     assert example is not None
     exec(compile(example[1], "README.md", "exec"), {})
-    said = capsys.readouterr().out
-    assert "Paris" in said
+    result = capsys.readouterr().out
+    assert "Paris" in result
     promised = re.search(r"print\(vote\.answer, vote\.counts\)\s+# (.*)", example[1])
     assert promised is not None
-    assert said.splitlines()[-1] == promised[1]
+    assert result.splitlines()[-1] == promised[1]
 
 
-def test_every_link_between_documents_leads_somewhere() -> None:
+def test_every_link_between_documents_resolves() -> None:
     pages = [
         ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
     ] + list((ROOT / "docs").rglob("*.md"))
@@ -99,10 +98,10 @@ def test_every_link_between_documents_leads_somewhere() -> None:
 
 
 @pytest.mark.native
-def test_the_commands_of_the_readme_print_what_it_says(
+def test_readme_commands_print_the_documented_output(
     default_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each line under a `$ verbatim …` comes out, in that order; … stands for lines left out."""
+    """Each line under a `$ verbatim …` is printed, in that order; … stands for omitted lines."""
     pytest.importorskip("verbatim.backend.cpu._native", reason="the numbers are of the cpu backend")
     from verbatim.cli.main import main
 
@@ -117,16 +116,16 @@ def test_the_commands_of_the_readme_print_what_it_says(
         words, _, jq = line.partition(" | jq -c ")
         with pytest.raises(SystemExit):
             main(shlex.split(words))
-        said = capsys.readouterr()
+        result = capsys.readouterr()
         if jq:
-            answer = json.loads(said.out)
+            answer = json.loads(result.out)
             lines = [
                 json.dumps(
                     [answer[name] for name in re.findall(r"\.(\w+)", jq)], separators=(",", ":")
                 )
             ]
         else:
-            lines = (said.out + said.err).splitlines()
+            lines = (result.out + result.err).splitlines()
         rest = iter(lines)
         for wanted in promised.splitlines():
             assert wanted in ("", "…") or wanted in rest, (

@@ -1,7 +1,9 @@
 # ruff: noqa: PT017
-"""Other people's clients against our server: `python client_calls.py NAME URL MODEL` in the environment of client_setup.
+"""Third-party clients against our server: `python client_calls.py NAME URL MODEL` in the
+environment of client_setup.
 
-Each does a chat, a stream, an error, a cancelled stream and, where it can, tools and a JSON schema. Any surprise is an AssertionError.
+Each runs a chat, a stream, an error, a cancelled stream and, if it supports them, tools and a JSON
+schema. A wrong result is an AssertionError.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def openai_sync(url: str, model: str) -> None:
         name: str
         large: bool
 
-    # a schema bounds the shape, not the length of a string: the answer may be cut, and then parse says so
+    # A schema does not limit the length of a string: the answer may be truncated, and parse reports
+    # it.
     try:
         parsed = client.chat.completions.parse(
             model=model, messages=ASK, response_format=City, max_tokens=80, temperature=0
@@ -140,7 +143,7 @@ def openai_async(url: str, model: str) -> None:
                 model=model, messages=ASK, max_tokens=2000, stream=True
             )
             await anext(aiter(leaving))
-            await leaving.close()  # in the middle of its answer
+            await leaving.close()  # disconnect in the middle of the answer
 
     asyncio.run(run())
 
@@ -170,7 +173,7 @@ def litellm(url: str, model: str) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     made = lib.completion(
         messages=ASK, response_format=form, max_tokens=300, temperature=0, **common
-    )  # its tools need a package it does not bring
+    )  # its tools need a package that it does not install
     assert json.loads(made.choices[0].message.content)["yes"] in (True, False)
     try:
         lib.completion(messages=ASK, temperature=-5, **common)

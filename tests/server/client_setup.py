@@ -1,7 +1,9 @@
-"""Where tests keep what they fetch once (outside the repository), and the two folders of client packages: a virtual environment and node_modules.
+"""The cache folder of the tests (outside the repository), and in it the client packages: a virtual
+environment and node_modules.
 
-Both are set up in the background as soon as tests that need them are collected, from pinned lists, so that the rest of the suite need not wait.
-`python tests/server/client_setup.py` (make clients) does it in the foreground.
+Both are installed from pinned lists, in the background, as soon as tests that need them are
+collected, so that the rest of the suite does not wait. `python tests/server/client_setup.py` (make
+clients) does it in the foreground.
 """
 
 from __future__ import annotations
@@ -67,7 +69,7 @@ def install_node() -> None:
 
 
 def start() -> subprocess.Popen[bytes] | None:
-    """In the background, at low priority. None: everything is there."""
+    """Install in the background at low priority. None: everything is installed."""
     if (python_home() / "done").exists() and (
         (node_home() / "done").exists() or shutil.which("npm") is None
     ):

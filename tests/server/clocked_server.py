@@ -1,13 +1,15 @@
-"""`verbatim serve` whose HTTP process has a clock that a test moves: a time limit is reached at once, and never by accident.
+"""`verbatim serve` with a manual clock in its HTTP process: a test reaches a timeout at once, and
+never by accident.
 
-Every timer of the HTTP process (the event loop's, and `clock` of serve()) reads the same clock, which stands still from the
-start. Commands are lines on stdin; each is answered by one line on stdout after the timers that are due have run.
+Every timer of the HTTP process (the event loop's, and `clock` of serve()) reads the same clock,
+which does not run by itself. Commands are lines on stdin; each is answered by one line on stdout
+after the due timers have run.
 
     advance SECONDS    move the clock
-    received           how many bytes clients have sent that the HTTP protocol has read
-    run                let the clock run in real time from now on (for an orderly end)
+    received           print how many bytes of clients the HTTP protocol has read
+    run                let the clock run in real time from now on (for a clean shutdown)
 
-The engine process is an ordinary one and keeps real time.
+The engine process runs in real time.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import set_up_logs
 from verbatim.server.settings import Settings
 
-TURNS = 20  # of the event loop, for the callbacks of timers and the tasks that they wake
+ITERATIONS = 20  # event loop iterations: enough for timer callbacks and the tasks they wake
 
 
 class ManualClock(asyncio.SelectorEventLoop):
-    """The standard event loop: uvloop keeps its timers out of reach."""
+    """The standard event loop with a manual clock (uvloop's timers cannot be replaced)."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -51,14 +53,14 @@ class CountingProtocol(HttpProtocol):
         CountingProtocol.received += len(data)
 
 
-async def obey(loop: ManualClock, command: str, *values: str) -> None:
-    for _ in range(TURNS):  # what came before the command is read first
+async def execute(loop: ManualClock, command: str, *values: str) -> None:
+    for _ in range(ITERATIONS):  # first read what arrived before the command
         await asyncio.sleep(0)
     if command == "advance":
         loop.now += float(values[0])
     elif command == "run":
         loop.running_since = time.monotonic()
-    for _ in range(TURNS):
+    for _ in range(ITERATIONS):
         await asyncio.sleep(0)
     os.write(1, b"%d\n" % CountingProtocol.received)
 
@@ -69,15 +71,15 @@ def run(settings: Settings) -> int:
     loop = ManualClock()
     tasks: set[asyncio.Task[None]] = set()
 
-    def hear() -> None:
+    def on_command() -> None:
         line = os.read(0, 1000).decode()
         if not line:
             loop.remove_reader(0)
         else:
-            tasks.add(loop.create_task(obey(loop, *line.split())))
+            tasks.add(loop.create_task(execute(loop, *line.split())))
 
     async def serve() -> int:
-        loop.add_reader(0, hear)
+        loop.add_reader(0, on_command)
         return await server.serve(settings, loop.time)
 
     with asyncio.Runner(loop_factory=lambda: loop) as runner:

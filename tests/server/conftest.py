@@ -1,4 +1,4 @@
-"""Servers for the tests of this room, and the environments of other people's clients."""
+"""Fixtures of the server tests: live servers, and the environments of third-party clients."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from live_server import Live, check_ledger
 
 @pytest.fixture(scope="session")
 def fake() -> Iterator[Live]:
-    """The real scheduler and sampler over hashed logits. At its end the ledger must balance over all that the tests did to it."""
+    """A server with the real scheduler and sampler over hashed logits. At the end its ledger must
+    balance over all tests that used it."""
     live = Live("--max-output-tokens", "512").wait_ready()
     yield live
     numbers = live.wait_at_rest()
     check_ledger(numbers)
-    assert live.stop() == 0, live.said()
+    assert live.stop() == 0, live.log_text()
 
 
 @pytest.fixture(scope="session")
@@ -28,10 +29,10 @@ def real(default_model: Path) -> Iterator[Live]:
     yield live
     numbers = live.wait_at_rest()
     check_ledger(numbers)
-    assert live.stop() == 0, live.said()
+    assert live.stop() == 0, live.log_text()
 
 
-# --------------------------------------------------------------------------------------------------- other people's clients
+# ----------------------------------------------------------------------------- third-party clients
 
 _setup: subprocess.Popen[bytes] | None = None
 

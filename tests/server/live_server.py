@@ -1,4 +1,5 @@
-"""A live server for tests: a real process on loopback, with the fake engine of verbatim.testing or a model."""
+"""A live server for tests: a real process on loopback, with a fake engine of verbatim.testing or a
+model."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ LISTENING = re.compile(r"listening on (https?)://[^ ]*?:(\d+) ")
 
 
 class Live:
-    """One `verbatim serve`. Its log goes to a file, which is shown when it fails to start. With clock=True the clock of its
-    HTTP process moves only by advance() (clocked_server.py)."""
+    """One `verbatim serve` process. Its log goes to a file, which is shown if it fails to start.
+    With clock=True the clock of its HTTP process moves only by advance() (clocked_server.py)."""
 
     def __init__(
         self,
@@ -53,14 +54,15 @@ class Live:
             env={**clean, **(env or {})},
         )
         found = eventually(
-            lambda: LISTENING.search(self.said()) or self.process.poll() is not None, self.said
+            lambda: LISTENING.search(self.log_text()) or self.process.poll() is not None,
+            self.log_text,
         )
-        assert not isinstance(found, bool), f"the server did not start:\n{self.said()}"
+        assert not isinstance(found, bool), f"the server did not start:\n{self.log_text()}"
         self.port = int(found[2])
         self.url = f"http://127.0.0.1:{self.port}"
         self.client = httpx.Client(base_url=self.url, timeout=HANG_SECONDS)
 
-    # ------------------------------------------------------------------------------------------------------- the clock
+    # ------------------------------------------------------------------------------------ the clock
 
     def _command(self, *words: object) -> int:
         assert self.process.stdin is not None
@@ -70,35 +72,36 @@ class Live:
         return int(self.process.stdout.readline())
 
     def advance(self, seconds: float) -> None:
-        """Move the clock; the timers that are due have run afterwards."""
+        """Move the clock and run the due timers."""
         self._command("advance", seconds)
 
     def let_clock_run(self) -> None:
         self._command("run")
 
     def received(self) -> int:
-        """Bytes of clients that the server has read."""
+        """Bytes that the server has read from clients."""
         return self._command("received")
 
-    def say(self, sock: socket.socket, data: bytes) -> None:
-        """Send bytes, and wait until the server has read them: what follows comes in a piece of its own, or a later time."""
+    def send_and_wait(self, sock: socket.socket, data: bytes) -> None:
+        """Send bytes and wait until the server has read them, so that later bytes arrive in a
+        separate read."""
         before = self.received()
         sock.sendall(data)
         eventually(lambda: self.received() >= before + len(data), "the server does not read")
 
-    # --------------------------------------------------------------------------------------------------------- the rest
+    # ------------------------------------------------------------------------------------- the rest
 
-    def said(self) -> str:
+    def log_text(self) -> str:
         return Path(self.log.name).read_text()
 
     def wait_ready(self) -> Live:
         def ready() -> bool:
-            assert self.process.poll() is None, self.said()
+            assert self.process.poll() is None, self.log_text()
             status = self.client.get("/health").status_code
-            assert status in (200, 503), self.said()
+            assert status in (200, 503), self.log_text()
             return status == 200
 
-        eventually(ready, self.said)
+        eventually(ready, self.log_text)
         return self
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
@@ -131,8 +134,9 @@ class Live:
         return {name: float(value) for name, value in rows}
 
     def wait_at_rest(self) -> dict[str, float]:
-        """Until no request is open anywhere and every block is free; the numbers then. The engine's numbers come with its
-        reports, so one is waited for that it sent after its last request had ended."""
+        """Wait until no request is open and every KV block is free; returns the metrics. The
+        engine's metrics come with its heartbeats, so this waits for one sent after its last request
+        ended."""
         here = ("verbatim_http_open_requests", "verbatim_requests_open")
         there = ("verbatim_requests", "verbatim_blocks_used")
         report, m = math.inf, {}
@@ -155,15 +159,15 @@ class Live:
         return m
 
     def wait_for(self, name: str, value: float) -> None:
-        """Until a metric has at least this value."""
+        """Wait until a metric has at least this value."""
         eventually(
             lambda: self.metrics().get(name, 0) >= value,
             lambda: f"{name} is {self.metrics().get(name)}",
         )
 
     def barrier(self) -> None:
-        """The engine process has read every message that was sent before this: they come in order, and a tokenize request
-        is answered without a step of the engine."""
+        """Wait until the engine process has read every earlier message: messages are ordered, and a
+        tokenize request needs no engine step."""
         assert self.post("/tokenize", {"prompt": "x"}).status_code == 200
 
     def engine_pid(self) -> int:
@@ -191,14 +195,15 @@ class Live:
 USAGE = ("prompt", "output", "cached", "drafted", "accepted")
 
 
-def told(m: dict[str, float]) -> dict[str, float]:
-    """Tokens that clients were told they used, all lives of the engine together."""
+def reported_usage(m: dict[str, float]) -> dict[str, float]:
+    """Usage in tokens reported to clients, over all engine processes."""
     return {kind: m.get(f'verbatim_usage_tokens_total{{kind="{kind}"}}', 0) for kind in USAGE}
 
 
 def check_states(m: dict[str, float]) -> None:
-    """Every accepted request ended in exactly one state. (An id that ends twice, or was never opened, fails an assertion of the ledger itself:
-    the supervisor then starts the engine again, which the count of restarts shows.)"""
+    """Every accepted request ended in exactly one state. (An id that is closed twice or was never
+    opened fails an assertion of the ledger; the supervisor then restarts the engine, which the
+    restart count shows.)"""
     ended = sum(v for k, v in m.items() if k.startswith("verbatim_requests_ended_total"))
     assert m["verbatim_requests_opened_total"] == ended + m["verbatim_requests_open"]
 
@@ -206,26 +211,26 @@ def check_states(m: dict[str, float]) -> None:
 def check_ledger(
     m: dict[str, float], restarts: int = 0, before: dict[str, float] | None = None
 ) -> None:
-    """States as above, and what clients were told they used is what the engine counted. An engine that was started again counts from 0:
-    `before` is then what had been told when it began."""
+    """As check_states, and the usage reported to clients equals what the engine counted. A
+    restarted engine counts from 0: `before` is the usage reported when it started."""
     check_states(m)
     assert m["verbatim_engine_restarts_total"] == restarts
-    for kind, tokens in told(m).items():
+    for kind, tokens in reported_usage(m).items():
         assert tokens - (before or {}).get(kind, 0) == m[f"verbatim_{kind}_tokens_total"], kind
 
 
 def check_log(live: Live) -> int:
-    """Every request that was answered has one line in the log, under an id of its own. Returns how many there are."""
+    """Every answered request has one log line with a unique id. Returns the number of lines."""
     answers = sum(
         v for k, v in live.metrics().items() if k.startswith("verbatim_http_answers_total")
     )
 
     def ids() -> list[str]:
-        return re.findall(r" id=(req_\w+) ", live.said())
+        return re.findall(r" id=(req_\w+) ", live.log_text())
 
     eventually(
         lambda: len(ids()) >= answers + 1, "lines are missing"
-    )  # the request for the metrics has one too
+    )  # the metrics request has a line too
     assert len(ids()) == len(set(ids())) == answers + 1
     return len(ids())
 
@@ -238,7 +243,7 @@ class Gate:
         self.allow(0)
 
     def allow(self, steps: int) -> None:
-        """So many steps more."""
+        """Allow this many further steps."""
         self.steps += steps
         new = self.path.with_suffix(".new")
         new.write_text(str(self.steps))
@@ -249,12 +254,13 @@ class Gate:
 
 
 def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
+    """Resident memory of a process in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or a zombie that its parent (in a container perhaps not a reaping init) did not collect."""
+    """Whether a process has ended, or is a zombie that its parent did not reap (a container may
+    lack a reaping init)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -262,6 +268,6 @@ def has_ended(pid: int) -> bool:
     return state in "ZX"
 
 
-def tell(line: str) -> None:
-    """A measured figure; `pytest -s` shows it."""
+def report(line: str) -> None:
+    """Print a measured figure; `pytest -s` shows it."""
     print(f"\nmeasured: {line}", flush=True)

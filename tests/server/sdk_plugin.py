@@ -1,7 +1,9 @@
-"""A pytest plugin for the run of OpenAI's SDK tests: leaves out what sdk_exclusions.txt lists, and says what it left out.
+"""A pytest plugin for OpenAI's SDK tests: deselects the tests that sdk_exclusions.txt lists, and
+reports them.
 
-The tests were written for a mock that answers for any id. A real server has to be asked for something that is there: where a test names the object
-`completion_id` or `response_id`, such an object is made first, and its id stands in the address instead. The rest of the test is as it was.
+The tests were written for a mock that accepts any id. A real server needs an existing object: if a
+test uses `completion_id` or `response_id`, the plugin first creates such an object and puts its id
+into the URL. The rest of the test is unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def exclusions() -> list[tuple[list[str], str]]:
 def excludes(needles: list[str], test: str) -> bool:
     return (
         all(n in test for n in needles) and "path_params" not in test
-    )  # those never leave the client
+    )  # these tests send no request
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 
 def stored(kind: str) -> str:
-    """The id of an answer that was just made and kept."""
+    """The id of a newly stored answer."""
     body = (
         {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         if kind == "chat"

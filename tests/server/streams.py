@@ -1,4 +1,5 @@
-"""A bare SSE client on asyncio sockets: cheap enough for thousands of streams in one process, and able to leave at any moment."""
+"""A minimal SSE client on asyncio sockets: cheap enough for thousands of streams in one process,
+and able to disconnect at any point."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 
 @dataclass
-class Got:
+class StreamResult:
     status: int = 0
     head: str = ""
     events: list[Any] = field(default_factory=list)  # parsed data lines; "[DONE]" as a string
@@ -43,7 +44,10 @@ class Got:
 def request_bytes(path: str, body: dict[str, Any], key: str = "") -> bytes:
     data = json.dumps({"model": "m", **body}).encode()
     auth = f"Authorization: Bearer {key}\r\n" if key else ""
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{auth}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"{auth}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     return head.encode() + data
 
 
@@ -55,9 +59,9 @@ async def stream(
     key: str = "",
     leave_after: int | None = None,
     on_head: Callable[[], None] | None = None,
-) -> Got:
-    """The whole answer; or, with leave_after, up to that many events, and then the connection is cut."""
-    got = Got()
+) -> StreamResult:
+    """Read a whole response; with leave_after, disconnect after that many events."""
+    got = StreamResult()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     try:
         writer.write(request_bytes(path, body, key))

@@ -1,4 +1,4 @@
-"""Who may come in, and what they may learn: keys, hosts, origins, tenants, logs, error texts."""
+"""Access control and confidentiality: keys, hosts, origins, tenants, logs, error texts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_every_route_but_health_needs_the_key(locked: Live) -> None:
         {"cookie": f"key={ONE}"},
     ],
 )
-def test_wrong_keys_are_refused(locked: Live, headers: dict[str, str]) -> None:
+def test_wrong_keys_are_rejected(locked: Live, headers: dict[str, str]) -> None:
     assert bare(locked, "GET", "/v1/models", headers=headers).status_code == 401
 
 
@@ -95,7 +95,7 @@ def test_wrong_keys_are_refused(locked: Live, headers: dict[str, str]) -> None:
     "headers",
     [{"authorization": f"Bearer {TWO}"}, {"authorization": f"bearer {ONE}"}, {"x-api-key": ONE}],
 )
-def test_right_keys_are_let_in(locked: Live, headers: dict[str, str]) -> None:
+def test_right_keys_are_accepted(locked: Live, headers: dict[str, str]) -> None:
     assert bare(locked, "GET", "/v1/models", headers=headers).status_code == 200
 
 
@@ -106,7 +106,7 @@ def test_keys_are_compared_in_constant_time_and_never_with_equality() -> None:
     assert "break" not in source
 
 
-def test_no_listening_beyond_loopback_without_a_key() -> None:
+def test_a_host_beyond_loopback_needs_a_key() -> None:
     for host in ("0.0.0.0", "::", "192.168.0.1", "example.com"):
         with pytest.raises(ParameterError):
             Settings(host=host)
@@ -133,7 +133,8 @@ def test_the_host_header_is_checked_against_dns_rebinding(locked: Live) -> None:
 
 
 def test_a_probe_needs_no_host_and_everything_else_does(locked: Live) -> None:
-    """Load balancers ask in HTTP/1.0, which has no Host; what comes with one is looked at all the same."""
+    """Load balancers probe with HTTP/1.0, which has no Host header; a Host that is sent is still
+    checked."""
 
     def status(method: str, path: str, version: str, *headers: str) -> int:
         lines = [
@@ -164,7 +165,7 @@ def test_a_probe_needs_no_host_and_everything_else_does(locked: Live) -> None:
         ]
 
 
-def test_cors_is_off_unless_named(locked: Live, fake: Live) -> None:
+def test_cors_is_off_by_default(locked: Live, fake: Live) -> None:
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
     assert (
         bare(locked, "OPTIONS", "/v1/completions", headers=asked).headers[
@@ -185,14 +186,14 @@ def test_cors_is_off_unless_named(locked: Live, fake: Live) -> None:
 def test_a_browser_may_send_the_headers_that_openai_s_client_adds(locked: Live) -> None:
     names = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
     asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
-    told = bare(
+    answer_headers = bare(
         locked,
         "OPTIONS",
         "/v1/completions",
         headers={**asked, "access-control-request-headers": names},
     ).headers
-    assert told["access-control-allow-headers"] == names
-    assert "retry-after" in told["access-control-expose-headers"]
+    assert answer_headers["access-control-allow-headers"] == names
+    assert "retry-after" in answer_headers["access-control-expose-headers"]
     odd = bare(
         locked,
         "OPTIONS",
@@ -203,7 +204,8 @@ def test_a_browser_may_send_the_headers_that_openai_s_client_adds(locked: Live) 
 
 
 def test_cached_prefixes_are_not_shared_between_keys(locked: Live) -> None:
-    """Else the time to the first token, or the cached count itself, would tell what another tenant asked."""
+    """Otherwise the time to first token, or the cached count, would reveal another tenant's
+    prompt."""
     prompt = "a secret that one tenant asked about, long enough for several blocks of the cache" * 2
 
     def cached(key: str, **more: Any) -> int:
@@ -220,7 +222,7 @@ def test_cached_prefixes_are_not_shared_between_keys(locked: Live) -> None:
     assert cached(TWO, cache_salt="") > 0
 
 
-def test_stored_answers_belong_to_their_key(locked: Live) -> None:
+def test_a_stored_answer_is_visible_to_its_own_key_only(locked: Live) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "store": True}
     made = locked.post("/v1/chat/completions", body).json()["id"]
     assert locked.client.get(f"/v1/chat/completions/{made}").status_code == 200
@@ -231,20 +233,21 @@ def test_stored_answers_belong_to_their_key(locked: Live) -> None:
 
 
 def log_with(live: Live, *answers: httpx.Response) -> str:
-    """The log, once it has the lines of these answers: a line is written some milliseconds after its answer."""
+    """The log, once it contains the lines of these answers: a line is written some milliseconds
+    after its answer."""
     ids = [answer.headers["x-request-id"] for answer in answers]
-    eventually(lambda: all(name in live.said() for name in ids), live.said)
-    return live.said()
+    eventually(lambda: all(name in live.log_text() for name in ids), live.log_text)
+    return live.log_text()
 
 
 def test_the_log_has_ids_and_never_text_or_keys(locked: Live) -> None:
     marker = "a-very-recognisable-prompt"
     answer = locked.post("/v1/completions", {"prompt": marker, "max_tokens": 2, "user": "someone"})
     refused = locked.post("/v1/completions", {"prompt": marker, "temperature": marker})
-    said = log_with(locked, answer, refused)
-    assert marker not in said
-    assert ONE not in said
-    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+    log = log_with(locked, answer, refused)
+    assert marker not in log
+    assert ONE not in log
+    lines = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
     (mine,) = [line for line in lines if line.get("id") == answer.headers["x-request-id"]]
     assert (mine["status"], mine["user"], mine["time"][-1]) == (200, "someone", "Z")
 
@@ -262,10 +265,10 @@ def test_a_label_cannot_forge_a_line_of_the_log(fake: Any) -> None:
     }
     other = fake.post("/v1/messages", claude)
     assert other.status_code == 200
-    said = log_with(fake, answer, other)
-    assert not any(line.startswith("2026-01-01") for line in said.splitlines())
-    assert 'user="x\\n2026-01-01' in said
-    assert 'user="some one"' in said
+    log = log_with(fake, answer, other)
+    assert not any(line.startswith("2026-01-01") for line in log.splitlines())
+    assert 'user="x\\n2026-01-01' in log
+    assert 'user="some one"' in log
 
 
 def test_error_bodies_come_from_a_closed_list_and_hold_no_path(locked: Live) -> None:
@@ -286,8 +289,9 @@ def test_error_bodies_come_from_a_closed_list_and_hold_no_path(locked: Live) -> 
         assert ONE not in answer.text
 
 
-def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> None:
-    """No pickle, eval, exec or HTTP client in the server's own code; the only subprocess is the engine."""
+def test_server_code_has_no_eval_pickle_or_http_client() -> None:
+    """No pickle, eval, exec or HTTP client in the server's code; the only subprocess is the
+    engine."""
     for file in Path(app.__file__).parent.rglob("*.py"):
         source = file.read_text()
         for word in (
@@ -304,7 +308,7 @@ def test_nothing_in_the_server_room_can_run_or_fetch_what_a_request_names() -> N
             assert word not in source.replace("subprocess_exec(", ""), (file.name, word)
 
 
-def test_tls_by_flags_and_both_of_them() -> None:
+def test_tls_needs_both_flags() -> None:
     with pytest.raises(ParameterError):
         Settings(tls_cert="x")
 
@@ -345,19 +349,19 @@ def test_a_server_with_a_certificate(tmp_path: Path) -> None:
     assert "".join(c["text"] for e in events[:-1] for c in e["choices"]) == whole
     plain = socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS)
     with trust.wrap_socket(plain, server_hostname="localhost") as sock:
-        live.say(sock, b"GET /hea")
+        live.send_and_wait(sock, b"GET /hea")
         live.advance(20.1)
-        assert sock.recv(10) == b""  # the limits hold here too
+        assert sock.recv(10) == b""  # the limits apply to TLS too
     with socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b"200 OK" not in sock.recv(100)
     assert live.stop() == 0
 
 
-def test_traces_have_the_route_and_the_callers_trace_and_no_text(
+def test_spans_have_the_route_and_the_parent_trace_and_no_text(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With a tracer in place every request is a span; without the package nothing happens."""
+    """With a tracer every request is a span; without the package nothing happens."""
     pytest.importorskip("opentelemetry")
     from verbatim.server import traces
 

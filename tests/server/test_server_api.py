@@ -1,4 +1,5 @@
-"""The OpenAI routes over a live server with the fake engine: shapes, streams, echo, log-probabilities, stored answers, errors."""
+"""The API routes of a live server with the fake engine: response formats, streams, echo,
+log-probabilities, stored answers, errors."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_completion_has_seed_fingerprint_and_usage(fake: Any) -> None:
     ].keys()
 
 
-def test_a_seed_is_given_and_repeats_the_answer(fake: Any) -> None:
+def test_the_reported_seed_repeats_the_answer(fake: Any) -> None:
     first = fake.post("/v1/completions", {"prompt": "x", "max_tokens": 20}).json()
     again = fake.post(
         "/v1/completions", {"prompt": "x", "max_tokens": 20, "seed": first["seed"]}
@@ -47,8 +48,8 @@ def test_a_seed_is_given_and_repeats_the_answer(fake: Any) -> None:
 SAME = ["Once upon a time"] * 3
 
 
-def test_equal_prompts_of_a_list_without_a_seed_are_drawn_apart(fake: Any) -> None:
-    """And each can be had again: the seed that its choices say, alone."""
+def test_equal_prompts_of_a_list_without_a_seed_get_different_seeds(fake: Any) -> None:
+    """The seed reported in each choice repeats that choice alone."""
     answer = fake.post(
         "/v1/completions", {"prompt": SAME, "max_tokens": 20, "n": 2, "ignore_eos": True}
     ).json()
@@ -65,11 +66,11 @@ def test_equal_prompts_of_a_list_without_a_seed_are_drawn_apart(fake: Any) -> No
             c["text"] for c in choices[2 * prompt : 2 * prompt + 2]
         ]
     beams = fake.post("/v1/completions", {"prompt": SAME, "max_tokens": 5, "num_beams": 2}).json()
-    assert len({c["text"] for c in beams["choices"]}) == 1  # nothing is drawn
+    assert len({c["text"] for c in beams["choices"]}) == 1  # beam search samples nothing
     assert not any("seed" in c for c in beams["choices"])
 
 
-def test_a_streamed_list_says_each_seed(fake: Any) -> None:
+def test_a_streamed_list_of_prompts_reports_each_seed(fake: Any) -> None:
     events = [
         e
         for e in fake.events(
@@ -91,7 +92,7 @@ def test_a_streamed_list_says_each_seed(fake: Any) -> None:
     }
 
 
-def test_a_list_with_a_seed_is_drawn_as_in_the_library(fake: Any) -> None:
+def test_a_list_with_a_seed_samples_as_in_the_library(fake: Any) -> None:
     from verbatim.testing import server_parts
 
     answer = fake.complete(SAME, max_tokens=20)
@@ -140,13 +141,13 @@ def test_the_chosen_seed_is_in_every_answer_and_survives_javascript(
     assert 0 <= seed < 2**53
 
 
-def test_an_unknown_earlier_response_is_refused_by_its_field(fake: Any) -> None:
+def test_an_unknown_previous_response_id_is_rejected(fake: Any) -> None:
     answer = fake.post("/v1/responses", {"input": "x", "previous_response_id": "resp_none"})
     assert answer.status_code == 404
     assert answer.json()["error"]["param"] == "previous_response_id"
 
 
-def test_a_required_call_without_tools_says_so(fake: Any) -> None:
+def test_tool_choice_required_without_tools_is_rejected(fake: Any) -> None:
     error = fake.post("/v1/chat/completions", {**CHAT, "tool_choice": "required"}).json()["error"]
     assert error["param"] == "tool_choice"
     assert "no tools" in error["message"]
@@ -173,7 +174,7 @@ def test_streamed_completions_concatenate_to_the_whole(fake: Any, body: dict[str
         "max_tokens": 40,
         "speculate": "off",
         **body,
-    }  # how many drafts were made depends on the clock
+    }  # the number of drafts depends on measured times
     whole = fake.complete(**plain)
     events = fake.events(
         "/v1/completions",
@@ -212,7 +213,7 @@ def test_streamed_chat_concatenates_to_the_whole(fake: Any, body: dict[str, Any]
             assert all(len(x["top_logprobs"]) == 3 for x in found)
 
 
-def test_prompts_in_all_four_spellings(fake: Any) -> None:
+def test_prompts_in_all_four_formats(fake: Any) -> None:
     text = fake.complete("hello")["choices"][0]["text"]
     ids = fake.post("/tokenize", {"prompt": "hello"}).json()["tokens"]
     assert fake.complete(ids)["choices"][0]["text"] == text
@@ -233,7 +234,8 @@ def test_echo_puts_the_prompt_before_the_answer(fake: Any) -> None:
 
 
 def test_text_offsets_count_characters_of_the_text(fake: Any) -> None:
-    """The fake's tokens are bytes: a character that is spread over several counts once, and what is not shown counts nothing."""
+    """The fake's tokens are bytes: a character of several tokens counts once, and hidden text
+    counts 0."""
     asked = {"regex": "é€z", "logprobs": 1, "max_tokens": 9}
     prompt = [0, 0, 1, 1, 2, 3, 3, 3, 4]  # <s>, then h é l € o
     whole = fake.complete("hél€o", echo=True, **asked)["choices"][0]
@@ -256,32 +258,34 @@ def test_text_offsets_count_characters_of_the_text(fake: Any) -> None:
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Live]:
-    """Whether to draft is decided by measured times. Here every step waits for longer than its rows could take, so drafts always pay."""
+    """A server that drafts. Drafting depends on measured times; here every step has a fixed wait
+    that exceeds the cost of its rows, so drafts always pay."""
     live = Live("--speculate", "ngram", engine="pipeline,pause=0.005").wait_ready()
     yield live
-    assert live.stop() == 0, live.said()
+    assert live.stop() == 0, live.log_text()
 
 
 def until_drafted(ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A busy machine may make one request's drafts look dear; of thirty, some draft and some of that comes true."""
-    told: dict[str, Any] = {}
+    """On a busy machine one request may not draft; of thirty, some draft and some drafts are
+    accepted."""
+    reported: dict[str, Any] = {}
     for _ in range(30):
-        told = ask()
-        if told.get("accepted_tokens") or told.get("accepted_prediction_tokens"):
+        reported = ask()
+        if reported.get("accepted_tokens") or reported.get("accepted_prediction_tokens"):
             break
-    return told
+    return reported
 
 
-def test_usage_tells_what_drafts_did(drafting: Live) -> None:
+def test_usage_reports_drafted_and_accepted_tokens(drafting: Live) -> None:
     asked = {"prompt": "abcabcabcabcabcabc", "regex": "(abc){40}", "max_tokens": 130, "seed": 7}
 
     def whole(speculate: str) -> dict[str, Any]:
         usage = drafting.post("/v1/completions", {**asked, "speculate": speculate}).json()["usage"]
-        told = dict(usage["completion_tokens_details"])
-        steps = usage["completion_tokens"] - told["accepted_prediction_tokens"]
-        assert told["mean_accepted_length"] == round(usage["completion_tokens"] / steps, 3)
-        assert isinstance(told["saved_seconds"], float)
-        return told
+        reported = dict(usage["completion_tokens_details"])
+        steps = usage["completion_tokens"] - reported["accepted_prediction_tokens"]
+        assert reported["mean_accepted_length"] == round(usage["completion_tokens"] / steps, 3)
+        assert isinstance(reported["saved_seconds"], float)
+        return reported
 
     def streamed() -> dict[str, Any]:
         body = {**asked, "speculate": "ngram", "stream_options": {"include_usage": True}}
@@ -294,9 +298,7 @@ def test_usage_tells_what_drafts_did(drafting: Live) -> None:
     assert until_drafted(streamed)["mean_accepted_length"] > 1
 
 
-def test_other_protocols_tell_what_drafts_did_where_there_were_any(
-    fake: Any, drafting: Live
-) -> None:
+def test_other_protocols_report_drafts_if_there_were_any(fake: Any, drafting: Live) -> None:
     word = {"type": "string", "enum": ["abc" * 20]}
     tool = {
         "name": "t",
@@ -318,17 +320,17 @@ def test_other_protocols_tell_what_drafts_did_where_there_were_any(
         def ask(route: str = route, body: dict[str, Any] = body) -> dict[str, Any]:
             return dict(drafting.post(route, body).json().get("speculation", {}))
 
-        told = until_drafted(ask)
-        assert told.keys() == {
+        reported = until_drafted(ask)
+        assert reported.keys() == {
             "drafted_tokens",
             "accepted_tokens",
             "mean_accepted_length",
             "saved_seconds",
         }
-        assert 0 < told["accepted_tokens"] <= told["drafted_tokens"]
+        assert 0 < reported["accepted_tokens"] <= reported["drafted_tokens"]
 
 
-def test_best_of_returns_the_best_and_is_refused_in_a_stream(fake: Any) -> None:
+def test_best_of_returns_the_best_and_is_rejected_in_a_stream(fake: Any) -> None:
     answer = fake.complete(n=2, best_of=5)
     assert len(answer["choices"]) == 2
     refused = fake.post("/v1/completions", {"prompt": "x", "best_of": 3, "stream": True})
@@ -369,7 +371,8 @@ TALK = [{"role": "user", "content": "Tell me about the sea."}]
 
 
 async def over_http(live: Any, stream: bool, together: bool) -> list[Any]:
-    """The tokens of every request in ASKED, as a completion and as a chat; all of them at once, or one after the other."""
+    """The tokens of every request in ASKED, as a completion and as a chat; concurrently or one by
+    one."""
     async with httpx.AsyncClient(base_url=live.url, timeout=HANG_SECONDS) as client:
 
         async def ids(path: str, body: dict[str, Any]) -> Any:
@@ -439,7 +442,7 @@ def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(
     asyncio.run(under_load())
 
 
-def test_models_are_the_startup_table(fake: Any) -> None:
+def test_models_lists_the_served_names(fake: Any) -> None:
     names = [m["id"] for m in fake.client.get("/v1/models").json()["data"]]
     assert "m" in names
     assert fake.client.get("/v1/models/m").json()["id"] == "m"
@@ -511,7 +514,7 @@ def test_responses_continue_a_stored_one(fake: Any) -> None:
     "more", [{}, {"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"tools": True}]
 )
 def test_a_stored_response_can_be_streamed_again(fake: Any, more: dict[str, Any]) -> None:
-    """The same kinds of events in the same order; the deltas of a text become one."""
+    """The same event types in the same order; the deltas of a text are merged into one."""
     body = {
         "input": "hi",
         "max_output_tokens": 200 if more.get("tools") else 8,
@@ -585,7 +588,7 @@ def test_the_store_is_bounded_in_number_and_bytes() -> None:
     store.put("t", "chat", "huge", {"object": {"id": "huge", "text": "x" * 2000}})
     assert [item["object"]["id"] for item in store.of("t", "chat")] == [
         "large"
-    ]  # what would never fit displaces nothing
+    ]  # an item that cannot fit evicts nothing
     store.pop("t", "chat", "large")
     assert store._bytes == 0
 
@@ -652,8 +655,9 @@ def test_anthropic_stream_equals_the_whole(fake: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_last_message_of_the_assistants_is_continued(fake: Any, stream: bool) -> None:
-    """Anthropic's prefill: the tokens of the library's continue_final, and the answer is what follows."""
+def test_a_final_assistant_message_is_continued(fake: Any, stream: bool) -> None:
+    """Anthropic's prefill: the tokens equal the library's continue_final, and the answer is what
+    follows."""
     from verbatim.testing import server_parts
 
     ask = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I"}]
@@ -678,23 +682,66 @@ def test_a_last_message_of_the_assistants_is_continued(fake: Any, stream: bool) 
 
 PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 MEDIA = [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, PICTURE]}]}, "messages[0].content[1]", "an image_url"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, "messages[0].content[0]", "a file"),
-    ("/tokenize", {"messages": [{"role": "user", "content": [PICTURE]}]}, "messages[0].content[0]", "an image_url"),
-    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "an input_image"),
-    ("/v1/messages", {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]", "an image"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, PICTURE]}]},
+        "messages[0].content[1]",
+        "an image_url",
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
+        "messages[0].content[0]",
+        "a file",
+    ),
+    (
+        "/tokenize",
+        {"messages": [{"role": "user", "content": [PICTURE]}]},
+        "messages[0].content[0]",
+        "an image_url",
+    ),
+    (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "input[0].content[0]",
+        "an input_image",
+    ),
     (
         "/v1/messages",
-        {"max_tokens": 3, "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}]}]},
+        {
+            "max_tokens": 3,
+            "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}],
+        },
+        "messages[0].content[0]",
+        "an image",
+    ),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 3,
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}
+                    ],
+                }
+            ],
+        },
         "messages[0].content[0].content[0]",
         "an image",
     ),
-    ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]}, "messages[0].images", "no text"),
-]  # fmt: skip
+    (
+        "/api/chat",
+        {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]},
+        "messages[0].images",
+        "no text",
+    ),
+]
 
 
 @pytest.mark.parametrize(("route", "body", "where", "what"), MEDIA)
-def test_a_picture_is_refused_in_plain_words(
+def test_an_image_is_rejected_with_a_clear_message(
     fake: Any, route: str, body: Any, where: str, what: str
 ) -> None:
     answer = fake.post(route, body)
@@ -755,7 +802,7 @@ def test_num_ctx_bounds_prompt_and_answer_together(fake: Any, kind: str) -> None
             a["message"]["content"] if kind == "chat" else a["response"] for a in (held, free)
         )
         assert text
-        assert whole.startswith(text)  # the same draws, ended earlier
+        assert whole.startswith(text)  # the same sampled tokens, ended earlier
     assert ask(num_ctx=prompt + 9, num_predict=9).json()["eval_count"] == 9
     for refused, words in (
         (ask(num_ctx=prompt + 9, num_predict=10), "ask for at most 9"),
@@ -768,7 +815,7 @@ def test_num_ctx_bounds_prompt_and_answer_together(fake: Any, kind: str) -> None
         assert "num_ctx" in refused.json()["error"]
 
 
-def test_ollamas_seed_of_minus_one_is_of_our_choice(fake: Any) -> None:
+def test_ollamas_seed_of_minus_one_is_chosen_by_the_server(fake: Any) -> None:
     body = {"prompt": "hi", "stream": False, "options": {"seed": -1, "num_predict": 20}}
     first, second = (fake.post("/api/generate", body).json() for _ in range(2))
     assert first["seed"] != second["seed"]
@@ -778,8 +825,9 @@ def test_ollamas_seed_of_minus_one_is_of_our_choice(fake: Any) -> None:
 TYPED = "<|user|>hi<|assistant|>"
 
 
-def test_control_tokens_typed_in_a_prompt_are_warned_of_or_read(fake: Any) -> None:
-    """Plain text unless asked for; both as the tokens that a client could send itself."""
+def test_control_tokens_in_a_prompt_cause_a_warning_or_are_parsed(fake: Any) -> None:
+    """Plain text by default, control tokens with parse_special; both equal to prompts of token
+    ids."""
     plain = fake.complete(TYPED, receipt=True)
     parsed = fake.complete(TYPED, receipt=True, parse_special=True)
     (warning,) = plain["warnings"]
@@ -796,7 +844,7 @@ def test_control_tokens_typed_in_a_prompt_are_warned_of_or_read(fake: Any) -> No
     assert fake.complete(["x", TYPED, TYPED])["warnings"] == [warning]
 
 
-def test_the_warning_of_typed_control_tokens_travels_on_every_route_that_reads_them(
+def test_every_route_returns_the_warning_about_control_tokens(
     fake: Any,
 ) -> None:
     raw = {"prompt": TYPED, "raw": True, "options": {"num_predict": 3}}
@@ -856,9 +904,7 @@ def test_offsets_of_an_echoed_prompt_count_its_own_control_tokens(fake: Any, pro
         ("/api/chat", {"messages": [{"role": "user", "content": "x"}]}),
     ],
 )
-def test_parse_special_is_refused_by_name_where_it_means_nothing(
-    fake: Any, route: str, body: Any
-) -> None:
+def test_parse_special_is_rejected_where_it_has_no_effect(fake: Any, route: str, body: Any) -> None:
     answer = fake.post(route, {**body, "parse_special": True})
     assert answer.status_code == 400
     assert "parse_special: " in answer.text
@@ -885,8 +931,8 @@ def _references(value: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_end_is_a_stop_sequence_only_if_the_text_ran_into_it(fake: Any, stream: bool) -> None:
-    """Our own words for an end are not the client's."""
+def test_stop_sequence_is_reported_only_if_the_text_matched_it(fake: Any, stream: bool) -> None:
+    """The engine's own finish details are not stop sequences of the client."""
     ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 500, "stream": stream}
     only = {
         "type": "object",
@@ -895,7 +941,7 @@ def test_an_end_is_a_stop_sequence_only_if_the_text_ran_into_it(fake: Any, strea
         "additionalProperties": False,
     }
     form = {"output_config": {"format": {"type": "json_schema", "schema": only}}}
-    for stops, told in ((["eos"], "eos"), (["eos?", "json_schema"], None)):
+    for stops, reported in ((["eos"], "eos"), (["eos?", "json_schema"], None)):
         answer = fake.post("/v1/messages", {**ask, **form, "stop_sequences": stops})
         ends = [
             json.loads(line[6:])
@@ -904,14 +950,14 @@ def test_an_end_is_a_stop_sequence_only_if_the_text_ran_into_it(fake: Any, strea
         ]
         end = ends[-1]["delta"] if stream else answer.json()
         assert (end["stop_reason"], end["stop_sequence"]) == (
-            "stop_sequence" if told else "end_turn",
-            told,
+            "stop_sequence" if reported else "end_turn",
+            reported,
         )
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_models_own_end_is_never_a_stop_sequence(real: Any, stream: bool) -> None:
+def test_the_eos_token_is_never_reported_as_a_stop_sequence(real: Any, stream: bool) -> None:
     ask = {
         "messages": [{"role": "user", "content": "Say hi"}],
         "max_tokens": 60,
@@ -928,12 +974,13 @@ def test_the_models_own_end_is_never_a_stop_sequence(real: Any, stream: bool) ->
     assert (end["stop_reason"], end["stop_sequence"]) == ("end_turn", None)
 
 
-def test_text_after_a_call_stays_behind_it(fake: Any) -> None:
-    """What this server writes comes back in the next turn: any order of blocks is taken, and none is moved."""
-    request_context = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+def test_text_after_a_tool_call_keeps_its_position(fake: Any) -> None:
+    """A client sends the server's output back in the next turn: any order of blocks is accepted,
+    and none is moved."""
+    call = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
     said: dict[str, Any] = {"type": "text", "text": "and so"}
     tokens = []
-    for blocks in ([said, request_context], [request_context, said]):
+    for blocks in ([said, call], [call, said]):
         talk = [
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": blocks},
@@ -945,15 +992,15 @@ def test_text_after_a_call_stays_behind_it(fake: Any) -> None:
         answer = fake.post("/v1/messages", {"messages": talk, "max_tokens": 2})
         assert answer.status_code == 200
         tokens.append(answer.json()["usage"]["input_tokens"])
-    assert tokens[0] != tokens[1]  # two messages of the assistant instead of one
+    assert tokens[0] != tokens[1]  # two assistant messages instead of one
 
 
-def test_a_system_message_of_the_clients_outlives_equal_instructions(fake: Any) -> None:
+def test_a_client_system_message_equal_to_the_instructions_is_kept(fake: Any) -> None:
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "x"}]
     ask = {"input": said, "max_output_tokens": 4, "seed": 1, "store": True}
     plain = fake.post("/v1/responses", ask).json()
-    told = fake.post("/v1/responses", {**ask, "instructions": "Be brief."}).json()
-    for first in (plain, told):
+    reported = fake.post("/v1/responses", {**ask, "instructions": "Be brief."}).json()
+    for first in (plain, reported):
         text = first["output"][0]["content"][0]["text"]
         follow = {"previous_response_id": first["id"], "input": "y"}
         whole = [*said, {"role": "assistant", "content": text}, {"role": "user", "content": "y"}]
@@ -964,7 +1011,7 @@ def test_a_system_message_of_the_clients_outlives_equal_instructions(fake: Any) 
         assert counted == expected
 
 
-def test_a_streamed_answer_is_kept_as_a_whole_one_is(fake: Any) -> None:
+def test_a_streamed_answer_is_stored_like_a_whole_one(fake: Any) -> None:
     ask = {
         "messages": [{"role": "user", "content": "x"}],
         "max_tokens": 4,
@@ -988,7 +1035,7 @@ def test_a_streamed_answer_is_kept_as_a_whole_one_is(fake: Any) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["openai", "anthropic", "ollama"])
-def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(
+def test_an_exception_in_a_stream_becomes_an_error_event_and_is_logged(
     protocol: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     import asyncio
@@ -1007,7 +1054,7 @@ def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(
         sent.append(message.get("body"))
 
     async def receive() -> Any:
-        await asyncio.Event().wait()  # the client stays
+        await asyncio.Event().wait()  # the client stays connected
 
     state = SimpleNamespace(limits=SimpleNamespace(request_seconds=600), clock=lambda: 0.0)
     of: Any = SimpleNamespace(
@@ -1020,12 +1067,12 @@ def test_a_fault_in_a_stream_is_told_in_the_protocols_form_and_logged(
     }[protocol]
     asyncio.run(request_context.EventStream(of, events(), failed)({}, receive, send))
     assert sent[1] == b"one"
-    assert sent[-1] == b""  # the body ends as it should
-    (told,) = sent[2:-1]
-    assert b"error" in told
-    assert b"log has the details" in told
-    assert b"secret" not in told
-    assert told.endswith(
+    assert sent[-1] == b""  # the body ends properly
+    (reported,) = sent[2:-1]
+    assert b"error" in reported
+    assert b"log has the details" in reported
+    assert b"secret" not in reported
+    assert reported.endswith(
         {"openai": b"data: [DONE]\n\n", "anthropic": b"\n\n", "ollama": b"}\n"}[protocol]
     )
     assert "req_1" in caplog.text

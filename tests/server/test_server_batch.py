@@ -1,4 +1,5 @@
-"""`verbatim batch`: OpenAI's batch files through the server's handlers, without a server; resumable. And receipts over HTTP."""
+"""`verbatim batch` (OpenAI's batch files through the server's handlers, resumable), and receipts
+and explanations over HTTP."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_a_batch_answers_every_line_as_the_server_would_and_resumes(
     ]
     source.write_text("\n".join(rows) + "\n")
     done = batch(source, target)
-    assert done.returncode == 1, done.stderr  # one line was refused
+    assert done.returncode == 1, done.stderr  # one request failed
     answers = {a["custom_id"]: a for a in map(json.loads, target.read_text().splitlines())}
     assert len(answers) == 22
     for i in range(20):
@@ -101,7 +102,7 @@ def test_a_batch_answers_every_line_as_the_server_would_and_resumes(
         "[" * 100_000,
     ],
 )
-def test_a_wrong_batch_file_is_refused_before_anything_runs(tmp_path: Path, text: str) -> None:
+def test_a_wrong_batch_file_fails_before_any_request(tmp_path: Path, text: str) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(text + "\n")
     done = batch(source, target)
@@ -110,9 +111,7 @@ def test_a_wrong_batch_file_is_refused_before_anything_runs(tmp_path: Path, text
     assert not target.exists()
 
 
-def test_a_batch_line_for_another_model_is_refused_as_by_the_server(
-    fake: Any, tmp_path: Path
-) -> None:
+def test_a_batch_line_for_another_model_fails_as_on_the_server(fake: Any, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(
         "\n".join([line("other", prompt="x", model="other"), line("none", prompt="x", model=None)])
@@ -132,7 +131,7 @@ def test_a_batch_line_for_another_model_is_refused_as_by_the_server(
     assert (answers["none"]["status_code"], answers["none"]["body"]["model"]) == (200, MODEL)
 
 
-def test_equal_lines_of_a_batch_without_a_seed_are_drawn_apart(tmp_path: Path) -> None:
+def test_equal_lines_of_a_batch_without_a_seed_get_different_seeds(tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(
         "\n".join(line(f"c{i}", prompt="x", max_tokens=20, seed=None) for i in range(3)) + "\n"
@@ -142,11 +141,11 @@ def test_equal_lines_of_a_batch_without_a_seed_are_drawn_apart(tmp_path: Path) -
     assert len({a["choices"][0]["text"] for a in answers}) == len({a["seed"] for a in answers}) == 3
 
 
-def test_a_batch_does_not_write_into_the_file_it_reads(tmp_path: Path) -> None:
+def test_a_batch_rejects_its_input_file_as_output(tmp_path: Path) -> None:
     source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
     source.write_text(
         line("a", prompt="x") + "\n" + line("b", prompt="y")
-    )  # without a last line end, as a cut answer would be
+    )  # without a final newline, like a truncated answer
     before = source.read_bytes()
     link.symlink_to(source)
     for target in (source, link):
@@ -203,7 +202,7 @@ def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:
     assert read_receipt(streamed[-2])["choices"][0]["token_ids"]
 
 
-def test_a_changed_receipt_is_noticed(fake: Any) -> None:
+def test_a_modified_receipt_is_detected(fake: Any) -> None:
     receipt = fake.complete("receipts", receipt=True)["receipt"]
     for change in (
         {"prompt_ids": [1]},
@@ -219,11 +218,11 @@ def test_a_changed_receipt_is_noticed(fake: Any) -> None:
         read_receipt({**forged, "sha256": digest_of(forged)})
 
 
-# ------------------------------------------------------------------------------------------------------------- explanations
+# ------------------------------------------------------------------------------------ explanations
 
 
 def explanations(fake: Any, path: str, body: dict[str, Any], stream: bool) -> list[dict[str, Any]]:
-    """The records of an answer of any route, as it is or streamed."""
+    """The explanation records of a response of any route, whole or streamed."""
     if not stream:
         answer = fake.post(path, body).json()
         return list(
@@ -246,7 +245,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ROUTES)
-def test_every_token_is_explained_and_rows_come_when_asked_for(
+def test_every_token_is_explained_and_rows_are_sent_on_request(
     fake: Any, path: str, stream: bool
 ) -> None:
     from verbatim.observe.explanation import what_if
@@ -261,8 +260,9 @@ def test_every_token_is_explained_and_rows_come_when_asked_for(
     assert [step.after for step in again] == [record["token"] for record in whole]
 
 
-def test_explanations_come_while_the_text_is_held_back(fake: Any) -> None:
-    """A text that may yet be a call, or half a character, is not shown; its tokens are explained all the same."""
+def test_explanations_are_sent_while_the_text_is_held_back(fake: Any) -> None:
+    """Text that may become a tool call, or a partial character, is held back; its tokens are
+    explained at once."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     for choice in (
         '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
@@ -284,7 +284,7 @@ def test_explanations_come_while_the_text_is_held_back(fake: Any) -> None:
             ) == explanations(fake, "/v1/chat/completions", {**body, **more, "seed": 1}, False)
 
 
-def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
+def test_explain_rows_that_cannot_be_returned_is_rejected(fake: Any) -> None:
     for more in ({}, {"explain": 3}, {"receipt": True}, {"explain": 3, "receipt": True, "n": 2}):
         for path, body in ROUTES.items():
             if path == "/v1/responses" and "n" in more:
@@ -299,8 +299,8 @@ def test_rows_that_would_not_come_are_refused(fake: Any) -> None:
     assert error["param"] == "explain_rows"
 
 
-def test_few_answers_with_rows_run_at_once(fake: Any) -> None:
-    """Each is large in both processes; and their room is given back, however they end."""
+def test_concurrent_answers_with_rows_are_limited(fake: Any) -> None:
+    """Each is large in both processes; its slot is released however it ends."""
     from verbatim.server.server_state import MAX_ROWS
 
     body = {
@@ -331,7 +331,7 @@ def test_few_answers_with_rows_run_at_once(fake: Any) -> None:
     )
 
 
-def test_rows_that_nobody_asked_for_are_not_kept() -> None:
+def test_rows_that_were_not_requested_are_dropped() -> None:
     from verbatim.server.process.results import drop_rows
 
     with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
@@ -345,7 +345,7 @@ def test_rows_that_nobody_asked_for_are_not_kept() -> None:
         kept = stream.completion.choices[0].explain
         assert [record["row"] for record in kept] == [
             None
-        ] * 4  # they are the same records: nothing else holds a row
+        ] * 4  # the same records: nothing else holds a row
 
 
 @pytest.mark.parametrize("path", ROUTES)

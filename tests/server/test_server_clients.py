@@ -1,4 +1,5 @@
-"""Real clients against a live server on the default model: chat, stream, error, cancel, tools, a JSON schema. See client_calls.py and .mjs."""
+"""Third-party clients against a live server with the default model: chat, stream, error, cancel,
+tools, JSON schema. See client_calls.py and .mjs."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LANGSMITH_TRACING": "false",
     "DO_NOT_TRACK": "1",
-}  # nothing but loopback is contacted
+}  # clients may contact loopback only
 PYTHON = [
     "openai_sync",
     "openai_async",

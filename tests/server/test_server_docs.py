@@ -144,7 +144,7 @@ SDK_FIELDS = [
 
 @pytest.mark.parametrize(("route", "module", "name"), SDK_FIELDS)
 def test_every_field_of_the_installed_sdk_has_its_row(route: str, module: str, name: str) -> None:
-    """A new field of OpenAI's is honoured, a label or refused by name: it cannot fall through."""
+    """A new field of OpenAI is supported, stored as a label or rejected by name: never ignored."""
     from importlib import import_module
 
     kind = getattr(import_module(module), name)
@@ -168,7 +168,7 @@ def all_tests() -> set[str]:
     return names
 
 
-def test_the_index_of_failures_names_tests_that_exist() -> None:
+def test_the_index_of_known_failures_names_existing_tests() -> None:
     text = (ROOT / "SECURITY.md").read_text()
     index = text[text.index("## What has gone wrong elsewhere") :]
     named = re.findall(r"`([\w/]+\.py::\w+)`", index)
@@ -204,7 +204,7 @@ def metric_names() -> set[str]:
     return set(re.findall(r"# TYPE (verbatim_\w+)", asyncio.run(everything())))
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     board = json.loads((ROOT / "deploy" / "grafana-dashboard.json").read_text())
     known = metric_names()
     asked = {
@@ -218,7 +218,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert len({p["id"] for p in board["panels"]}) == len(board["panels"])
 
 
-def test_deployment_files_call_the_command_with_flags_that_exist() -> None:
+def test_deployment_files_use_existing_flags() -> None:
     from click.testing import CliRunner
 
     from verbatim.cli.serve import command
@@ -235,8 +235,9 @@ def test_deployment_files_call_the_command_with_flags_that_exist() -> None:
     assert CliRunner().invoke(command, ["--help"]).exit_code == 0
 
 
-def test_the_image_is_made_of_files_that_are_there() -> None:
-    """Every path that is copied or let into the build exists, and all that pyproject.toml needs is let in."""
+def test_the_container_image_copies_existing_files() -> None:
+    """Every path that the image copies or admits exists, and everything that pyproject.toml needs
+    is admitted."""
     text = (ROOT / "deploy" / "Dockerfile").read_text()
     copied = [
         words.split()[:-1] for words in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
@@ -270,20 +271,20 @@ def test_the_image_is_made_of_files_that_are_there() -> None:
     assert volume is not None
     assert (
         f"install -d -o {user[1]} -g {user[1]} {volume[1]}" in text
-    )  # or the volume would be root's
+    )  # otherwise root would own the volume
 
 
-def test_the_systemd_unit_is_sound() -> None:
+def test_the_systemd_unit_is_valid() -> None:
     unit = ROOT / "deploy" / "verbatim.service"
     parsed = configparser.ConfigParser(interpolation=None)
     parsed.optionxform = str  # type: ignore[assignment, method-assign]
-    parsed.read_string(unit.read_text())  # no section or key twice
+    parsed.read_string(unit.read_text())  # raises on duplicate sections or keys
     assert set(parsed.sections()) == {"Unit", "Service", "Install"}
     drain = re.search(r"--drain-seconds (\d+)", parsed["Service"]["ExecStart"])
     assert drain is not None
     assert (
         int(parsed["Service"]["TimeoutStopSec"]) > int(drain[1]) + 10
-    )  # or systemd would kill it in the middle of its drain
+    )  # otherwise systemd would kill it during its drain
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not here")
     done = subprocess.run(
@@ -292,7 +293,7 @@ def test_the_systemd_unit_is_sound() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_serving_md_names_real_routes(tmp_path: Path) -> None:
+def test_serving_md_names_existing_routes(tmp_path: Path) -> None:
     from verbatim.server.app import ROUTES
 
     text = (ROOT / "docs" / "serving.md").read_text()

@@ -1,4 +1,5 @@
-"""The engine's side of the wire: a OutputSink that carries a step's news in one call, and the places of the engine's threads."""
+"""The engine process: an OutputSink gets the outputs of a step in one call, and the step threads
+are pinned to cores."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, VerbatimError
 from verbatim.base.records import Completion, Delta
 from verbatim.engine.async_stream import OutputSink
-from verbatim.server.process.cpu_affinity import pin_threads, native_threads
+from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.testing import FakeBackend, fake_parts
 
 PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
@@ -37,7 +38,7 @@ class GatedBackend(FakeBackend):
         return super().execute(plan)
 
 
-def test_a_feed_brings_each_request_its_deltas_in_order_and_one_end() -> None:
+def test_a_sink_gets_deltas_in_order_and_one_end_per_request() -> None:
     names = [f"r{i}" for i in range(9)]
     news: dict[str, list[Any]] = defaultdict(list)
 
@@ -67,7 +68,7 @@ def test_a_feed_brings_each_request_its_deltas_in_order_and_one_end() -> None:
             assert "".join(d.text for d in deltas) == last.text == alone.text
 
 
-def test_the_news_of_one_step_come_in_one_call() -> None:
+def test_the_outputs_of_one_step_arrive_in_one_call() -> None:
     async def main() -> list[int]:
         calls: list[int] = []
         backend = GatedBackend()
@@ -79,16 +80,16 @@ def test_the_news_of_one_step_come_in_one_call() -> None:
                 )
             backend.gate.set()
 
-            async def all_told() -> bool:
-                return sum(calls) >= 9 * 4  # three deltas and an end each
+            async def all_received() -> bool:
+                return sum(calls) >= 9 * 4  # three deltas and one end each
 
-            await eventually_async(all_told, "news are missing")
+            await eventually_async(all_received, "outputs are missing")
         return calls
 
-    assert len(asyncio.run(main())) <= 5  # the first may have started before the others came
+    assert len(asyncio.run(main())) <= 5  # the first may start before the others arrive
 
 
-def test_a_feed_tells_of_an_engine_that_died() -> None:
+def test_a_sink_gets_an_error_when_the_engine_dies() -> None:
     async def main() -> list[tuple[str, Any]]:
         found: asyncio.Future[list[tuple[str, Any]]] = asyncio.get_running_loop().create_future()
         backend = GatedBackend()
@@ -106,7 +107,7 @@ def test_a_feed_tells_of_an_engine_that_died() -> None:
     assert isinstance(error, BackendError)
 
 
-def test_a_refused_request_never_reaches_the_feed() -> None:
+def test_a_rejected_request_never_reaches_the_sink() -> None:
     async def main() -> None:
         async with AsyncEngine.from_parts(fake_parts(), kv_blocks=64) as engine:
             over, names = asyncio.Event(), set()
@@ -121,23 +122,23 @@ def test_a_refused_request_never_reaches_the_feed() -> None:
                 await engine.submit_to(feed, "refused", [10**6], PARAMS)
             await engine.submit_to(
                 feed, "next", "x", PARAMS
-            )  # its news would come after any of the refused request
+            )  # its outputs would come after those of the rejected request
             await asyncio.wait_for(over.wait(), HANG_SECONDS)
             assert names == {"next"}
 
     asyncio.run(main())
 
 
-# ------------------------------------------------------------------------------------------------------------ the places
+# ------------------------------------------------------------------------------------ CPU affinity
 
 
 def allowed(pid: int) -> list[str]:
-    """The processors of each thread."""
+    """The allowed cores of each thread."""
     out = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(
             FileNotFoundError, ProcessLookupError
-        ):  # a thread may end meanwhile
+        ):  # a thread may end in the meantime
             rows = (task / "status").read_text().splitlines()
             out.append(next(row for row in rows if row.startswith("Cpus_allowed_list")).split()[1])
     return out
@@ -146,18 +147,19 @@ def allowed(pid: int) -> list[str]:
 @pytest.mark.server
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no affinity to look at")
-def test_each_thread_of_a_step_has_a_processor_of_its_own(real: Any) -> None:
-    """Where there are as many as processors (the default, on processors without hyperthreads); otherwise the kernel decides."""
+def test_each_step_thread_is_pinned_to_a_core_of_its_own(real: Any) -> None:
+    """If there are as many threads as cores (the default without hyperthreading); otherwise the
+    kernel places them."""
     processors = sorted(os.sched_getaffinity(0))
-    placed = len(processors) > 1 and "pinned to a core of its own" in real.said()
+    placed = len(processors) > 1 and "pinned to a core of its own" in real.log_text()
     single = sorted(int(p) for p in allowed(real.engine_pid()) if p.isdigit())
-    if len(processors) == 1:  # each thread has this one, and none was placed
-        assert "pinned to a core of its own" not in real.said()
+    if len(processors) == 1:  # one core: nothing is pinned
+        assert "pinned to a core of its own" not in real.log_text()
     else:
         assert single == (processors if placed else [])
 
 
-def test_a_team_that_leaves_a_processor_free_is_left_to_the_kernel() -> None:
+def test_threads_are_not_pinned_if_a_core_is_free() -> None:
     async def main() -> None:
         before = native_threads()
         async with AsyncEngine.from_parts(fake_parts(), kv_blocks=64) as engine:

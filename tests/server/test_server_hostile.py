@@ -1,6 +1,8 @@
-"""The hostile table: every field against values it must refuse; malformed bodies; giant headers; deep nesting.
+"""Hostile requests: every field against values it must reject; malformed bodies; oversized headers;
+deep nesting.
 
-Every bad request is answered 4xx and names its field, none 5xx, no process dies, and a probe keeps its exact answer throughout.
+Every bad request gets a 4xx that names its field, never a 5xx; no process dies; and a probe request
+keeps its exact answer.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ BASE: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "m", "prompt": "x", "stream": False, "options": {"num_predict": 2}},
     "/api/show": {"model": "m"},
 }
-# 24 values, as JSON text: Python's json would not even write some of them
+# 24 values as JSON text: Python's json cannot write some of them
 NUMBERS = [
-    "-1", "0", "1", "2", "-0.0", "0.5", "1.5", "-1e-9", "1e308", "-1e308", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "true", "false",
+    "-1", "0", "1", "2", "-0.0", "0.5", "1.5", "-1e-9", "1e308", "-1e308", "1e999", "-1e999",
+    "NaN", "Infinity", "-Infinity", "true", "false",
     '"1"', '""', "[]", "{}", "[1]", "9223372036854775808", "1" + "0" * 400,
 ]  # fmt: skip
 IDS = [
@@ -63,12 +66,12 @@ IDS = [
     "true",
     "null",
     "1" + "0" * 50,
-]  # the fake model knows 0 to 259
+]  # the fake model's ids are 0 to 259
 
 
 @pytest.fixture(scope="module")
 def probe(fake: Any) -> Iterator[Any]:
-    """One request whose answer must be the same before, among and after everything."""
+    """A request whose answer must stay the same throughout."""
     first = fake.complete("probe", max_tokens=16, seed=99)["choices"]
     yield lambda: fake.complete("probe", max_tokens=16, seed=99)["choices"] == first
     assert fake.complete("probe", max_tokens=16, seed=99)["choices"] == first
@@ -77,7 +80,7 @@ def probe(fake: Any) -> Iterator[Any]:
 
 @functools.cache
 def stored(fake: Any) -> str:
-    """The id of a completion that was kept."""
+    """The id of a stored completion."""
     return str(
         fake.post("/v1/chat/completions", {**BASE["/v1/chat/completions"], "store": True}).json()[
             "id"
@@ -94,13 +97,13 @@ def send(fake: Any, path: str, body: str | bytes, **headers: str) -> tuple[int, 
 
 
 def words(path: str, error: dict[str, Any]) -> tuple[str, str]:
-    """(param, message) in whichever shape the protocol has."""
+    """(param, message) from the error format of the route's protocol."""
     inner = error["error"]
     return ("", inner) if isinstance(inner, str) else (inner["param"] or "", inner["message"])
 
 
 def with_field(path: str, name: str, value: str) -> str:
-    """The base body with one field replaced by a piece of JSON text."""
+    """The base body with one field replaced by raw JSON text."""
     body = {k: v for k, v in BASE[path].items() if k != name}
     if name == "max_completion_tokens":
         body.pop("max_tokens")
@@ -128,7 +131,8 @@ def test_the_table_covers_the_numeric_fields() -> None:
 
 @pytest.mark.parametrize(("path", "name"), numeric_fields())
 def test_every_numeric_field_against_24_values(fake: Any, probe: Any, path: str, name: str) -> None:
-    """A value is honoured (200) or refused by name (4xx): nothing in between, never 5xx. What is no number at all is always refused."""
+    """A value is accepted (200) or rejected by name (4xx), never 5xx. A value that is no number is
+    always rejected."""
     for value in NUMBERS:
         status, answer = send(fake, path, with_field(path, name, value))
         assert status in (200, 400, 413), (value, status, answer)
@@ -213,7 +217,7 @@ def test_malformed_bodies(fake: Any, probe: Any, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", list(BASE))
-def test_unknown_refused_missing_and_null_fields(fake: Any, path: str) -> None:
+def test_unknown_unsupported_missing_and_null_fields(fake: Any, path: str) -> None:
     for name in ("nope", "__class__", "Temperature", "x" * 5000, "", "\u0000"):
         status, answer = send(fake, path, json.dumps({**BASE[path], name: 1}))
         assert status == 400
@@ -232,10 +236,11 @@ def test_unknown_refused_missing_and_null_fields(fake: Any, path: str) -> None:
     assert status == 200, answer
 
 
-def test_a_body_of_a_million_small_values_holds_nobody_up(
+def test_a_body_of_a_million_small_values_does_not_block_the_server(
     fake: Any, probe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parsing it would take the HTTP process seconds; it is refused by a count of its separators, and never parsed."""
+    """Parsing it would take the HTTP process seconds; counting its separators rejects it without
+    parsing."""
     values = {
         "prompt": b"[" + b"1," * 2_000_000 + b"1]",
         "logit_bias": b"{" + b",".join(b'"%d":1' % i for i in range(400_000)) + b"}",
@@ -253,7 +258,7 @@ def test_a_body_of_a_million_small_values_holds_nobody_up(
     assert (status, answer["error"]["code"]) == (
         400,
         "context_length_exceeded",
-    ) or status == 200  # text is one value
+    ) or status == 200  # a string is one value
     assert probe()
 
 
@@ -273,7 +278,7 @@ def count_values(value: Any) -> int:
 
 
 @given(json_values, st.booleans())
-def test_values_are_counted_as_if_they_were_read(value: Any, spaced: bool) -> None:
+def test_values_are_counted_without_parsing(value: Any, spaced: bool) -> None:
     raw = json.dumps(value, separators=None if spaced else (",", ":")).encode()
     found = count_values(value)
     assert not too_many_values(raw, found)
@@ -283,8 +288,10 @@ def test_values_are_counted_as_if_they_were_read(value: Any, spaced: bool) -> No
 @pytest.mark.parametrize(
     "value", ["(a{1,9999}){1,9999}", "(a|aa)*b", "(x+x+)+y", "[\\s\\S]{0,5000}"]
 )
-def test_an_exponential_regex_costs_nobody_anything(fake: Any, probe: Any, value: str) -> None:
-    """Refused, or served within the request's own share: a neighbour's answer comes, and is the same."""
+def test_an_exponential_regex_does_not_slow_other_requests(
+    fake: Any, probe: Any, value: str
+) -> None:
+    """Rejected, or served without delaying others: a concurrent request gets its usual answer."""
     status, answer = send(
         fake, "/v1/completions", json.dumps({**BASE["/v1/completions"], "regex": value})
     )
@@ -311,7 +318,7 @@ def test_an_exponential_regex_costs_nobody_anything(fake: Any, probe: Any, value
         ("GET", "/api/tags?%00=%ff", "\u0000"),
     ],
 )
-def test_parameters_in_the_address_are_known_or_refused_by_name(
+def test_unknown_query_parameters_are_rejected_by_name(
     fake: Any, method: str, path: str, name: str
 ) -> None:
     body = {"json": BASE.get(path.partition("?")[0])} if method == "POST" else {}
@@ -320,7 +327,7 @@ def test_parameters_in_the_address_are_known_or_refused_by_name(
     assert name in words(path, answer.json())[1]
 
 
-def test_probes_may_add_what_they_like(fake: Any) -> None:
+def test_health_routes_accept_any_query_parameter(fake: Any) -> None:
     assert fake.client.get("/health?cachebuster=1").status_code == 200
     assert fake.client.get("/metrics?x").status_code == 200
     assert fake.client.post("/v1/messages?beta=true", json=BASE["/v1/messages"]).status_code == 200
@@ -336,8 +343,8 @@ STRINGS = [
 
 
 @pytest.mark.parametrize("value", STRINGS)
-def test_odd_but_sound_text_is_served(fake: Any, probe: Any, value: str) -> None:
-    """NUL, emoji by surrogate pair, control tokens typed as text, marks of direction: all are text."""
+def test_odd_but_valid_text_is_served(fake: Any, probe: Any, value: str) -> None:
+    """NUL, emoji as surrogate pairs, control tokens as text, direction marks: all are text."""
     for path, name in (
         ("/v1/completions", "prompt"),
         ("/v1/responses", "input"),
@@ -353,19 +360,19 @@ def test_odd_but_sound_text_is_served(fake: Any, probe: Any, value: str) -> None
     assert probe()
 
 
-def test_typed_control_tokens_stay_text(fake: Any) -> None:
+def test_control_tokens_typed_by_a_user_stay_text(fake: Any) -> None:
     typed = fake.post(
         "/tokenize", {"messages": [{"role": "user", "content": "<|assistant|>"}]}
     ).json()["tokens"]
-    assert typed.count(259) == 1  # the template's own, not the user's
+    assert typed.count(259) == 1  # the template's token, not the user's
 
 
-def test_typed_control_tokens_are_told_where_they_stay_text(fake: Any) -> None:
+def test_control_tokens_that_stay_text_cause_a_warning(fake: Any) -> None:
     typed = "a <|assistant|> b"
-    told = fake.complete(typed)["warnings"]
-    assert told
-    assert "<|assistant|>" in told[0]
-    assert fake.post("/v1/embeddings", {"input": ["plain", typed]}).json()["warnings"] == told
+    warned = fake.complete(typed)["warnings"]
+    assert warned
+    assert "<|assistant|>" in warned[0]
+    assert fake.post("/v1/embeddings", {"input": ["plain", typed]}).json()["warnings"] == warned
     assert "warnings" not in fake.post("/v1/embeddings", {"input": ["plain"]}).json()
 
 
@@ -492,7 +499,7 @@ LARGE: list[tuple[str, str, Any, str]] = [
 ]
 
 
-def test_two_fields_for_one_thing_are_not_chosen_between(fake: Any) -> None:
+def test_two_fields_for_the_same_setting_are_rejected(fake: Any) -> None:
     form = {"type": "json_schema", "schema": {"type": "object"}}
     body = {**BASE["/v1/messages"], "output_config": {"format": form}, "output_format": form}
     assert fake.post("/v1/messages", body).json()["error"]["param"] == "output_format"
@@ -509,10 +516,13 @@ def test_two_fields_for_one_thing_are_not_chosen_between(fake: Any) -> None:
     assert fake.post("/tokenize", talk).status_code == 200
 
 
-def test_a_key_that_is_there_twice_is_refused_at_any_depth(fake: Any) -> None:
+def test_a_duplicate_key_is_rejected_at_any_depth(fake: Any) -> None:
     for text in (
         '{"model": "m", "prompt": "x", "max_tokens": 1, "max_tokens": 2}',
-        '{"model": "m", "prompt": "x", "json_schema": {"properties": {"a": {"type": "null", "type": "string"}}}}',
+        (
+            '{"model": "m", "prompt": "x", "json_schema": {"properties": {"a": {"type": "null", '
+            '"type": "string"}}}}'
+        ),
         '{"model": "m", "prompt": "x", "logit_bias": {"65": 1, "65": 2}}',
         '{"model": "m", "prompt": "x", "logit_bias": {"65": 1, "065": 2}}',
         '{"model": "m", "prompt": "x", "unknown": [[{"a": 1, "\\u0061": 2}]]}',
@@ -528,7 +538,7 @@ def test_a_key_that_is_there_twice_is_refused_at_any_depth(fake: Any) -> None:
     LARGE,
     ids=[f"{p}-{n}-{i}" for i, (p, n, _, _) in enumerate(LARGE)],
 )
-def test_requests_that_could_hurt_others_are_refused_by_name(
+def test_hostile_field_values_are_rejected_by_name(
     fake: Any, probe: Any, path: str, name: str, value: Any, param: str
 ) -> None:
     status, answer = send(fake, path, json.dumps({**BASE[path], name: value}))
@@ -546,7 +556,7 @@ def test_requests_that_could_hurt_others_are_refused_by_name(
         ({"allowed_token_ids": [257], "min_tokens": 3}, "allowed_token_ids"),
     ],
 )
-def test_nothing_left_to_draw_is_the_requests_mistake(
+def test_masking_every_token_is_a_client_error(
     fake: Any, probe: Any, extra: dict[str, Any], param: str
 ) -> None:
     body = {**BASE["/v1/completions"], "max_tokens": 5, **extra}
@@ -561,8 +571,9 @@ def test_nothing_left_to_draw_is_the_requests_mistake(
     assert probe()
 
 
-def test_a_field_at_fault_has_the_clients_own_name_even_at_the_end(fake: Any) -> None:
-    """A schema that one banned byte makes impossible, on each route that has a word of its own for it."""
+def test_an_error_at_the_end_names_the_field_of_the_clients_protocol(fake: Any) -> None:
+    """A schema that a banned byte makes impossible, on each route with its own field name for
+    it."""
     only_b = {
         "type": "object",
         "properties": {"b": {"const": 1}},
@@ -582,10 +593,9 @@ def test_a_field_at_fault_has_the_clients_own_name_even_at_the_end(fake: Any) ->
     assert error == answer["error"]
 
 
-def test_a_prompt_that_is_too_long_has_the_clients_own_name(fake: Any) -> None:
-    long = (
-        "x" * 4090
-    )  # with the template's words around it more than the context, and not so much that it is refused unread
+def test_a_prompt_that_is_too_long_names_the_field_of_the_clients_protocol(fake: Any) -> None:
+    # Above the context with the template around it, below the length check before tokenisation.
+    long = "x" * 4090
     for path, name, value in (
         ("/v1/completions", "prompt", long + "x" * 10),
         ("/v1/chat/completions", "messages", [{"role": "user", "content": long}]),
@@ -664,8 +674,8 @@ REFUSED_LATE: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("wait", ["9", "0.0001"], ids=["at once", "after a keep-alive"])
-def test_a_refusal_by_the_engine_has_the_clients_own_name(wait: str) -> None:
-    """Even where it comes after the head of the answer, as an event."""
+def test_an_engine_error_names_the_field_of_the_clients_protocol(wait: str) -> None:
+    """Also when the error comes after the response head, as an event."""
     live = Live("--keepalive-seconds", wait).wait_ready()
     try:
         for path, body, name in REFUSED_LATE:
@@ -680,11 +690,10 @@ def test_a_refusal_by_the_engine_has_the_clients_own_name(wait: str) -> None:
                     if '"error":' in line
                 ]
                 error = next(
-                    told for told in (json.loads(line).get("error") for line in lines) if told
+                    found for found in (json.loads(line).get("error") for line in lines) if found
                 )
-                if isinstance(
-                    error, str
-                ):  # Ollama's have only words, and those of a length that does not fit name no field
+                # Ollama's errors have only a message, and that of a context error names no field.
+                if isinstance(error, str):
                     assert error.startswith(f"{name}: ") or "of a context of" in error
                 else:
                     assert error["param"] == name, (path, body)
@@ -700,7 +709,7 @@ def test_a_refusal_by_the_engine_has_the_clients_own_name(wait: str) -> None:
     "path",
     ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/api/chat"],
 )
-def test_every_route_with_messages_bounds_their_number_and_length(fake: Any, path: str) -> None:
+def test_every_route_with_messages_limits_their_number_and_length(fake: Any, path: str) -> None:
     most = {"max_tokens": 4} if path == "/v1/messages" else {}
     for messages, code in (
         (SAID * 5000, "invalid_parameter"),
@@ -715,7 +724,7 @@ def test_every_route_with_messages_bounds_their_number_and_length(fake: Any, pat
             assert (error["code"], error["param"]) == (code, "messages")
 
 
-def test_counting_the_tokens_of_a_response_has_its_limits_too(fake: Any) -> None:
+def test_input_tokens_applies_the_limits(fake: Any) -> None:
     path = "/v1/responses/input_tokens"
     tool = {"type": "function", "name": "f", "parameters": {}}
     for body, param in (
@@ -739,9 +748,12 @@ def raw(fake: Any, data: bytes) -> bytes:
         return out
 
 
-def test_giant_and_broken_heads(fake: Any, probe: Any) -> None:
+def test_oversized_and_malformed_heads(fake: Any, probe: Any) -> None:
     body = json.dumps(BASE["/v1/completions"]).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nConnection: close\r\n"
+    )
     assert b" 431 " in raw(fake, head + b"X: " + b"a" * 100_000 + b"\r\n\r\n")
     assert b" 431 " in raw(
         fake, head + b"".join(b"X%d: y\r\n" % i for i in range(20_000)) + b"\r\n"
@@ -777,7 +789,7 @@ def test_giant_and_broken_heads(fake: Any, probe: Any) -> None:
     assert probe()
 
 
-def test_method_and_path_confusion(fake: Any) -> None:
+def test_wrong_methods_and_paths(fake: Any) -> None:
     for method, path in (
         ("GET", "/v1/completions"),
         ("DELETE", "/v1/models/m"),
@@ -811,10 +823,10 @@ def test_method_and_path_confusion(fake: Any) -> None:
         (
             '{"model": "m", "prompt": "x", "seed": NaN',
             None,
-        ),  # the rest is no JSON: no fields to name
+        ),  # not JSON: there is no field to name
     ],
 )
-def test_a_value_that_json_does_not_have_is_named(fake: Any, body: str, param: str | None) -> None:
+def test_a_value_that_is_not_json_is_named(fake: Any, body: str, param: str | None) -> None:
     answer = fake.client.post(
         "/v1/completions", content=body, headers={"content-type": "application/json"}
     )
@@ -823,8 +835,9 @@ def test_a_value_that_json_does_not_have_is_named(fake: Any, body: str, param: s
     assert param is None or error["message"].startswith(param + ": ")
 
 
-def test_a_field_that_is_missing_inside_a_text_block_is_named() -> None:
-    """A text block has a field with the name of its type; the way to the complaint once led into that text."""
+def test_a_missing_field_of_a_text_block_is_named() -> None:
+    """A text block has a field named like its type; the path of the error once led into that
+    text."""
     block = {"type": "text", "text": "x", "cache_control": {"ttl": "5m"}}
     messages = [{"role": "user", "content": [block]}]
     with pytest.raises(Problem) as caught:

@@ -159,7 +159,7 @@ WRONG: list[tuple[list[Any], str]] = [
 
 @pytest.mark.parametrize(("row", "why"), WRONG)
 def test_an_ill_typed_message_is_rejected(row: list[Any], why: str) -> None:
-    for _ in range(2):  # the second time too: what passed is remembered, what failed is not
+    for _ in range(2):  # twice: types that passed are cached, types that failed are not
         with pytest.raises(WireError, match=why):
             decode_from_engine(msgpack.packb(row))
 
@@ -167,7 +167,7 @@ def test_an_ill_typed_message_is_rejected(row: list[Any], why: str) -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"\xc1", b"\x92\x01", b"\x90", b"\x80", b"\x93\x01\x02\x03", b"\x91\xa1\xff"]
 )
-def test_what_is_no_message_is_rejected(body: bytes) -> None:
+def test_bytes_that_are_no_message_are_rejected(body: bytes) -> None:
     with pytest.raises(WireError):
         decode_from_engine(body)
 
@@ -195,13 +195,13 @@ def test_a_frame_is_read_whole_or_not_at_all() -> None:
     asyncio.run(main())
 
 
-def test_a_refusal_keeps_every_field_of_its_problem() -> None:
+def test_refused_keeps_every_field_of_its_problem() -> None:
     problem = Problem("overloaded", "the queue is full", "n", 1.5)
     back = Refused.of("r", problem).problem()
     assert vars(back) == vars(problem)
 
 
-def test_a_stop_says_whether_a_stop_string_matched() -> None:
+def test_wire_finish_records_whether_a_stop_string_matched() -> None:
     params = SamplingParams(stop=["</s>", "json_schema"], json_schema=True)
     assert wire_finish(Finish("stop", "</s>"), params, stopped_by_token=False).stop_string
     assert not wire_finish(Finish("stop", "</s>"), params, stopped_by_token=True).stop_string

@@ -1,4 +1,4 @@
-"""GET /metrics: the HTTP process's numbers before those of the engine, as Prometheus reads them."""
+"""GET /metrics: the metrics of the HTTP process, then those of the engine, in Prometheus format."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def scrape(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_requests_that_do_not_run_wait() -> None:
-    """Three requests are open. The engine says that one runs; the others wait, in its queue or before it."""
+async def test_open_requests_that_do_not_run_count_as_waiting() -> None:
+    """Three requests are open. The engine reports one as running; the others wait."""
     metrics, ledger = Metrics(), Ledger()
     for name in "abcd":
         ledger.open(name)
@@ -54,11 +54,11 @@ async def test_requests_that_do_not_run_wait() -> None:
     assert found[("verbatim_x",)] == 1
     ledger.close("a", "stop")
     ledger.close("b", "stop")
-    ledger.close("c", "stop")  # the heartbeat that says so has not come yet
+    ledger.close("c", "stop")  # before the next heartbeat
     assert scrape(metrics.text(cast(Supervisor, engine), 5))[("verbatim_requests_waiting",)] == 0
 
 
-def test_a_real_scrape(fake: Live) -> None:
+def test_metrics_of_a_live_server_parse(fake: Live) -> None:
     answer = fake.client.get("/metrics")
     while "verbatim_steps_total" not in answer.text:  # the engine's first heartbeat
         answer = fake.client.get("/metrics")

@@ -1,4 +1,5 @@
-"""A sampling parameter is declared once, in base.params: its range is the same wherever it is read."""
+"""A sampling parameter is declared once, in base.params: its range is the same in every
+protocol."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_the_server_has_the_range_of_the_library(name: str) -> None:
 
 
 def rule_only(name: str, value: Any) -> None:
-    """A parameter's own rule; those between parameters (best_of and n) raise for another reason."""
+    """Check a parameter's own rule only, not those between parameters (best_of and n)."""
     try:
         SamplingParams(**{name: value})
     except ParameterError as error:
@@ -74,8 +75,8 @@ def test_the_table_is_made_from_the_dataclass() -> None:
         assert FIELDS[f.name].optional == str(f.type).endswith("| None"), f.name
 
 
-def test_no_list_of_the_structures_is_written_again() -> None:
-    """STRUCTURE in base.params is the one list of the parameters that constrain by grammar."""
+def test_the_list_of_grammar_parameters_exists_once() -> None:
+    """STRUCTURE in base.params is the only list of the grammar parameters."""
     found = []
     for path in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,6 +1,8 @@
-"""Random requests of many fields at once: streamed is whole, a refusal names its field, and nothing is a 5xx. The seeds are fixed.
+"""Random requests with many fields: the streamed answer equals the whole one, an error names its
+field, and there is no 5xx. The seeds are fixed.
 
-The tables of test_server_hostile.py try one field at a time; what this has found was in pairs of them (tools and explain, for one).
+test_server_hostile.py tries one field at a time; the bugs found here were in pairs of fields (such
+as tools and explain).
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from live_server import tell
+from live_server import report
 
 pytestmark = pytest.mark.server
 
@@ -41,16 +43,20 @@ ARGUMENTS = [
     "9" * 30,
     "",
 ]
-# every field is sound by itself; together they may contradict each other
+# every value is valid by itself; together they may contradict each other
 FIELDS: dict[str, Any] = {
-    "n": 2, "explain": 2, "receipt": True, "explain_rows": True, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "typical_p": 0.5, "top_n_sigma": 1.5,
-    "best_of": 3, "num_beams": 3, "num_return_sequences": 2, "num_beam_groups": 3, "diversity_penalty": 1.0, "length_penalty": 2.0,
-    "early_stopping": True, "regex": "[ab]{3,9}", "choice": ["é😀", "abc", "ab"], "grammar": 'start: "a"+',
-    "json_schema": {"type": "object", "properties": {"a": {"type": "integer"}}}, "stop": ["a", "bc"], "stop_token_ids": [98],
-    "logit_bias": {"65": 5, "97": 8, "98": 7}, "banned_token_ids": [1, 2], "allowed_token_ids": [65, 66, 97, 98, 195, 169, 257],
-    "speculate": "ngram", "on_loop": "stop", "xtc_probability": 0.5, "dry_multiplier": 1.0, "no_repeat_ngram": 2, "min_tokens": 2,
-    "ignore_eos": True, "temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 1, "presence_penalty": -1, "include_stop": True,
-    "skip_special": False, "logprobs_mode": "processed", "cache_salt": "s", "priority": 3, "max_tokens": 40,
+    "n": 2, "explain": 2, "receipt": True, "explain_rows": True, "top_k": 5, "top_p": 0.9,
+    "min_p": 0.1, "typical_p": 0.5, "top_n_sigma": 1.5, "best_of": 3, "num_beams": 3,
+    "num_return_sequences": 2, "num_beam_groups": 3, "diversity_penalty": 1.0,
+    "length_penalty": 2.0, "early_stopping": True, "regex": "[ab]{3,9}", "choice": ["é😀", "abc",
+    "ab"], "grammar": 'start: "a"+', "json_schema": {"type": "object", "properties": {"a": {"type":
+    "integer"}}}, "stop": ["a", "bc"], "stop_token_ids": [98], "logit_bias": {"65": 5, "97": 8,
+    "98": 7}, "banned_token_ids": [1, 2], "allowed_token_ids": [65, 66, 97, 98, 195, 169, 257],
+    "speculate": "ngram", "on_loop": "stop", "xtc_probability": 0.5, "dry_multiplier": 1.0,
+    "no_repeat_ngram": 2, "min_tokens": 2, "ignore_eos": True, "temperature": 0,
+    "repetition_penalty": 1.3, "frequency_penalty": 1, "presence_penalty": -1,
+    "include_stop": True, "skip_special": False, "logprobs_mode": "processed", "cache_salt": "s",
+    "priority": 3, "max_tokens": 40,
 }  # fmt: skip
 
 
@@ -99,16 +105,16 @@ def request_of(dice: random.Random) -> tuple[str, dict[str, Any]]:
 def check_choice(
     path: str, body: dict[str, Any], choice: dict[str, Any], chunks: list[dict[str, Any]]
 ) -> None:
-    """One choice of the whole answer, and the chunks of the same one streamed."""
+    """Compare one choice of the whole answer with its streamed chunks."""
 
-    def told(name: str) -> list[Any]:
+    def streamed_values(name: str) -> list[Any]:
         return [item for chunk in chunks if chunk["logprobs"] for item in chunk["logprobs"][name]]
 
     if path == "/v1/completions":
         assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
-        if choice["logprobs"] and "echo" not in body:  # which is not streamed with them
+        if choice["logprobs"] and "echo" not in body:  # echo is not streamed with logprobs
             for name in ("tokens", "token_logprobs", "text_offset"):
-                assert told(name) == choice["logprobs"][name]
+                assert streamed_values(name) == choice["logprobs"][name]
     else:
         calls = [
             call["function"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())
@@ -116,7 +122,7 @@ def check_choice(
         assert calls == [call["function"] for call in choice["message"].get("tool_calls", ())]
         text = "".join(chunk["delta"].get("content") or "" for chunk in chunks)
         assert text == (choice["message"]["content"] or "") or (calls and not text.strip())
-        assert not choice["logprobs"] or told("content") == choice["logprobs"]["content"]
+        assert not choice["logprobs"] or streamed_values("content") == choice["logprobs"]["content"]
     assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == [
         choice["finish_reason"]
     ]
@@ -145,10 +151,10 @@ def try_one(fake: Any, path: str, body: dict[str, Any]) -> tuple[int, int]:
                 choice,
                 [c for e in events for c in e["choices"] if c["index"] == choice["index"]],
             )
-    elif streamed.status_code == 200:  # refused while it ran
+    elif streamed.status_code == 200:  # failed while it ran
         assert '"error"' in streamed.text
     elif whole.status_code == 200:
-        assert streamed.json()["error"]["param"] in ("best_of", "echo")  # not offered in a stream
+        assert streamed.json()["error"]["param"] in ("best_of", "echo")  # not supported in a stream
     return whole.status_code, streamed.status_code
 
 
@@ -176,4 +182,4 @@ def test_random_requests(fake: Any, seed: int) -> None:
 @pytest.mark.soak
 def test_thousands_of_random_requests(fake: Any) -> None:
     found = try_many(fake, 1000, 3000)
-    tell(f"{found.total()} random requests, whole and streamed; {dict(found)}")
+    report(f"{found.total()} random requests, whole and streamed; {dict(found)}")

@@ -1,4 +1,5 @@
-"""Load it, cut it, kill it: nothing is lost or leaked. Sizes here fit two busy cores; the soak versions are the issue's own."""
+"""Load, disconnects, engine crashes, drain and timeouts: no request is lost and nothing leaks.
+Sizes fit two busy cores; the soak tests are larger."""
 
 from __future__ import annotations
 
@@ -20,7 +21,17 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from live_server import NEVER, Gate, Live, check_ledger, check_log, has_ended, resident, tell, told
+from live_server import (
+    NEVER,
+    Gate,
+    Live,
+    check_ledger,
+    check_log,
+    has_ended,
+    report,
+    reported_usage,
+    resident,
+)
 from streams import request_bytes, stream
 
 from eventually import HANG_SECONDS, eventually, eventually_async
@@ -55,7 +66,7 @@ def serve() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def frozen_engine(live: Live) -> Iterator[int]:
-    """The engine process is stopped meanwhile: nothing that it has been asked can end."""
+    """The engine process is stopped (SIGSTOP) in the context: no request can end."""
     engine = live.engine_pid()
     os.kill(engine, signal.SIGSTOP)
     try:
@@ -81,16 +92,16 @@ def inside(pid: int) -> tuple[int, int]:
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
-# ----------------------------------------------------------------------------------------------------------------- load
+# -------------------------------------------------------------------------------------------- load
 
 
 async def many(live: Live, count: int, tokens: int) -> Counter[str]:
-    """The engine is frozen until every stream has its head: they are all open at once, and the pipe between the processes is full.
-    Returns what the clients were told they used."""
+    """The engine is frozen until every stream has its head, so all are open at once and the socket
+    between the processes is full. Returns the usage reported to clients."""
     opened, all_open = 0, asyncio.Event()
     gate = asyncio.Semaphore(
         1000
-    )  # on their way to their head; the kernel's queue of 4,096 new connections is not under test
+    )  # waiting for their head; stays below the kernel's backlog of 4,096 connections
 
     def head_came() -> None:
         nonlocal opened
@@ -122,7 +133,7 @@ async def many(live: Live, count: int, tokens: int) -> Counter[str]:
         usage = got.events[-2]["usage"]
         used.update(prompt=usage["prompt_tokens"], output=usage["completion_tokens"])
     assert opened == count
-    assert len(texts) == 7  # the same request, the same answer, however many others there were
+    assert len(texts) == 7  # the same request gives the same answer at any load
     return used
 
 
@@ -130,7 +141,7 @@ def check_many(serve: Any, count: int) -> None:
     room = ("--max-queue", str(2 * count), "--max-waiting", str(2 * count))
     live = serve(*room, "--keepalive-seconds", "0.4", "--engine-silence-seconds", "600")
     used = uvloop.run(many(live, count, 12))
-    tell(f"{count} streams open at once, none dropped")
+    report(f"{count} streams open at once, none dropped")
     numbers = live.wait_at_rest()
     check_ledger(numbers)
     assert {kind: numbers[f"verbatim_{kind}_tokens_total"] for kind in used} == used
@@ -148,11 +159,11 @@ def test_ten_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
     check_many(serve, 10_000)
 
 
-def test_beyond_the_queue_429_with_retry_after_and_the_accepted_are_served(serve: Any) -> None:
+def test_a_full_queue_answers_429_with_retry_after_and_serves_the_admitted(serve: Any) -> None:
     live = serve("--max-queue", "8", "--max-per-key", "0")
 
     async def flood() -> list[Any]:
-        with frozen_engine(live):  # so that none of the first 8 makes room for another
+        with frozen_engine(live):  # so that none of the first 8 ends
             asked = [
                 asyncio.create_task(stream(live.port, "/v1/completions", completion(40)))
                 for _ in range(80)
@@ -171,7 +182,7 @@ def test_beyond_the_queue_429_with_retry_after_and_the_accepted_are_served(serve
     check_ledger(live.wait_at_rest())
 
 
-def test_one_key_cannot_take_all_the_room(serve: Any, tmp_path: Path) -> None:
+def test_max_per_key_leaves_capacity_for_other_keys(serve: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("first-key-1\nsecond-key-2\n")
     live = serve("--max-per-key", "4", "--api-key-file", str(tmp_path / "keys"))
     live.client.headers["authorization"] = "Bearer second-key-2"
@@ -197,11 +208,12 @@ def test_one_key_cannot_take_all_the_room(serve: Any, tmp_path: Path) -> None:
     assert sum(g.finished for g in greedy) == 4
 
 
-# --------------------------------------------------------------------------------------------------------- disconnects
+# ------------------------------------------------------------------------------------- disconnects
 
 
 async def storm(port: int, count: int, seed: int) -> int:
-    """Clients that leave: before the answer, after some events, in a whole answer, or never. Returns how many left."""
+    """Clients that disconnect before the answer, after some events, in a whole answer, or never.
+    Returns the number of disconnects."""
     rng = random.Random(seed)
     left = 0
     gate = asyncio.Semaphore(64)
@@ -252,9 +264,9 @@ TASKS = ("verbatim_http_tasks", "verbatim_engine_tasks")
 
 
 def check_disconnects(live: Live, count: int, each: int) -> None:
-    """Storms of `each` clients until `count` have left."""
+    """Storms of `each` clients until `count` have disconnected."""
     pids = (live.process.pid, live.engine_pid())
-    asyncio.run(storm(live.port, each // 4, 0))  # so that pools and caches are what they will be
+    asyncio.run(storm(live.port, each // 4, 0))  # warm up pools and caches
     calm = live.wait_at_rest()
     before, left, seed = [inside(pid) for pid in pids], 0, 0
     while left < count:
@@ -267,7 +279,8 @@ def check_disconnects(live: Live, count: int, each: int) -> None:
     assert [numbers[name] for name in TASKS] == [calm[name] for name in TASKS]
 
     def nothing_left() -> list[tuple[int, int]] | None:
-        """No open file more than before. A thread pool may not have been full then: asyncio's has at most 32 threads."""
+        """No more open files than before. More threads are allowed: asyncio's pool may still grow
+        to 32."""
         after = [inside(pid) for pid in pids]
         leaked = any(
             now[0] > was[0] or now[1] > was[1] + 32 for was, now in zip(before, after, strict=True)
@@ -277,9 +290,10 @@ def check_disconnects(live: Live, count: int, each: int) -> None:
     after = eventually(
         nothing_left, lambda: f"{before} before, {[inside(pid) for pid in pids]} after"
     )
-    tell(
-        f"{left} disconnects, {lines} lines in the log: blocks used {numbers['verbatim_blocks_used']:.0f} of "
-        f"{numbers['verbatim_blocks']:.0f}; (files, threads) of HTTP and engine {before} before, {after} after; "
+    report(
+        f"{left} disconnects, {lines} lines in the log: "
+        f"blocks used {numbers['verbatim_blocks_used']:.0f} of {numbers['verbatim_blocks']:.0f}; "
+        f"(files, threads) of HTTP and engine {before} before, {after} after; "
         f"tasks {[numbers[name] for name in TASKS]}, as before"
     )
 
@@ -308,7 +322,8 @@ def test_a_thousand_disconnects_from_a_model_leak_nothing(serve: Any, default_mo
 
 
 def test_a_disconnect_frees_the_request_at_once_streamed_or_not(serve: Any, tmp_path: Path) -> None:
-    """The engine has steps for two tokens and then for one more: both requests end because their client has left."""
+    """The gate allows steps for two tokens and then one more, so both requests end by the
+    disconnect."""
     gate = Gate(tmp_path / "steps")
     live = serve(engine=f"hash,gate={gate.path}")
 
@@ -333,8 +348,11 @@ def test_a_disconnect_frees_the_request_at_once_streamed_or_not(serve: Any, tmp_
     check_ledger(numbers)
 
 
-def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_path: Path) -> None:
-    """128 embeddings of one key: another key's request comes between them, and none is left once their client is gone."""
+def test_embeddings_are_scheduled_fairly_and_aborted_on_disconnect(
+    serve: Any, tmp_path: Path
+) -> None:
+    """128 embeddings of one key: another key's request runs between them, and all are aborted when
+    their client disconnects."""
     (tmp_path / "keys").write_text("first-key-1\nsecond-key-2\n")
     gate = Gate(tmp_path / "steps")
     live = serve(
@@ -356,7 +374,7 @@ def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_pa
         )
         await until_metric(live, opened, 129)
         await asyncio.to_thread(live.barrier)
-        gate.allow(6)  # of some 32 that the embeddings need
+        gate.allow(6)  # of the 32 or so that the embeddings need
         assert (await asyncio.wait_for(other, HANG_SECONDS)).finished
         writer.transport.abort()
 
@@ -372,7 +390,7 @@ def test_embeddings_wait_their_turn_and_end_with_their_client(serve: Any, tmp_pa
     check_ledger(numbers)
 
 
-def test_embeddings_have_their_time_and_no_more(serve: Any) -> None:
+def test_embeddings_obey_the_request_timeout(serve: Any) -> None:
     live = serve("--request-seconds", "600", clock=True)
     answers: list[Any] = []
 
@@ -400,15 +418,16 @@ def test_embeddings_have_their_time_and_no_more(serve: Any) -> None:
 def test_resident_memory_is_flat_over_fifty_thousand_requests(serve: Any) -> None:
     live = serve(
         "--max-queue", "1000", "--kv-memory", "2M"
-    )  # a cache that is soon full: its table of prefixes grows until then
+    )  # a small KV cache: its prefix table grows until the cache is full
     sizes: list[list[int]] = []
-    for part in range(6):  # the first 10,000 fill what is bounded
+    for part in range(6):  # the first 10,000 fill the bounded tables
         for seed in range(10):
             asyncio.run(storm(live.port, 1000, 1000 * part + seed))
         check_ledger(live.wait_at_rest())
         sizes.append([resident(live.process.pid), resident(live.engine_pid())])
-        tell(
-            f"after {10_000 * (part + 1)} requests HTTP holds {sizes[-1][0] >> 10} KB, the engine {sizes[-1][1] >> 10} KB"
+        report(
+            f"after {10_000 * (part + 1)} requests HTTP holds {sizes[-1][0] >> 10} KB, "
+            f"the engine {sizes[-1][1] >> 10} KB"
         )
     for process in (0, 1):
         grown = max(each[process] for each in sizes[1:]) - sizes[0][process]
@@ -417,7 +436,7 @@ def test_resident_memory_is_flat_over_fifty_thousand_requests(serve: Any) -> Non
     assert live.stop() == 0
 
 
-def test_a_reader_that_does_not_read_is_cut_and_costs_bounded_memory(serve: Any) -> None:
+def test_a_client_that_does_not_read_is_aborted_within_bounded_memory(serve: Any) -> None:
     live = serve("--max-stream-bytes", "200000", "--max-output-tokens", "0", engine="pipeline")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -447,11 +466,11 @@ def test_a_slow_but_steady_reader_gets_everything(serve: Any) -> None:
     assert b"data: [DONE]" in asyncio.run(slowly())
 
 
-# ------------------------------------------------------------------------------------------------------ the engine dies
+# ---------------------------------------------------------------------------------- engine crashes
 
 
-class Pulse:
-    """Asks /health/live all the time, on new connections: whether HTTP was ever down."""
+class LivenessProbe:
+    """Polls /health/live on new connections, to see whether HTTP was ever down."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -476,7 +495,7 @@ class Pulse:
                 self.failed.append(repr(error))
             self.asked += 1
 
-    def __enter__(self) -> Pulse:
+    def __enter__(self) -> LivenessProbe:
         self._thread.start()
         return self
 
@@ -486,7 +505,8 @@ class Pulse:
 
 
 async def kill_under_load(live: Live, after: int) -> list[Any]:
-    """16 streams; the engine is killed when so many of them have begun. Returns what the clients got."""
+    """Run 16 streams and kill the engine when `after` of them have started. Returns their
+    results."""
     heads = 0
 
     def head_came() -> None:
@@ -510,7 +530,7 @@ def kill_engine(live: Live, times: int) -> None:
     rng, first = random.Random(1), live.complete("probe", max_tokens=24)["choices"]
     cut, before = 0, {}
     calm = (inside(live.process.pid), live.wait_at_rest()["verbatim_http_tasks"])
-    with Pulse(live.port) as pulse:
+    with LivenessProbe(live.port) as pulse:
         for _ in range(times):
             for got in asyncio.run(kill_under_load(live, rng.randint(1, 16))):
                 assert got.status in (200, 503)
@@ -518,7 +538,7 @@ def kill_engine(live: Live, times: int) -> None:
                 assert got.status == 503 or got.events[-1] == "[DONE]"
                 assert got.whole
                 cut += got.status == 200
-            before = told(live.metrics())  # nothing has been asked of the next engine yet
+            before = reported_usage(live.metrics())  # before any request to the next engine
             refused = live.post("/v1/completions", {"prompt": "x", "seed": 1})
             assert refused.status_code in (200, 503)
             assert refused.status_code == 200 or "retry-after" in refused.headers
@@ -527,7 +547,7 @@ def kill_engine(live: Live, times: int) -> None:
     assert pulse.failed == []  # HTTP was never down
     assert cut >= times
     numbers = live.wait_at_rest()
-    tell(
+    report(
         f"{times} kills, {cut} streams cut; /health/live asked {pulse.asked} times; ended: "
         + ", ".join(
             f"{k.split(chr(34))[1]} {v:.0f}"
@@ -545,7 +565,7 @@ def kill_engine(live: Live, times: int) -> None:
     assert live.stop() == 0
 
 
-def test_a_killed_engine_costs_an_error_and_comes_back(serve: Any) -> None:
+def test_a_killed_engine_fails_its_requests_and_is_restarted(serve: Any) -> None:
     kill_engine(serve("--backoff-seconds", "0.1", engine="hash,pause=0.01"), 2)
 
 
@@ -578,7 +598,7 @@ def test_an_engine_with_a_model_killed_fifty_times(serve: Any, default_model: Pa
 SILENCE = 60.0  # seconds
 
 
-def test_a_frozen_engine_is_noticed_killed_and_replaced(serve: Any) -> None:
+def test_a_frozen_engine_is_detected_killed_and_replaced(serve: Any) -> None:
     live = serve("--engine-silence-seconds", str(SILENCE), "--backoff-seconds", "1", clock=True)
     frozen, answers = live.engine_pid(), []
 
@@ -603,7 +623,7 @@ def test_a_frozen_engine_is_noticed_killed_and_replaced(serve: Any) -> None:
 
 
 def advance_until(live: Live, seconds: float, condition: Any, what: str, times: int = 100) -> None:
-    """Move the clock again and again, a bounded number of times: a message that was on its way sets some limits back."""
+    """Move the clock repeatedly, at most `times` times: a message in flight may reset a timeout."""
     moves = iter(range(times))
 
     def moved() -> bool:
@@ -616,15 +636,15 @@ def advance_until(live: Live, seconds: float, condition: Any, what: str, times: 
     eventually(moved, what)
 
 
-def test_a_server_that_waits_to_start_its_engine_again_ends_at_once(serve: Any) -> None:
-    """It would wait a thousand seconds, and ends in at most ten on its own clock."""
+def test_a_server_in_restart_backoff_stops_at_once(serve: Any) -> None:
+    """The back-off is 1000 s; the server stops within 10 s of its own clock."""
     live = serve("--backoff-seconds", "1000", "--backoff-limit", "1000", clock=True)
     os.kill(live.engine_pid(), signal.SIGKILL)
-    eventually(lambda: "starting it again in 1000" in live.said(), live.said)
+    eventually(lambda: "starting it again in 1000" in live.log_text(), live.log_text)
     live.process.send_signal(signal.SIGTERM)
     with contextlib.suppress(
         BrokenPipeError, ValueError
-    ):  # it has ended between the question and the command
+    ):  # it ended between the check and the command
         advance_until(
             live, 0.1, lambda: live.process.poll() is not None, "the server waits for its engine"
         )
@@ -638,7 +658,7 @@ def test_no_engine_outlives_a_killed_server(serve: Any) -> None:
     eventually(lambda: has_ended(child), "the engine process is still there")
 
 
-# --------------------------------------------------------------------------------------------------------------- drain
+# ------------------------------------------------------------------------------------------- drain
 
 
 def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> None:
@@ -646,7 +666,7 @@ def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> N
     child = live.engine_pid()
 
     async def draining() -> tuple[list[Any], Any]:
-        with frozen_engine(live):  # none ends before the signal
+        with frozen_engine(live):  # no stream ends before the signal
             running = [
                 asyncio.create_task(stream(live.port, "/v1/completions", completion(60)))
                 for _ in range(200)
@@ -654,7 +674,7 @@ def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> N
             await until_metric(live, "verbatim_http_open_requests", 200)
             os.kill(live.process.pid, signal.SIGTERM)
             await asyncio.to_thread(
-                eventually, lambda: "draining 200 requests" in live.said(), live.said
+                eventually, lambda: "draining 200 requests" in live.log_text(), live.log_text
             )
             late = await stream(live.port, "/v1/completions", completion(5))
         return await asyncio.gather(*running), late
@@ -665,7 +685,7 @@ def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> N
     assert all(
         g.status == 200 and g.finished and g.events[-1] == "[DONE]" and g.whole for g in done
     )
-    assert live.process.wait(HANG_SECONDS) == 0, live.said()
+    assert live.process.wait(HANG_SECONDS) == 0, live.log_text()
     assert has_ended(child)
 
 
@@ -681,7 +701,7 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(serve: Any
             await until_metric(live, "verbatim_http_open_requests", 20)
             os.kill(live.process.pid, signal.SIGTERM)
             await asyncio.to_thread(
-                eventually, lambda: "draining 20 requests" in live.said(), live.said
+                eventually, lambda: "draining 20 requests" in live.log_text(), live.log_text
             )
             live.advance(29.9)
             assert live.metrics()["verbatim_http_open_requests"] == 20
@@ -692,13 +712,13 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(serve: Any
         assert got.errors[0]["code"] == "unavailable"
         assert got.status == 503 or got.events[-1] == "[DONE]"
         assert got.whole
-    assert live.stop() == 0, live.said()
+    assert live.stop() == 0, live.log_text()
 
 
-# ---------------------------------------------------------------------------------------------------------------- time
+# ---------------------------------------------------------------------------------------- timeouts
 
 
-def test_requests_heads_and_silence_have_their_limits(serve: Any) -> None:
+def test_request_head_and_keepalive_timeouts(serve: Any) -> None:
     limits = (
         "--request-seconds",
         "600",
@@ -719,7 +739,7 @@ def test_requests_heads_and_silence_have_their_limits(serve: Any) -> None:
             )
             await until_metric(live, "verbatim_requests_open", 2)
             for _ in range(4):
-                live.advance(15.1)  # a keep-alive each time: nothing comes from the engine
+                live.advance(15.1)  # one keep-alive each time: the engine sends nothing
             live.advance(600 - 4 * 15.1 - 0.1)
             assert live.metrics()["verbatim_http_open_requests"] == 2
             live.advance(0.2)
@@ -730,18 +750,21 @@ def test_requests_heads_and_silence_have_their_limits(serve: Any) -> None:
     assert streamed.comments >= 2
     assert (whole.status, whole.errors[0]["code"]) == (408, "timeout")
     with socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS) as sock:
-        live.say(sock, b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+        live.send_and_wait(sock, b"POST /v1/completions HTTP/1.1\r\nHost: loc")
         live.advance(20.1)
-        assert sock.recv(100) == b""  # a head that does not come is not waited for
+        assert sock.recv(100) == b""  # the header timeout closed it
     with socket.create_connection(("127.0.0.1", live.port), timeout=HANG_SECONDS) as sock:
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        live.say(sock, head + b"Content-Length: 100\r\n\r\n{")
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\n"
+        )
+        live.send_and_wait(sock, head + b"Content-Length: 100\r\n\r\n{")
         live.advance(60.1)
         assert b" 408 " in sock.recv(1000)
     check_ledger(live.wait_at_rest())
 
 
-# --------------------------------------------------------------------------------------------------------------- start
+# ------------------------------------------------------------------------------------------- start
 
 
 def run_serve(*words: str) -> subprocess.CompletedProcess[str]:
@@ -760,14 +783,14 @@ def broken(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_server_that_cannot_start_says_why_in_one_line(broken: Path) -> None:
+def test_a_server_that_cannot_start_prints_one_line(broken: Path) -> None:
     done = run_serve("--model", str(broken))
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("verbatim: ")
     *logged, _ = run_serve("--model", str(broken), "--log-format", "json").stderr.splitlines()
     assert "verbatim.engine" in [
         json.loads(line)["logger"] for line in logged
-    ]  # a JSON log is JSON from both processes
+    ]  # both processes log JSON
 
 
 def test_a_server_without_a_key_or_a_free_port_does_not_start(tmp_path: Path) -> None:

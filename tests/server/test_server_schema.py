@@ -1,4 +1,5 @@
-"""schemathesis on our own OpenAPI document, positive and negative data: not one answer of 5xx, and the server is itself afterwards."""
+"""schemathesis on our OpenAPI document, with valid and invalid data: no 5xx, and the server works
+as before afterwards."""
 
 from __future__ import annotations
 
@@ -9,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_server import Live, check_ledger, tell
+from live_server import Live, check_ledger, report
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
-STATUSES: Counter[str] = Counter()  # of every answer to a case, all runs together
+STATUSES: Counter[str] = Counter()  # of every response, over all runs
 
 
 def answers(live: Live) -> Counter[str]:
-    """HTTP answers so far, by status."""
+    """Number of HTTP responses so far, by status."""
     found: Counter[str] = Counter()
     for name, value in live.metrics().items():
         if name.startswith("verbatim_http_answers_total"):
@@ -29,7 +30,8 @@ def answers(live: Live) -> Counter[str]:
 def fuzz(
     live: Live, python: Path, examples: int, *more: str, seed: int = 1, seconds: int = 600
 ) -> int:
-    """So many cases for each operation, valid and invalid data; returns how many were sent. `seconds` is for a hang."""
+    """Run `examples` valid and invalid cases per operation; returns how many were sent. `seconds`:
+    timeout."""
     probe, before = live.complete("probe", max_tokens=16, seed=99)["choices"], answers(live)
     words = [
         "run",
@@ -64,19 +66,19 @@ def fuzz(
     made = answers(live) - before
     assert not [status for status in made if status[0] == "5"], (
         made
-    )  # our own count of them, beside schemathesis's
+    )  # the server's count, beside that of schemathesis
     STATUSES.update(made)
     return int(sent[1])
 
 
 @pytest.mark.timeout(900)
 def test_schemathesis_finds_no_server_error(fake: Any, client_python: Path) -> None:
-    """Eight cases for each of some 30 operations; those without parameters have fewer cases to try."""
+    """Eight cases for each of about 30 operations; operations without parameters have fewer."""
     assert fuzz(fake, client_python, 8, "--phases", "fuzzing") > 150
 
 
 def fuzz_until(live: Live, python: Path, wanted: int) -> None:
-    """In runs of a minute or so, each with a seed of its own: other seeds, other cases."""
+    """Runs of about a minute, each with another seed and so other cases."""
     sent, seed = 0, 1
     while sent < wanted:
         found = fuzz(
@@ -93,8 +95,9 @@ def fuzz_until(live: Live, python: Path, wanted: int) -> None:
         assert found > 300
         sent, seed = sent + found, seed + 1
     check_ledger(live.wait_at_rest())
-    tell(
-        f"schemathesis: {sent} cases in {seed - 1} runs; answers by status: {dict(sorted(STATUSES.items()))}"
+    report(
+        f"schemathesis: {sent} cases in {seed - 1} runs; answers by status: "
+        f"{dict(sorted(STATUSES.items()))}"
     )
 
 

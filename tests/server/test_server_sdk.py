@@ -1,6 +1,8 @@
-"""OpenAI's own SDK tests (from its sdist, fetched into the cache by pip) against a live server of ours.
+"""The tests of OpenAI's SDK (from its sdist, downloaded by pip into the cache) against a live
+server.
 
-Excluded are the lines of sdk_exclusions.txt, each with its reason; every other test of the five resources must pass.
+sdk_exclusions.txt lists the excluded tests with reasons; every other test of the five resources
+must pass.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ HERE = Path(__file__).parent
 
 
 def sdk_source() -> Path:
-    """The sdist of the installed version, unpacked. Fetched once; nothing of it is kept in the repository."""
+    """The unpacked sdist of the installed version. Downloaded once; not part of the repository."""
     version = openai.__version__
     home = cache_dir() / f"openai-{version}"
     if not (home / "tests").is_dir():
@@ -98,13 +100,13 @@ def test_every_sdk_test_passes_or_is_excluded_with_its_reason(fake: Any, tmp_pat
     assert counts is not None, said[-3000:]
     assert " failed" not in said, said[-6000:]
     assert int(counts[1]) == len(report["run"]) > 320
-    for needles, reason in exclusions():  # a line that excludes nothing says something untrue
+    for needles, reason in exclusions():  # every line must exclude a test
         assert any(excludes(needles, t) for t in report["out"]), (needles, reason)
     print(f"SDK tests: {len(report['run'])} passed, {len(report['out'])} excluded")
 
 
 @pytest.mark.soak
 def test_no_excluded_sdk_test_would_pass(fake: Any, tmp_path: Path) -> None:
-    """None is excluded out of laziness."""
+    """Every exclusion is necessary."""
     said, _ = run_tests(fake.url, tmp_path / "report.json", SDK_ONLY_EXCLUDED="1")
     assert [line for line in said.splitlines() if line.startswith("PASSED")] == []

@@ -1,4 +1,5 @@
-"""Below HTTP's good manners: what a socket can do to the server. Each test was once a fault here or in the protocol this one replaced."""
+"""Hostile and unusual clients at the socket level. Each test was once a bug here or in the HTTP
+protocol class that ours replaced."""
 
 from __future__ import annotations
 
@@ -38,17 +39,17 @@ def post(data: bytes, *lines: bytes, head: bytes = HEAD) -> bytes:
     )
 
 
-IDLE, HEADER, LINGER = 75.0, 20.0, 5.0  # seconds; the defaults of the server
+IDLE, HEADER, LINGER = 75.0, 20.0, 5.0  # seconds; the server's defaults
 
 
 @pytest.fixture(scope="module")
 def quick() -> Iterator[Live]:
-    """Its clock stands still: no limit is reached unless a test moves it."""
+    """A server with a manual clock: no timeout is reached unless a test moves the clock."""
     live = Live("--max-header-bytes", "16384", engine="hash", clock=True).wait_ready()
     yield live
     check_ledger(live.wait_at_rest())
     assert live.stop() == 0
-    assert "Traceback" not in live.said(), live.said()
+    assert "Traceback" not in live.log_text(), live.log_text()
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +59,14 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
 
 @pytest.fixture(scope="module")
 def stepped(gate: Gate) -> Iterator[Live]:
-    """Its engine computes as many steps as a test allows: no request ends by itself before its client leaves."""
+    """A server whose engine runs only the steps that a test allows, so no request ends before its
+    client disconnects."""
     live = Live("--step-tokens", "16", engine=f"hash,gate={gate.path}", clock=True).wait_ready()
     yield live
     gate.open()
     check_ledger(live.wait_at_rest())
     assert live.stop() == 0
-    assert "Traceback" not in live.said(), live.said()
+    assert "Traceback" not in live.log_text(), live.log_text()
 
 
 def open_socket(live: Live) -> socket.socket:
@@ -82,7 +84,7 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def read_answer(sock: socket.socket) -> tuple[int, bytes]:
-    """One answer with a length, off a connection that stays open."""
+    """Read one response with a content-length from a connection that stays open."""
     out = b""
     while b"\r\n\r\n" not in out:
         out += sock.recv(1) or pytest.fail(f"closed after {out!r}")
@@ -107,7 +109,8 @@ CANCELLED = 'verbatim_requests_ended_total{state="cancel"}'
 
 
 def wait_until_left(live: Live, gate: Gate, cancelled: float) -> None:
-    """The client has left. The HTTP process notices and tells the engine; one more step, and the engine has let go."""
+    """Wait until the HTTP process has noticed the disconnect and, after one more step, the engine
+    has ended the request."""
     eventually(
         lambda: live.metrics()["verbatim_http_open_requests"] == 0,
         "HTTP does not notice that the client left",
@@ -118,10 +121,10 @@ def wait_until_left(live: Live, gate: Gate, cancelled: float) -> None:
     assert live.metrics()[CANCELLED] == cancelled
 
 
-# ------------------------------------------------------------------------------------------------------------- versions
+# ----------------------------------------------------------------------- HTTP versions and framing
 
 
-def test_http_1_0_gets_its_stream_without_chunks(quick: Live) -> None:
+def test_an_http_1_0_stream_is_not_chunked(quick: Live) -> None:
     answer = ask(quick, post(body(stream=True), head=HEAD.replace(b"1.1", b"1.0")))
     head, _, data = answer.partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head
@@ -131,7 +134,8 @@ def test_http_1_0_gets_its_stream_without_chunks(quick: Live) -> None:
 
 
 def test_an_offered_upgrade_is_declined_and_the_body_is_read(quick: Live) -> None:
-    """Java's client offers HTTP/2 with its first request; so do browsers with web sockets. The parser would drop the body."""
+    """Java's client offers HTTP/2 with its first request; browsers offer WebSockets. httptools
+    would drop the body."""
     offer = (
         b"Connection: Upgrade, HTTP2-Settings",
         b"Upgrade: h2c",
@@ -144,8 +148,8 @@ def test_an_offered_upgrade_is_declined_and_the_body_is_read(quick: Live) -> Non
             len(whole) - 20,
             whole.index(b"\r\n\r\n") + 4,
             30,
-        ):  # in one piece, and cut in body and head
-            quick.say(sock, whole[:cut])
+        ):  # whole, split in the body, split in the head
+            quick.send_and_wait(sock, whole[:cut])
             sock.sendall(whole[cut:])
             assert read_answer(sock)[0] == 200
         sock.sendall(
@@ -155,7 +159,7 @@ def test_an_offered_upgrade_is_declined_and_the_body_is_read(quick: Live) -> Non
         assert [read_answer(sock)[0] for _ in range(2)] == [200, 200]
 
 
-def test_continue_is_said_only_to_those_whose_body_is_wanted(quick: Live) -> None:
+def test_100_continue_is_sent_only_if_the_body_is_read(quick: Live) -> None:
     data = body()
     with open_socket(quick) as sock:
         sock.sendall(HEAD + b"Expect: 100-continue\r\nContent-Length: %d\r\n\r\n" % len(data))
@@ -177,7 +181,7 @@ def test_continue_is_said_only_to_those_whose_body_is_wanted(quick: Live) -> Non
         (b"Content-Encoding: gzip", 415, "content-encoding"),
     ],
 )
-def test_encodings_that_are_not_understood_are_refused_by_name(
+def test_unknown_transfer_encodings_are_rejected(
     quick: Live, line: bytes, status: int, name: str
 ) -> None:
     data = body()
@@ -189,24 +193,24 @@ def test_encodings_that_are_not_understood_are_refused_by_name(
     assert name in answer.partition(b"\r\n\r\n")[2].decode()
 
 
-def test_broken_chunks_are_refused(quick: Live) -> None:
+def test_malformed_chunks_are_rejected(quick: Live) -> None:
     for size in (b"ZZ", b"-5", b"f" * 40, b"5 5", b"0x5", b""):
         answer = ask(quick, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + size + b"\r\n{}\r\n")
         assert answer.split(b" ", 2)[1:2] == [b"400"], (size, answer)
 
 
-def test_what_is_no_request_is_counted_and_logged_with_its_id(quick: Live) -> None:
+def test_malformed_requests_are_counted_and_logged_with_an_id(quick: Live) -> None:
     name = 'verbatim_http_answers_total{route="broken",status="400"}'
     before = quick.metrics().get(name, 0)
     answer = ask(quick, b"NOT HTTP\r\n\r\n")
     found = re.search(rb"x-request-id: (req_\w+)", answer)
     assert found is not None
     assert quick.metrics()[name] == before + 1
-    quick.advance(1)  # lines of the log are written together, some milliseconds later
-    assert f"id={found[1].decode()} method=- route=broken status=400" in quick.said()
+    quick.advance(1)  # log lines are written in batches
+    assert f"id={found[1].decode()} method=- route=broken status=400" in quick.log_text()
 
 
-def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
+def test_a_request_split_at_any_byte_is_parsed(quick: Live) -> None:
     data = body()
     chunked = (
         HEAD + b"Transfer-Encoding: chunked\r\n\r\n%x;x=y\r\n%s\r\n%x\r\n%s\r\n0\r\nX: y\r\n\r\n"
@@ -216,7 +220,7 @@ def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
         texts = set()
         for whole in wholes:
             for cut in range(1, len(whole), 17):
-                quick.say(sock, whole[:cut])
+                quick.send_and_wait(sock, whole[:cut])
                 sock.sendall(whole[cut:])
                 status, answer = read_answer(sock)
                 assert status == 200, (cut, answer)
@@ -224,28 +228,30 @@ def test_a_request_may_come_in_any_two_pieces(quick: Live) -> None:
     assert len(texts) == 1
 
 
-# ---------------------------------------------------------------------------------------------------------------- clocks
+# ---------------------------------------------------------------------------------------- timeouts
 
 
-def test_the_second_head_on_a_connection_has_its_time_too(quick: Live) -> None:
+def test_the_header_timeout_applies_to_later_requests_of_a_connection(quick: Live) -> None:
     with open_socket(quick) as sock:
         for late in (0.1, -0.1):
             sock.sendall(HEALTH)
             assert read_answer(sock)[0] == 200
-            quick.say(sock, b"GET /he")
+            quick.send_and_wait(sock, b"GET /he")
             quick.advance(HEADER / 2)
-            quick.say(sock, b"al")  # a byte now and then does not set the clock back
+            quick.send_and_wait(sock, b"al")  # further bytes do not reset the timeout
             quick.advance(HEADER / 2 - late)
-            quick.say(sock, b"th HTTP/1.1\r\nHost: localhost\r\n\r\n" if late > 0 else b"")
+            quick.send_and_wait(
+                sock, b"th HTTP/1.1\r\nHost: localhost\r\n\r\n" if late > 0 else b""
+            )
             assert late < 0 or read_answer(sock)[0] == 200
         assert read_all(sock) == b""
 
 
-def test_a_connection_without_a_request_is_closed_after_its_time_and_not_before(
+def test_an_idle_connection_is_closed_after_idle_seconds_and_not_before(
     quick: Live,
 ) -> None:
-    """More time than a head has: a client that is slow to begin (a thousand connections opened by one busy program) is no
-    attack."""
+    """The idle timeout is longer than that of a head: a client that is slow to start (a program
+    that opens a thousand connections) is no attack."""
     with open_socket(quick) as fresh, open_socket(quick) as used:
         used.sendall(HEALTH)
         assert read_answer(used)[0] == 200
@@ -260,15 +266,15 @@ def test_a_connection_without_a_request_is_closed_after_its_time_and_not_before(
 
 
 def wait_until_accepted(live: Live, sock: socket.socket) -> None:
-    """The server has accepted a connection on which nothing was sent: a later one has been answered."""
+    """Wait until the server has accepted a silent connection: it has answered a later one."""
     with open_socket(live) as later:
         later.sendall(HEALTH)
         assert read_answer(later)[0] == 200
 
 
 def push_until_cut(live: Live, sock: socket.socket, data: bytes, seconds: float = 0) -> None:
-    """Send the same bytes again and again, with so many seconds between two pieces on the server's clock, until the server
-    ends the connection."""
+    """Send the same bytes repeatedly, `seconds` of the server's clock apart, until the server
+    closes the connection."""
     try:
         for _ in range(500):
             sock.sendall(data)
@@ -278,20 +284,20 @@ def push_until_cut(live: Live, sock: socket.socket, data: bytes, seconds: float 
     pytest.fail("the server takes everything")
 
 
-def test_a_body_that_nobody_wants_is_not_taken_for_ever(quick: Live) -> None:
+def test_an_ignored_body_is_read_for_a_limited_time(quick: Live) -> None:
     junk = b"1\r\nx\r\n" * 1000
     for framing in (b"Content-Length: 99999999999", b"Transfer-Encoding: chunked"):
         with open_socket(quick) as sock:
             sock.sendall(HEAD.replace(b"json", b"pdf") + framing + b"\r\n\r\n")
             assert read_answer(sock)[0] == 415
-            quick.say(sock, junk)
+            quick.send_and_wait(sock, junk)
             quick.advance(LINGER - 0.1)
-            quick.say(sock, junk)  # still taken, and the clock is not set back
+            quick.send_and_wait(sock, junk)  # still read, and the timeout is not reset
             quick.advance(0.2)
             push_until_cut(quick, sock, junk)
 
 
-def test_a_connection_outlives_a_body_that_came_after_its_answer(quick: Live) -> None:
+def test_a_connection_survives_a_body_that_arrives_after_its_response(quick: Live) -> None:
     data = body()
     with open_socket(quick) as sock:
         sock.sendall(HEAD.replace(b"json", b"pdf") + b"Content-Length: %d\r\n\r\n" % len(data))
@@ -301,7 +307,7 @@ def test_a_connection_outlives_a_body_that_came_after_its_answer(quick: Live) ->
 
 
 @pytest.mark.parametrize("ending", [b"0\r\n", b"0;"])
-def test_trailers_and_chunk_extensions_without_end_cost_nothing(quick: Live, ending: bytes) -> None:
+def test_endless_trailers_and_chunk_extensions_are_limited(quick: Live, ending: bytes) -> None:
     data, before = body(), resident(quick.process.pid)
     with open_socket(quick) as sock:
         sock.sendall(
@@ -318,21 +324,21 @@ def test_trailers_and_chunk_extensions_without_end_cost_nothing(quick: Live, end
     assert resident(quick.process.pid) < before + (32 << 20)
 
 
-# --------------------------------------------------------------------------------------------------- requests sent ahead
+# -------------------------------------------------------------------------------------- pipelining
 
 
-def test_requests_sent_ahead_are_answered_in_order(quick: Live) -> None:
+def test_pipelined_requests_are_answered_in_order(quick: Live) -> None:
     lengths = [5, 1, 4, 2, 3]
     with open_socket(quick) as sock:
         sock.sendall(b"".join(post(body(max_tokens=n)) for n in lengths) + HEALTH)
-        told = [json.loads(read_answer(sock)[1])["usage"]["completion_tokens"] for _ in lengths]
-        assert told == lengths
+        counts = [json.loads(read_answer(sock)[1])["usage"]["completion_tokens"] for _ in lengths]
+        assert counts == lengths
         assert read_answer(sock)[0] == 200
 
 
 @pytest.mark.parametrize("flood", [HEALTH * 500, post(body(prompt="x" * 3000)) * 30])
-def test_requests_ahead_are_bounded(quick: Live, flood: bytes) -> None:
-    """Without a bound each one answered would let thousands more in, and a client that does not read fills the memory."""
+def test_pipelined_requests_are_limited(quick: Live, flood: bytes) -> None:
+    """Without a limit, a client that sends and never reads would fill the server's memory."""
     before = resident(quick.process.pid)
     with open_socket(quick) as sock:
         push_until_cut(quick, sock, flood)
@@ -340,17 +346,19 @@ def test_requests_ahead_are_bounded(quick: Live, flood: bytes) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_leaving_with_a_request_ahead_frees_both(stepped: Live, gate: Gate, streamed: bool) -> None:
+def test_a_disconnect_with_a_pipelined_request_frees_both(
+    stepped: Live, gate: Gate, streamed: bool
+) -> None:
     before = stepped.metrics().get(CANCELLED, 0)
     with open_socket(stepped) as sock:
-        stepped.say(sock, post(body(max_tokens=3000, stream=streamed)) * 2)
+        stepped.send_and_wait(sock, post(body(max_tokens=3000, stream=streamed)) * 2)
         stepped.wait_for("verbatim_requests_open", 1)
         gate.allow(3)
         assert stepped.metrics()["verbatim_http_open_requests"] == 1
     wait_until_left(stepped, gate, before + 1)
 
 
-def test_what_follows_a_request_does_not_get_into_its_stream(stepped: Live, gate: Gate) -> None:
+def test_bytes_after_a_request_do_not_enter_its_stream(stepped: Live, gate: Gate) -> None:
     before = stepped.metrics().get(CANCELLED, 0)
     with open_socket(stepped) as sock:
         sock.sendall(post(body(max_tokens=20, stream=True)))
@@ -365,7 +373,7 @@ def test_what_follows_a_request_does_not_get_into_its_stream(stepped: Live, gate
     wait_until_left(stepped, gate, before + 1)
 
 
-def test_leaving_while_the_prompt_is_read_frees_the_request(stepped: Live, gate: Gate) -> None:
+def test_a_disconnect_during_prefill_frees_the_request(stepped: Live, gate: Gate) -> None:
     """1,500 tokens in chunks of 16 take 94 steps; after 3 of them the client leaves."""
     before = stepped.metrics().get(CANCELLED, 0)
     with open_socket(stepped) as sock:
@@ -375,16 +383,16 @@ def test_leaving_while_the_prompt_is_read_frees_the_request(stepped: Live, gate:
     wait_until_left(stepped, gate, before + 1)
 
 
-# ---------------------------------------------------------------------------------------------------------- many of them
+# -------------------------------------------------------------------------- connections, shutdown
 
 
-def test_more_connections_than_allowed_are_told_so() -> None:
+def test_connections_above_the_limit_get_503() -> None:
     live = Live("--max-connections", "4", engine="hash", clock=True).wait_ready()
     live.client.close()
     held: list[socket.socket] = []
 
     def hold() -> bool:
-        """One connection more, unless it is refused."""
+        """Open one more connection; False if it is rejected."""
         held.append(open_socket(live))
         held[-1].sendall(HEALTH)
         if read_answer(held[-1])[0] == 200:
@@ -408,8 +416,8 @@ def test_more_connections_than_allowed_are_told_so() -> None:
         assert live.stop() == 0
 
 
-def test_a_tls_client_that_does_not_say_goodbye_is_not_waited_for() -> None:
-    """Closing TLS waits for the peer's own close. A server that ends gives it half a second."""
+def test_shutdown_does_not_wait_for_a_tls_client_without_close_notify() -> None:
+    """Closing TLS waits for the peer's close_notify, at shutdown for at most half a second."""
     done, later = [], []
     shared = SimpleNamespace(connections=set())
     transport: Any = SimpleNamespace(
@@ -429,7 +437,7 @@ def test_a_tls_client_that_does_not_say_goodbye_is_not_waited_for() -> None:
     assert done == ["close", "abort"]
 
 
-def test_answers_are_the_same_among_all_this(quick: Live) -> None:
+def test_answers_are_unchanged_after_the_socket_tests(quick: Live) -> None:
     first = asyncio.run(
         stream(quick.port, "/v1/completions", json.loads(body(stream=True, max_tokens=8)))
     )

@@ -1,4 +1,5 @@
-"""Tool calls: how they are told to a model, forced while drawing, and read out of its text, whole or in any pieces."""
+"""Tool calls: how the prompt presents tools, how a grammar forces calls, and how calls are parsed
+from the output, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -48,24 +49,30 @@ ALL_TOOLS = ModelFacts(
 )
 NO_TOOLS = replace(ALL_TOOLS, template_tools=False, template_calls=False)
 
-# (format, text, calls as (name, arguments), text that is left)
+# (format, output, calls as (name, arguments), remaining text)
 CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
     ("hermes", "just text", [], "just text"),
     ("hermes", CALL, [("add", {"a": 1, "b": "</x>"})], ""),
     ("hermes", f"Let me see. {CALL}\n{CALL}", [("add", {"a": 1, "b": "</x>"})] * 2, "Let me see. "),
     ("hermes", "<tool_call>\nnot json\n</tool_call>", [], "<tool_call>\nnot json\n</tool_call>"),
-    ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', [], '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', [("add", {"a": 1})], ""),  # cut by a limit, but whole
+    ("hermes", ('<tool_call>{"name": "unknown", "arguments": '
+               '{}}</tool_call>'), [], ('<tool_call>{"name": "unknown", "arguments": '
+                                       '{}}</tool_call>')),
+    ("hermes", ('<tool_call>\n{"name": "add", "arguments": {"a": '
+               '1}}'), [("add", {"a": 1})], ""),  # ended by a limit, but complete
     ("hermes", '<tool_call>\n{"name": "add", "argu', [], '<tool_call>\n{"name": "add", "argu'),
     ("hermes", "a < b and <tool", [], "a < b and <tool"),
     ("hermes", '{"name": {"a": 1}, "arguments": {}}', [], '{"name": {"a": 1}, "arguments": {}}'),
-    ("hermes", '<tool_call>{"name": ["add"]}</tool_call>', [], '<tool_call>{"name": ["add"]}</tool_call>'),
+    ("hermes", ('<tool_call>{"name": '
+               '["add"]}</tool_call>'), [], '<tool_call>{"name": ["add"]}</tool_call>'),
     ("llama3", '{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})], ""),
     ("llama3", '{"answer": 42}', [], '{"answer": 42}'),
-    ("json", '[{"name": "add", "arguments": {"a": 1}}, {"name": "get_weather", "arguments": "{\\"city\\": \\"Rome\\"}"}]',
+    ("json", ('[{"name": "add", "arguments": {"a": 1}}, {"name": "get_weather", "arguments": '
+             '"{\\"city\\": \\"Rome\\"}"}]'),
      [("add", {"a": 1}), ("get_weather", {"city": "Rome"})], ""),
     ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})], ""),
-    ("mistral", 'Sure. [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})], "Sure. "),
+    ("mistral", ('Sure. [TOOL_CALLS][{"name": "add", "arguments": {"a": '
+                '1}}]'), [("add", {"a": 1})], "Sure. "),
     ("mistral", "[TOOL_CALLS] nonsense", [], "[TOOL_CALLS] nonsense"),
     ("mistral", "[1, 2]", [], "[1, 2]"),
     ("hermes", "  \n", [], "  \n"),
@@ -82,7 +89,7 @@ def parse(form: str, pieces: list[str], **more: Any) -> tuple[list[tuple[str, An
 
 
 @pytest.mark.parametrize(("form", "text", "calls", "left"), CASES)
-def test_calls_are_read_whole_and_character_by_character(
+def test_calls_are_parsed_whole_and_character_by_character(
     form: str, text: str, calls: Any, left: str
 ) -> None:
     assert parse(form, [text]) == (calls, left)
@@ -90,7 +97,7 @@ def test_calls_are_read_whole_and_character_by_character(
 
 
 @given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=8))
-def test_calls_are_the_same_however_the_text_is_cut(case: Any, cuts: list[int]) -> None:
+def test_calls_are_the_same_for_any_split_of_the_text(case: Any, cuts: list[int]) -> None:
     form, text, calls, left = case
     edges = sorted({0, len(text), *(c for c in cuts if c < len(text))})
     assert parse(form, [text[a:b] for a, b in pairwise(edges)]) == (calls, left)
@@ -100,15 +107,15 @@ def test_calls_are_the_same_however_the_text_is_cut(case: Any, cuts: list[int]) 
     st.text(alphabet='<>tol_cal/{}[]"ab \n', max_size=80),
     st.sampled_from(["hermes", "mistral", "llama3", "json"]),
 )
-def test_text_without_a_call_comes_out_unchanged(text: str, form: str) -> None:
+def test_text_without_a_call_is_unchanged(text: str, form: str) -> None:
     if not read_calls(text.strip(), NAMES):
         assert parse(form, list(text)) == ([], text)
 
 
-def test_one_call_only_when_parallel_calls_are_off() -> None:
+def test_parallel_tool_calls_false_allows_one_call() -> None:
     calls, text = parse("hermes", [CALL, CALL], single=True)
     assert len(calls) == 1
-    assert text == CALL  # the second stays text: nothing is lost
+    assert text == CALL  # the second call stays text: nothing is lost
     both = (
         '{"name": "add", "arguments": {"a": 1}}',
         '{"name": "get_weather", "arguments": {"city": "Rome"}}',
@@ -126,11 +133,11 @@ def test_one_call_only_when_parallel_calls_are_off() -> None:
         ("{{ messages }}", "json"),
     ],
 )
-def test_formats_are_recognised(template: str, form: str) -> None:
+def test_tool_formats_are_detected_from_the_template(template: str, form: str) -> None:
     assert detect_format(template) == form
 
 
-def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
+def test_a_template_without_tools_gets_them_in_a_system_message() -> None:
     history = [
         {
             "role": "developer",
@@ -150,22 +157,22 @@ def test_a_template_without_tools_is_told_of_them_in_a_system_message() -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
-    told = template_messages(history, [TOOL], NO_TOOLS)
-    assert told[0]["role"] == "system"
-    assert told[0]["content"].startswith("Be brief.")
-    assert "get_weather" in told[0]["content"]
-    assert '{"name": "get_weather", "arguments": {"city": "Rome"}}' in told[2]["content"]
+    rendered = template_messages(history, [TOOL], NO_TOOLS)
+    assert rendered[0]["role"] == "system"
+    assert rendered[0]["content"].startswith("Be brief.")
+    assert "get_weather" in rendered[0]["content"]
+    assert '{"name": "get_weather", "arguments": {"city": "Rome"}}' in rendered[2]["content"]
     native = template_messages(history, [TOOL], ALL_TOOLS)
     assert native[0] == {"role": "system", "content": "Be brief."}
     assert native[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-    assert native[2]["content"] is None  # a template may tell a call from an answer by that
+    assert native[2]["content"] is None  # a template may distinguish a call from an answer by that
     assert native[3]["tool_call_id"] == "c1"
     half = template_messages(history, [TOOL], replace(ALL_TOOLS, template_calls=False))
     assert half[0] == native[0]
-    assert half[2] == told[2]  # a call that the template would drop is spelled out
+    assert half[2] == rendered[2]  # a call that the template would drop becomes text
 
 
-def test_thoughts_and_names_reach_the_template() -> None:
+def test_reasoning_and_names_reach_the_template() -> None:
     from verbatim.server.api.ollama import messages_of
 
     said = [{"role": "assistant", "content": "yes", "reasoning_content": "hm", "name": "Ada"}]
@@ -176,19 +183,19 @@ def test_thoughts_and_names_reach_the_template() -> None:
     ]
 
 
-def test_nothing_of_a_message_is_dropped() -> None:
+def test_no_part_of_a_message_is_dropped() -> None:
     from verbatim.server.api.anthropic import chat_messages
 
-    def told(**message: Any) -> Any:
+    def rendered(**message: Any) -> Any:
         return template_messages([{"role": "assistant", **message}], [], NO_TOOLS)[0]["content"]
 
     assert (
-        told(refusal="no")
-        == told(content="", refusal="no")
-        == told(content=[{"type": "refusal", "refusal": "no"}])
+        rendered(refusal="no")
+        == rendered(content="", refusal="no")
+        == rendered(content=[{"type": "refusal", "refusal": "no"}])
         == "no"
     )
-    assert told(content="I must say ", refusal="no") == "I must say no"
+    assert rendered(content="I must say ", refusal="no") == "I must say no"
     for failed, text in ((True, "Error: boom"), (False, "boom"), (None, "boom")):
         result = {"type": "tool_result", "tool_use_id": "t", "content": "boom", "is_error": failed}
         assert (
@@ -222,7 +229,7 @@ def test_nothing_of_a_message_is_dropped() -> None:
         ("assistant", ("text", "tool_result"), 1),
     ],
 )
-def test_blocks_that_would_be_moved_or_dropped_are_refused(
+def test_blocks_that_would_be_moved_or_dropped_are_rejected(
     fake: Any, role: str, kinds: tuple[str, ...], wrong: int | None
 ) -> None:
     blocks = {
@@ -239,8 +246,9 @@ def test_blocks_that_would_be_moved_or_dropped_are_refused(
         assert answer.json()["error"]["param"] == f"messages[0].content[{wrong}]"
 
 
-def test_a_result_may_repeat_the_name_of_its_call_and_no_other(fake: Any) -> None:
-    """Ollama's clients link a result to its call by the name; OpenAI's older examples send it beside the id."""
+def test_a_tool_result_may_repeat_only_the_name_of_its_call(fake: Any) -> None:
+    """Ollama's clients link a result to its call by name; OpenAI's older examples send the name
+    beside the id."""
     call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     talk = [
         {"role": "user", "content": "x"},
@@ -275,12 +283,12 @@ def test_a_result_may_repeat_the_name_of_its_call_and_no_other(fake: Any) -> Non
     result = {"role": "tool", "tool_call_id": "c1", "content": "20"}
     for name, status in (("get_weather", 200), ("get_news", 400)):
         body = {"messages": [*said, {**result, "name": name}], "max_tokens": 1}
-        told = fake.post("/v1/chat/completions", body)
-        assert told.status_code == status
-        assert status == 200 or told.json()["error"]["param"] == "messages[2].name"
+        rendered = fake.post("/v1/chat/completions", body)
+        assert rendered.status_code == status
+        assert status == 200 or rendered.json()["error"]["param"] == "messages[2].name"
 
 
-def test_a_message_keeps_the_clients_number_where_ours_stands_before_it() -> None:
+def test_an_error_counts_messages_as_the_client_sent_them() -> None:
     from verbatim.server.api.api_errors import Problem
     from verbatim.server.api.to_params import with_client_names
 
@@ -289,10 +297,12 @@ def test_a_message_keeps_the_clients_number_where_ours_stands_before_it() -> Non
         "messages[1].name",
         "messages[1].name: why",
     )
-    assert with_client_names(problem, {"messages.name": "tool_name"}).param == "messages[2].tool_name"
+    assert (
+        with_client_names(problem, {"messages.name": "tool_name"}).param == "messages[2].tool_name"
+    )
 
 
-def test_the_forced_schema_admits_calls_of_the_named_tool_only() -> None:
+def test_a_forced_schema_admits_only_the_named_tool() -> None:
     import jsonschema
 
     other = {
@@ -337,7 +347,8 @@ def closed(**properties: Any) -> dict[str, Any]:
     }
 
 
-# tools whose schemas refer to themselves: two under the same name, to a root, to the older word for $defs, to a property
+# Tools with self-references: two under the same name, to the root, to the older `definitions`, to a
+# property.
 REFERRING = {
     "set_address": {
         **closed(item={"$ref": "#/$defs/Item"}),
@@ -354,7 +365,7 @@ REFERRING = {
 }
 
 
-def test_references_in_a_tool_mean_its_own_schema() -> None:
+def test_references_in_a_tool_resolve_in_its_own_schema() -> None:
     import jsonschema
 
     tools = [
@@ -415,7 +426,7 @@ def test_forced_and_strict_calls_with_references_are_valid(fake: Any, strict: bo
     "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
 )
 def test_a_forced_call_is_always_valid(fake: Any, stream: bool, choice: Any) -> None:
-    """Even from a model of random numbers, because the grammar leaves nothing else to draw."""
+    """Even from a random model, because the grammar masks every other token."""
     body = {
         "messages": [{"role": "user", "content": "x"}],
         "tools": [TOOL],
@@ -437,7 +448,9 @@ def test_a_forced_call_is_always_valid(fake: Any, stream: bool, choice: Any) -> 
     assert json.loads(call["function"]["arguments"])["city"] in ("Paris", "Rome")
 
 
-ODD = {  # what a model, or a client that sends it back, may write as arguments -> as it must arrive; None: it is no JSON, and stays text
+# Arguments as a model writes them, or a client sends them back -> as they must arrive. None: not
+# JSON, so they stay text.
+ODD = {
     '{"x": "\\ud800"}': '{"x": "\\ud800"}',
     '{"x": 1, "x": 2}': '{"x": 1, "x": 2}',
     '{"x": {"y": 1, "y": "\\ud800é"}}': '{"x": {"y": 1, "y": "\\ud800\\u00e9"}}',
@@ -453,7 +466,7 @@ ODD = {  # what a model, or a client that sends it back, may write as arguments 
 @pytest.mark.server
 @pytest.mark.parametrize("arguments", ODD)
 def test_odd_arguments_lose_nothing_and_cost_no_5xx(fake: Any, arguments: str) -> None:
-    """A `choice` makes the model of random numbers write just this."""
+    """A `choice` makes the random model generate exactly this."""
     text = '<tool_call>\n{"name": "f", "arguments": ' + arguments + "}\n</tool_call>"
     tool = {"name": "f", "parameters": {"type": "object"}}
     talk = [{"role": "user", "content": "x"}]
@@ -502,12 +515,15 @@ def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
     read = read_calls('{"name": "f", "arguments": ' + arguments + "}", {"f"})
     assert [c.arguments for c in read] == ([] if ODD[arguments] is None else [ODD[arguments]])
     for c in read:
-        assert json.dumps(anthropic.loads_lossless(c.arguments)) == ODD[arguments].replace("é", "\\u00e9")  # type: ignore[union-attr]
+        assert json.dumps(anthropic.loads_lossless(c.arguments)) == ODD[arguments].replace(
+            "é", "\\u00e9"
+        )  # type: ignore[union-attr]
 
 
-SHOWN = [  # what the model of random numbers is made to write -> the text of its messages
-    ('{"hello": 1}', '{"hello": 1}'),  # held to its end, and then no call
-    ("A <tool_call>no json</tool_call> and <tool_call>x</tool_call> end", "A <tool_call>no json</tool_call> and <tool_call>x</tool_call> end"),
+SHOWN = [  # what the random model is made to generate -> the text of its messages
+    ('{"hello": 1}', '{"hello": 1}'),  # held back to its end, and then no call
+    (("A <tool_call>no json</tool_call> and <tool_call>x</tool_call> "
+     "end"), "A <tool_call>no json</tool_call> and <tool_call>x</tool_call> end"),
     ("plain é text", "plain é text"),
     (f"Let me see. {CALL}", "Let me see. "),
     (f"One {CALL}\n{CALL} two", "One  two"),
@@ -517,7 +533,7 @@ SHOWN = [  # what the model of random numbers is made to write -> the text of it
 
 @pytest.mark.server
 @pytest.mark.parametrize(("written", "shown"), SHOWN)
-def test_a_response_has_each_log_probability_of_its_text_once(
+def test_a_response_has_one_logprob_per_token_of_its_text(
     fake: Any, written: str, shown: str
 ) -> None:
     tools = [{"type": "function", "name": "add", "parameters": {"type": "object"}}]
@@ -537,13 +553,13 @@ def test_a_response_has_each_log_probability_of_its_text_once(
         ]
 
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
-    for told in (
+    for rendered in (
         parts(whole),
         parts(events[-1]["response"]),
         [{**e, "text": e["delta"]} for e in deltas],
     ):
-        assert "".join(p["text"] for p in told) == shown
-        raw = bytes(b for p in told for token in p["logprobs"] for b in token["bytes"])
+        assert "".join(p["text"] for p in rendered) == shown
+        raw = bytes(b for p in rendered for token in p["logprobs"] for b in token["bytes"])
         assert raw.decode().removesuffix("</s>") == shown
 
 
@@ -587,7 +603,7 @@ def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
     ]
     assert counted[0] - counted[1] > len(
         answer["output"][-1]["arguments"]
-    )  # the call is in the prompt
+    )  # the prompt contains the call
     events = fake.events(
         "/v1/responses",
         {"input": "x", "tools": [flat], "tool_choice": "required", "max_output_tokens": 400},
@@ -631,12 +647,13 @@ def test_structured_answers_are_valid_json(fake: Any, form: dict[str, Any]) -> N
         else:
             assert (
                 form["type"] == "json_object"
-            )  # any object may be longer than the limit; the schema's cannot
+            )  # a free-form object may exceed the limit; the schema's cannot
 
 
 @pytest.mark.server
 def test_strict_tools_leave_a_choice_between_valid_calls_and_text(fake: Any) -> None:
-    """A model of random numbers, nudged to begin with "<", writes valid calls only; left alone, text that holds no call."""
+    """A random model that is biased to begin with "<" generates valid calls only; without the bias,
+    text without a call."""
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
     body = {
         "messages": [{"role": "user", "content": "x"}],
@@ -688,7 +705,7 @@ def test_a_response_format_beside_tools_is_kept_unless_a_tool_is_called(fake: An
         ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}),
     ],
 )
-def test_a_built_in_tool_is_refused_by_its_type(
+def test_a_built_in_tool_is_rejected_by_its_type(
     fake: Any, route: str, body: dict[str, Any]
 ) -> None:
     for tool in (

@@ -1,4 +1,4 @@
-"""What a call of the command line gave."""
+"""The result of one call of the command line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class Said:
+class CliResult:
     code: int
     out: str
     err: str
@@ -21,4 +21,4 @@ class Said:
         return value
 
 
-Call = Callable[..., Said]
+Call = Callable[..., CliResult]
