@@ -145,20 +145,20 @@ class ChatRequest:
         self.names = {"json_schema": "response_format", **self.names}
 
     def _check_single_grammar(self, name: str) -> None:
-        own = self._client_name(name)
+        field_name = self._client_name(name)
         for other in STRUCTURE:
             if other in self.values:
                 raise Problem(
                     "invalid_parameter",
-                    f"{own}: cannot be combined with {self._client_name(other)}; send one of them",
-                    own,
+                    f"{field_name}: cannot be combined with {self._client_name(other)}",
+                    field_name,
                 )
 
     def _tools(self) -> None:
         check_tools(self.call, self.tools)
         names = [tool["function"]["name"] for tool in self.tools]
         wanted = self.choice["function"]["name"] if isinstance(self.choice, dict) else None
-        own = self._client_name("tool_choice")
+        field_name = self._client_name("tool_choice")
         if self.choice == "none":
             self.tools = []
         elif self.choice == "auto":
@@ -166,11 +166,15 @@ class ChatRequest:
         else:
             if not self.tools:
                 raise Problem(
-                    "invalid_parameter", f"{own}: requires a call, but tools is empty", own
+                    "invalid_parameter",
+                    f"{field_name}: requires a call, but tools is empty",
+                    field_name,
                 )
             if wanted is not None and wanted not in names:
                 raise Problem(
-                    "invalid_parameter", f"{own}: names a function that is not in tools", own
+                    "invalid_parameter",
+                    f"{field_name}: names a function that is not in tools",
+                    field_name,
                 )
             self._check_single_grammar("tool_choice")
             self.values["json_schema"] = forced_schema(self.tools, wanted)
@@ -212,12 +216,12 @@ class ChatRequest:
 
     def _check_continued(self) -> None:
         if self.continues and any(name in self.values for name in STRUCTURE):
-            own = self._client_name("messages")
+            field_name = self._client_name("messages")
             raise Problem(
                 "invalid_parameter",
-                f"{own}: structured output and tool_choice are not supported when the last "
+                f"{field_name}: structured output and tool_choice are not supported when the last "
                 "message is continued",
-                own,
+                field_name,
             )
 
     def submit(self, stream: bool, num_ctx: int | None = None, open_end: bool = False) -> None:
@@ -274,29 +278,29 @@ def conversation(
     Also sets the client's field names on the request context, so that later errors of the engine
     name the right field."""
     messages, facts = body["messages"], call.state.facts
-    limit, own = call.state.limits.max_messages, names.get("messages", "messages")
+    limit, field_name = call.state.limits.max_messages, names.get("messages", "messages")
     if len(messages) > limit:
         raise Problem(
             "invalid_parameter",
-            f"{own}: {len(messages)} messages are above this server's limit of {limit}",
-            own,
+            f"{field_name}: {len(messages)} messages are above this server's limit of {limit}",
+            field_name,
         )
     if not facts.has_template:
         raise Problem(
             "unsupported_parameter",
-            f"{own}: this model has no chat template; use /v1/completions",
-            own,
+            f"{field_name}: this model has no chat template; use /v1/completions",
+            field_name,
         )
     made = template_messages(messages, tools, facts)
     for message in made:
-        to_params.check_text_length(own, message["content"] or "", facts)
+        to_params.check_text_length(field_name, message["content"] or "", facts)
     template = template_options(body)
     if tools and facts.template_tools:
         template["tools"] = tools
     if body.get("continue_final"):
         template["continue_final"] = True
     # The engine's prompt is made from the messages, so errors about it name that field.
-    call.names = {"prompt": own, **names}
+    call.names = {"prompt": field_name, **names}
     call.shift = len(made) - len(messages)
     return made, template
 
@@ -423,7 +427,7 @@ class ChatReply:
         self, piece: ChoiceDelta, parsers: dict[int, ToolParser | None]
     ) -> list[dict[str, Any]]:
         """The chunks of one delta: the role first, then text and calls, then the finish reason in a
-        chunk of its own."""
+        separate chunk."""
         deltas: list[dict[str, Any]] = []
         if piece.index not in parsers:
             parsers[piece.index] = self.ask.parser()

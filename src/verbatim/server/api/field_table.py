@@ -42,8 +42,8 @@ ROWS = Rule(
 )
 
 
-def sampling(name: str, own: str | None = None) -> Rule:
-    return Rule("honoured", FIELDS[name].help, schemas.type_of(name), param=own or name)
+def sampling(name: str, param: str | None = None) -> Rule:
+    return Rule("honoured", FIELDS[name].help, schemas.type_of(name), param=param or name)
 
 
 def extensions(*taken: str) -> dict[str, Rule]:

@@ -80,8 +80,8 @@ def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
     try:
         return list(call.state.store.get(call.tenant, "response", name)["messages"])
     except Problem as problem:  # add the field name, which the store does not know
-        own = "previous_response_id"
-        raise Problem(problem.code, f"{own}: {problem.message}", own) from None
+        field_name = "previous_response_id"
+        raise Problem(problem.code, f"{field_name}: {problem.message}", field_name) from None
 
 
 def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:

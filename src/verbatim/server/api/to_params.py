@@ -86,13 +86,15 @@ def with_client_names(problem: Problem, names: Mapping[str, str], shift: int = 0
     """The error under the client's field name: max_completion_tokens for max_tokens, for example.
 
     `shift` is the number of messages that the server put before the client's."""
-    own = problem.param and names.get(problem.param)
+    field_name = problem.param and names.get(problem.param)
     if problem.param and (place := MESSAGE_KEY(problem.param)):
-        own = f"messages[{int(place[1]) - shift}].{names.get(f'messages.{place[2]}', place[2])}"
-    if not own or own == problem.param:
+        field_name = (
+            f"messages[{int(place[1]) - shift}].{names.get(f'messages.{place[2]}', place[2])}"
+        )
+    if not field_name or field_name == problem.param:
         return problem
-    message = problem.message.replace(f"{problem.param}:", f"{own}:", 1)
-    return Problem(problem.code, message, own, problem.retry_after)
+    message = problem.message.replace(f"{problem.param}:", f"{field_name}:", 1)
+    return Problem(problem.code, message, field_name, problem.retry_after)
 
 
 def wants_logit_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int = 1) -> bool:
