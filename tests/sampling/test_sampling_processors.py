@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sampling_rows import bits, processed, softmax
 from verbatim.base.params import SamplingParams
 from verbatim.sampling.dry_breakers import breakers_of
-from verbatim.sampling.processors import breaker_places, repeat_lengths
+from verbatim.sampling.processors import breaker_flags, repeat_lengths
 
 ROWS, VOCAB = 1000, 120
 
@@ -267,7 +267,7 @@ def test_dry_growth_is_bounded() -> None:
 def test_repeat_lengths(text: list[int], breakers: set[int], limit: int) -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_base=1.0, dry_allowed_length=1)
     array = np.array(text, np.int64)
-    found = repeat_lengths(array, breaker_places(array, tuple((b,) for b in breakers)), limit)
+    found = repeat_lengths(array, breaker_flags(array, tuple((b,) for b in breakers)), limit)
     assert set(found) == set(naive_dry(text, breakers, params))
     assert all(1 <= n <= limit for n in found.values())
 
@@ -285,7 +285,7 @@ def test_breakers_are_tokens_that_contain_the_string_or_runs() -> None:
 
     assert breakers_of(["\n", "xy"], Words()) == ((1,), (2,), (4, 5))
     text = np.array([0, 4, 5, 0, 4, 0, 2, 5])
-    flags = breaker_places(text, ((1,), (2,), (4, 5)))
+    flags = breaker_flags(text, ((1,), (2,), (4, 5)))
     assert flags.tolist() == [False, True, True, False, False, False, True, False]
 
 

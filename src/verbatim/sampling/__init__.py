@@ -1,1 +1,1 @@
-"""From logits to a token: the order and the meaning of every sampler (pipeline.py is the way in)."""
+"""Sampling: logits in, tokens out. pipeline.py defines the order of the samplers."""

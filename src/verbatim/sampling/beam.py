@@ -1,32 +1,34 @@
-"""Beam search: pure bookkeeping over candidate lists; no arrays, no cache, no text.
+"""Beam search over candidate lists: no arrays, no cache, no text.
 
-In comes, step by step, one Drawn for each live beam, whose `candidates` are the best ids of the processed row with their
-log-probabilities (DrawSpec.beam = search.needed). Out comes which live beam each new one continues and with which token,
-then the finished hypotheses. The engine forks sequences (block tables) accordingly:
+In, per step: one Drawn per live beam, whose `candidates` are the best ids of the processed row with
+their log-probabilities (DrawSpec.beam = search.needed). Out: which live beam each new beam extends,
+and by which token; at the end the finished hypotheses. The engine forks sequences accordingly:
 
     search = BeamSearch(params, end_ids=(eos,), max_new=64, ends=ends)
-    live = [prompt sequence]                       # before the first step there is one beam, the prompt itself
+    live = [prompt sequence]                 # before the first step the prompt is the only beam
     while not search.done:
         drawn = the Drawn of each live sequence, in order
-        moves = search.step(drawn)                 # ((parent, token), ...): new beam i extends live[parent] by token
-        live = [fork(live[parent]) + token for parent, token in moves]      # the rest of the old ones are dropped
-        stream search.agreed()                     # tokens that every possible answer begins with
-    answers = search.results()                     # best first, num_return_sequences of them
+        moves = search.step(drawn)           # new beam i extends live[parent] by token
+        live = [fork(live[parent]) + token for parent, token in moves]    # drop the old beams
+        stream search.agreed()               # tokens that every possible result begins with
+    results = search.results()               # best first, num_return_sequences of them
 
 The rules are those of transformers 5 (a test compares sequences and scores):
-- each step looks at the K = max(2, 1 + end ids) * beams best extensions over all live beams; those that end and are among the
-  first `beams` become hypotheses, the best that do not end live on;
-- a hypothesis scores (sum of log-probabilities) / (tokens written, the end included) ^ length_penalty;
-- early_stopping True ends when there are `beams` hypotheses; False when the best live beam, at its present length, cannot
-  beat the worst of them; "never" when it could not even at max_new tokens (for length_penalty > 0).
+- each step ranks the K = max(2, 1 + end ids) * beams best extensions of all live beams; those that
+  end and are among the first `beams` become hypotheses, the best that do not end stay live;
+- a hypothesis scores (sum of log-probabilities) / (output tokens, end included) ^ length_penalty;
+- early_stopping True ends when there are `beams` hypotheses; False when the best live beam, at its
+  present length, cannot beat the worst of them; "never" when it could not even at max_new tokens
+  (for length_penalty > 0).
 
-One difference: bias, bans and penalties act on the logits, and the log-softmax comes after them, so a score is the log-probability
-under the distribution asked for; transformers takes the log-softmax first and does not normalise again.
+One difference: bias, bans and penalties act on the logits before the log-softmax, so a score is the
+log-probability under the requested distribution; transformers takes the log-softmax first and does
+not normalise again.
 
-Diverse groups (Vijayakumar et al., "Diverse beam search", 2016): the groups step one after another; in group g an
-extension by a token is ranked by its log-probability less diversity_penalty for each time that the groups before g have
-just chosen that token. The penalty ranks; it is not part of the score. (transformers 5 no longer has groups; version 4 added
-the penalty to the scores for good.)
+Diverse groups (Vijayakumar et al., "Diverse beam search", 2016): the groups step one after another.
+Group g ranks an extension by its log-probability less diversity_penalty for each time that the
+groups before it chose the same token in this step. The penalty ranks; it is not part of the score.
+(transformers 5 has no groups; version 4 added the penalty to the scores.)
 """
 
 from __future__ import annotations
@@ -45,18 +47,19 @@ Ends = Callable[[tuple[int, ...]], Finish | None]
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """One line of tokens after the prompt. `score` is the sum of log-probabilities until it ends, then the final score."""
+    """Output tokens of one hypothesis. `score`: sum of log-probabilities; the final score once it
+    has ended."""
 
     tokens: tuple[int, ...] = ()
     score: float = 0.0
-    logprobs: tuple[TokenLogprob, ...] = ()  # where asked for
-    explain: tuple[dict[str, Any], ...] = ()  # where asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # if requested
+    explain: tuple[dict[str, Any], ...] = ()  # if requested
     finish: Finish | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Extension:
-    rank: float  # log-probability of the line, less the diversity penalty
+    rank: float  # log-probability of the beam, less the diversity penalty
     parent: int  # index into the live beams of the step before
     place: int  # index into that beam's candidates
     token: int
@@ -82,25 +85,25 @@ class BeamSearch:
         max_new: int,
         ends: Ends | None = None,
     ) -> None:
-        """`ends(tokens)` says whether a line of output tokens ends with its last one (end ids, stop strings); when left
-        out, end_ids end it. A line of max_new tokens always ends, with reason "length"."""
+        """`ends(tokens)` decides whether the last output token ends a beam (end ids, stop strings);
+        default: end_ids. A beam of max_new tokens always ends, with reason "length"."""
         self.params = params
         self.max_new = max_new
         self._end_ids = frozenset(end_ids)
         self._ends = ends or self._by_id
         size = params.num_beams // params.num_beam_groups
-        self._wide = max(2, 1 + len(self._end_ids))
+        self._candidates_per_beam = max(2, 1 + len(self._end_ids))
         self._groups = [_Group(size) for _ in range(params.num_beam_groups)]
         self._length = 0
 
-    # ------------------------------------------------------------------------------------------------ what one asks it
+    # ------------------------------------------------------------------------------- queries
 
     @property
     def needed(self) -> int:
-        """How many candidates each live beam must bring: enough that no better extension can be missing, even after
-        the tokens that other groups chose have been pushed down."""
+        """Candidates needed per live beam: enough that no better extension can be missing, even
+        after the diversity penalty has lowered the tokens of other groups."""
         groups = self.params.num_beam_groups
-        return self._wide * (self.params.num_beams // groups) + (
+        return self._candidates_per_beam * (self.params.num_beams // groups) + (
             self.params.num_beams if groups > 1 else 0
         )
 
@@ -110,40 +113,41 @@ class BeamSearch:
 
     @property
     def live(self) -> tuple[Beam, ...]:
-        """The live beams, in the order in which step() wants their Drawn; before the first step the prompt alone."""
+        """The live beams, in the order of step()'s `drawn`; at first one empty beam."""
         if self._length == 0:
             return (Beam(),)
         return tuple(beam for group in self._groups if not group.done for beam in group.live)
 
     def results(self) -> tuple[Beam, ...]:
-        """The best hypotheses, best first; ties to the earlier one."""
+        """The best hypotheses, best first; a tie goes to the earlier one."""
         assert self.done, "results() before the search is done"
         found = [beam for group in self._groups for beam in group.finished]
         found.sort(key=lambda beam: -beam.score)
         return tuple(found[: self.params.num_return_sequences or 1])
 
     def agreed(self) -> tuple[int, ...]:
-        """Tokens with which every answer that can still be returned begins: what may be streamed."""
-        lines = [
+        """The common prefix of all results that are still possible: safe to stream."""
+        outputs = [
             b.tokens
             for g in self._groups
             for b in ((*g.finished,) if g.done else (*g.finished, *g.live))
         ]
-        if not lines:
+        if not outputs:
             return ()
-        first, last = min(lines), max(lines)  # the common prefix of the extremes is that of all
+        first, last = min(outputs), max(outputs)  # their common prefix is that of all
         count = 0
         while count < min(len(first), len(last)) and first[count] == last[count]:
             count += 1
         return first[:count]
 
-    # ------------------------------------------------------------------------------------------------------- one step
+    # ------------------------------------------------------------------------------ one step
 
     def step(self, drawn: Sequence[Drawn]) -> tuple[tuple[int, int], ...]:
-        """Extend every live beam: (parent, token) for each new live beam, in the new order of `live`."""
+        """Extend every live beam: (parent, token) for each new live beam, in the new order of
+        `live`."""
         assert not self.done, "step() after the search is done"
         assert len(drawn) == len(self.live), "one Drawn for each live beam"
-        chosen: Counter[int] = Counter()  # tokens that earlier groups took in this step
+        chosen: Counter[int] = Counter()  # tokens chosen by earlier groups in this step
         moves: list[tuple[int, int]] = []
         offset = 0
         first = self._length == 0  # every group starts from the same single row
@@ -163,20 +167,20 @@ class BeamSearch:
         self, group: _Group, rows: Sequence[Drawn], chosen: Counter[int]
     ) -> list[tuple[int, int]]:
         top = self._best(group, rows, chosen)
-        lines = [_extended(group.live[e.parent], e, rows[e.parent]) for e in top]
-        lines = [replace(line, finish=self._finish(line.tokens)) for line in lines]
-        for line in lines[: group.size]:
-            if line.finish:
-                self._keep(group, line)
-        going = [(e, line) for e, line in zip(top, lines, strict=True) if line.finish is None][
-            : group.size
-        ]
-        group.live = [line for _, line in going]
-        group.done = not going or not self._may_improve(group)
-        return [(e.parent, e.token) for e, _ in going]
+        beams = [_extended(group.live[e.parent], e, rows[e.parent]) for e in top]
+        beams = [replace(beam, finish=self._finish(beam.tokens)) for beam in beams]
+        for beam in beams[: group.size]:
+            if beam.finish:
+                self._add_hypothesis(group, beam)
+        live = [(e, beam) for e, beam in zip(top, beams, strict=True) if beam.finish is None]
+        live = live[: group.size]
+        group.live = [beam for _, beam in live]
+        group.done = not live or not self._may_improve(group)
+        return [(e.parent, e.token) for e, _ in live]
 
     def _best(self, group: _Group, rows: Sequence[Drawn], chosen: Counter[int]) -> list[_Extension]:
-        """The K best extensions over the group's live beams; ties to the earlier beam, then the lower id."""
+        """The K best extensions of the group's live beams; a tie goes to the earlier beam, then to
+        the lower id."""
         penalty = self.params.diversity_penalty
         found = [
             _Extension(
@@ -190,14 +194,14 @@ class BeamSearch:
             for place, (token, logprob) in enumerate(row.candidates)
         ]
         found.sort(key=lambda e: (-e.rank, e.parent, e.token))
-        return found[: self._wide * group.size]
+        return found[: self._candidates_per_beam * group.size]
 
-    def _keep(self, group: _Group, line: Beam) -> None:
-        """A line that ended joins the hypotheses; the group keeps its best `size`. Lines that end in the same step as the one that
-        fills the group still count: the better of them stay."""
-        final = line.score / power(float(len(line.tokens)), self.params.length_penalty)
-        group.finished.append(replace(line, score=final))
-        group.finished.sort(key=lambda beam: -beam.score)  # stable: ties to the earlier one
+    def _add_hypothesis(self, group: _Group, beam: Beam) -> None:
+        """Add an ended beam to the hypotheses, of which the group keeps its best `size`. Beams that
+        end in the same step compete, also after the group is full."""
+        final = beam.score / power(float(len(beam.tokens)), self.params.length_penalty)
+        group.finished.append(replace(beam, score=final))
+        group.finished.sort(key=lambda b: -b.score)  # stable: a tie goes to the earlier one
         del group.finished[group.size :]
 
     def _may_improve(self, group: _Group) -> bool:

@@ -1,15 +1,17 @@
-"""The draw: (key, position, ids) -> noise, and the id with the greatest d + noise. No state, so nothing else in a batch
-can change it.
+"""The draw: d and noise per id in, the id with the greatest d + noise out. Stateless, so the rest
+of the batch cannot change it.
 
-Gumbel noise turns drawing into an argmax: if g_i = -log(-log u_i) with independent uniform u_i, then the argmax of
-d_i + g_i falls on i with probability e^{d_i} / sum e^{d_j} (Gumbel 1954; Maddison, Tarlow, Minka 2014). The uniforms come
-from Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011), a keyed
-permutation of a counter, cheap on every processor that multiplies 32 by 32 bits.
+Gumbel noise turns sampling into an argmax: with g_i = -log(-log u_i) for independent uniform u_i,
+the argmax of d_i + g_i is i with probability e^{d_i} / sum e^{d_j} (Gumbel 1954; Maddison, Tarlow,
+Minka 2014). The uniforms come from Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "Parallel random
+numbers: as easy as 1, 2, 3", 2011), a keyed permutation of a counter that needs only 32-bit
+multiplications.
 
-    counter = (id >> 1, position mod 2^32, position >> 32, domain)      key = (key mod 2^32, key >> 32)
+    counter = (id >> 1, position mod 2^32, position >> 32, domain)
+    key     = (key mod 2^32, key >> 32)
     bits    = word 0 | word 1 << 32 for even ids, word 2 | word 3 << 32 for odd ones
-    u       = ((bits >> 12) + 0.5) * 2^-52                              52 random bits, never 0, never 1
-    g       = -log(-log(u))                                             from -3.61 to 36.74
+    u       = ((bits >> 12) + 0.5) * 2^-52        52 random bits, never 0, never 1
+    g       = -log(-log(u))                       from -3.61 to 36.74
 
 >>> f"{noise_key(seed=7, choice=0):016x}"
 'c949274536500fee'
@@ -35,7 +37,7 @@ _32 = np.uint64(32)
 
 
 def philox(c0: U64, c1: U64, c2: U64, c3: U64, key: int) -> tuple[U64, U64, U64, U64]:
-    """Philox4x32-10. Words are 32-bit values held in uint64 arrays (broadcast against each other)."""
+    """Philox4x32-10. Words are 32-bit values in uint64 arrays, which broadcast."""
     k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
@@ -50,14 +52,14 @@ def philox(c0: U64, c1: U64, c2: U64, c3: U64, key: int) -> tuple[U64, U64, U64,
 
 
 def noise_key(seed: int, choice: int = 0) -> int:
-    """The 64-bit noise key of one choice of a request: choices of one seed are independent of each other."""
+    """The 64-bit noise key of one choice of a request. Choices of one seed are independent."""
     word = [np.array([w], np.uint64) for w in (choice & 0xFFFFFFFF, choice >> 32, 0, DOMAIN_KEY)]
     a, b, _, _ = philox(word[0], word[1], word[2], word[3], seed)
     return int(a[0]) | int(b[0]) << 32
 
 
 def uniform(key: int, position: I64 | int, ids: I64, domain: int = DOMAIN_TOKEN) -> F64:
-    """u in (0, 1) for each (position, id); the two broadcast, so one call may draw for many positions."""
+    """u in (0, 1) per (position, id); the two broadcast, so one call can serve many positions."""
     at = np.asarray(position, np.int64).astype(np.uint64)
     which = ids.astype(np.uint64)
     zero = np.uint64(0)
@@ -69,7 +71,7 @@ def uniform(key: int, position: I64 | int, ids: I64, domain: int = DOMAIN_TOKEN)
 
 
 def gumbel(key: int, position: I64 | int, ids: I64) -> F64:
-    """The noise of each id at a position (or at each of many positions, broadcast)."""
+    """The noise per id and position; the two broadcast."""
     return -log(-log(uniform(key, position, ids)))
 
 
@@ -79,16 +81,17 @@ def chance(key: int, position: int) -> float:
 
 
 def draw(ids: I64, d: F64, key: int, position: int) -> tuple[int, F64, F64]:
-    """The index into ids of the winner (ties to the lower id, ids ascend), the noise, and the scores d + noise."""
+    """(index of the winner in `ids`, noise, scores d + noise). `ids` ascend; a tie goes to the
+    lower id."""
     noise = gumbel(key, position, ids)
     scores = d + noise
     return int(np.argmax(scores)), noise, scores
 
 
 def draw_many(ids: I64, d: F64, key: int, positions: I64) -> I64:
-    """The ids drawn at each of `positions` from one and the same distribution."""
+    """The ids drawn at each of `positions` from one distribution."""
     out = np.empty(len(positions), np.int64)
-    chunk = max(1, 32_768 // max(1, len(ids)))  # what fits a core's cache
+    chunk = max(1, 32_768 // max(1, len(ids)))  # 256 KiB of float64: fits a core's cache
     for start in range(0, len(positions), chunk):
         at = positions[start : start + chunk, None]
         out[start : start + chunk] = ids[

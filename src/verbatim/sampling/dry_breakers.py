@@ -1,7 +1,7 @@
-"""DRY's sequence breakers: (strings, tokenizer) -> ids and runs of ids.
+"""DRY's sequence breakers: strings and a tokenizer in, ids and runs of ids out.
 
-A token is a breaker when its bytes contain one of the strings; "\\n" so covers ".\\n" and "\\n\\n" too. A string that no
-single token contains is matched as the run of ids that it is encoded to.
+A token is a breaker when its bytes contain one of the strings, so "\\n" covers ".\\n" and "\\n\\n".
+A string that no single token contains is matched as the run of ids that it is encoded to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class TokenBytes(Protocol):
 
 
 def breakers_of(strings: Sequence[str], tokenizer: TokenBytes) -> tuple[tuple[int, ...], ...]:
-    """DrawSpec.breakers of a request. Walks the vocabulary: call it once for a request that uses DRY, or cache it."""
+    """DrawSpec.breakers of a request. Walks the vocabulary: call it once per request with DRY."""
     wanted = [s.encode() for s in strings]
     missing = set(wanted)
     out: list[tuple[int, ...]] = []

@@ -1,8 +1,8 @@
-"""Log-probabilities: (row of logits) -> the log-probability of an id, and of the best few.
+"""Log-probabilities: a row of logits in, the log-probability of an id and of the best few out.
 
     logprob_i = (l_i - max l) - log(sum_j floor(e^(l_j - max l) * 2^42) / 2^42)
 
-The sum is one of integers, so its value does not depend on the order of additions (numerics.py).
+The sum adds integers, so it does not depend on the order of additions (numerics.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verbatim.sampling.numerics import F64, MAX_VOCAB, best, log_mass, masses
 
 
 def as_row(logits: NDArray[np.float32]) -> F64:
-    """One row as float64, checked: a model that computes NaN or infinity has failed, and no token may hide it."""
+    """One row as float64. NaN or infinity raises BackendError: the model or a kernel is broken."""
     row = logits.astype(np.float64)
     assert 0 < len(row) <= MAX_VOCAB, "a row holds 1 to 2^20 logits"
     if not np.isfinite(row.max()):
@@ -29,14 +29,14 @@ def as_row(logits: NDArray[np.float32]) -> F64:
 
 
 def log_normaliser(row: F64) -> float:
-    """log sum e^(l - max l): what to take from l - max l to get a log-probability. -inf entries have no mass."""
+    """log sum e^(l - max l); a log-probability is l - max l - this. -inf entries have no mass."""
     return log_mass(int(masses(row - row.max()).sum()))
 
 
 def token_logprobs(
     row: F64, token: int, top: int = 0, *, norm: float | None = None
 ) -> TokenLogprob:
-    """The log-probability of one id and of the `top` best. Ids that cannot be drawn (-inf) are never listed."""
+    """The log-probability of one id and of the `top` best. Removed ids (-inf) are never listed."""
     norm = log_normaliser(row) if norm is None else norm
     peak = float(row.max())
     first = best(row, top) if top else np.zeros(0, np.int64)
@@ -47,5 +47,6 @@ def token_logprobs(
 def score_targets(
     logits: NDArray[np.float32], targets: Sequence[int], top: int = 0
 ) -> tuple[TokenLogprob, ...]:
-    """Row i scores targets[i]: the prompt's log-probabilities. The prompt is never drawn, so they are always raw."""
+    """Prompt log-probabilities: row i scores targets[i]. Always of the model's own distribution,
+    since a prompt is not drawn."""
     return tuple(token_logprobs(as_row(logits[i]), target, top) for i, target in enumerate(targets))

@@ -1,9 +1,9 @@
-"""The arithmetic of the sampler, defined bit for bit: float64 in, float64 or int64 out, elementwise.
+"""Arithmetic of the sampler, defined bit for bit: float64 in, float64 or int64 out, elementwise.
 
-Only IEEE additions, subtractions, multiplications, divisions, square roots and comparisons are used, never a fused
-multiply-add, never a library's transcendental function, and never a float sum whose order is left open. Masses of
-probability are integers, so that they may be added in any order, on any number of lanes. docs/numerics.md says the same
-in words, for whoever writes the next backend.
+Uses only IEEE additions, subtractions, multiplications, divisions, square roots and comparisons: no
+fused multiply-add, no library transcendental function, no float sum in an unspecified order.
+Probability masses are integers, so they can be added in any order on any number of lanes.
+docs/numerics.md is the same specification for authors of a backend.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ F64 = NDArray[np.float64]
 I64 = NDArray[np.int64]
 
 LOG2E = float.fromhex("0x1.71547652b82fep+0")
-LN2_HI = float.fromhex(
-    "0x1.62e42fee00000p-1"
-)  # 32 significant bits: k * LN2_HI is exact for |k| < 2^21
+# 32 significant bits: k * LN2_HI is exact for |k| < 2^21
+LN2_HI = float.fromhex("0x1.62e42fee00000p-1")
 LN2_LO = float.fromhex("0x1.a39ef35793c76p-33")
-ROUND = float.fromhex("0x1.8p+52")  # t + ROUND - ROUND rounds t to a whole number, ties to even
+ROUND = float.fromhex("0x1.8p+52")  # t + ROUND - ROUND rounds t to an integer, ties to even
 SQRT2_MANTISSA = 0x6A09E667F3BCD  # mantissa bits of sqrt(2)
 EXP_FLOOR = -708.0  # below this exp gives 0 (the true value is under 2^-1021)
 
@@ -57,7 +56,8 @@ LOG_TERMS = tuple(1.0 / f for f in (21.0, 19.0, 17.0, 15.0, 13.0, 11.0, 9.0, 7.0
 def exp(x: F64) -> F64:
     """e^x for x <= 0, to about one unit in the last place; 0 below -708.
 
-    x = k ln 2 + r with |r| <= 0.347; e^r is its Taylor series to r^13 by Horner's rule; 2^k is put into the exponent.
+    x = k ln 2 + r with |r| <= 0.347; e^r is its Taylor series to r^13 by Horner's rule; k is added
+    to the exponent bits.
 
     >>> exp(np.array([0.0, -1.0])).tolist()
     [1.0, 0.36787944117144233]
@@ -76,9 +76,11 @@ def exp(x: F64) -> F64:
 
 
 def log(x: F64) -> F64:
-    """The natural logarithm of positive normal numbers, to about one unit in the last place, also next to 1.
+    """Natural logarithm of positive normal numbers, to about one unit in the last place, also near
+    1.
 
-    x = 2^k m with m in [sqrt(1/2), sqrt(2)); with f = m - 1 and s = f / (2 + f), log m = 2 (s + s^3/3 + ... + s^21/21).
+    x = 2^k m with m in [sqrt(1/2), sqrt(2)); with f = m - 1 and s = f / (2 + f),
+    log m = 2 (s + s^3/3 + ... + s^21/21).
 
     >>> log(np.array([1.0, 10.0])).tolist()
     [0.0, 2.302585092994046]
@@ -105,7 +107,7 @@ def log1(x: float) -> float:
 
 
 def power(base: float, exponent: float) -> float:
-    """base ** exponent for base >= 1, by our own exp and log: beam scores are the same on every machine."""
+    """base ** exponent for base >= 1 from exp and log above: equal beam scores on every machine."""
     if exponent in (0.0, 1.0):
         return base if exponent else 1.0
     y = exponent * log1(base)
@@ -114,7 +116,7 @@ def power(base: float, exponent: float) -> float:
 
 
 def masses(d: F64) -> I64:
-    """floor(e^d * 2^42) for d <= 0: the mass of each token next to the most likely one, whose d is 0.
+    """floor(e^d * 2^42) for d <= 0: each token's mass; the most likely token has d = 0.
 
     >>> masses(np.array([0.0, -1.0, -30.0])).tolist()
     [4398046511104, 1617950892750, 0]
@@ -123,33 +125,35 @@ def masses(d: F64) -> I64:
 
 
 def spreads(d: F64) -> I64:
-    """floor(e^d * -d * 2^42): what each token adds to the mean of -d, which is the entropy less the log of the mass."""
+    """floor(e^d * -d * 2^42): each token's term of the mean of -d, which is the entropy less the
+    log of the total mass."""
     return _scaled(d, lambda e, live: (e * -live) * MASS_ONE)
 
 
 def _scaled(d: F64, value: Any) -> I64:
     out = np.zeros(d.shape, np.int64)
-    live = np.flatnonzero(d > MASS_FLOOR)  # the rest would be 0 anyway; most of a vocabulary is
+    live = np.flatnonzero(d > MASS_FLOOR)  # all others, most of a vocabulary, are 0
     some = d[live]
     out[live] = value(exp(some), some).astype(np.int64)
     return out
 
 
 def log_mass(total: int) -> float:
-    """log(total / 2^42): the normaliser of a row whose best logit is 0."""
+    """log(total / 2^42): the log normaliser of a row whose best logit is 0."""
     return log1(float(total) / MASS_ONE)
 
 
 def mass_needed(share: float, total: int) -> int:
-    """The smallest whole mass that counts as `share` of `total`: ceil of one float64 product, kept within 1 .. total."""
-    asked = share * float(total)
-    whole = int(asked)
-    return max(1, min(total, whole + (asked > whole)))
+    """Smallest mass that is at least `share` of `total`: ceil of one float64 product, clamped to
+    1 .. total."""
+    product = share * float(total)
+    whole = int(product)
+    return max(1, min(total, whole + (product > whole)))
 
 
 def lane_sum(values: F64) -> float:
-    """A float sum in one fixed order: eight lanes, lane j adds values j, j+8, j+16, ... in turn; then
-    ((0+4)+(2+6)) + ((1+5)+(3+7)). The one place where an integer form would cost accuracy (see TopNSigma)."""
+    """A float sum in one fixed order: lane j of eight adds values j, j+8, j+16, ...; then
+    ((0+4)+(2+6)) + ((1+5)+(3+7)). Used where an integer sum would lose accuracy (TopNSigma)."""
     padded = np.zeros(-(-len(values) // 8) * 8)
     padded[: len(values)] = values
     lanes = np.add.accumulate(padded.reshape(-1, 8), axis=0)[-1] if len(values) else np.zeros(8)
@@ -158,7 +162,7 @@ def lane_sum(values: F64) -> float:
 
 
 def best(values: NDArray[Any], count: int) -> I64:
-    """Indices of the `count` largest, largest first, ties to the lower index.
+    """Indices of the `count` largest, largest first; a tie goes to the lower index.
 
     >>> best(np.array([1.0, 3.0, 3.0, 2.0]), 3).tolist()
     [1, 2, 3]

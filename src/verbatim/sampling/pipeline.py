@@ -1,14 +1,15 @@
-"""Logits -> token: the order and the meaning of every sampler, for every backend and mode.
+"""Logits to token: the order of every sampler, for every backend and mode.
 
-In come rows of float32 logits with one Row each (parameters, noise key, position, history, grammar mask); out comes one
-Drawn each. A row is a function of itself alone: sample_rows of many rows is sample_rows of each.
+In: rows of float32 logits with one Row each (parameters, noise key, position, history, grammar
+mask). Out: one Drawn per row. A row's result depends on that row alone, never on the batch.
 
-    logit bias -> grammar mask, allowed, banned, minimum length -> repetition, frequency, presence, DRY, no-repeat n-grams
+    logit bias -> grammar mask, allowed, banned, minimum length
+    -> repetition, frequency, presence, DRY, no-repeat n-grams
     -> temperature -> top-k -> top-p -> min-p -> typical-p -> top-n-sigma -> XTC -> draw
 
-At temperature 0 the answer is the argmax after the penalties, ties to the lower id: no filter runs and no noise is made.
-When bans leave nothing to draw, the token is NOTHING (-1) and the engine ends that request with an error; its
-neighbours never notice.
+At temperature 0 the token is the argmax after the penalties; a tie goes to the lower id, no filter
+runs and no noise is made. When bans exclude every id, the token is NOTHING (-1) and the engine ends
+that request with an error; other rows are not affected.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from verbatim.base.records import Drawn, DrawSpec, SeqStep
 from verbatim.sampling import draw as noise
 from verbatim.sampling.logprobs import as_row, log_normaliser, token_logprobs
 from verbatim.sampling.numerics import F64, best, log_mass
-from verbatim.sampling.processors import BEFORE, FILTERS, NONE, RowState, Stage, Temperature
+from verbatim.sampling.processors import BEFORE, FILTERS, REMOVED, RowState, Stage, Temperature
 from verbatim.sampling.record import Recorder
 
-NOTHING = -1  # Drawn.token when the bans of a request leave no id
+NOTHING = -1  # Drawn.token when bans exclude every id
 _TEMPERATURE = Temperature()
 
 
 class Row(NamedTuple):
-    """One draw: the request's spec, the position of the token to be drawn, all tokens before it, the grammar's mask."""
+    """One draw: DrawSpec, position of the token to draw, all tokens before it, grammar mask."""
 
     spec: DrawSpec
     position: int
@@ -40,9 +41,9 @@ class Row(NamedTuple):
 
 
 def rows_of(step: SeqStep) -> list[Row]:
-    """The rows that a SeqStep draws: one for its last token, or 1 + k where the last k tokens are drafts.
+    """The rows that a SeqStep draws: one for its last token, or 1 + k if the last k are drafts.
 
-    Drawing i stands at position end - draws + i + 1 and has seen the drafts before it.
+    Draw i is for position end - draws + i + 1; its history includes the drafts before it.
 
     >>> spec = DrawSpec(SamplingParams(repetition_penalty=1.1), 0, 2, history=(5, 6))
     >>> [(r.position, r.history) for r in rows_of(SeqStep(0, (6, 8, 9), 1, (), draws=3, draw=spec))]
@@ -51,16 +52,10 @@ def rows_of(step: SeqStep) -> list[Row]:
     if not step.draws:
         return []
     spec = step.draw
-    assert spec is not None, "a step that draws must say how"
-    before = (
-        len(step.tokens) - step.draws + 1
-    )  # tokens that the first draw has seen; the others are drafts
-    first, drafts, history, masks = (
-        step.start + before,
-        step.tokens[before:],
-        spec.history,
-        spec.masks,
-    )
+    assert spec is not None, "a step that draws needs a DrawSpec"
+    before = len(step.tokens) - step.draws + 1  # tokens before the first draw; the rest are drafts
+    first, drafts = step.start + before, step.tokens[before:]
+    history, masks = spec.history, spec.masks
     return [
         Row(spec, first + i, history + drafts[:i] if history else (), masks[i] if masks else None)
         for i in range(step.draws)
@@ -68,7 +63,7 @@ def rows_of(step: SeqStep) -> list[Row]:
 
 
 def sample_rows(logits: NDArray[np.float32], rows: Sequence[Row]) -> list[Drawn]:
-    """One Drawn for each row of `logits` [rows, vocab]."""
+    """One Drawn per row of `logits` [rows, vocab]."""
     assert len(logits) == len(rows), "one Row for each row of logits"
     return [_sample(as_row(logits[i]), row) for i, row in enumerate(rows)]
 
@@ -77,8 +72,8 @@ def _sample(raw: F64, row: Row) -> Drawn:
     state = state_of(raw, row)
     recorder = Recorder(raw, state) if row.spec.params.explain else None
     _run(BEFORE, state, recorder)
-    if not (state.logits > NONE).any():
-        return Drawn(NOTHING, NONE)
+    if not (state.logits > REMOVED).any():
+        return Drawn(NOTHING, REMOVED)
     if row.spec.beam:
         return _beam(raw, state, row.spec.beam, recorder)
     if row.spec.params.greedy:
@@ -88,7 +83,7 @@ def _sample(raw: F64, row: Row) -> Drawn:
         _run((_TEMPERATURE, *FILTERS), state, recorder)
         winner, g, scores = noise.draw(state.ids, state.d, state.key, state.position)
         token = int(state.ids[winner])
-        processed = np.full(len(raw), NONE)
+        processed = np.full(len(raw), REMOVED)
         processed[state.ids] = state.d
         if recorder:
             recorder.noise(g, scores)
@@ -122,21 +117,21 @@ def _run(stages: Sequence[Stage], state: RowState, recorder: Recorder | None) ->
 def _report(
     raw: F64, state: RowState, processed: F64, token: int, use_processed: bool
 ) -> tuple[float, Any]:
-    """(log-probability, best alternatives) from the model's own distribution or from the one that was drawn from."""
+    """(log-probability, best alternatives) of the model's own or of the processed distribution."""
     if not state.params.wants_logprob:
         return 0.0, ()
     row = processed if use_processed else raw
     norm = None
-    if use_processed and len(state.ids):  # the filters have the masses already
+    if use_processed and len(state.ids):  # the filters have computed the masses
         norm = log_mass(int(state.mass.sum()))
     scored = token_logprobs(row, token, state.params.logprobs or 0, norm=norm)
     return scored.logprob, scored.top
 
 
 def _beam(raw: F64, state: RowState, count: int, recorder: Recorder | None) -> Drawn:
-    """The best `count` ids with their log-probability after bias, bans and penalties: what beam search extends."""
+    """Beam search: the best `count` ids, with log-probabilities after bias, bans and penalties."""
     norm, peak = log_normaliser(state.logits), float(state.logits.max())
-    first = [int(i) for i in best(state.logits, count) if state.logits[i] > NONE]
+    first = [int(i) for i in best(state.logits, count) if state.logits[i] > REMOVED]
     found = tuple((i, (float(state.logits[i]) - peak) - norm) for i in first)
     reported: tuple[float, ...] = ()
     top: tuple[tuple[int, float], ...] = ()

@@ -1,12 +1,12 @@
-"""The stages of the sampler, one small class each: definition, source, a worked number.
+"""Stages of the sampler, one small class each: definition, source, a worked example.
 
-In comes a RowState: one row of logits and the request's parameters. Each stage changes the logits or removes ids; it never
-looks at another row. STAGES lists them in the order of design and documentation; pipeline.py runs them and keeps, for
-explain, what each one removed: there is no second implementation that could tell a different story.
+In: a RowState, that is one row of logits and the request's parameters. Each stage changes logits or
+removes ids of that row; it never reads another row. STAGES lists them in order; pipeline.py runs
+them, and `explain` records what each one removed in the same run.
 
-Before the temperature a removed id has the logit -inf. At the temperature the row becomes a list of live ids with
-d = (logit - best logit) / temperature, and the filters after it shorten that list. Bans may empty a row (the request
-contradicts itself); filters always leave at least one id.
+Before the temperature a removed id has the logit -inf. The temperature turns the row into a list of
+live ids with d = (logit - best logit) / temperature, and the filters after it shorten that list.
+Bans may remove every id; filters always leave at least one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from verbatim.base.params import SamplingParams
 from verbatim.sampling.draw import chance
 from verbatim.sampling.numerics import F64, I64, best, lane_sum, log1, mass_needed, masses, spreads
 
-NONE = -np.inf
-DRY_GROWTH = 63  # DRY counts a repeat up to allowed_length + 63: base^63 is past any logit, and bounds the search
+REMOVED = -np.inf  # logit of an id that cannot be drawn
+# Tokens. DRY counts a repeat up to allowed_length + 63: base^63 exceeds any logit, and the search
+# is bounded.
+DRY_GROWTH = 63
 
 
 @dataclass(slots=True)
 class RowState:
-    """One row on its way. `logits` until the temperature, then `ids` (ascending) and `d` (best is 0, if still there)."""
+    """One row between stages: `logits` [vocab] before the temperature, then `ids` (ascending) and
+    `d` (0 for the best id of the row)."""
 
     params: SamplingParams
     key: int
@@ -45,10 +48,10 @@ class RowState:
     _mass: I64 | None = None
 
     def remove(self, ids: Sequence[int] | I64) -> None:
-        self.logits[np.asarray(ids, np.int64)] = NONE
+        self.logits[np.asarray(ids, np.int64)] = REMOVED
 
     def keep(self, which: NDArray[np.bool_]) -> None:
-        """Shorten the list of live ids. The masses stay valid as long as the best id does."""
+        """Shorten the list of live ids. The masses stay valid while the best id is live."""
         best_before = self.d.max()
         self.ids, self.d = self.ids[which], self.d[which]
         assert len(self.ids), "a filter must leave at least one id"
@@ -57,7 +60,7 @@ class RowState:
 
     @property
     def centred(self) -> F64:
-        """d relative to the best id that is still there."""
+        """d relative to the best live id."""
         out: F64 = self.d - self.d.max()
         return out
 
@@ -69,17 +72,18 @@ class RowState:
 
 
 class Stage(Protocol):
-    name: str  # the parameter that switches it on
+    name: str  # the parameter that enables it
 
     def active(self, row: RowState) -> bool: ...
     def apply(self, row: RowState) -> None: ...
 
 
-# --------------------------------------------------------------------------------------------------- bias and bans
+# ------------------------------------------------------------------------------------ bias and bans
 
 
 class LogitBias:
-    """logit[id] += bias[id] (OpenAI's logit_bias). A logit of 2.0 with a bias of -1.5 becomes 0.5."""
+    """logit[id] += bias[id] (OpenAI's logit_bias). A logit of 2.0 with a bias of -1.5 becomes
+    0.5."""
 
     name = "logit_bias"
 
@@ -92,8 +96,9 @@ class LogitBias:
 
 
 class Grammar:
-    """Ids whose next bytes the structure (json_schema, regex, grammar, choice) does not allow are removed. The mask is
-    made by grammar/matcher.py: bit i of byte i // 8, lowest first. Ids past the mask's end are removed."""
+    """Remove ids that the grammar (json_schema, regex, grammar, choice) does not allow next.
+    grammar/matcher.py makes the mask: bit i of byte i // 8, lowest first. Ids past its end are
+    removed."""
 
     name = "structure"
 
@@ -105,12 +110,12 @@ class Grammar:
         bits = np.unpackbits(np.frombuffer(row.mask, np.uint8), bitorder="little")[
             : len(row.logits)
         ].astype(bool)
-        row.logits[: len(bits)][~bits] = NONE
-        row.logits[len(bits) :] = NONE
+        row.logits[: len(bits)][~bits] = REMOVED
+        row.logits[len(bits) :] = REMOVED
 
 
 class Allowed:
-    """Only allowed_token_ids may be drawn."""
+    """Remove all ids except allowed_token_ids."""
 
     name = "allowed_token_ids"
 
@@ -120,12 +125,12 @@ class Allowed:
     def apply(self, row: RowState) -> None:
         allowed = np.array(row.params.allowed_token_ids, np.int64)
         kept = row.logits[allowed]
-        row.logits[:] = NONE
+        row.logits[:] = REMOVED
         row.logits[allowed] = kept
 
 
 class Banned:
-    """banned_token_ids are never drawn."""
+    """Remove banned_token_ids."""
 
     name = "banned_token_ids"
 
@@ -137,8 +142,8 @@ class Banned:
 
 
 class MinTokens:
-    """While fewer than min_tokens are written, the ids that would end the answer are removed. With a prompt of 10 tokens
-    and min_tokens=3 that is at positions 10, 11 and 12."""
+    """Remove the ids that end the output while it has fewer than min_tokens. With a prompt of 10
+    tokens and min_tokens=3: at positions 10, 11 and 12."""
 
     name = "min_tokens"
 
@@ -149,12 +154,12 @@ class MinTokens:
         row.remove(row.withheld)
 
 
-# ------------------------------------------------------------------------------------------------------ penalties
+# ---------------------------------------------------------------------------------------- penalties
 
 
 class Repetition:
-    """Ids seen in prompt or output: a positive logit is divided, a negative one multiplied (Keskar et al., "CTRL", 2019,
-    with the sign rule of later use). With 1.3, a logit of 2.6 becomes 2.0 and -1.0 becomes -1.3."""
+    """Ids in prompt or output: divide a positive logit, multiply a negative one (Keskar et al.,
+    "CTRL", 2019, with the later sign rule). With 1.3, 2.6 becomes 2.0 and -1.0 becomes -1.3."""
 
     name = "repetition_penalty"
 
@@ -169,7 +174,8 @@ class Repetition:
 
 
 class Frequency:
-    """logit[id] -= penalty * (times the id was written), output only (OpenAI). An id written 3 times at 0.5 loses 1.5."""
+    """logit[id] -= penalty * (count of the id in the output) (OpenAI). A count of 3 at 0.5:
+    -1.5."""
 
     name = "frequency_penalty"
 
@@ -184,7 +190,7 @@ class Frequency:
 
 
 class Presence:
-    """logit[id] -= penalty once if the id was written, output only (OpenAI). An id written 3 times at 0.5 loses 0.5."""
+    """logit[id] -= penalty if the id is in the output (OpenAI). A count of 3 at 0.5: -0.5."""
 
     name = "presence_penalty"
 
@@ -198,12 +204,13 @@ class Presence:
 
 
 class Dry:
-    """ "Don't repeat yourself" (p-e-w, 2024): an id that would continue a repeat of length n >= allowed_length loses
-    multiplier * base^(n - allowed_length). n is the longest run that both ends the text and stands, earlier in it, right
-    before that id. Runs do not reach across breakers; an id that is a breaker is not penalised.
+    """ "Don't repeat yourself" (p-e-w, 2024): an id that would continue a repeat of length
+    n >= allowed_length loses multiplier * base^(n - allowed_length). n is the length of the longest
+    run that ends the tokens so far and also occurs earlier, right before that id. Runs do not cross
+    breakers; a breaker id is not penalised.
 
-    Text a b c d a b c, allowed_length 2, multiplier 0.8, base 1.75: "a b c" came before d, so n = 3 and d loses
-    0.8 * 1.75 = 1.4.
+    Tokens a b c d a b c, allowed_length 2, multiplier 0.8, base 1.75: "a b c" preceded d, so n = 3
+    and d loses 0.8 * 1.75 = 1.4.
     """
 
     name = "dry_multiplier"
@@ -213,9 +220,9 @@ class Dry:
 
     def apply(self, row: RowState) -> None:
         p = row.params
-        text = np.asarray(row.history[-p.dry_range :] if p.dry_range else row.history, np.int64)
+        tokens = np.asarray(row.history[-p.dry_range :] if p.dry_range else row.history, np.int64)
         lengths = repeat_lengths(
-            text, breaker_places(text, row.breakers), p.dry_allowed_length + DRY_GROWTH
+            tokens, breaker_flags(tokens, row.breakers), p.dry_allowed_length + DRY_GROWTH
         )
         for token, n in sorted(lengths.items()):
             if n >= p.dry_allowed_length:
@@ -226,8 +233,8 @@ class Dry:
 
 
 class NoRepeatNgram:
-    """No run of n ids appears twice: an id that would complete one already in prompt or output is removed (Paulus et al.,
-    2017; as in transformers). Text a b c a b with n = 3: c is removed."""
+    """Remove ids that would complete an n-gram already in prompt or output (Paulus et al., 2017; as
+    in transformers). Tokens a b c a b with n = 3: c is removed."""
 
     name = "no_repeat_ngram"
 
@@ -236,21 +243,21 @@ class NoRepeatNgram:
 
     def apply(self, row: RowState) -> None:
         n = row.params.no_repeat_ngram
-        text = np.asarray(row.history, np.int64)
-        starts = np.arange(len(text) - n + 1)  # runs of n that are complete
+        tokens = np.asarray(row.history, np.int64)
+        starts = np.arange(len(tokens) - n + 1)  # complete n-grams
         for i in range(n - 1):
-            starts = starts[text[starts + i] == text[len(text) - n + 1 + i]]
-        row.remove(text[starts + n - 1])
+            starts = starts[tokens[starts + i] == tokens[len(tokens) - n + 1 + i]]
+        row.remove(tokens[starts + n - 1])
 
 
-# ---------------------------------------------------------------------------------------------------- temperature
+# -------------------------------------------------------------------------------------- temperature
 
 
 class Temperature:
-    """d = (logit - best logit) / temperature: below 1 sharper, above 1 flatter (Ackley, Hinton, Sejnowski 1985).
-    Logits 3 and 1 at temperature 2: d = 0 and -1, that is 73 % and 27 %. Always runs: it makes the list of live ids.
-    Temperature 0 never comes here (pipeline.py takes the argmax); a temperature so small that the division overflows
-    leaves -inf, an id that cannot win."""
+    """d = (logit - best logit) / temperature: below 1 sharper, above 1 flatter (Ackley, Hinton,
+    Sejnowski 1985). Logits 3 and 1 at temperature 2: d = 0 and -1, that is 73 % and 27 %. Always
+    active: it makes the list of live ids. At temperature 0 pipeline.py takes the argmax instead. A
+    division that overflows gives -inf, an id that cannot win."""
 
     name = "temperature"
 
@@ -258,18 +265,18 @@ class Temperature:
         return True
 
     def apply(self, row: RowState) -> None:
-        row.ids = np.flatnonzero(row.logits > NONE)
+        row.ids = np.flatnonzero(row.logits > REMOVED)
         live = row.logits[row.ids]
         with np.errstate(over="ignore"):
             row.d = (live - live.max()) / row.params.temperature
 
 
-# -------------------------------------------------------------------------------------------------------- filters
+# ------------------------------------------------------------------------------------------ filters
 
 
 class TopK:
-    """Keep exactly the k most likely ids, ties to the lower id (Fan, Lewis, Dauphin 2018). transformers keeps all ids
-    that tie with the last one."""
+    """Keep exactly the k most likely ids; a tie goes to the lower id (Fan, Lewis, Dauphin 2018).
+    transformers keeps all ids that tie with the last one."""
 
     name = "top_k"
 
@@ -283,7 +290,7 @@ class TopK:
 
 
 class TopP:
-    """Keep the smallest set, in order of probability then id, whose mass is at least p (Holtzman et al. 2019).
+    """Keep the smallest set, by probability then id, with mass at least p (Holtzman et al. 2019).
     Probabilities 0.5, 0.3, 0.2 and p = 0.8 keep two; p = 0.81 keeps three."""
 
     name = "top_p"
@@ -294,7 +301,8 @@ class TopP:
     def apply(self, row: RowState) -> None:
         mass = row.mass
         need = mass_needed(row.params.top_p, int(mass.sum()))
-        # Only the likely part needs sorting, if it has mass enough: it is closed upwards, so the prefix is the same.
+        # Sort only ids within e^-8 of the best if their mass suffices: the same prefix, much
+        # faster.
         some = np.flatnonzero(row.d >= row.d.max() - 8.0)
         if int(mass[some].sum()) < need:
             some = np.arange(len(row.ids))
@@ -303,8 +311,8 @@ class TopP:
 
 
 class MinP:
-    """Keep ids with p_i >= min_p * max p (Nguyen et al. 2024), tested as d_i >= log(min_p). Best 0.5, min_p = 0.1: ids
-    of at least 0.05 stay."""
+    """Keep ids with p_i >= min_p * max p (Nguyen et al. 2024), tested as d_i >= log(min_p). Best
+    0.5, min_p = 0.1: ids of at least 0.05 stay."""
 
     name = "min_p"
 
@@ -316,9 +324,10 @@ class MinP:
 
 
 class TypicalP:
-    """Keep the ids whose surprise is nearest to the entropy, until their mass is at least p (Meister et al. 2022). Order:
-    | -log p_i - H |, then id. Probabilities 0.6, 0.3, 0.1 have H = 0.90 nats and surprises 0.51, 1.20, 2.30: the second is the
-    most typical (0.31 away), then the first (0.39); p = 0.2 keeps only the second."""
+    """Keep the ids whose surprisal is nearest to the entropy, until their mass is at least p
+    (Meister et al. 2022). Order: | -log p_i - H |, then id. Probabilities 0.6, 0.3, 0.1 have
+    H = 0.90 nats and surprisals 0.51, 1.20, 2.30: the second is the most typical (0.31 away), then
+    the first (0.39); p = 0.2 keeps only the second."""
 
     name = "typical_p"
 
@@ -335,9 +344,10 @@ class TypicalP:
 
 
 class TopNSigma:
-    """Keep ids whose logit is at least best - n * sigma, sigma the standard deviation of all logits that no ban removed
-    (Tang et al., "Top-n-sigma", 2024). Penalties count, the temperature cancels, and the filters before it do not change sigma.
-    Logits 3, 1, 0, 0: sigma = 1.22, n = 1 keeps the first only."""
+    """Keep ids whose logit is at least best - n * sigma, with sigma the standard deviation of all
+    logits that no ban removed (Tang et al., "Top-n-sigma", 2024). Penalties affect sigma, the
+    temperature cancels, and earlier filters do not change it. Logits 3, 1, 0, 0: sigma = 1.22,
+    n = 1 keeps the first only."""
 
     name = "top_n_sigma"
 
@@ -345,22 +355,22 @@ class TopNSigma:
         return row.params.top_n_sigma > 0.0
 
     def apply(self, row: RowState) -> None:
-        live = row.logits > NONE
+        live = row.logits > REMOVED
         z = np.where(live, row.logits - row.logits.max(), 0.0)
         count = float(np.count_nonzero(live))
         mean = lane_sum(z) / count
         off = np.where(live, z - mean, 0.0)
         sigma = float(np.sqrt(lane_sum(off * off) / count))
         near = z[row.ids] >= -(row.params.top_n_sigma * sigma)
-        if not near.any():  # the filters before left only ids farther away: the best of them stays
+        if not near.any():  # earlier filters left only ids farther away
             near[np.argmax(row.d)] = True
         row.keep(near)
 
 
 class Xtc:
-    """ "Exclude top choices" (p-e-w, 2024): with the given probability, of the ids with p >= threshold all but the least
-    likely are removed. Probabilities 0.5, 0.3, 0.15, 0.05 and threshold 0.1: the first two go. The chance is a number of
-    its own, made from (key, position)."""
+    """ "Exclude top choices" (p-e-w, 2024): with xtc_probability, remove all ids with p >=
+    threshold except the least likely of them. Probabilities 0.5, 0.3, 0.15, 0.05 and threshold 0.1:
+    the first two are removed. The random number is a function of (key, position)."""
 
     name = "xtc_probability"
 
@@ -390,11 +400,11 @@ FILTERS: tuple[Stage, ...] = (TopK(), TopP(), MinP(), TypicalP(), TopNSigma(), X
 STAGES: tuple[Stage, ...] = (*BEFORE, Temperature(), *FILTERS)
 
 
-# -------------------------------------------------------------------------------------------------------- helpers
+# ------------------------------------------------------------------------------------------ helpers
 
 
 def _prefix(mass: I64, order: I64, need: int) -> NDArray[np.bool_]:
-    """The shortest prefix of `order` with at least `need` mass (all of it, if it never gets there)."""
+    """The shortest prefix of `order` with at least `need` mass, or all of `order`."""
     count = int(np.searchsorted(np.cumsum(mass[order]), need)) + 1
     which = np.zeros(len(mass), bool)
     which[order[:count]] = True
@@ -403,18 +413,18 @@ def _prefix(mass: I64, order: I64, need: int) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=1024)
 def log_of_share(share: float) -> float:
-    """log of a number in (0, 1]; a subnormal one counts as the smallest normal."""
+    """log of a number in (0, 1]; subnormal numbers are rounded up to the smallest normal one."""
     return log1(max(share, 2.0**-1022))
 
 
-def breaker_places(text: I64, breakers: tuple[tuple[int, ...], ...]) -> NDArray[np.bool_]:
-    """True where a token of `text` belongs to a breaker (an id, or a run of ids)."""
+def breaker_flags(tokens: I64, breakers: tuple[tuple[int, ...], ...]) -> NDArray[np.bool_]:
+    """True where a token belongs to a breaker (an id, or a run of ids)."""
     singles, runs = _split(breakers)
-    flags = np.isin(text, singles)
+    flags = np.isin(tokens, singles)
     for run in runs:
-        starts = np.arange(len(text) - len(run) + 1)
+        starts = np.arange(len(tokens) - len(run) + 1)
         for i, token in enumerate(run):
-            starts = starts[text[starts + i] == token]
+            starts = starts[tokens[starts + i] == token]
         for i in range(len(run)):
             flags[starts + i] = True
     return flags
@@ -426,25 +436,25 @@ def _split(breakers: tuple[tuple[int, ...], ...]) -> tuple[I64, tuple[tuple[int,
     return singles, tuple(run for run in breakers if len(run) > 1)
 
 
-def repeat_lengths(text: I64, breaker: NDArray[np.bool_], limit: int) -> dict[int, int]:
-    """For each id that once followed a run equal to the end of `text`: the length of the longest such run, up to limit.
+def repeat_lengths(tokens: I64, breaker: NDArray[np.bool_], limit: int) -> dict[int, int]:
+    """Per id that followed an earlier copy of the end of `tokens`: the length of the longest such
+    copy, up to `limit`.
 
     >>> repeat_lengths(np.array([1, 2, 3, 4, 1, 2, 3]), np.zeros(7, bool), 50)
     {4: 3}
     """
-    last = len(text) - 1
+    last = len(tokens) - 1
     if last < 1 or breaker[last]:
         return {}
-    ends = np.flatnonzero((text[:-1] == text[last]) & ~breaker[1:])
+    ends = np.flatnonzero((tokens[:-1] == tokens[last]) & ~breaker[1:])
     out: dict[int, int] = {}
     length = 1
     while len(ends):
-        out.update(
-            dict.fromkeys(text[ends + 1].tolist(), length)
-        )  # longer runs come later and overwrite
+        # Longer runs come later and overwrite shorter ones.
+        out.update(dict.fromkeys(tokens[ends + 1].tolist(), length))
         if length >= limit or last - length < 0 or breaker[last - length]:
             break
         ends = ends[ends >= length]
-        ends = ends[text[ends - length] == text[last - length]]
+        ends = ends[tokens[ends - length] == tokens[last - length]]
         length += 1
     return out

@@ -1,7 +1,7 @@
-"""What explain keeps of a draw: written down while the stages run, by the same run that draws the token.
+"""Recorder behind `explain`: notes what each stage removes, in the same run that draws the token.
 
-In: the raw row and the RowState that the stages change. Out: one plain dict, JSON-ready; observe/explanation.py documents its
-keys, prints it, and draws it again under other settings.
+In: the raw row and the RowState that the stages change. Out: one JSON-ready dict per token;
+observe/explanation.py documents its keys, prints it, and draws again under other settings.
 """
 
 from __future__ import annotations
@@ -13,37 +13,38 @@ from typing import Any
 import numpy as np
 
 from verbatim.sampling.numerics import F64, I64, best, log_mass, masses, spreads
-from verbatim.sampling.processors import NONE, RowState
+from verbatim.sampling.processors import REMOVED, RowState
 
-WHOLE_ROWS = 64  # with receipt=True, the first tokens of a single answer keep their whole row of logits, for what-if
+# Tokens. With receipt=True and a single choice, the first tokens keep their whole row of logits, so
+# that a what-if can draw again from it.
+WHOLE_ROWS = 64
 
 
 class Recorder:
     def __init__(self, raw: F64, state: RowState) -> None:
         self.raw, self.state = raw, state
-        self.top: list[int] = [int(i) for i in best(raw, state.params.explain) if raw[i] > NONE]
+        self.top: list[int] = [int(i) for i in best(raw, state.params.explain) if raw[i] > REMOVED]
         self.removed_by: dict[int, str] = {}
         self.stages: list[dict[str, Any]] = []
-        self.left = int(np.count_nonzero(raw > NONE))
+        self.left = int(np.count_nonzero(raw > REMOVED))
         self.scores: F64 | None = None
         self.g: F64 | None = None
 
     def after(self, stage: str) -> None:
-        """Note what is left, and which of the top ids went."""
+        """Record how many ids the stage removed, and which of the top ids."""
         state = self.state
-        alive = (
-            set(state.ids.tolist()) if len(state.ids) else None
-        )  # None: before the temperature, logits say it
-        left = len(alive) if alive is not None else int(np.count_nonzero(state.logits > NONE))
-        gone = [
+        # Before the temperature there is no list of live ids: the logits tell.
+        alive = set(state.ids.tolist()) if len(state.ids) else None
+        left = len(alive) if alive is not None else int(np.count_nonzero(state.logits > REMOVED))
+        removed = [
             i
             for i in self.top
             if i not in self.removed_by
-            and not (i in alive if alive is not None else state.logits[i] > NONE)
+            and not (i in alive if alive is not None else state.logits[i] > REMOVED)
         ]
-        self.removed_by.update(dict.fromkeys(gone, stage))
+        self.removed_by.update(dict.fromkeys(removed, stage))
         self.stages.append(
-            {"name": stage, "removed": self.left - left, "left": left, "removed_top": gone}
+            {"name": stage, "removed": self.left - left, "left": left, "removed_top": removed}
         )
         self.left = left
 
@@ -70,11 +71,11 @@ class Recorder:
             **self._inputs(),
         }
         if token is not None:
-            mine = self._candidate(token, 0.0)
+            candidate = self._candidate(token, 0.0)
             out |= {
                 "token": token,
                 **chosen(raw, norm, token),
-                "final_prob": mine["final_prob"],
+                "final_prob": candidate["final_prob"],
                 **self._lead(token),
             }
         else:
@@ -97,7 +98,7 @@ class Recorder:
             "id": i,
             "logit": float(self.raw[i]),
             "logprob": logprob,
-            "processed": float(state.logits[i]) if state.logits[i] > NONE else None,
+            "processed": float(state.logits[i]) if state.logits[i] > REMOVED else None,
             "removed_by": self.removed_by.get(i),
             "final_prob": final,
             "noise": float(self.g[place]) if drawn and self.g is not None else None,
@@ -105,13 +106,13 @@ class Recorder:
         }
 
     def _lead(self, token: int) -> dict[str, Any]:
-        """How near another token came: the winner's score less the runner-up's."""
+        """The winner's score, the runner-up, and the lead between them."""
         state = self.state
         scores = self.scores if self.scores is not None else state.logits
         ids = state.ids if self.scores is not None else np.arange(len(scores))
         first = best(scores, 2)
         assert int(ids[first[0]]) == token
-        second = int(first[1]) if len(first) > 1 and scores[first[1]] > NONE else None
+        second = int(first[1]) if len(first) > 1 and scores[first[1]] > REMOVED else None
         return {
             "score": float(scores[first[0]]),
             "runner_up": int(ids[second]) if second is not None else None,
@@ -119,7 +120,8 @@ class Recorder:
         }
 
     def _inputs(self) -> dict[str, Any]:
-        """What a what-if needs besides the tokens: the raw row, the grammar's mask, the ids withheld."""
+        """Inputs of a what-if besides the tokens: the raw row, the grammar mask, the withheld
+        ids."""
         state = self.state
         whole = (
             state.params.receipt
@@ -136,7 +138,8 @@ class Recorder:
 
 
 def chosen(raw: F64, norm: float, token: int) -> dict[str, Any]:
-    """One id in the model's own distribution: rank 0 is the best; margin is its logit less the best other one."""
+    """One id in the model's own distribution. rank 0 is the best id; margin is its logit less the
+    best other logit."""
     value = float(raw[token])
     ahead = int(np.count_nonzero(raw > value) + np.count_nonzero(raw[:token] == value))
     first = best(raw, 2)
@@ -145,7 +148,7 @@ def chosen(raw: F64, norm: float, token: int) -> dict[str, Any]:
         "logit": value,
         "logprob": (value - float(raw.max())) - norm,
         "rank": ahead,
-        "margin": value - float(raw[other[0]]) if other and raw[other[0]] > NONE else None,
+        "margin": value - float(raw[other[0]]) if other and raw[other[0]] > REMOVED else None,
     }
 
 

@@ -1,5 +1,8 @@
-"""Guard rails that speak: (params) -> sentences. They warn of mixes that are contradictory, risky or without effect, and never
-change anything. The engine puts them into Completion.warnings; the command line prints them."""
+"""Warnings about sampling parameters that contradict each other, are risky or have no effect.
+
+In: SamplingParams. Out: sentences; no parameter is changed. The engine puts them into
+Completion.warnings; the command line prints them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ PENALTIES = (
 
 
 def warnings_for(params: SamplingParams) -> tuple[str, ...]:
-    """One sentence for each; an empty tuple for a plain request."""
+    """One sentence per warning."""
     return (*_draws(params), *_penalties(params), *_structure(params), *_without_effect(params))
 
 
@@ -29,26 +32,40 @@ def _set(params: SamplingParams, names: tuple[str, ...]) -> list[str]:
 def _draws(p: SamplingParams) -> Iterator[str]:
     many = max(p.n, p.best_of or 1)
     if p.greedy and many > 1 and p.num_beams == 1:
-        yield f"temperature 0 with {'n' if p.n > 1 else 'best_of'}={many}: all answers will be equal"
+        name = "n" if p.n > 1 else "best_of"
+        yield f"temperature 0 with {name}={many}: all answers will be equal"
     if p.greedy and (filters := _set(p, FILTERS)):
         yield f"temperature 0 takes the most likely token: {', '.join(filters)} has no effect"
     if p.temperature > 1.2 and p.top_p < 0.5:
-        yield f"temperature {p.temperature:g} flattens the distribution and top_p {p.top_p:g} cuts it again; one of them is enough"
+        yield (
+            f"temperature {p.temperature:g} flattens the distribution and top_p {p.top_p:g} "
+            "cuts it again; one of them is enough"
+        )
     if p.temperature > 2.0 and not _set(p, FILTERS):
-        yield f"temperature {p.temperature:g} without a filter (top_p, min_p, top_k) draws mostly noise"
+        yield (
+            f"temperature {p.temperature:g} without a filter (top_p, min_p, top_k) "
+            "draws mostly noise"
+        )
     if p.xtc_probability > 0 and p.xtc_threshold > 0.5:
-        yield f"xtc_threshold {p.xtc_threshold:g}: no two tokens are that likely at once, so XTC never acts"
+        yield (
+            f"xtc_threshold {p.xtc_threshold:g}: no two tokens are that likely at once, "
+            "so XTC never acts"
+        )
     if p.top_k == 1 and p.xtc_probability == 0 and not p.greedy:
         yield "top_k 1 leaves one token: the same as temperature 0"
 
 
 def _penalties(p: SamplingParams) -> Iterator[str]:
     if p.repetition_penalty > 1.3:
-        yield f"repetition_penalty {p.repetition_penalty:g} is over 1.3: common words and punctuation will go missing"
+        yield (
+            f"repetition_penalty {p.repetition_penalty:g} is over 1.3: "
+            "common words and punctuation will go missing"
+        )
     if p.repetition_penalty < 1.0:
         yield f"repetition_penalty {p.repetition_penalty:g} is under 1: it rewards repetition"
     if p.no_repeat_ngram in (1, 2):
-        yield f"no_repeat_ngram {p.no_repeat_ngram} forbids any {'token' if p.no_repeat_ngram == 1 else 'pair of tokens'} to come twice, prompt included"
+        what = "token" if p.no_repeat_ngram == 1 else "pair of tokens"
+        yield f"no_repeat_ngram {p.no_repeat_ngram} forbids any {what} twice, prompt included"
 
 
 def _structure(p: SamplingParams) -> Iterator[str]:
@@ -56,9 +73,15 @@ def _structure(p: SamplingParams) -> Iterator[str]:
     if named is None:
         return
     if penalties := _set(p, PENALTIES):
-        yield f"{', '.join(penalties)} with {named}: braces, quotes and repeated keys are penalised too, which bends the answer"
+        yield (
+            f"{', '.join(penalties)} with {named}: braces, quotes and repeated keys are penalised "
+            "too, which bends the answer"
+        )
     if p.stop or p.stop_token_ids:
-        yield f"a stop string or token with {named} may end the answer before the structure is complete"
+        yield (
+            f"a stop string or token with {named} may end the answer "
+            "before the structure is complete"
+        )
     if p.min_tokens:
         yield f"min_tokens with {named}: the answer still ends where the structure does"
     if p.ignore_eos:
