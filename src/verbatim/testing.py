@@ -1,8 +1,9 @@
-"""Public fakes, for tests of ours and of users: an engine without a model.
+"""Public fakes for tests: an engine without a model.
 
-FakeBackend computes "keys and values" that are one number a position: a hash of all tokens up to it. A token's number is made from the number found in the
-cache at the position before it, so a wrong block, a lost copy or a stale table changes every later token. With `canary` the whole visible cache is verified
-at every read: each slot says which position of which text it holds.
+FakeBackend's "keys and values" are one number per position: a hash of all tokens up to it. It is
+computed from the number found in the cache at the position before, so a wrong block, a missing copy
+or a stale table changes every later token. With `canary` every visible cache slot is verified at
+every read: each slot records its position and token.
 
     llm = LLM.from_parts(fake_parts(), kv_blocks=64)
     llm.generate("hello", SamplingParams(max_tokens=8, seed=1))
@@ -27,7 +28,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(a: int, b: int) -> int:
-    """A 64-bit hash of two numbers (the finaliser of splitmix64): cheap, and every bit matters."""
+    """A 64-bit hash of two numbers (the finaliser of splitmix64)."""
     x = (a * 0x9E3779B97F4A7C15 + b + 0xD1B54A32D192ED03) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -37,7 +38,7 @@ def mix(a: int, b: int) -> int:
 def fake_spec(
     vocab: int = 260, context: int = 4096, windows: Sequence[int | None] = (None,)
 ) -> ModelSpec:
-    """An architecture with one layer for each window, and nothing else of interest."""
+    """A minimal architecture with one layer per window."""
     layers = tuple(LayerSpec(window=w) for w in windows)
     return ModelSpec(
         "fake",
@@ -57,9 +58,15 @@ class CanaryError(AssertionError):
 
 
 class FakeBackend:
-    """`pipeline`: draw with the real sampler from hashed logits. Otherwise the token itself is a hash: much faster, and sampling parameters
-    beyond withheld ids mean nothing. `known`: gives a sequence's tokens, for the canary's strictest check. `overlap`: overwrite the KV slot
-    behind every sampled token, as a backend does that launches the next step early."""
+    """A backend that hashes tokens instead of running a model.
+
+    pipeline  True: draw with the real sampler from hashed logits. False: the token itself is a
+              hash, which is much faster; only withheld ids and `beam` affect it
+    canary    verify every visible cache slot at every read
+    known     returns a sequence's tokens, for the strictest check of the canary
+    overlap   overwrite the KV slot behind every drawn token, as a backend does that launches the
+              next step early
+    """
 
     def __init__(
         self,
@@ -77,9 +84,8 @@ class FakeBackend:
         self.pipeline = pipeline
         self.canary = canary
         self.known = known
-        self.slots: list[
-            list[list[tuple[int, int, int] | None]]
-        ] = []  # group, block, slot: (position, token, number)
+        # [group][block][slot] -> (position, token, number)
+        self.slots: list[list[list[tuple[int, int, int] | None]]] = []
         self.steps = 0
         self.rows = 0
         self.closed = False
@@ -133,14 +139,15 @@ class FakeBackend:
                 slots[table[behind]][step.end % self.block_size] = (step.end, -1, 0)
         return SeqResult(step.seq_id, drawn, scored, hidden)
 
-    # ------------------------------------------------------------------------------------------------------ the cache
+    # ------------------------------------------------------------------------------------ the cache
 
     def _read(self, step: SeqStep, group: int, position: int) -> tuple[int, int, int]:
         block = step.blocks[group][position // self.block_size]
         slot = None if block < 0 else self.slots[group][block][position % self.block_size]
         if slot is None or slot[0] != position:
             raise CanaryError(
-                f"sequence {step.seq_id}: position {position} of group {group} reads {slot} from block {block}"
+                f"sequence {step.seq_id}: position {position} of group {group} reads {slot} "
+                f"from block {block}"
             )
         return slot
 
@@ -155,14 +162,15 @@ class FakeBackend:
                     before is not None and number != mix(before, token)
                 ):
                     raise CanaryError(
-                        f"sequence {step.seq_id}: position {position} of group {group} holds another text"
+                        f"sequence {step.seq_id}: position {position} of group {group} holds "
+                        "another sequence"
                     )
                 before = number
 
-    # ------------------------------------------------------------------------------------------------------ the model
+    # ------------------------------------------------------------------------------------ the model
 
     def logits(self, number: int) -> np.ndarray:
-        """float32 [vocab] in -8 … 8, a function of `number` alone."""
+        """float32 [vocab] in -8 … 8, a function of `number` only."""
         x = self._salts + np.uint64(number)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -214,7 +222,7 @@ class FakeBackend:
 
 
 class ByteTokenizer:
-    """One token a byte, and four control tokens. Small enough to reason about: "hi" is [104, 105]."""
+    """One token per byte, and four control tokens: "hi" is [104, 105]."""
 
     BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
     NAMES = ("<s>", "</s>", "<|user|>", "<|assistant|>")
@@ -254,24 +262,27 @@ class ByteTokenizer:
 
 
 def fake_parts(backend: Any = None, **options: Any) -> LoadedModel:
-    """What LLM.from_parts and AsyncEngine.from_parts take, with no model behind it. Options go to FakeBackend."""
+    """Parts for LLM.from_parts and AsyncEngine.from_parts without a model. `options` are those of
+    FakeBackend."""
     backend = backend or FakeBackend(**options)
     return LoadedModel(
         backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake"
     )
 
 
-# ------------------------------------------------------------------------------------------- for tests of the server
+# -------------------------------------------------------------------------- for tests of the server
 
 CHAT_SOURCE = (
-    "{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|assistant|>' }}{{ m.role }}: {{ m.content }}{% endfor %}"
-    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}<|assistant|>"
+    "{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|assistant|>' }}"
+    "{{ m.role }}: {{ m.content }}{% endfor %}"
+    "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}"
+    "<|assistant|>"
 )
 
 
 class PacedBackend(FakeBackend):
-    """A FakeBackend whose steps take `pause` seconds. With `gate`, the name of a file that holds a number, at most that
-    many steps run: a test lets the engine go one step further by writing a larger number."""
+    """A FakeBackend whose steps take `pause` seconds. `gate` names a file that contains the number
+    of steps that may run; a test advances the engine by writing a larger number."""
 
     def __init__(
         self, *args: Any, pause: float = 0.0, gate: str | None = None, **options: Any
@@ -292,7 +303,7 @@ class PacedBackend(FakeBackend):
 
 
 class ChatByteTokenizer(ByteTokenizer):
-    """A ByteTokenizer that a ChatTemplate can be used with."""
+    """A ByteTokenizer that works with a ChatTemplate."""
 
     def __init__(self) -> None:
         from verbatim.text.control_tokens import ControlFinder
@@ -312,8 +323,8 @@ class ChatByteTokenizer(ByteTokenizer):
 
 
 def server_parts(options: str) -> LoadedModel:
-    """What `verbatim serve --test-engine OPTIONS` serves: "pipeline" (the real sampler) or "hash", then pause=SECONDS,
-    gate=FILE, context=TOKENS."""
+    """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
+    then pause=SECONDS, gate=FILE, context=TOKENS."""
     from verbatim.text.chat_template import ChatTemplate
 
     kind, *pairs = options.split(",")

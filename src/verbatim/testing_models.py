@@ -1,10 +1,11 @@
-"""Tiny random models, for tests of ours and of users: every family, made in milliseconds, without PyTorch and without a file.
+"""Tiny random models for tests: every family, made in milliseconds, without PyTorch and without
+files.
 
     model = tiny_model("gemma3")                       # in memory
     model = tiny_model("llama", type="q8_0", hidden_size=64)
     backend = ReferenceBackend(model)
 
-The weights are drawn so that the model is lively: attention is far from uniform and logits spread over several units, so that a wrong
+The weights give attention far from uniform and logits that spread over several units, so a wrong
 mask, rotation or block changes the tokens.
 """
 
@@ -74,8 +75,8 @@ def tiny_model(
     context: int | None = None,
     **changes: Any,
 ) -> Model:
-    """A small random model of one of FAMILIES. `type`: how its matrices are stored, where their rows divide into its blocks;
-    `changes`: keys of a Hugging Face config that replace the tiny defaults."""
+    """A small random model of one of FAMILIES. `type`: storage type of the matrices whose rows
+    divide into its blocks. `changes`: Hugging Face config keys that replace the tiny defaults."""
     config = TINY_CONFIGS[family] | changes
     spec = spec_from_config(config, context=context, file=f"tiny {family}")
     random = np.random.default_rng(seed)
@@ -100,10 +101,8 @@ def _values(
     if "norm" in name:
         return np.float32(1.0 - offset) + values * np.float32(0.1)
     if name in ("embed", "positions"):
-        return values * np.float32(
-            0.25 if tied else 0.7
-        )  # a tied head with large embeddings only repeats its input
-    sharp = (
-        2.0 if name.endswith((".q", ".k", "router")) else 1.0
-    )  # attention and routing with a clear opinion
+        # A tied head with large embeddings would only repeat its input.
+        return values * np.float32(0.25 if tied else 0.7)
+    # Attention and routing far from uniform.
+    sharp = 2.0 if name.endswith((".q", ".k", "router")) else 1.0
     return values * np.float32(sharp / math.sqrt(shape[-1]))

@@ -1036,10 +1036,10 @@ def test_bytes_that_the_model_itself_broke_are_marked(llm: LLM) -> None:
         ({"context": "512"}, "context: '512' is not a whole number"),
         ({"threads": 1.5}, "threads: 1.5 is not a whole number"),
         ({"max_running": True}, "max_running: True is not a whole number"),
-        ({"speculate": None}, "speculate: None is not a text"),
+        ({"speculate": None}, "speculate: None is not a string"),
         ({"prefix_cache": "no"}, "prefix_cache: 'no' is not True or False"),
-        ({"suffix_tenants": "me"}, "suffix_tenants: 'me' is not a list of texts"),
-        ({"suffix_tenants": [1]}, "suffix_tenants: [1] is not a list of texts"),
+        ({"suffix_tenants": "me"}, "suffix_tenants: 'me' is not a list of strings"),
+        ({"suffix_tenants": [1]}, "suffix_tenants: [1] is not a list of strings"),
     ],
 )
 def test_an_ill_typed_option_is_named(options: dict[str, Any], wanted: str) -> None:

@@ -1,4 +1,5 @@
-"""EngineConfig: how an engine is built. Resolved once; an unknown option is an error of Python itself (a frozen dataclass)."""
+"""EngineConfig: the settings of an engine, checked once when the record is made. An unknown setting
+is a TypeError, since the record is a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -8,36 +9,31 @@ from typing import SupportsIndex
 
 from verbatim.base.errors import ParameterError
 
-BLOCK_SIZE = 16  # positions in one cache block; one vector of scores on every CPU path
+BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every setting of an engine, with its default. Sizes are bytes, lengths tokens."""
+    """Every setting of an engine, with its default. Sizes are in bytes, lengths in tokens."""
 
     backend: str = "auto"  # auto: cpu where its kernels are built, else reference
     threads: int | None = None  # None: the physical cores this process may use
-    context: int | None = None  # None: the model's own limit
-    step_tokens: int = 512  # most tokens one step computes: the chunk of a long prompt
-    max_running: int = 256  # sequences in one step
-    max_waiting: int = 4096  # requests in the queue; one more is refused
-    kv_memory: int | None = (
-        None  # bytes for keys and values, a draft model's included; None: the rule in schedule/sizing.py
-    )
-    kv_blocks: int | None = None  # exact number of blocks for each group (tests)
-    kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference always keeps f32
+    context: int | None = None  # None: the model's limit
+    step_tokens: int = 512  # maximum tokens per step, the prefill chunk
+    max_running: int = 256  # maximum sequences per step
+    max_waiting: int = 4096  # maximum requests in the queue; further ones are refused
+    # bytes of KV cache, a draft model's included; None: the rule in schedule/sizing.py
+    kv_memory: int | None = None
+    kv_blocks: int | None = None  # exact number of blocks per group (for tests)
+    kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference backend always uses f32
     prefix_cache: bool = True
-    use_cache: bool = (
-        True  # False: recompute everything each step (examples/cache_cost.py shows the price)
-    )
-    speculate: str = (
-        "auto"  # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
-    )
-    suffix_tenants: tuple[
-        str, ...
-    ] = ()  # tenants whose recent answers the suffix proposer may reuse for them; "*": each
+    use_cache: bool = True  # False: recompute all tokens in each step (examples/cache_cost.py)
+    # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
+    speculate: str = "auto"
+    # tenants whose recent outputs the suffix proposer may reuse for them; "*": every tenant
+    suffix_tenants: tuple[str, ...] = ()
     quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
-    check: bool = False  # prove the block accounting after every step
+    check: bool = False  # check the block accounting after every step
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -50,20 +46,22 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise ParameterError(name, f"{value} is below 1")
         processors = os.cpu_count() or 1
-        most = max(64, 4 * processors)
-        if self.threads is not None and self.threads > most:
-            here = f"this machine has {processors} processor{'s' if processors > 1 else ''}, and more threads than that only wait"
+        max_threads = max(64, 4 * processors)
+        if self.threads is not None and self.threads > max_threads:
+            plural = "s" if processors > 1 else ""
             raise ParameterError(
-                "threads", f"{self.threads} is more than the {most} that are possible; {here}"
+                "threads",
+                f"{self.threads} is more than the {max_threads} that are possible; this machine "
+                f"has {processors} processor{plural}, and more threads than that only wait",
             )
 
 
-# the annotations above -> the type that must come, and its name in an error; what counts as an int (NumPy's do) has __index__
+# annotation -> (accepted types, name in errors); NumPy integers have __index__
 _TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "int": (SupportsIndex, "a whole number"),
-    "str": (str, "a text"),
+    "str": (str, "a string"),
     "bool": (bool, "True or False"),
-    "tuple[str, ...]": ((tuple, list), "a list of texts"),
+    "tuple[str, ...]": ((tuple, list), "a list of strings"),
 }
 
 

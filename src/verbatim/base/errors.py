@@ -1,19 +1,21 @@
-"""The errors, one tree. Each carries what an HTTP answer needs: a status, a code, and the parameter at fault.
+"""The exception tree. Each error carries what an HTTP response needs: a status, a code, and the
+parameter at fault.
 
-VerbatimError                500  something of ours went wrong
-├── RequestError             400  this request cannot be served as asked; `param` says which field
-│   ├── ParameterError       400  a value is outside its rule, or two values contradict each other
-│   │   └── UnknownParameterError  400  there is no such parameter (a TypeError too, as Python calls it)
-│   ├── ContextError         400  the prompt (plus what was asked for) does not fit the context
-│   ├── CapacityError        400  the request could never fit the cache of this engine
-│   └── UnsupportedError     400  a known field that this model, mode or build does not offer
-├── ModelError               500  a model file is broken, unknown or incomplete; `file` says which
-├── OverloadedError          429  the queue is full, or others leave no time for this; try again after `retry_after` seconds
-├── UnavailableError         503  the engine is draining or not ready
-├── CancelledError           499  the client or the caller went away
-└── BackendError             500  a backend is missing, or failed
+VerbatimError                 500  internal error
+├── RequestError              400  this request cannot be served; `param` names the field
+│   ├── ParameterError        400  a value breaks its rule, or two values contradict each other
+│   │   └── UnknownParameterError  400  there is no such parameter (also a TypeError)
+│   ├── ContextError          400  prompt plus max_tokens exceed the context
+│   ├── CapacityError         400  the request cannot fit this engine's KV cache
+│   └── UnsupportedError      400  a known field that this model, mode or build does not support
+├── ModelError                500  a model file is broken, unknown or incomplete; `file` names it
+├── OverloadedError           429  the queue is full, or other tenants' work leaves no time for
+│                                  this request; retry after `retry_after` seconds
+├── UnavailableError          503  the engine is draining or not ready
+├── CancelledError            499  the client disconnected or the caller cancelled
+└── BackendError              500  a backend is missing, or failed
 
-`raise` is for other people's mistakes, and says the value, the rule and the remedy; `assert` is for ours.
+`raise` is for user errors and gives the value, the rule and the remedy; `assert` is for our bugs.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from collections.abc import Iterable
 
 
 class VerbatimError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of all errors that this package raises deliberately."""
 
     status: int = 500
     code: str = "internal_error"
@@ -49,7 +51,7 @@ class ParameterError(RequestError):
 
 
 class UnknownParameterError(ParameterError, TypeError):
-    """A name that is not a parameter; says which one it may have been meant to be.
+    """An unknown parameter name; suggests the closest known one.
 
     >>> str(UnknownParameterError("temprature", ["top_p", "temperature"]))
     'temprature: no such parameter; did you mean temperature?'
@@ -71,7 +73,7 @@ class CapacityError(RequestError):
 
 
 class UnsupportedError(RequestError):
-    """A field we know and do not offer here. Never ignored: refused by name."""
+    """A known field that is not supported here. Refused by name, never ignored."""
 
     code = "unsupported_parameter"
 

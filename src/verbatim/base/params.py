@@ -1,8 +1,8 @@
 """SamplingParams: every parameter of a request, checked when the object is made.
 
-Each parameter is declared once, as a field of SamplingParams with its kind, default, help and range.
-FIELDS is the table of these rules; validation, the command line's flags, the server's fields and the
-table in the documentation are all made from it.
+Each parameter is declared once, as a field of SamplingParams with its kind, default, help and
+range. FIELDS is the table of these rules; validation, the command line's flags, the server's fields
+and the table in the documentation are all made from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["int", "float", "bool", "str", "ids", "strings", "bias", "choice"
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 1024
-MOST = 2**31 - 1  # more than any count of tokens; every backend can hold it
+MOST = 2**31 - 1  # upper bound of token counts: the int32 of every backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class Field:
 
 
 def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
-    """A field of SamplingParams with its rule. Typed Any, so that the field keeps its annotation."""
+    """A field of SamplingParams with its rule. Returns Any, so that the field keeps its
+    annotation."""
     return field(default=default, metadata={"rule": Field(kind, default, help, **rule)})
 
 
@@ -54,7 +55,7 @@ STRUCTURE = ("json_schema", "regex", "grammar", "choice")
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What to generate and how to choose. Immutable; `with_(...)` gives a changed copy.
+    """What to generate and how to sample. Immutable; `with_(...)` returns a changed copy.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop="\\n\\n")
     """
@@ -240,7 +241,8 @@ class SamplingParams:
         self._check_together()
 
     def _check_together(self) -> None:
-        """Rules between parameters. Contradictions are refused; risky mixes only warn (see sampling/warnings.py)."""
+        """Rules between parameters. Contradictions raise; risky combinations only warn
+        (sampling/warnings.py)."""
         named = [f for f in STRUCTURE if getattr(self, f) is not None]
         if len(named) > 1:
             raise ParameterError(
@@ -274,13 +276,15 @@ class SamplingParams:
                     )
 
     def _check_beams(self) -> None:
-        """Beam search looks for the most likely sequences; what draws, or reshapes a draw, has no meaning there."""
+        """Beam search finds the most likely sequences, so parameters of a random draw are
+        refused."""
         for name in BEAM_REFUSES:
             value, default = getattr(self, name), FIELDS[name].default
             if value != default and value not in BEAM_AGREES.get(name, ()):
                 raise ParameterError(
                     name,
-                    f"cannot be combined with beam search (num_beams={self.num_beams}); leave one out",
+                    f"cannot be combined with beam search (num_beams={self.num_beams}); "
+                    "leave one out",
                 )
         if (self.num_return_sequences or 1) > self.num_beams:
             raise ParameterError(
@@ -302,11 +306,11 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """From JSON or flags; an unknown name is an error, never dropped."""
+        """From JSON or flags. An unknown name raises UnknownParameterError."""
         return cls().with_(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Only what differs from the defaults, as JSON-ready values."""
+        """The parameters that differ from their defaults, as JSON-ready values."""
         out: dict[str, Any] = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -330,7 +334,7 @@ class SamplingParams:
 
     @property
     def wants_logprob(self) -> bool:
-        """Somebody will read the log-probability of the drawn tokens; without, none is computed."""
+        """Whether log-probabilities of drawn tokens are needed; otherwise none is computed."""
         return self.logprobs is not None or self.best_of is not None
 
     @property
@@ -339,29 +343,29 @@ class SamplingParams:
 
     @property
     def width(self) -> int:
-        """Sequences that run for this request at once."""
+        """Sequences of this request that run at the same time."""
         return self.num_beams if self.num_beams > 1 else (self.best_of or self.n)
 
 
 FIELDS: dict[str, Field] = {f.name: f.metadata["rule"] for f in fields(SamplingParams)}
 
-# read for every row of every step, so it is made once
+# Read for every row of every step, hence built once.
 _HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
 
 
-_made = SamplingParams.__init__
+_generated_init = SamplingParams.__init__
 
 
-@functools.wraps(_made)
-def _named(self: SamplingParams, *args: Any, **values: Any) -> None:
-    """Python would call an unknown name an unexpected argument, without a word about the one that was meant."""
+@functools.wraps(_generated_init)
+def _checked_init(self: SamplingParams, *args: Any, **values: Any) -> None:
+    """Raise for an unknown name with a suggestion, which Python's own TypeError does not make."""
     for name in values:
         if name not in FIELDS:
             raise UnknownParameterError(name, FIELDS)
-    _made(self, *args, **values)
+    _generated_init(self, *args, **values)
 
 
-SamplingParams.__init__ = _named  # type: ignore[method-assign]
+SamplingParams.__init__ = _checked_init  # type: ignore[method-assign]
 
 # fmt: off
 BEAM_REFUSES = (
@@ -369,11 +373,11 @@ BEAM_REFUSES = (
     "n", "best_of", "speculate", "on_loop", *STRUCTURE,
 )
 # fmt: on
-# Values that say what beams do anyway: no randomness, or the model's own distribution; no drafts.
+# Values that beam search implies: no randomness or the model's own distribution; no drafts.
 BEAM_AGREES: dict[str, tuple[object, ...]] = {"temperature": (0.0, 1.0), "speculate": ("off",)}
 
 
-# ---------------------------------------------------------------------------------------------------------- validation
+# --------------------------------------------------------------------------------------- validation
 
 
 def _checked(name: str, rule: Field, value: Any) -> Any:
@@ -427,7 +431,7 @@ def _bool(name: str, rule: Field, value: Any) -> bool:
 def _str(name: str, rule: Field, value: Any) -> str:
     if not isinstance(value, str):
         raise ParameterError(name, f"{_show(value)} is not a string")
-    return _sound(name, value)
+    return _check_unicode(name, value)
 
 
 def _strings(name: str, rule: Field, value: Any) -> tuple[str, ...]:
@@ -446,13 +450,13 @@ def _strings(name: str, rule: Field, value: Any) -> tuple[str, ...]:
             raise ParameterError(
                 name, f"a string of {len(item)} characters is longer than {MAX_STOP_LENGTH}"
             )
-        _sound(name, item)
+        _check_unicode(name, item)
     if name == "choice" and not items:
         raise ParameterError(name, "an empty list leaves nothing to choose")
     return tuple(items)
 
 
-def _sound(name: str, text: str) -> str:
+def _check_unicode(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -498,7 +502,7 @@ def _choice(name: str, rule: Field, value: Any) -> Any:
 
 
 def _schema(name: str, rule: Field, value: Any) -> str:
-    """Schemas are kept as canonical JSON text, so that the record stays hashable and can cross a process."""
+    """Canonical JSON text: keeps the record hashable and picklable."""
     if isinstance(value, str):
         try:
             value = json.loads(value, object_pairs_hook=no_key_twice)
@@ -510,8 +514,8 @@ def _schema(name: str, rule: Field, value: Any) -> str:
         raise ParameterError(name, f"{_show(value)} is not a schema (an object, true or false)")
     try:
         text = json.dumps(value, allow_nan=False)
-        if re.search(r"\\ud[89a-f]", text):  # an escaped half: is there a whole pair?
-            _sound(name, json.dumps(value, ensure_ascii=False))
+        if re.search(r"\\ud[89a-f]", text):  # an escaped surrogate: is it half of a pair?
+            _check_unicode(name, json.dumps(value, ensure_ascii=False))
     except RecursionError:
         raise ParameterError(name, "is nested too deeply") from None
     except ValueError as error:
@@ -527,11 +531,16 @@ def _schema(name: str, rule: Field, value: Any) -> str:
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For json.loads: Python would keep the last of two values, and drop the other without a word."""
+    """object_pairs_hook for json.loads: a repeated key raises; Python would drop a value
+    silently."""
     out = dict(pairs)
     if len(out) < len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = next(
+            key
+            for key, _ in pairs
+            if key in seen or seen.add(key)  # type: ignore[func-returns-value]
+        )
         raise ValueError(f"the key {twice[:40]!r} is there twice in one object")
     return out
 
@@ -539,7 +548,7 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _show(value: Any) -> str:
     try:
         text = repr(value)
-    except ValueError:  # Python writes no integer of more than 4,300 digits
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits
         return "a number of thousands of digits"
     return text if len(text) <= 40 else text[:37] + "..."
 
