@@ -268,7 +268,7 @@ class Middleware:
     def _check_access(self, scope: Scope, headers: dict[bytes, bytes]) -> Problem | None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1:  # a proxy may have checked the other one
-            return Problem("invalid_request", "the Host header is there twice; send one", "host")
+            return Problem("invalid_request", "there are several Host headers; send one", "host")
         # A load balancer's health probe may send no Host. Every browser sends one, so this
         # exception opens no DNS rebinding; and the health routes reveal no secret.
         if not (hosts and self._host_allowed(hosts[0])) and (

@@ -33,7 +33,7 @@ class Limits:
     max_json_values: int = field(
         default=65_536,
         metadata={
-            "help": "values in the JSON body, and as many besides as the context has tokens",
+            "help": "values in the JSON body, plus one per token of the context",
             "error": "400 json_too_large",
         },
     )
@@ -49,7 +49,7 @@ class Limits:
     )
     max_logprobs: int = field(
         default=20,
-        metadata={"help": "alternatives reported for a token", "error": "400 on logprobs"},
+        metadata={"help": "alternatives reported per token", "error": "400 on logprobs"},
     )
     max_stop: int = field(default=16, metadata={"help": "stop strings", "error": "400 on stop"})
     max_bias: int = field(
@@ -69,7 +69,7 @@ class Limits:
     max_output_tokens: int = field(
         default=0,
         metadata={
-            "help": "tokens of one answer; 0: up to the context",
+            "help": "output tokens of one request; 0: up to the context",
             "error": "400 on max_tokens",
         },
     )
@@ -84,35 +84,35 @@ class Limits:
     max_cache_share: float = field(
         default=1.0,
         metadata={
-            "help": "share of the cache that one key's running requests may claim",
-            "error": "they wait",
+            "help": "share of the KV cache that one key's running requests may claim",
+            "error": "requests wait",
         },
     )
     max_connections: int = field(
         default=20_000,
         metadata={
-            "help": "open connections (or as many as the system lets us have files)",
+            "help": "open connections; capped by the limit on open files",
             "error": "503 unavailable",
         },
     )
     max_stream_bytes: int = field(
         default=4 * MIB,
         metadata={
-            "help": "text a slow reader may leave unread",
+            "help": "unread output of a slow client",
             "error": "error event slow_reader",
         },
     )
     max_store_bytes: int = field(
         default=64 * MIB,
         metadata={
-            "help": "answers kept with store: true, all together",
-            "error": "the oldest leave",
+            "help": "stored answers (store: true), all together",
+            "error": "the oldest are evicted",
         },
     )
     idle_seconds: float = field(
         default=75.0,
         metadata={
-            "help": "time a connection may stay open without a request on it",
+            "help": "time a connection may stay idle",
             "error": "connection closed",
         },
     )

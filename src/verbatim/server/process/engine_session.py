@@ -105,7 +105,7 @@ class EngineSession:
         # ends.
         slots = running + max(running // 8, 1)
         self._fair = FairQueue(slots, self._cache_tokens(), start.cache_share)
-        self._feed = OutputSink(self._send_step)
+        self._sink = OutputSink(self._send_step)
 
     def _cache_tokens(self) -> int:
         pools = self._engine.core.scheduler.cache.pools
@@ -148,8 +148,8 @@ class EngineSession:
         except Exception as error:
             problem = problem_of(error)
             if isinstance(error, BackendError):
-                message_text = "the engine failed while this request ran; it is being restarted"
-                problem = Problem("engine_died", message_text, retry_after=2)
+                reason = "the engine failed while this request ran; it is being restarted"
+                problem = Problem("engine_died", reason, retry_after=2)
             if problem.code == "internal_error":
                 log.exception("request %s failed", request_id)
             self._outbox.put(Refused.of(request_id, problem))
@@ -169,18 +169,18 @@ class EngineSession:
 
     async def _generate(self, request: OpenRequest, message: Generate) -> None:
         request.params = params = SamplingParams.from_mapping(message.params)
-        place = await self._wait_in_queue(request, message, params)
+        entry = await self._wait_in_queue(request, message, params)
         try:
             await self._run_in_engine(request, message)
         finally:
-            self._fair.release(place)
+            self._fair.release(entry)
             self._release_from_queue()
 
     async def _wait_in_queue(
         self, request: OpenRequest, message: Generate, params: SamplingParams
     ) -> Waiting:
         request.scheduled = asyncio.get_running_loop().create_future()
-        place = self._fair.add(
+        entry = self._fair.add(
             request.scheduled,
             tenant=message.tenant,
             priority=params.priority,
@@ -191,18 +191,18 @@ class EngineSession:
         try:
             await request.scheduled
         except asyncio.CancelledError:
-            place.gone = True
+            entry.gone = True
             if not request.aborted:
                 raise
             raise AbortedInQueue from None
-        return place
+        return entry
 
     def _release_from_queue(self) -> None:
-        while (place := self._fair.take()) is not None:
-            if place.item.done():  # aborted after the queue chose it
-                self._fair.release(place)
+        while (entry := self._fair.take()) is not None:
+            if entry.item.done():  # aborted after the queue chose it
+                self._fair.release(entry)
             else:
-                place.item.set_result(None)
+                entry.item.set_result(None)
 
     async def _claim(self, message: Generate, params: SamplingParams) -> int:
         """Maximum KV cache of the request, in tokens."""
@@ -218,8 +218,8 @@ class EngineSession:
         prompt = await self._prompt(request, message)
         request.end = end = asyncio.get_running_loop().create_future()
         request.streamed, request.explain_rows = message.stream, message.explain_rows
-        line = await self._engine.submit_to(
-            self._feed,
+        handle = await self._engine.submit_to(
+            self._sink,
             message.request_id,
             prompt,
             request.params,
@@ -234,7 +234,7 @@ class EngineSession:
         self._outbox.put(Accepted(message.request_id, text))
         completion = await end
         complete = message.embedding and completion.choices[0].finish.reason != "cancel"
-        embedding = line.embedding().tolist() if complete else None
+        embedding = handle.embedding().tolist() if complete else None
         if not request.explain_rows:  # records that came with the completion, in no delta
             for choice in completion.choices:
                 drop_rows(choice.explain)

@@ -123,7 +123,7 @@ class Running:
         return self.done if isinstance(self.done, Generated) else None
 
     async def wait_accepted(self) -> None:
-        """Wait until the engine accepts the request. Raises the Problem if it refuses, while an
+        """Wait until the engine accepts the request. Raises the Problem if it fails, while an
         HTTP status can still be sent."""
         while not self.accepted and not self.ended:
             await self._signal.wait()
