@@ -102,7 +102,7 @@ def native_draws(isa: str, logits: np.ndarray, rows: list[Row], threads: int = 1
     sampler = NativeSampler(native, None)
     native_rows = [sampler.native_row(row) for row in rows]
     drawn = list(native.RowSampler(isa, threads).draw(logits, native_rows))
-    assert list(native.RowSampler(isa, threads).draw(logits, native_rows, told=True)) == drawn
+    assert list(native.RowSampler(isa, threads).draw(logits, native_rows, True)) == drawn
     return drawn
 
 
@@ -274,13 +274,13 @@ def test_a_row_that_is_not_finite_is_an_error_and_a_fully_masked_row_draws_minus
     from verbatim.backend.cpu.sampler import NativeSampler
 
     native_rows = [NativeSampler(native, None).native_row(Row(DrawSpec(SamplingParams(), 1, 0), 0))]
-    for isa, bad, at, told in product(
+    for isa, bad, at, given_maxima in product(
         native.isas(), (np.nan, np.inf), (17, 70, 131), (False, True)
     ):
         logits = np.zeros((1, 133), np.float32)
         logits[0, at] = bad
         with pytest.raises(ValueError, match="finite"):
-            native.RowSampler(isa, 1).draw(logits, native_rows, told=told)
+            native.RowSampler(isa, 1).draw(logits, native_rows, given_maxima)
     masked = Row(DrawSpec(SamplingParams(), 1, 0), 0, mask=bytes(5))
     assert native_draws("scalar", np.zeros((1, 40), np.float32), [masked])[0][0] == -1
 
