@@ -588,7 +588,7 @@ def test_an_error_at_the_end_names_the_field_of_the_clients_protocol(fake: Any) 
     status, answer = send(fake, "/v1/chat/completions", json.dumps(body))
     assert status == 400
     assert answer["error"]["param"] == "banned_token_ids"
-    assert "(here: banned_token_ids, response_format)" in answer["error"]["message"]
+    assert "(banned_token_ids, response_format)" in answer["error"]["message"]
     error = fake.events("/v1/chat/completions", body)[-2]["error"]
     assert error == answer["error"]
 

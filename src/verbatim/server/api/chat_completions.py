@@ -167,7 +167,7 @@ class ChatRequest:
             if not self.tools:
                 raise Problem(
                     "invalid_parameter",
-                    f"{field_name}: requires a call, but tools is empty",
+                    f"{field_name}: requires a call, but the request has no tools",
                     field_name,
                 )
             if wanted is not None and wanted not in names:
