@@ -340,14 +340,14 @@ async def test_drain_cancels_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> 
         stream = await e.submit("x", SamplingParams(max_tokens=1000, ignore_eos=True))
         await anext(stream)
         backend.gate.clear()
-        note = e._post
+        post = e._post
 
         def then_let_the_step_end(what: str, value: Any) -> None:
-            note(what, value)
+            post(what, value)
             if what == "cancel":
                 backend.gate.set()
 
-        monkeypatch.setattr(e, "_note", then_let_the_step_end)
+        monkeypatch.setattr(e, "_post", then_let_the_step_end)
         assert not await e.drain(timeout=0.05)
         done = await stream.result()
         assert done.finish.reason == "cancel"

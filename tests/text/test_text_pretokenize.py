@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from verbatim.base.errors import ModelError
 from verbatim.text.pretokenize import (
     BYTES_GPT2,
-    CUTS,
     DIGIT,
     GPT2,
-    cut_named,
+    SPLIT_RULES,
     normalizer_of,
     pre_tokenizer_of,
+    split_rules_of,
 )
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
@@ -88,7 +88,7 @@ texts = st.one_of(
 
 
 def cut_by_us(name: str, text: str) -> list[bytes]:
-    cut = cut_named(name)
+    cut = split_rules_of(name)
     normalizer = normalizer_of(cut)
     if normalizer is not None:
         text = normalizer.normalize_str(text)
@@ -115,22 +115,22 @@ def isolated(pattern: str, text: str) -> list[str]:
 
 
 def test_every_promised_name_is_known() -> None:
-    assert set(NAMED_IN_THE_PLAN) <= set(CUTS)
+    assert set(NAMED_IN_THE_PLAN) <= set(SPLIT_RULES)
 
 
 def test_an_unknown_name_is_an_error_that_names_it() -> None:
     with pytest.raises(ModelError, match=r"'marsian-bpe'.*qwen2"):
-        cut_named("marsian-bpe")
+        split_rules_of("marsian-bpe")
 
 
 # Names whose steps are patterns all the way; falcon cuts inside the byte alphabet and has its own test.
 @pytest.mark.parametrize(
-    "name", sorted({cut: name for name, cut in CUTS.items() if name != "falcon"}.values())
+    "name", sorted({cut: name for name, cut in SPLIT_RULES.items() if name != "falcon"}.values())
 )
 @settings(max_examples=100)
 @given(text=texts)
 def test_another_engine_cuts_the_same_pieces(name: str, text: str) -> None:
-    cut = cut_named(name)
+    cut = split_rules_of(name)
     steps = [GPT2 if s == BYTES_GPT2 else r"\p{N}" if s == DIGIT else s for s in cut.steps]
     steps = [regex.sub(r"\$$", r"\\Z", s) for s in steps]
     if cut.nfc:

@@ -1,8 +1,9 @@
-"""Messages become a prompt. In: a conversation. Out: the model's prompt string, or its token ids.
+"""Chat templates. In: a conversation. Out: the model's prompt string, or its token ids.
 
-The template is the model's own, a Jinja program that came with its files; sandbox.py says how it is kept harmless. Whatever it
-does by itself (a default system prompt, for instance) stays. `encode_chat` gives the token ids: those that Hugging Face's
-`apply_chat_template(tokenize=True)` gives, except that a control token typed into a message stays text (see control.py).
+The template is a Jinja program from the model's files; sandbox.py runs it. Whatever it adds (a
+default system prompt, for instance) stays, and the engine adds nothing. `encode_chat` returns the
+ids of Hugging Face's `apply_chat_template(tokenize=True)`, except that a control token typed into a
+message stays text (control_tokens.py). A value that the template would ignore is an error.
 """
 
 from __future__ import annotations
@@ -13,31 +14,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError, VerbatimError
-from verbatim.text.control_tokens import ControlFinder, Shield
+from verbatim.text.control_tokens import ControlEscaper, ControlFinder
 from verbatim.text.tokenizer import Tokenizer
 from verbatim.text.tool_calls import repeats_call
 
 if TYPE_CHECKING:
-    from verbatim.text.template_reads import Reads
+    from verbatim.text.template_reads import TemplateReads
 
-MAX_DEPTH = 64  # nesting of messages and tools
-PROBE_SECONDS = 0.1
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # names that templates and clients use for the same thing
+MAX_DEPTH = 64  # nesting levels of messages and tools
+PROBE_SECONDS = 0.1  # CPU time of a probe; its conversation is tiny
+REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms in templates and clients
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
-# Keys that need not be looked at: every template knows the first two; a call's id only says which result is whose, which their order says too;
-# and of calls and thoughts it is asked whether the template knows them at all, because models are meant to forget those of earlier turns.
-NOT_WATCHED = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
+# Keys that a template need not read in every message. Every template knows role and content. A
+# call's id only repeats the order of calls and results. Calls and reasoning are checked once per
+# template instead, because templates drop those of earlier turns on purpose.
+UNTRACKED_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-_PLAIN_TURN = [{"role": "user", "content": "Hello"}]
+_PROBE_MESSAGES = [{"role": "user", "content": "Hello"}]
 
 
 class ChatTemplate:
-    """A model's chat template, compiled. `named` holds further ones, such as "tool_use", which is taken when tools are given."""
+    """A compiled chat template. `named` holds further ones, such as "tool_use", which is used when
+    tools are given."""
 
     def __init__(
         self,
@@ -53,12 +52,12 @@ class ChatTemplate:
         self.file = file
         self.sources: dict[str, str] = {"default": source, **(named or {})}
         self._special = {**(special_tokens or {}), "bos_token": bos_token, "eos_token": eos_token}
-        self._compiled = {"default": self._compile("default", source)}  # the others when first used
-        self._looked: dict[str, Reads] = {}
-        self._takes_parts: dict[str, bool] = {}
-        self._takes_nothing: dict[tuple[str, bool], bool] = {}
+        self._compiled = {"default": self._compile("default", source)}  # others on first use
+        self._reads_cache: dict[str, TemplateReads] = {}
+        self._content_parts_cache: dict[str, bool] = {}
+        self._missing_content_cache: dict[tuple[str, bool], bool] = {}
 
-    # ------------------------------------------------------------------------------------------------------- rendering
+    # ------------------------------------------------------------------------------ rendering
 
     def render(
         self,
@@ -71,10 +70,11 @@ class ChatTemplate:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt as a string. `continue_final` leaves the last message open, so that the model goes on writing it."""
-        shield = Shield(ControlFinder({}), [self.sources, messages])
+        """The prompt as a string. `continue_final` leaves the last message open for the model to
+        continue."""
+        escaper = ControlEscaper(ControlFinder({}), [self.sources, messages])
         return self._render(
-            shield,
+            escaper,
             messages,
             tools,
             documents,
@@ -86,7 +86,7 @@ class ChatTemplate:
 
     def _render(
         self,
-        shield: Shield,
+        escaper: ControlEscaper,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         documents: Sequence[Mapping[str, Any]] | None,
@@ -104,32 +104,33 @@ class ChatTemplate:
                 )
         self._check_read(name, variables, tools, documents)
         chat = [
-            self._message(shield, name, m, i) for i, m in enumerate(_listed(messages, "messages"))
+            self._message(escaper, name, m, i) for i, m in enumerate(_as_list(messages, "messages"))
         ]
         values = {
             **self._special,
             **{
-                key: _plain(value, shield, "chat_template_kwargs")
+                key: _plain(value, escaper, "chat_template_kwargs")
                 for key, value in variables.items()
             },
             "messages": chat,
             "tools": None
             if tools is None
-            else [_plain(t, shield, "tools") for t in _listed(tools, "tools")],
+            else [_plain(t, escaper, "tools") for t in _as_list(tools, "tools")],
             "documents": None
             if documents is None
-            else [_plain(d, shield, "documents") for d in _listed(documents, "documents")],
+            else [_plain(d, escaper, "documents") for d in _as_list(documents, "documents")],
             "add_generation_prompt": add_generation_prompt and not continue_final,
         }
-        text = self._continue(shield, name, values) if continue_final else self._run(name, values)
+        text = self._continue(escaper, name, values) if continue_final else self._run(name, values)
         for index, message in enumerate(chat):
-            _check_looked_at(message, index, messages)
+            _check_keys_read(message, index, messages)
         return text
 
     def _check_read(
         self, name: str, variables: Mapping[str, Any], tools: Any, documents: Any
     ) -> None:
-        """What the template never takes would be dropped without a word."""
+        """Reject tools, documents and variables that the template never reads: it would ignore them
+        silently."""
         if tools and "tools" not in self._reads(name).variables:
             raise UnsupportedError("tools", "the model's chat template has no place for tools")
         if documents and "documents" not in self._reads(name).variables:
@@ -142,16 +143,18 @@ class ChatTemplate:
                 own = ", ".join(sorted(known - {*RESERVED, *self._special})) or "none"
                 raise UnsupportedError(
                     "chat_template_kwargs",
-                    f"the model's chat template never reads {str(key)[:60]!r}, so it would change nothing; leave it out (it reads: {own[:300]})",
+                    f"the model's chat template never reads {str(key)[:60]!r}, "
+                    f"so it would change nothing; leave it out (it reads: {own[:300]})",
                 )
 
-    def _continue(self, shield: Shield, name: str, values: dict[str, Any]) -> str:
-        """Render with a mark at the end of the last message, and cut there. A template that trims its messages trims this one too."""
+    def _continue(self, escaper: ControlEscaper, name: str, values: dict[str, Any]) -> str:
+        """Render with a marker at the end of the last message, and cut there. A template that
+        strips its messages strips this one too."""
         last = values["messages"][-1] if values["messages"] else {}
         content = last.get("content")
         if not isinstance(content, str):
             raise RequestError("the last message has no text to continue", param="messages")
-        mark = shield.fresh()
+        mark = escaper.unused_character()
         last["content"] = f"{content}{mark} "
         text = self._run(name, values)
         at = text.rfind(mark)
@@ -173,12 +176,14 @@ class ChatTemplate:
             )
         return template
 
-    def _ready(self, name: str) -> Any:
+    def _compiled_template(self, name: str) -> Any:
         if name not in self._compiled:
             self._compiled[name] = self._compile(name, self.sources[name])
         return self._compiled[name]
 
-    def _message(self, shield: Shield, name: str, message: Any, index: int) -> dict[str, Any]:
+    def _message(
+        self, escaper: ControlEscaper, name: str, message: Any, index: int
+    ) -> dict[str, Any]:
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise RequestError(
@@ -186,11 +191,11 @@ class ChatTemplate:
             )
         if not isinstance(message.get("role"), str):
             raise RequestError(f"{where} has no role", param="messages")
-        self._check_known(name, message, where)
+        self._check_role_and_keys(name, message, where)
         content = message.get("content")
         if isinstance(content, (list, tuple)):
-            texts = [_text_of(part, where) for part in content]
-            if not self._reads_parts(name):
+            texts = [_part_text(part, where) for part in content]
+            if not self._accepts_content_parts(name):
                 message = {**message, "content": "\n".join(texts)}
         elif content is None:
             message = self._without_content(name, message, where)
@@ -199,40 +204,44 @@ class ChatTemplate:
                 f"{where}.content is {type(content).__name__}, not text or a list of parts",
                 param="messages",
             )
-        plain: dict[str, Any] = _plain(message, shield, where)
-        if plain.get("tool_calls") and not self._reads(name).asks_for("tool_calls"):
+        plain: dict[str, Any] = _plain(message, escaper, where)
+        if plain.get("tool_calls") and not self._reads(name).may_read("tool_calls"):
             raise UnsupportedError(
                 f"{where}.tool_calls", "the model's chat template has no place for calls of tools"
             )
         thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
         if thought is not None:
-            if thought and not any(self._reads(name).asks_for(key) for key in REASONING):
+            if thought and not any(self._reads(name).may_read(key) for key in REASONING):
                 own = next(key for key in REASONING if plain.get(key) is not None)
-                why = "the model's chat template has no place for thoughts; leave it out, or write it into content"
-                raise UnsupportedError(f"{where}.{own}", why)
+                why = "the model's chat template has no place for thoughts"
+                remedy = "leave it out, or write it into content"
+                raise UnsupportedError(f"{where}.{own}", f"{why}; {remedy}")
             plain = {"thinking": thought, **plain, "reasoning_content": thought}
-        return plain if all(key in NOT_WATCHED for key in plain) else _watched(plain)
+        return plain if all(key in UNTRACKED_KEYS for key in plain) else _tracked(plain)
 
     def _without_content(
         self, name: str, message: Mapping[str, Any], where: str
     ) -> Mapping[str, Any]:
-        """A call of a tool, or a thought, needs no text beside it. A template that has not thought of that would write the word None into the
-        prompt, or fail: it gets an empty text. Whoever says nothing at all is told so."""
+        """A message with tool calls or reasoning needs no content. A template that does not handle
+        missing content would print "None" or fail, so it gets an empty string. A message with
+        nothing at all is an error."""
         role = message["role"]
         if role not in ROLES or (
-            role == "assistant" and self._reads_nothing(name, "content" not in message)
+            role == "assistant" and self._accepts_missing_content(name, "content" not in message)
         ):
             return message
         if role == "assistant" and any(message.get(key) for key in ("tool_calls", *REASONING)):
             return {**message, "content": ""}
         raise RequestError(
-            f"{where} has no content, and the model's chat template does not take this conversation without it",
+            f"{where} has no content, "
+            "and the model's chat template does not take this conversation without it",
             param="messages",
         )
 
-    def _reads_nothing(self, name: str, missing: bool) -> bool:
-        """Whether the template has a place for a call of a tool whose content is null, or not there; found out by trying, once."""
-        if (name, missing) not in self._takes_nothing:
+    def _accepts_missing_content(self, name: str, missing: bool) -> bool:
+        """Whether the template handles a tool call whose content is null, or missing. Probed
+        once."""
+        if (name, missing) not in self._missing_content_cache:
             call = {
                 "id": "probe7d1x",
                 "type": "function",
@@ -242,24 +251,27 @@ class ChatTemplate:
             nothing = turn if missing else {**turn, "content": None}
             try:
                 texts = [
-                    self._probe(name, [*_PLAIN_TURN, each])
+                    self._probe(name, [*_PROBE_MESSAGES, each])
                     for each in (nothing, {**turn, "content": ""})
                 ]
             except Exception:
                 texts = ["None", ""]
-            self._takes_nothing[name, missing] = texts[0].count("None") == texts[1].count("None")
-        return self._takes_nothing[name, missing]
+            self._missing_content_cache[name, missing] = texts[0].count("None") == texts[1].count(
+                "None"
+            )
+        return self._missing_content_cache[name, missing]
 
-    def _check_known(self, name: str, message: Mapping[str, Any], where: str) -> None:
-        """Most templates write any role as it comes, and look at no key that they do not know: a typing error would be dropped without a word,
-        or sent to the model as a speaker it has never heard of. So only usual ones pass, and those that the template itself names."""
+    def _check_role_and_keys(self, name: str, message: Mapping[str, Any], where: str) -> None:
+        """Most templates print any role and ignore unknown keys, so a typo would be ignored
+        silently or reach the model as an unknown role. Accept only the usual ones and those that
+        the template names."""
         role = message["role"]
         if role not in ROLES and role not in self._reads(name).texts:
             raise RequestError(
                 f"{where}.role is {role[:40]!r}; known are {', '.join(ROLES)}", param="messages"
             )
         for key in message:
-            if key not in KEYS and not (isinstance(key, str) and self._reads(name).asks_for(key)):
+            if key not in KEYS and not (isinstance(key, str) and self._reads(name).may_read(key)):
                 raise RequestError(
                     f"{where} has the key {str(key)[:40]!r}; known are {', '.join(KEYS)}",
                     param="messages",
@@ -267,52 +279,52 @@ class ChatTemplate:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether there is a place for tools; the caller may else write them into a message."""
-        own = self._sound_reads("tool_use" if "tool_use" in self.sources else "default")
+        """Whether the template reads tools; if not, the caller may write them into a message."""
+        own = self._reads_or_none("tool_use" if "tool_use" in self.sources else "default")
         return own is not None and "tools" in own.variables
 
     @property
     def takes_calls(self) -> bool:
-        """The same for calls that the model has made."""
+        """Whether the template reads the tool calls of earlier assistant messages."""
         found = [
-            self._sound_reads(name) for name in ("default", "tool_use") if name in self.sources
+            self._reads_or_none(name) for name in ("default", "tool_use") if name in self.sources
         ]
-        return all(own.asks_for("tool_calls") for own in found if own is not None)
+        return all(own.may_read("tool_calls") for own in found if own is not None)
 
-    def _sound_reads(self, name: str) -> Reads | None:
-        """None: this one is broken, which costs nothing as long as nobody asks for it."""
+    def _reads_or_none(self, name: str) -> TemplateReads | None:
+        """None: the template is broken. That is no error until a request uses it."""
         try:
             return self._reads(name)
         except ModelError:
             return None
 
-    def _reads(self, name: str) -> Reads:
-        if name not in self._looked:
-            from verbatim.text.template_reads import reads_of
+    def _reads(self, name: str) -> TemplateReads:
+        if name not in self._reads_cache:
+            from verbatim.text.template_reads import find_reads
 
-            self._ready(name)  # which bounds it, and says what is wrong with it
+            self._compiled_template(name)  # compiling bounds it, and reports its errors
             try:
-                self._looked[name] = reads_of(self.sources[name])
-            except Exception as error:  # at the very edge of what is bounded
+                self._reads_cache[name] = find_reads(self.sources[name])
+            except Exception as error:  # it may just fit the budget of compiling, but not this one
                 raise ModelError(
-                    f"the chat template {name!r} cannot be read: {_said(error)}", file=self.file
+                    f"the chat template {name!r} cannot be read: {_describe(error)}", file=self.file
                 ) from error
-        return self._looked[name]
+        return self._reads_cache[name]
 
-    def _reads_parts(self, name: str) -> bool:
-        """Whether the template understands content as a list of parts; found out by trying, once, when a list first comes."""
-        if name not in self._takes_parts:
+    def _accepts_content_parts(self, name: str) -> bool:
+        """Whether the template handles content as a list of parts. Probed once, on first use."""
+        if name not in self._content_parts_cache:
             probe = [{"role": "user", "content": [{"type": "text", "text": "probe-7d1"}]}]
             try:
                 text = self._probe(name, probe)
             except Exception:
                 text = ""
-            self._takes_parts[name] = (
+            self._content_parts_cache[name] = (
                 "probe-7d1" in text and "'text'" not in text and '"text"' not in text
             )
-        return self._takes_parts[name]
+        return self._content_parts_cache[name]
 
-    # --------------------------------------------------------------------------------------------------------- running
+    # -------------------------------------------------------------------------------- running
 
     def _compile(self, name: str, source: str) -> Any:
         from verbatim.text.sandbox import compile_template
@@ -327,20 +339,20 @@ class ChatTemplate:
             raise
         except Exception as error:
             raise ModelError(
-                f"the chat template {name!r} cannot be compiled: {_said(error)}", file=self.file
+                f"the chat template {name!r} cannot be compiled: {_describe(error)}", file=self.file
             ) from error
 
     def _execute(self, name: str, values: Mapping[str, Any]) -> str:
         from verbatim.text.sandbox import render_template
 
-        return render_template(self._ready(name), values)
+        return render_template(self._compiled_template(name), values)
 
     def _probe(self, name: str, messages: list[dict[str, Any]]) -> str:
-        """A small conversation of our own, to find out what the template can do. It has less time than a real one."""
+        """Render a small conversation to find out what the template supports."""
         from verbatim.text.sandbox import render_template
 
         return render_template(
-            self._ready(name), {**self._special, **_values(messages)}, PROBE_SECONDS
+            self._compiled_template(name), {**self._special, **_values(messages)}, PROBE_SECONDS
         )
 
     def _run(self, name: str, values: Mapping[str, Any]) -> str:
@@ -349,20 +361,23 @@ class ChatTemplate:
         except ModelError:
             raise
         except Exception as error:
-            raise self._blame(name, error) from error
+            raise self._classify_error(name, error) from error
 
-    def _blame(self, name: str, error: Exception) -> VerbatimError:
-        """Whose mistake? A template that cannot render even one plain user turn is broken; otherwise it is this conversation."""
+    def _classify_error(self, name: str, error: Exception) -> VerbatimError:
+        """ModelError if the template cannot render even one plain user message, else RequestError:
+        the conversation is at fault."""
         from jinja2.exceptions import SecurityError
 
         if isinstance(error, SecurityError):
-            return ModelError(f"the chat template is refused: {_said(error)}", file=self.file)
+            return ModelError(f"the chat template is refused: {_describe(error)}", file=self.file)
         try:
-            self._probe(name, _PLAIN_TURN)
+            self._probe(name, _PROBE_MESSAGES)
         except Exception:
-            return ModelError(f"the chat template {name!r} fails: {_said(error)}", file=self.file)
+            return ModelError(
+                f"the chat template {name!r} fails: {_describe(error)}", file=self.file
+            )
         return RequestError(
-            f"the model's chat template does not take this conversation: {_said(error)}",
+            f"the model's chat template does not take this conversation: {_describe(error)}",
             param="messages",
         )
 
@@ -379,10 +394,13 @@ def encode_chat(
     template_name: str | None = None,
     **variables: Any,
 ) -> list[int]:
-    """Token ids of a conversation. The template's control tokens become control ids; typed ones stay text."""
-    shield = Shield(tokenizer.finder, [template.sources, messages, tools, documents, variables])
+    """Token ids of a conversation. The template's control tokens become control ids; typed ones
+    stay text."""
+    escaper = ControlEscaper(
+        tokenizer.finder, [template.sources, messages, tools, documents, variables]
+    )
     text = template._render(
-        shield,
+        escaper,
         messages,
         tools,
         documents,
@@ -391,20 +409,21 @@ def encode_chat(
         template_name,
         variables,
     )
-    if not shield.used:
+    if not escaper.used:
         return tokenizer.encode(text, special=True)
     return tokenizer.encode_parts(
-        (shield.uncover(part), control) for part, control in tokenizer.split_control(text)
+        (escaper.unescape(part), control) for part, control in tokenizer.split_control(text)
     )
 
 
-# ------------------------------------------------------------------------------------------------------------ from files
+# ------------------------------------------------------------------------------------ from files
 
 
 def template_from_gguf(
     metadata: Mapping[str, Any], tokenizer: Tokenizer | None = None, *, file: str | None = None
 ) -> ChatTemplate | None:
-    """The chat template in a GGUF file's metadata, or None. Further ones are `tokenizer.chat_template.NAME`."""
+    """The chat template in a GGUF file's metadata, or None. Further ones are
+    `tokenizer.chat_template.NAME`."""
     key = "tokenizer.chat_template"
     source = metadata.get(key)
     named = {k[len(key) + 1 :]: v for k, v in metadata.items() if k.startswith(key + ".")}
@@ -412,7 +431,7 @@ def template_from_gguf(
         source = named.get("default")
     if source is None:
         return None
-    return _made(
+    return _new_template(
         source,
         named,
         _special_of(metadata) if tokenizer is None else tokenizer.special_tokens,
@@ -423,8 +442,9 @@ def template_from_gguf(
 def template_from_directory(
     path: str | Path, tokenizer: Tokenizer | None = None
 ) -> ChatTemplate | None:
-    """The chat template of a model directory, or None: chat_template.jinja (and additional_chat_templates/), chat_template.json, or
-    the `chat_template` of tokenizer_config.json, which may be a list of named ones."""
+    """The chat template of a model directory, or None: chat_template.jinja (and
+    additional_chat_templates/), chat_template.json, or the `chat_template` of
+    tokenizer_config.json, which may be a list of named ones."""
     from verbatim.text.hf_vocab import read_json, special_texts
 
     folder = Path(path)
@@ -433,7 +453,7 @@ def template_from_directory(
     main = folder / "chat_template.jinja"
     if main.is_file():
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        return _made(
+        return _new_template(
             _read_source(main), {m.stem: _read_source(m) for m in more}, special, str(main)
         )
     found, file = config.get("chat_template"), folder / "tokenizer_config.json"
@@ -457,10 +477,10 @@ def template_from_directory(
                 f"chat_template has no 'default' among {', '.join(sorted(named))}", file=str(file)
             )
         found = named.pop("default")
-    return _made(found, named, special, str(file))
+    return _new_template(found, named, special, str(file))
 
 
-def _made(
+def _new_template(
     source: Any, named: Mapping[str, Any], special: Mapping[str, str], file: str | None
 ) -> ChatTemplate:
     bos, eos = special.get("bos_token", ""), special.get("eos_token", "")
@@ -494,41 +514,45 @@ def _read_source(path: Path) -> str:
         raise ModelError(f"the chat template cannot be read: {error}", file=str(path)) from None
 
 
-# -------------------------------------------------------------------------------------------------------------- plain data
+# ------------------------------------------------------------------------------------ plain data
 
 
 def _values(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
 
 
-def _listed(value: Any, what: str) -> Sequence[Any]:
+def _as_list(value: Any, what: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise RequestError(f"{what} is {type(value).__name__}, not a list", param=what)
     return value
 
 
-def _watched(message: dict[str, Any]) -> dict[str, Any]:
-    from verbatim.text.template_reads import Watched
+def _tracked(message: dict[str, Any]) -> dict[str, Any]:
+    from verbatim.text.template_reads import TrackedMessage
 
-    return Watched(message)
+    return TrackedMessage(message)
 
 
-def _check_looked_at(
+def _check_keys_read(
     message: dict[str, Any], index: int, given: Sequence[Mapping[str, Any]]
 ) -> None:
-    """After rendering: a key that the template did not look at has been dropped, unless it said nothing new."""
-    unseen = getattr(message, "unseen", None)
-    for key in unseen() if unseen is not None else ():
+    """After rendering: a key that the template did not read was ignored. That is an error, unless
+    the key is redundant."""
+    unread_keys = getattr(message, "unread_keys", None)
+    for key in unread_keys() if unread_keys is not None else ():
         if (
-            key not in NOT_WATCHED
+            key not in UNTRACKED_KEYS
             and given[index].get(key) is not None
             and not (key == "name" and repeats_call(given, index))
         ):
-            why = f"the model's chat template does not look at the {key} of such a message; leave it out, or write it into content"
-            raise UnsupportedError(f"messages[{index}].{key}", why)
+            raise UnsupportedError(
+                f"messages[{index}].{key}",
+                f"the model's chat template does not look at the {key} of such a message; "
+                "leave it out, or write it into content",
+            )
 
 
-def _text_of(part: Any, where: str) -> str:
+def _part_text(part: Any, where: str) -> str:
     if (
         isinstance(part, Mapping)
         and part.get("type") == "text"
@@ -543,12 +567,13 @@ def _text_of(part: Any, where: str) -> str:
     )
 
 
-def _plain(value: Any, shield: Shield, where: str, depth: int = 0) -> Any:
-    """A copy made of plain JSON types only, with typed control tokens covered. The template sees nothing else."""
+def _plain(value: Any, escaper: ControlEscaper, where: str, depth: int = 0) -> Any:
+    """Copy a value as plain JSON types with typed control tokens escaped. The template gets nothing
+    else."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return shield.cover(str(value))
+        return escaper.escape(str(value))
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -560,14 +585,16 @@ def _plain(value: Any, shield: Shield, where: str, depth: int = 0) -> Any:
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise RequestError(f"{where} has a key that is not text", param=where.partition("[")[0])
-        return {shield.cover(str(k)): _plain(v, shield, where, depth + 1) for k, v in value.items()}
+        return {
+            escaper.escape(str(k)): _plain(v, escaper, where, depth + 1) for k, v in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_plain(v, shield, where, depth + 1) for v in value]
+        return [_plain(v, escaper, where, depth + 1) for v in value]
     raise RequestError(
         f"{where} holds a {type(value).__name__}, which is not JSON", param=where.partition("[")[0]
     )
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     return json.dumps(text, ensure_ascii=False)[1:-1][:300]

@@ -1,9 +1,12 @@
-"""Control tokens in text: where they are, and how typed ones stay text. In: strings. Out: cuts, or strings that cannot be mistaken.
+"""Control tokens in text: find them, and escape typed ones. In: strings. Out: split or escaped
+strings.
 
-A chat template writes control tokens as text ("<|im_end|>") between texts that came from people. After rendering, nobody can
-tell whose "<|im_end|>" it is. So before rendering, the first character of every control token in a message is replaced by
-a stand-in: a character that occurs nowhere in the conversation or the template. After rendering, whatever still reads as
-a control token is the template's own; then the stand-ins are turned back. Lengths do not change, so template logic that counts or slices still works.
+A chat template writes control tokens as text ("<|im_end|>") between user texts, so the rendered
+prompt does not show whether a "<|im_end|>" was typed. Therefore, before rendering, the first
+character of every control token in a message is replaced by a placeholder: a character that occurs
+nowhere in the conversation or the template. After rendering, every remaining control token is the
+template's own, and the placeholders are replaced back. Lengths do not change, so template code that
+counts or slices still works.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from tokenizers import AddedToken
 
 
 class ControlFinder:
-    """Finds control tokens in a text: leftmost first, then longest; with the white space that a token's rule swallows."""
+    """Finds control tokens in a text: leftmost, then longest, including the white space that an
+    AddedToken's lstrip and rstrip rules consume."""
 
     def __init__(
         self, control: Mapping[str, int], added: Mapping[int, AddedToken] | None = None
@@ -33,7 +37,7 @@ class ControlFinder:
         self.firsts = frozenset(t[0] for t in control)
         self._lasts = frozenset(t[-1] for t in control)
         chars = "".join(re.escape(c) for c in sorted(self.firsts))
-        self._begin = re.compile(f"[{chars}]" if chars else "(?!)")
+        self._first_character = re.compile(f"[{chars}]" if chars else "(?!)")
 
     def longest_at(self, text: str, at: int) -> str | None:
         for length in self._lengths:
@@ -43,10 +47,11 @@ class ControlFinder:
         return None
 
     def split(self, text: str) -> list[tuple[str, int | None]]:
-        """(text, None) and (token with swallowed white space, id), in order; joined they are the text."""
+        """Split into (text, None) and (control token with consumed white space, id). The parts
+        concatenate to the text."""
         parts: list[tuple[str, int | None]] = []
         done = search = 0
-        while found := self._begin.search(text, search):
+        while found := self._first_character.search(text, search):
             start = found.start()
             token = self.longest_at(text, start)
             if token is None:
@@ -55,7 +60,7 @@ class ControlFinder:
             search = stop = start + len(token)
             rule = self._rules.get(token)
             if rule is not None:
-                if rule.single_word and not _alone(text, start, stop):
+                if rule.single_word and not _is_whole_word(text, start, stop):
                     continue
                 if rule.lstrip:
                     start = max(done, len(text[:start].rstrip()))
@@ -71,22 +76,23 @@ class ControlFinder:
         return parts
 
     def first(self, text: str) -> str | None:
-        """The first control token that the text spells, if there is one. One scan, which most texts leave without a second look."""
-        for found in self._opening.finditer(text):
+        """The first literal control token in the text, if any. One regex scan."""
+        for found in self._first_two_characters.finditer(text):
             token = self.longest_at(text, found.start())
             rule = self._rules.get(token) if token is not None else None
-            crowded = (
+            inside_word = (
                 rule is not None
                 and rule.single_word
-                and not _alone(text, found.start(), found.start() + len(token or ""))
+                and not _is_whole_word(text, found.start(), found.start() + len(token or ""))
             )
-            if token is not None and not crowded:
+            if token is not None and not inside_word:
                 return token
         return None
 
     @cached_property
-    def _opening(self) -> re.Pattern[str]:
-        """Where a control token may begin, by its first two characters: "<" is all over a page of HTML, "<|" is not."""
+    def _first_two_characters(self) -> re.Pattern[str]:
+        """Matches the first two characters of a control token: "<" is frequent in HTML, "<|" is
+        not."""
         seconds: dict[str, set[str]] = {}
         for token in self.control:
             seconds.setdefault(token[0], set()).add(token[1:2])
@@ -102,20 +108,20 @@ class ControlFinder:
         return re.compile(pattern or "(?!)")
 
     def begins(self, text: str) -> list[int]:
-        """Every index where `text` could be read as (part of) a control token: a whole one begins there, or one that goes on
-        in whatever follows the text, or (index 0) one that began before it."""
-        found = [m.start() for m in self._begin.finditer(text)]
+        """Every index where `text` could start a control token: a whole one, one that continues in
+        the text that follows, or (index 0) the rest of one that started before."""
+        found = [m.start() for m in self._first_character.finditer(text)]
         tail = len(text) - self._lengths[0] if self._lengths else 0
         at = [
             i
             for i in found
             if self.longest_at(text, i) is not None or (i > tail and text[i:] in self._heads)
         ]
-        if text and at[:1] != [0] and self._ends_one(text):
+        if text and at[:1] != [0] and self._starts_with_tail(text):
             at.insert(0, 0)
         return at
 
-    def _ends_one(self, text: str) -> bool:
+    def _starts_with_tail(self, text: str) -> bool:
         head = text[: self._lengths[0]] if self._lengths else ""
         return any(head[: i + 1] in self._tails for i, c in enumerate(head) if c in self._lasts)
 
@@ -128,59 +134,66 @@ class ControlFinder:
         return frozenset(t[i:] for t in self.control for i in range(1, len(t)))
 
 
-class Shield:
-    """Stand-ins for one conversation. `cover` goes over every string of it, `uncover` over what the template made of them."""
+class ControlEscaper:
+    """Placeholders of one conversation. `escape` is applied to its strings, `unescape` to the
+    rendered text."""
 
     def __init__(self, finder: ControlFinder, conversation: Any = ()) -> None:
         self._finder = finder
         self._conversation = conversation
-        self._stand_in: dict[str, str] = {}
-        self._back: dict[int, str] = {}
+        self._placeholders: dict[str, str] = {}
+        self._originals: dict[int, str] = {}
 
     @cached_property
-    def _taken(self) -> set[str]:
-        """Every character of the conversation; most conversations need no stand-in, and then nobody looks."""
+    def _used_characters(self) -> set[str]:
+        """Every character of the conversation. Lazy: most conversations need no placeholder."""
         return set().union(*strings_in(self._conversation))
 
-    def cover(self, text: str) -> str:
+    def escape(self, text: str) -> str:
         at = self._finder.begins(text)
         if not at:
             return text
         chars = list(text)
         for i in at:
-            chars[i] = self._for(chars[i])
+            chars[i] = self._placeholder(chars[i])
         return "".join(chars)
 
-    def _for(self, char: str) -> str:
-        found = self._stand_in.get(char)
+    def _placeholder(self, char: str) -> str:
+        found = self._placeholders.get(char)
         if found is None:
-            # Noncharacters first: U+FDD0 to U+FDEF are reserved for use inside a program and never exchanged.
+            # Noncharacters first: U+FDD0 to U+FDEF are reserved for internal use by programs.
             pool = (chr(c) for c in chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE)))
-            # Its escaped spelling must not occur either: templates that write JSON or lists may escape it.
-            found = next(c for c in pool if c not in self._taken and not self._spelled(_escaped(c)))
-            self._taken.add(found)
-            self._stand_in[char] = found
-            self._back[ord(found)] = char
+            # Its JSON escape must not occur either: templates that write JSON may escape it.
+            found = next(
+                c
+                for c in pool
+                if c not in self._used_characters and not self._occurs(_json_escape(c))
+            )
+            self._used_characters.add(found)
+            self._placeholders[char] = found
+            self._originals[ord(found)] = char
         return found
 
-    def fresh(self) -> str:
-        """A character that occurs nowhere, as a mark that can be found again."""
-        return self._for("")
+    def unused_character(self) -> str:
+        """A character that occurs nowhere in the conversation, to mark a position."""
+        return self._placeholder("")
 
-    def _spelled(self, text: str) -> bool:
+    def _occurs(self, text: str) -> bool:
         return any(text in string for string in strings_in(self._conversation))
 
-    def uncover(self, text: str) -> str:
-        for stand_in, char in self._back.items():
-            text = text.replace(chr(stand_in), char).replace(_escaped(chr(stand_in)), char)
+    def unescape(self, text: str) -> str:
+        for placeholder, char in self._originals.items():
+            text = text.replace(chr(placeholder), char).replace(
+                _json_escape(chr(placeholder)), char
+            )
         return text
 
     @property
     def used(self) -> bool:
-        return bool(self._stand_in)
+        return bool(self._placeholders)
 
 
-def _escaped(char: str) -> str:
+def _json_escape(char: str) -> str:
     return f"\\u{ord(char):04x}"
 
 
@@ -189,7 +202,7 @@ def strings_in(value: Any, depth: int = 0) -> Iterable[str]:
     if isinstance(value, str):
         yield value
     elif depth > 100:
-        return  # nothing this deep is rendered: chat.py refuses it
+        return  # chat_template.py rejects nesting this deep
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from strings_in(key, depth + 1)
@@ -199,10 +212,10 @@ def strings_in(value: Any, depth: int = 0) -> Iterable[str]:
             yield from strings_in(item, depth + 1)
 
 
-def _alone(text: str, start: int, stop: int) -> bool:
+def _is_whole_word(text: str, start: int, stop: int) -> bool:
     before, after = text[start - 1 : start], text[stop : stop + 1]
-    return not (_word(before) or _word(after))
+    return not (_is_word_character(before) or _is_word_character(after))
 
 
-def _word(char: str) -> bool:
+def _is_word_character(char: str) -> bool:
     return bool(char) and (char.isalnum() or char == "_")

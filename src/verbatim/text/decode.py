@@ -1,11 +1,11 @@
-"""Token ids become text. In: one token id at a time. Out: text made of whole characters.
+"""Incremental detokenizer. In: one token id at a time. Out: text made of whole characters.
 
-A token is bytes, and a character may be spread over several tokens. Bytes wait here until their character is whole; bytes
-that can never become one turn into U+FFFD, exactly where `bytes.decode("utf-8", errors="replace")` of the whole would put
-it. So the pieces of a stream join to the text of the whole answer, and U+FFFD never appears for a character that was merely late.
+A token is bytes, and a character may span several tokens. Bytes are buffered until their character
+is complete. Invalid bytes become U+FFFD exactly where `bytes.decode("utf-8", errors="replace")` of
+the whole output puts it, so the pieces of a stream concatenate to the text of the whole output.
 
-An answer that ends inside a character (max_tokens cut it, a reader cancelled it) simply ends before that character: its text holds
-whole characters only, its token ids hold every byte. Nobody wrote the mark that decoding the ids by themselves would show there.
+An output that ends inside a character (at max_tokens, or cancelled) ends before that character: the
+text holds whole characters, the token ids hold every byte.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenBytes(Protocol):
-    """What decoding needs of a tokenizer."""
+    """The tokenizer interface of the detokenizer."""
 
     def token_bytes(self, token: int) -> bytes: ...
     def is_control(self, token: int) -> bool: ...
 
 
 class TextDecoder:
-    """The text of one sequence, piece by piece.
+    """Detokenizer of one sequence.
 
-    With `skip_special`, control tokens leave no text. `start` is for tokenizers that put a space before the first word
-    (`space_prefix`): a text decoded from its very beginning loses that space again. The default is a continuation,
-    where a leading space is the model's own and stays.
+    With `skip_special`, control tokens produce no text. `start`: the ids are a text from its very
+    beginning, so the space that a `space_prefix` tokenizer adds before the first word is removed.
+    The default is a continuation, where the model wrote a leading space itself and it stays.
     """
 
     __slots__ = ("_skip", "_strip", "_tokenizer", "_utf8")
@@ -52,14 +52,14 @@ class TextDecoder:
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """These ids are all there is, and an unfinished character at their end becomes U+FFFD. Answers do without it: see above."""
+        """End of input: an incomplete character becomes U+FFFD. Completions do not call this."""
         return self._utf8.decode(b"", True)
 
 
 def decode_all(
     tokenizer: TokenBytes, ids: Iterable[int], skip_special: bool = True, *, start: bool = False
 ) -> str:
-    """The whole text at once; equal to joining the pieces of a TextDecoder."""
+    """The whole text at once; equals the concatenated pieces of a TextDecoder."""
     decoder = TextDecoder(tokenizer, skip_special, start=start)
     pieces = [decoder.push(token) for token in ids]
     return "".join(pieces) + decoder.flush()

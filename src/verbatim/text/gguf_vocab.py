@@ -1,7 +1,9 @@
-"""A GGUF file's tokenizer. In: the file's metadata. Out: a Vocabulary. Nothing in it is trusted: each key is checked before use.
+"""Tokenizer of a GGUF file. In: the file's metadata. Out: a Vocabulary. The file is untrusted:
+every key is checked before use.
 
 tokenizer.ggml.model   gpt2: byte-level BPE with merges;  llama: SentencePiece with scores
-tokenizer.ggml.tokens, .token_type, .merges, .scores, .pre, .add_bos_token, .add_space_prefix, .…_token_id
+tokenizer.ggml.tokens, .token_type, .merges, .scores, .pre, .add_bos_token, .add_space_prefix,
+               .…_token_id
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from tokenizers import AddedToken, models, normalizers
 from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
-from verbatim.text.pretokenize import cut_named, normalizer_of, pre_tokenizer_of
+from verbatim.text.pretokenize import normalizer_of, pre_tokenizer_of, split_rules_of
 from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-MAX_TOKENS = 4_000_000
-MAX_TOKEN_LENGTH = 4096
+MAX_TOKENS = 4_000_000  # the largest vocabularies in use have some 260,000
+MAX_TOKEN_LENGTH = 4096  # characters
 K = "tokenizer.ggml."
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -32,7 +34,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> 
         raise
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # the library reports some broken vocabularies as a Rust panic, which is no Exception
+    except BaseException as error:  # a broken vocabulary may cause a Rust panic: no Exception
         raise reader.wrong(f"the tokenizer cannot be built: {str(error)[:200]}") from error
 
 
@@ -54,32 +56,39 @@ class _Reader:
         if len(self.ids) != len(self.tokens):
             again = next(i for i, text in enumerate(self.tokens) if self.ids[text] != i)
             raise self.wrong(
-                f"token {self.tokens[again]!r} is in the vocabulary twice (ids {again} and {self.ids[self.tokens[again]]})"
+                f"token {self.tokens[again]!r} is in the vocabulary twice "
+                f"(ids {again} and {self.ids[self.tokens[again]]})"
             )
         if model == "gpt2":
             return self._byte_level()
         if model == "llama":
             return self._sentencepiece()
         raise self.wrong(
-            f"tokenizer.ggml.model is {model!r}; known here: gpt2 (byte-level BPE) and llama (SentencePiece)"
+            f"tokenizer.ggml.model is {model!r}; "
+            "known here: gpt2 (byte-level BPE) and llama (SentencePiece)"
         )
 
-    # -------------------------------------------------------------------------------------------------- the two kinds
+    # ------------------------------------------------------------------------ tokenizer models
 
     def _byte_level(self) -> Vocabulary:
         merges = [self._merge(m) for m in self.array("merges", str)]
         if not merges and len(self.tokens) > 512:
             raise self.wrong(
-                "tokenizer.ggml.merges is missing or empty, and byte-level BPE cannot work without merges"
+                "tokenizer.ggml.merges is missing or empty, "
+                "and byte-level BPE cannot work without merges"
             )
         name = self.value("pre", str)
         try:
-            cut = cut_named("default" if name is None else name)
+            rules = split_rules_of("default" if name is None else name)
         except ModelError as error:
             raise self.wrong(error.message) from None
-        model = models.BPE(vocab=self.ids, merges=merges, ignore_merges=cut.whole_words)
+        model = models.BPE(vocab=self.ids, merges=merges, ignore_merges=rules.whole_words)
         return self._finish(
-            model, normalizer_of(cut), pre_tokenizer_of(cut), add_bos=cut.bos, space_prefix=False
+            model,
+            normalizer_of(rules),
+            pre_tokenizer_of(rules),
+            add_bos=rules.bos,
+            space_prefix=False,
         )
 
     def _sentencepiece(self) -> Vocabulary:
@@ -122,7 +131,7 @@ class _Reader:
         self,
         model: Any,
         normalizer: Any,
-        cutter: Any,
+        pre_tokenizer: Any,
         *,
         add_bos: bool,
         space_prefix: bool,
@@ -142,9 +151,9 @@ class _Reader:
         bos, eos = self.token_id("bos"), self.token_id("eos")
         return Vocabulary(
             tokens=self.tokens,
-            plain=_encoder(model, normalizer, cutter, list(defined.values()), []),
+            plain=_encoder(model, normalizer, pre_tokenizer, list(defined.values()), []),
             special=_encoder(
-                model, normalizer, cutter, list(defined.values()), list(added.values())
+                model, normalizer, pre_tokenizer, list(defined.values()), list(added.values())
             ),
             to_bytes=to_bytes or byte_level_bytes,
             control=control,
@@ -161,20 +170,21 @@ class _Reader:
         )
 
     def _rule(self, text: str, *, special: bool) -> AddedToken:
-        # Phi-3 swallows the white space after its turn markers. GGUF has no key for that; architecture and vocabulary imply it.
+        # Phi-3's turn markers consume the white space after them. GGUF has no key for that;
+        # architecture and vocabulary imply it.
         phi3 = (
             self.meta.get("general.architecture") == "phi3"
             and self.meta.get(K + "model") == "llama"
         )
-        swallow = phi3 and special and text not in ("<unk>", "<s>", "<|endoftext|>")
-        # A user-defined piece of SentencePiece that spells spaces as U+2581 is looked for after spaces are spelled so.
+        rstrip = phi3 and special and text not in ("<unk>", "<s>", "<|endoftext|>")
+        # A user-defined SentencePiece token with U+2581 must match after spaces are normalized.
         return AddedToken(
-            text, special=special, normalized=not special and SPACE in text, rstrip=swallow
+            text, special=special, normalized=not special and SPACE in text, rstrip=rstrip
         )
 
     def _eos_ids(self, eos: int | None, control: Mapping[str, int]) -> tuple[int, ...]:
-        """What ends an answer: the declared end of sequence, the declared ends of a turn or message, and the well-known ends of
-        a turn where the vocabulary has them as control tokens (files often declare only one of them)."""
+        """Ids that end a completion: the declared end of sequence, of turn and of message, and the
+        well-known end-of-turn control tokens (files often declare only one of them)."""
         ids = [
             eos,
             self.token_id("eot"),
@@ -183,7 +193,7 @@ class _Reader:
         ]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
-    # ------------------------------------------------------------------------------------------------- checked reading
+    # ------------------------------------------------------------------------ checked metadata
 
     def _tokens(self) -> list[str]:
         tokens = self.array("tokens", str)
@@ -195,7 +205,8 @@ class _Reader:
             )
         if max(map(len, tokens)) > MAX_TOKEN_LENGTH:
             raise self.wrong(
-                f"a token is {max(map(len, tokens))} characters long; at most {MAX_TOKEN_LENGTH} are read"
+                f"a token is {max(map(len, tokens))} characters long; "
+                f"at most {MAX_TOKEN_LENGTH} are read"
             )
         return tokens
 
@@ -210,7 +221,7 @@ class _Reader:
         bad = next((t for t in set(types) if not 0 <= t <= BYTE), None)
         if bad is not None:
             raise self.wrong(f"tokenizer.ggml.token_type has the value {bad}; known are 1 to 6")
-        # Files made from careless sources mark these as ordinary; then a user could type the end of a turn.
+        # Some files mark these as ordinary tokens; then user text could contain an end of turn.
         return [
             CONTROL if t in END_OF_TURN else kind
             for t, kind in zip(self.tokens, types, strict=True)
@@ -220,7 +231,8 @@ class _Reader:
         left, space, right = merge.partition(" ")
         if not space or not left or not right or " " in right:
             raise self.wrong(
-                f"tokenizer.ggml.merges has {merge[:40]!r}, which is not two tokens with one space between"
+                f"tokenizer.ggml.merges has {merge[:40]!r}, "
+                "which is not two tokens with one space between"
             )
         return left, right
 
@@ -229,10 +241,11 @@ class _Reader:
         if value is None:
             return None
         if value == 0xFFFFFFFF or value == -1:
-            return None  # how some writers say "none"
+            return None  # some writers encode "none" this way
         if not 0 <= value < len(self.tokens):
             raise self.wrong(
-                f"tokenizer.ggml.{name}_token_id is {value}, outside the vocabulary of {len(self.tokens)}"
+                f"tokenizer.ggml.{name}_token_id is {value}, "
+                f"outside the vocabulary of {len(self.tokens)}"
             )
         return int(value)
 
@@ -249,7 +262,7 @@ class _Reader:
         return value
 
     def array(self, name: str, kind: type) -> list[Any]:
-        """A list of one kind; whole arrays may come as NumPy arrays, strings as a list."""
+        """An array of one type, as a list. Number arrays may be NumPy arrays."""
         value = self.meta.get(K + name)
         if value is None:
             return []
@@ -267,14 +280,18 @@ class _Reader:
 
 
 def _encoder(
-    model: Any, normalizer: Any, cutter: Any, defined: list[AddedToken], control: list[AddedToken]
+    model: Any,
+    normalizer: Any,
+    pre_tokenizer: Any,
+    defined: list[AddedToken],
+    control: list[AddedToken],
 ) -> Any:
-    """One of the two encoders. The model is shared, not copied."""
+    """An encoder over `model`, which is shared, not copied."""
     encoder = Encoder(model)
     if normalizer is not None:
         encoder.normalizer = normalizer
-    if cutter is not None:
-        encoder.pre_tokenizer = cutter
+    if pre_tokenizer is not None:
+        encoder.pre_tokenizer = pre_tokenizer
     if defined:
         encoder.add_tokens(defined)
     if control:

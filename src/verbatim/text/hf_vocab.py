@@ -1,4 +1,5 @@
-"""A model directory's tokenizer. In: tokenizer.json, with tokenizer_config.json and special_tokens_map.json. Out: a Vocabulary."""
+"""Tokenizer of a model directory. In: tokenizer.json, tokenizer_config.json,
+special_tokens_map.json. Out: a Vocabulary. The files are untrusted."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from verbatim.text.spm import piece_bytes
 from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-MAX_JSON = 256 * 2**20
-MAX_STEPS, MAX_GROWTH, MAX_AROUND = 64, 64, 16
+MAX_JSON = 256 * 2**20  # bytes; the largest tokenizer.json in use has some 35 MB
+MAX_STEPS = 64  # of normalizer and pre-tokenizer together
+MAX_GROWTH = 64  # factor by which those steps may lengthen a text
+MAX_ADDED_TOKENS = 16  # tokens that the post-processor may add to a prompt
 _REQUIRED: Any = object()
 
 
 def read_json(path: Path, missing: Any = _REQUIRED) -> dict[str, Any]:
-    """A JSON object; `missing` is returned where there is no such file."""
+    """Read a JSON object; returns `missing`, if given, when there is no such file."""
     if missing is not _REQUIRED and not path.is_file():
         return dict(missing)
     return parse_json(read_bytes(path), path)
@@ -48,7 +51,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 
 def special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, … as the configuration names them; an entry is text or {"content": text}."""
+    """Text of bos_token, eos_token, … in the configuration: a string or {"content": string}."""
     named = {
         **read_json(folder / "special_tokens_map.json", missing={}),
         **{k: v for k, v in config.items() if v is not None},
@@ -85,16 +88,14 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         raise error if error.file else ModelError(error.message, file=str(path)) from None
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except (
-        BaseException
-    ) as error:  # the library reports some broken files as a Rust panic, which is no Exception
+    except BaseException as error:  # a broken file may cause a Rust panic: no Exception
         raise ModelError(
             f"the tokenizer cannot be built: {str(error)[:200]}", file=str(path)
         ) from error
 
 
 def check_parts(spec: Mapping[str, Any]) -> None:
-    """What the library would accept and we must not: other kinds of model, randomness, and steps that blow a text up."""
+    """Reject what the library would accept: other models, randomness, steps that inflate a text."""
     model = spec.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
     if kind not in ("BPE", "Unigram"):
@@ -104,7 +105,8 @@ def check_parts(spec: Mapping[str, Any]) -> None:
     assert isinstance(model, dict)
     if model.get("dropout"):
         raise ModelError(
-            "the tokenizer has merge dropout, so the same text would not give the same tokens; remove it"
+            "the tokenizer has merge dropout, "
+            "so the same text would not give the same tokens; remove it"
         )
     steps = [*_steps(spec.get("normalizer")), *_steps(spec.get("pre_tokenizer"))]
     growth = 1.0
@@ -112,7 +114,8 @@ def check_parts(spec: Mapping[str, Any]) -> None:
         growth *= _growth(step)
     if len(steps) > MAX_STEPS or growth > MAX_GROWTH:
         raise ModelError(
-            f"the tokenizer's {len(steps)} steps could make a text {growth:.0f} times longer; at most {MAX_GROWTH}"
+            f"the tokenizer's {len(steps)} steps could make a text {growth:.0f} times longer; "
+            f"at most {MAX_GROWTH}"
         )
 
 
@@ -127,9 +130,9 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _growth(step: Mapping[str, Any]) -> float:
-    """How many times longer a step can make a text, at worst."""
+    """The largest factor by which a step can lengthen a text."""
     if step.get("type") == "ByteLevel":
-        return 2.0  # a byte above 127 becomes a character of two bytes
+        return 2.0  # a byte above 127 becomes a two-byte character
     if step.get("type") == "Prepend":
         return 1.0 + len(str(step.get("prepend", "")))
     if step.get("type") != "Replace":
@@ -155,12 +158,13 @@ def _vocabulary(
     byte_level = "ByteLevel" in _types(spec.get("decoder")) or "ByteLevel" in _types(
         spec.get("pre_tokenizer")
     )
-    prefix, suffix = _around(special, spec, config, ids)
+    prefix, suffix = _prefix_and_suffix(special, spec, config, ids)
     tokens = _tokens(special)
     outside = [i for i in (*prefix, *suffix) if i >= len(tokens)]
     if outside:
         raise ModelError(
-            f"the post-processor adds the token id {outside[0]}, outside the vocabulary of {len(tokens)}"
+            f"the post-processor adds the token id {outside[0]}, "
+            f"outside the vocabulary of {len(tokens)}"
         )
     eos = ids.get("eos_token")
     ends = [eos, *(control.get(text) for text in END_OF_TURN)]
@@ -168,7 +172,7 @@ def _vocabulary(
         tokens=tokens,
         plain=plain,
         special=special,
-        to_bytes=byte_level_bytes if byte_level else _piece,
+        to_bytes=byte_level_bytes if byte_level else _sentencepiece_bytes,
         control=control,
         added=added,
         bos_id=ids.get("bos_token"),
@@ -179,8 +183,8 @@ def _vocabulary(
         prefix=prefix,
         suffix=suffix,
         byte_level=byte_level,
-        space_prefix=not byte_level and _puts_space(spec),
-        continued=_continued(plain, spec),
+        space_prefix=not byte_level and _adds_space(spec),
+        continued=_continuation_encoder(plain, spec),
         extra=texts,
     )
 
@@ -195,7 +199,7 @@ def _tokens(encoder: Any) -> list[str]:
 
 
 def _without_control(special: Any, defined: list[AddedToken], pre_tokenizer: Any = None) -> Any:
-    """An encoder over the same model (shared, not copied) that does not know the control tokens."""
+    """An encoder over the same model (shared, not copied) without the control tokens."""
     plain = Encoder(special.model)
     if special.normalizer is not None:
         plain.normalizer = special.normalizer
@@ -206,29 +210,31 @@ def _without_control(special: Any, defined: list[AddedToken], pre_tokenizer: Any
     return plain
 
 
-def _continued(plain: Any, spec: Mapping[str, Any]) -> Any:
-    """Metaspace with prepend_scheme "first" puts its space only at the very beginning; later pieces need an encoder without it."""
+def _continuation_encoder(plain: Any, spec: Mapping[str, Any]) -> Any:
+    """Encoder for text after the start of a prompt, if it differs: Metaspace with prepend_scheme
+    "first" adds its space only at the very beginning."""
     from tokenizers import pre_tokenizers
 
-    cutter = spec.get("pre_tokenizer")
+    pre_tokenizer = spec.get("pre_tokenizer")
     if (
-        not isinstance(cutter, dict)
-        or cutter.get("type") != "Metaspace"
-        or cutter.get("prepend_scheme") != "first"
+        not isinstance(pre_tokenizer, dict)
+        or pre_tokenizer.get("type") != "Metaspace"
+        or pre_tokenizer.get("prepend_scheme") != "first"
     ):
         return None
     never = pre_tokenizers.Metaspace(
-        replacement=cutter.get("replacement", SPACE),
+        replacement=pre_tokenizer.get("replacement", SPACE),
         prepend_scheme="never",
-        split=cutter.get("split", True),
+        split=pre_tokenizer.get("split", True),
     )
     return _without_control(plain, list(plain.get_added_tokens_decoder().values()), never)
 
 
-def _around(
+def _prefix_and_suffix(
     encoder: Any, spec: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the file's post-processor puts around a text; add_bos_token and add_eos_token of the configuration have the last word."""
+    """Ids that the file's post-processor adds before and after a text. add_bos_token and
+    add_eos_token of the configuration override it."""
     bare = encoder.encode("a", add_special_tokens=False).ids
     full = encoder.encode("a", add_special_tokens=True).ids
     prefix: tuple[int, ...] = ()
@@ -237,26 +243,27 @@ def _around(
         if bare and full[at : at + len(bare)] == bare:
             prefix, suffix = tuple(full[:at]), tuple(full[at + len(bare) :])
             break
-    if len(prefix) + len(suffix) > MAX_AROUND:
+    if len(prefix) + len(suffix) > MAX_ADDED_TOKENS:
         raise ModelError(
-            f"the post-processor puts {len(prefix) + len(suffix)} tokens around a prompt; at most {MAX_AROUND}"
+            f"the post-processor puts {len(prefix) + len(suffix)} tokens around a prompt; "
+            f"at most {MAX_ADDED_TOKENS}"
         )
-    return _overruled(prefix, config, "bos", ids), _overruled(suffix, config, "eos", ids)
+    return _apply_flag(prefix, config, "bos", ids), _apply_flag(suffix, config, "eos", ids)
 
 
-def _overruled(
-    around: tuple[int, ...], config: Mapping[str, Any], name: str, ids: Mapping[str, int | None]
+def _apply_flag(
+    added_ids: tuple[int, ...], config: Mapping[str, Any], name: str, ids: Mapping[str, int | None]
 ) -> tuple[int, ...]:
     flag, token = config.get(f"add_{name}_token"), ids.get(f"{name}_token")
-    if flag is True and not around and token is not None:
+    if flag is True and not added_ids and token is not None:
         return (token,)
-    if flag is False and around == (token,):
+    if flag is False and added_ids == (token,):
         return ()
-    return around
+    return added_ids
 
 
 def _types(part: Any) -> set[str]:
-    """The types of a normalizer, pre-tokenizer or decoder and of everything in it."""
+    """The types of a normalizer, pre-tokenizer or decoder and of all its parts."""
     if isinstance(part, dict):
         own = {part["type"]} if isinstance(part.get("type"), str) else set()
         return own.union(*map(_types, part.values()))
@@ -265,16 +272,16 @@ def _types(part: Any) -> set[str]:
     return set()
 
 
-def _puts_space(spec: Mapping[str, Any]) -> bool:
-    cutter = spec.get("pre_tokenizer")
+def _adds_space(spec: Mapping[str, Any]) -> bool:
+    pre_tokenizer = spec.get("pre_tokenizer")
     if (
-        isinstance(cutter, dict)
-        and cutter.get("type") == "Metaspace"
-        and cutter.get("prepend_scheme", "always") != "never"
+        isinstance(pre_tokenizer, dict)
+        and pre_tokenizer.get("type") == "Metaspace"
+        and pre_tokenizer.get("prepend_scheme", "always") != "never"
     ):
         return True
     return "Prepend" in _types(spec.get("normalizer"))
 
 
-def _piece(text: str) -> bytes:
+def _sentencepiece_bytes(text: str) -> bytes:
     return piece_bytes(text, len(text) == 6 and text.startswith("<0x") and text.endswith(">"))

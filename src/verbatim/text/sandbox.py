@@ -1,10 +1,11 @@
-"""Where chat templates run. In: a template's source and plain data. Out: text, or an error, within a budget of time and size.
+"""Sandbox of chat templates. In: a template's source and plain data. Out: text, or an error, within
+a time and memory budget.
 
-A chat template is a program that came with a model file, so it is treated as hostile. Jinja's immutable sandbox keeps it from
-Python's internals; the rest is here. Only the methods and filters that templates need exist. Everything that can make
-something large out of something small (repetition, joining, padding, formatting) first asks the budget; every loop, call
-and filter counts against the clock. So the work is bounded, whatever the template does.
-"""
+A chat template is a program from a model file, so it is untrusted. Jinja's immutable sandbox blocks
+Python's internals. In addition, only the methods and filters that templates need exist; every
+operation that creates large values from small ones (repeat, join, pad, format) charges the budget
+first; every loop iteration, call and filter checks the time. So the work is bounded for any
+template."""
 
 from __future__ import annotations
 
@@ -34,33 +35,34 @@ from verbatim.text.template_budget import (
     Budget,
     BudgetError,
     current,
-    spending,
+    use_budget,
 )
 
 MAX_SOURCE = 64 * 1024  # characters of template source; the longest in use have a quarter of that
 MAX_PAD = 1000  # width of a padding, indentation or format field
 
 _STR = (
-    "capitalize casefold center count endswith find format format_map index isalnum isalpha isascii isdecimal isdigit "
-    "isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix "
-    "removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill"
+    "capitalize casefold center count endswith find format format_map index isalnum isalpha "
+    "isascii isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle "
+    "isupper join ljust lower lstrip partition removeprefix removesuffix replace rfind rindex "
+    "rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper "
+    "zfill"
 )
 METHODS: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = (
     (str, frozenset(_STR.split())),
     (dict, frozenset(("copy", "get", "items", "keys", "values"))),
-    (
-        (list, tuple),
-        frozenset(("copy", "count", "index", "grouper", "list")),
-    ),  # the last two: groupby's pairs
+    # grouper and list: the pairs of the groupby filter
+    ((list, tuple), frozenset(("copy", "count", "index", "grouper", "list"))),
 )
 OWN_TYPES = (Undefined, LoopContext, Macro, Namespace, Cycler, Joiner)
 FILTERS = (
-    "abs attr batch capitalize center count d default dictsort e escape filesizeformat first float forceescape format groupby "
-    "indent int items join last length list lower map max min pprint reject rejectattr replace reverse round safe select "
-    "selectattr slice sort string sum title trim truncate unique upper wordcount"
+    "abs attr batch capitalize center count d default dictsort e escape filesizeformat first "
+    "float forceescape format groupby indent int items join last length list lower map max "
+    "min pprint reject rejectattr replace reverse round safe select selectattr slice sort "
+    "string sum title trim truncate unique upper wordcount"
 )
-# Filters that take a long string in their stride; the others would make a list of its characters or words.
-_QUICK = frozenset(
+# Filters that are cheap on a long string; the others create a list of its characters or words.
+_CHEAP_ON_STRINGS = frozenset(
     [
         "capitalize",
         "count",
@@ -85,43 +87,43 @@ _QUICK = frozenset(
         "upper",
     ]
 )
-_WIDE = re.compile(
-    r"\*|\d{4,}|\{[^{}]*\{"
-)  # a format field wider than 999, or a width taken from a value
+# A format field wider than 999, or with a width from an argument.
+_WIDE_FORMAT = re.compile(r"\*|\d{4,}|\{[^{}]*\{")
 _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
 
 
-# ------------------------------------------------------------------------------------------------ checks before something grows
+# ------------------------------------------------------------- checks before values are created
 
 
-def _padding(width: Any) -> None:
+def _check_width(width: Any) -> None:
     if isinstance(width, int) and width > MAX_PAD:
         raise BudgetError(
             f"the chat template pads to {width} characters; at most {MAX_PAD} are allowed"
         )
 
 
-def _formatting(pattern: Any) -> None:
-    if isinstance(pattern, str) and _WIDE.search(pattern):
+def _check_format(pattern: Any) -> None:
+    if isinstance(pattern, str) and _WIDE_FORMAT.search(pattern):
         raise BudgetError("the chat template formats with a width that no chat needs")
 
 
-def _listing(text: str, elements: int) -> None:
+def _check_list_size(text: str, elements: int) -> None:
     if elements > MAX_ELEMENTS:
         raise BudgetError(
-            f"the chat template makes a list out of {len(text)} characters, more than a chat can need"
+            f"the chat template makes a list out of {len(text)} characters, "
+            "more than a chat can need"
         )
 
 
-def _joining(separator: Any, items: Any) -> list[Any]:
+def _charge_join(separator: Any, items: Any) -> list[Any]:
     if isinstance(items, str):
-        _listing(items, len(items))
+        _check_list_size(items, len(items))
     parts = current().weigh(list(items))
     current().spend(len(parts) * len(str(separator)))
     return list(parts)
 
 
-def _replacing(text: str, old: str, new: str, count: Any = None) -> None:
+def _charge_replace(text: str, old: str, new: str, count: Any = None) -> None:
     times = text.count(old)
     if isinstance(count, int) and count >= 0:
         times = min(times, count)
@@ -129,33 +131,33 @@ def _replacing(text: str, old: str, new: str, count: Any = None) -> None:
 
 
 def _check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of a string method, checked before it builds anything."""
+    """Check the arguments of a string method before it runs. Returns the arguments to use."""
     if name in ("ljust", "rjust", "center", "zfill"):
         for width in args[:1]:
-            _padding(width)
+            _check_width(width)
     elif (
         name == "replace"
         and len(args) >= 2
         and isinstance(args[0], str)
         and isinstance(args[1], str)
     ):
-        _replacing(owner, args[0], args[1], args[2] if len(args) > 2 else None)
+        _charge_replace(owner, args[0], args[1], args[2] if len(args) > 2 else None)
     elif name == "join" and len(args) == 1:
-        return (_joining(owner, args[0]),)
+        return (_charge_join(owner, args[0]),)
     elif name in ("split", "rsplit", "splitlines"):
-        # Without a separator any character may be one: only the length bounds the number of parts.
+        # Without a separator only the length of the text bounds the number of parts.
         by = args[0] if args and isinstance(args[0], str) and args[0] else None
-        _listing(owner, len(owner) // 8 if by is None else owner.count(by))
+        _check_list_size(owner, len(owner) // 8 if by is None else owner.count(by))
     return args
 
 
 def _check_filter(name: str, value: Any, rest: list[Any]) -> Any:
-    """The same for filters: the filtered value, and the other arguments in order."""
-    if isinstance(value, str) and name not in _QUICK:
-        _listing(value, len(value))
+    """The same for filters: `value` is filtered, `rest` are the other arguments in order."""
+    if isinstance(value, str) and name not in _CHEAP_ON_STRINGS:
+        _check_list_size(value, len(value))
     if name in ("indent", "batch", "slice", "round", "truncate", "center"):
         for width in rest:
-            _padding(width)
+            _check_width(width)
         if name == "indent":
             width = max(
                 [
@@ -169,27 +171,28 @@ def _check_filter(name: str, value: Any, rest: list[Any]) -> Any:
             )
             current().spend((str(value).count("\n") + 1) * width)
     elif name == "format":
-        _formatting(value)
+        _check_format(value)
     elif name == "replace" and len(rest) >= 2:
-        _replacing(str(value), str(rest[0]), str(rest[1]), rest[2] if len(rest) > 2 else None)
+        _charge_replace(str(value), str(rest[0]), str(rest[1]), rest[2] if len(rest) > 2 else None)
     elif name == "join":
-        return _joining(rest[0] if rest else "", value)
+        return _charge_join(rest[0] if rest else "", value)
     elif name == "sum" and any(isinstance(r, (list, tuple)) for r in rest):
         raise BudgetError("the chat template sums lists; join them with + instead")
     return value
 
 
 def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that asks the budget before and is weighed after. Copying the attributes keeps Jinja's calling convention."""
-    passed = 1 if hasattr(function, "jinja_pass_arg") else 0
+    """Wrap a filter: check its arguments before, charge its result after. update_wrapper() copies
+    the attributes of Jinja's calling convention."""
+    context_args = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     def run(*args: Any, **kwargs: Any) -> Any:
         budget = current()
         budget.tick()
-        ahead, values = args[:passed], args[passed:]
+        context, values = args[:context_args], args[context_args:]
         if values:
             values = (_check_filter(name, values[0], [*values[1:], *kwargs.values()]), *values[1:])
-        return budget.weigh(function(*ahead, *values, **kwargs))
+        return budget.weigh(function(*context, *values, **kwargs))
 
     return update_wrapper(run, function)
 
@@ -202,7 +205,7 @@ def _guarded_test(function: Callable[..., Any]) -> Callable[..., Any]:
     return update_wrapper(run, function)
 
 
-# -------------------------------------------------------------------------------------------------- what templates can name
+# ------------------------------------------------------------------------ globals and functions
 
 
 def _raise_exception(message: Any) -> Any:
@@ -210,7 +213,7 @@ def _raise_exception(message: Any) -> Any:
 
 
 class RaisedByTemplate(TemplateError):
-    """The template's own `raise_exception(...)`: the conversation is not one that this model takes."""
+    """The template's `raise_exception(...)`: it rejects the conversation."""
 
 
 def _tojson(
@@ -220,9 +223,9 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """As Hugging Face's templates expect it: no HTML escaping, Unicode as it is."""
+    """As Hugging Face's templates expect it: no HTML escaping, Unicode unescaped."""
     current().tick()
-    _padding(len(indent) if isinstance(indent, str) else indent)
+    _check_width(len(indent) if isinstance(indent, str) else indent)
     current().weigh(value)
     text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -238,35 +241,37 @@ def _strftime_now(pattern: Any) -> str:
 
 
 class _TemplateNamespace(Namespace):
-    """`namespace(...)`, without names that begin with an underscore."""
+    """`namespace(...)` without names that start with an underscore."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, attributes = args[0], dict(*args[1:], **kwargs)
         for name in attributes:
-            _plain_name(name)
+            _check_name(name)
         Namespace.__init__(self, attributes)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        _plain_name(name)
+        _check_name(name)
         super().__setitem__(name, value)
 
 
-def _plain_name(name: Any) -> None:
+def _check_name(name: Any) -> None:
     if not isinstance(name, str) or name.startswith("_"):
         raise SecurityError(
-            f"a namespace cannot hold {str(name)[:40]!r}: names with a leading underscore are refused"
+            f"a namespace cannot hold {str(name)[:40]!r}: "
+            "names with a leading underscore are refused"
         )
 
 
 class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks what the assistant wrote, for training. Here it only passes its text on."""
+    """{% generation %} … {% endgeneration %} marks assistant text for training. Here it renders its
+    body unchanged."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_pass_on"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_render_body"), [], [], body).set_lineno(line)
 
     def filter_stream(self, stream: TokenStream) -> Iterator[Token]:
         for token in stream:
@@ -274,16 +279,16 @@ class _GenerationTag(Extension):
             yield token
 
     @pass_eval_context
-    def _pass_on(self, context: Any, caller: Callable[[], str]) -> str:
+    def _render_body(self, context: Any, caller: Callable[[], str]) -> str:
         return caller()
 
 
-# -------------------------------------------------------------------------------------------------------- the environment
+# -------------------------------------------------------------------------------- environment
 
 
-class _Harden(NodeTransformer):
-    """Rewrites a parsed template so that what Jinja would compile to bare Python passes the budget: loop bodies, `~`, slices,
-    and lists made of variables."""
+class _InsertBudgetCalls(NodeTransformer):
+    """Rewrites a parsed template: operations that Jinja compiles to plain Python (loop bodies, `~`,
+    slices, list literals) call the budget instead."""
 
     @staticmethod
     def _call(name: str, *args: nodes.Expr) -> nodes.Call:
@@ -328,10 +333,10 @@ class _Harden(NodeTransformer):
             else self._call("guard_weigh", node)
         )
 
-    def _refused(self, node: nodes.Node) -> nodes.Node:
+    def _reject(self, node: nodes.Node) -> nodes.Node:
         raise SecurityError("a chat template cannot load other templates")
 
-    visit_Include = visit_Import = visit_FromImport = visit_Extends = _refused
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = _reject
 
 
 def _constant(items: list[Any]) -> bool:
@@ -339,7 +344,7 @@ def _constant(items: list[Any]) -> bool:
 
 
 class _TimedGenerator(CodeGenerator):
-    """Jinja's compiler on the same clock as the templates it compiles."""
+    """Jinja's compiler under the time budget."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         current().tick()
@@ -347,7 +352,8 @@ class _TimedGenerator(CodeGenerator):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja as chat templates know it (trim_blocks, lstrip_blocks, loop controls), with every door guarded."""
+    """Jinja as chat templates expect it (trim_blocks, lstrip_blocks, loop controls), sandboxed and
+    under the budget."""
 
     intercepted_binops = frozenset(("+", "*", "**", "%"))
     code_generator_class = _TimedGenerator
@@ -381,7 +387,8 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return isinstance(obj, OWN_TYPES)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
-        """Jinja would return something undefined, which prints as nothing. An attack is better refused at once."""
+        """Raise. Jinja's default is an undefined value, which prints as nothing and hides an
+        attack."""
         raise SecurityError(
             f"access to attribute {str(attribute)[:40]!r} of a {type(obj).__name__} is refused"
         )
@@ -397,7 +404,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _formatting(value.__self__)
+            _check_format(value.__self__)
         return wrapped
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -408,12 +415,12 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "**":
             _check_power(left, right)
         elif operator == "%":
-            _formatting(left)
+            _check_format(left)
         elif isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
             budget.spend(len(left) + len(right))
         return budget.weigh(super().call_binop(context, operator, left, right))
 
-    # Called by rewritten templates (see _Harden), and by Jinja for every value that is written out.
+    # Called by rewritten templates (_InsertBudgetCalls), and by Jinja for every value it prints.
 
     def guard_tick(self) -> bool:
         current().tick()
@@ -429,7 +436,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return current().weigh(value[start:stop:step])
 
     def guard_output(self, value: Any) -> Any:
-        """Only plain data becomes text. Python's own spelling of other objects has addresses in it, or no end."""
+        """Only plain data is printed: repr() of other objects has memory addresses, or no bound."""
         if isinstance(value, (str, int, float, list, tuple, dict, Undefined, type(None))):
             current().tick()
             return current().weigh(value)
@@ -464,21 +471,21 @@ _environment: list[ChatEnvironment] = []
 
 
 def chat_environment() -> ChatEnvironment:
-    """The one in which all templates live; made when first used."""
+    """The environment of all templates, created on first use."""
     if not _environment:
         _environment.append(ChatEnvironment())
     return _environment[0]
 
 
 def compile_template(source: str) -> Template:
-    """Parse, rewrite and compile. Raises whatever Jinja raises, and BudgetError."""
+    """Parse, rewrite and compile. Raises Jinja's errors and BudgetError."""
     if len(source) > MAX_SOURCE:
         raise BudgetError(
             f"the chat template is {len(source)} characters long; at most {MAX_SOURCE} are read"
         )
     environment = chat_environment()
-    with spending(Budget()):
-        tree = _Harden().visit(environment.parse(source))
+    with use_budget(Budget()):
+        tree = _InsertBudgetCalls().visit(environment.parse(source))
         current().tick(64)
         code = environment.compile(tree)
         return Template.from_code(environment, code, environment.make_globals(None))
@@ -487,8 +494,8 @@ def compile_template(source: str) -> Template:
 def render_template(
     template: Template, variables: Mapping[str, Any], seconds: float = MAX_SECONDS
 ) -> str:
-    """The rendered text. The output is counted while it is made."""
-    with spending(Budget(variables.values(), seconds)) as budget:
+    """Render. The size of the output is checked while it grows."""
+    with use_budget(Budget(variables.values(), seconds)) as budget:
         pieces: list[str] = []
         size = 0
         for piece in template.generate(**variables):

@@ -1,7 +1,8 @@
-"""SentencePiece vocabularies as byte-pair merges. In: pieces with scores. Out: merges in order, for the `tokenizers` library.
+"""SentencePiece vocabularies as BPE merges. In: pieces with scores. Out: ranked merges, for the
+`tokenizers` library.
 
-SentencePiece joins, again and again, the two neighbours whose union is the piece with the best score. That is byte-pair
-merging if every way to build a piece from two others is a merge, ranked by the piece's score.
+SentencePiece repeatedly joins the two neighbours whose union is the piece with the best score. That
+equals BPE when every split of a piece into two pieces is a merge, ranked by the piece's score.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from itertools import groupby
 from verbatim.base.errors import ModelError
 from verbatim.text.vocabulary import SPACE
 
-MAX_WORK = (
-    500_000_000  # characters in all splits of all pieces; a real vocabulary has about 20 million
-)
+# Characters in all splits of all pieces: 25 times those of a real vocabulary.
+MAX_WORK = 500_000_000
 
 
 def merges_from_scores(
@@ -22,15 +22,17 @@ def merges_from_scores(
 ) -> list[tuple[str, str]]:
     """Every split of every piece into two pieces, best score first.
 
-    SentencePiece breaks ties by position, leftmost first, which a merge list cannot say. Where one piece has several splits, the
-    one with the longer left part comes first: it begins further left. The merge lists published for such models do the same.
-    Control, unknown and byte tokens are not in `pieces`, so no merge can produce one from typed text.
+    SentencePiece breaks ties by position, leftmost first, which a merge list cannot express. Of
+    several splits of one piece, the one with the longer left part comes first, as in the published
+    merge lists of such models. Control, unknown and byte tokens are not in `pieces`, so no merge
+    can produce one from typed text.
     """
     known = frozenset(pieces)
     work = sum(len(piece) ** 2 for piece in known)
     if work > MAX_WORK:
         raise ModelError(
-            f"the vocabulary's pieces are too long to work with ({work} characters in all their splits)"
+            "the vocabulary's pieces are too long to work with "
+            f"({work} characters in all their splits)"
         )
     merges: list[tuple[str, str]] = []
     best_first = sorted(known, key=lambda piece: (-scores[ids[piece]], ids[piece]))
@@ -41,7 +43,7 @@ def merges_from_scores(
             for cut in range(len(piece) - 1, 0, -1)
             if (left := piece[:cut]) in known and (right := piece[cut:]) in known
         ]
-        if len(splits) > 1:  # pieces of equal score: longer left parts first, among all of them
+        if len(splits) > 1:  # among all pieces of equal score, longer left parts first
             splits.sort(key=lambda split: (-len(split[0]), -len(split[1])))
         merges += splits
     return merges

@@ -1,11 +1,12 @@
-"""Stop strings. In: pieces of text in order. Out: text that can no longer be part of a stop string, and which stop ended it.
+"""Stop strings. In: pieces of text in order. Out: text that cannot be part of a stop string, and
+the stop string that ended it.
 
-Each stop string runs its own Knuth-Morris-Pratt automaton, so the work is one step for each stop and character, whatever
-the text, and a match is found across any boundary between pieces. What is held back is exactly the longest suffix of
-the text so far that is the beginning of some stop string: nothing more waits, and no part of a stop ever leaves.
+Each stop string has its own Knuth-Morris-Pratt automaton: one step per stop string and character,
+and a match may span pieces. Invariant: the text held back is exactly the longest suffix so far that
+is a prefix of some stop string, so no part of a stop string is ever sent.
 
-Which stop wins: the one that is complete first, that is, at the earliest character; of several that end at the same
-character, the longest (which began first). Text before its beginning is kept, text after its end never existed.
+The stop string that is complete at the earliest character wins; of several that end there, the
+longest. Text before it is kept, text after it is discarded.
 
 >>> matcher = StopMatcher(["\\n\\n", "END"])
 >>> matcher.push("the E"), matcher.push("ast\\n"), matcher.push("\\nmore")
@@ -18,27 +19,26 @@ from collections.abc import Iterable
 
 
 class StopMatcher:
-    """Holds back what could become a stop string. With `include`, the stop itself is the end of the text."""
+    """Holds back text that may become a stop string. With `include`, the text ends with it."""
 
     __slots__ = ("_fails", "_firsts", "_held", "_include", "_states", "_stops", "matched")
 
     def __init__(self, stops: Iterable[str] = (), include: bool = False) -> None:
         self._stops = list(dict.fromkeys(s for s in stops if s))
         self._fails = [_failure(s) for s in self._stops]
-        self._states = [0] * len(
-            self._stops
-        )  # how many characters of each stop the text so far ends with
+        self._states = [0] * len(self._stops)  # per stop: characters of it that the text ends with
         self._firsts = frozenset(s[0] for s in self._stops)
         self._held = ""
         self._include = include
         self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """More text. Returns what may leave now, and the stop string if one is complete: then nothing comes after it."""
+        """Add text. Returns the text that may be sent, and the stop string once one is complete;
+        after that, no more text."""
         if self.matched is not None:
             return "", self.matched
         if not self._held and self._firsts.isdisjoint(text):
-            return text, None  # the common case: no stop has begun, none begins here
+            return text, None  # the common case: no stop string has started
         buffer = self._held + text
         for at in range(len(self._held), len(buffer)):
             stop = self._advance(buffer[at])
@@ -52,13 +52,13 @@ class StopMatcher:
         return buffer[:cut], None
 
     def flush(self) -> str:
-        """The text is over: what was held back is no stop string after all, and leaves."""
+        """End of the text: return what was held back."""
         rest, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return rest
 
     def _advance(self, char: str) -> str | None:
-        """One character through every automaton; the longest stop that ends with it, if any."""
+        """Advance every automaton by one character. Returns the longest stop that ends with it."""
         found: str | None = None
         states = self._states
         for i, stop in enumerate(self._stops):

@@ -1,12 +1,12 @@
-"""What a chat template looks at. In: its source, or the messages that it is about to render. Out: which of the values given to it it would drop.
+"""Which inputs a chat template reads. In: its source, or the messages to render. Out: the values
+that it would ignore silently.
 
-A template drops what it does not know without a word. Two questions find that out, because a variable and a key of a message differ:
+    variables   found once, in the syntax tree: does any expression read the name from outside?
+    keys        found per rendering, by TrackedMessage: was this key of this message read? Templates
+                read `name` in one branch (tool results) and not in another, so the tree cannot tell
 
-    variables   whether any place of the template takes the name from outside: asked of its syntax tree, once
-    keys        whether the key of this very message was looked at while the conversation was rendered: asked of the message itself, since templates
-                look at `name` in one branch (the results of tools) and not in another, and read the `name` of a function in all of them
-
-A template that hands a message on as a whole (`message | tojson`, a loop over its items) has looked at all its keys.
+A template that uses a message as a whole (`message | tojson`, a loop over its items) has read all
+its keys.
 """
 
 from __future__ import annotations
@@ -19,89 +19,93 @@ from jinja2 import nodes
 from jinja2.meta import TrackingCodeGenerator
 
 from verbatim.text.sandbox import chat_environment
-from verbatim.text.template_budget import Budget, current, spending
+from verbatim.text.template_budget import Budget, current, use_budget
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
-    """variables: taken from outside. keys: attributes of anything. texts: strings in its expressions; what stands between those is not among them."""
+class TemplateReads:
+    """variables  names that the template reads from its context
+    keys       attribute names of any object
+    texts      string constants in its expressions, without the literal template text"""
 
     variables: frozenset[str]
     keys: frozenset[str]
     texts: frozenset[str]
 
-    def asks_for(self, key: str) -> bool:
-        """Whether it may look at a key of this name, of whatever it may be."""
+    def may_read(self, key: str) -> bool:
+        """Whether it may read a key of this name, of any object."""
         return key in self.keys or key in self.texts
 
 
 class _Tracker(TrackingCodeGenerator):
-    """Jinja's own answer, on the clock: the source is a stranger's."""
+    """Jinja's variable analysis under the time budget: the source is untrusted."""
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
         current().tick()
         return super().visit(node, *args, **kwargs)
 
 
-def reads_of(source: str) -> Reads:
-    """Of a template that compiles (sandbox.py has bounded it by then)."""
+def find_reads(source: str) -> TemplateReads:
+    """Analyse a template that sandbox.py has compiled, and so bounded, before."""
     environment = chat_environment()
-    with spending(Budget()):
+    with use_budget(Budget()):
         tree = environment.parse(source)
         tracker = _Tracker(environment)
         tracker.visit(tree)
         keys = {node.attr for node in tree.find_all(nodes.Getattr)}
         texts = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
-    return Reads(frozenset(tracker.undeclared_identifiers), frozenset(keys), frozenset(texts))
+    return TemplateReads(
+        frozenset(tracker.undeclared_identifiers), frozenset(keys), frozenset(texts)
+    )
 
 
-class Watched(dict[str, Any]):
-    """A message that notes which of its keys were looked at. Whatever goes over it as a whole has looked at all of them."""
+class TrackedMessage(dict[str, Any]):
+    """A message that records which of its keys are read. Iterating or copying it reads all."""
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_read_keys",)
 
     def __init__(self, message: dict[str, Any]) -> None:
         super().__init__(message)
-        self._seen: set[Any] = set()
+        self._read_keys: set[Any] = set()
 
-    def unseen(self) -> list[str]:
-        return [key for key in dict.keys(self) if key not in self._seen]
+    def unread_keys(self) -> list[str]:
+        return [key for key in dict.keys(self) if key not in self._read_keys]
 
-    def _all(self) -> None:
-        self._seen.update(dict.keys(self))
+    def _mark_all_read(self) -> None:
+        self._read_keys.update(dict.keys(self))
 
     def __getitem__(self, key: Any) -> Any:
-        self._seen.add(key)
+        self._read_keys.add(key)
         return super().__getitem__(key)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        self._seen.add(key)
+        self._read_keys.add(key)
         return super().get(key, default)
 
     def __contains__(self, key: Any) -> bool:
-        self._seen.add(key)
+        self._read_keys.add(key)
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[str]:
-        self._all()
+        self._mark_all_read()
         return super().__iter__()
 
     def keys(self) -> Any:
-        self._all()
+        self._mark_all_read()
         return super().keys()
 
     def values(self) -> Any:
-        self._all()
+        self._mark_all_read()
         return super().values()
 
     def items(self) -> Any:
-        self._all()
+        self._mark_all_read()
         return super().items()
 
     def copy(self) -> dict[str, Any]:
-        self._all()
+        self._mark_all_read()
         return dict(super().items())
 
     def __repr__(self) -> str:
-        self._all()
+        self._mark_all_read()
         return super().__repr__()

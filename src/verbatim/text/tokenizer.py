@@ -1,9 +1,9 @@
-"""Text becomes token ids, and ids bytes. In: a string. Out: a list of ids; for any id, its bytes.
+"""Tokenizer. In: a string. Out: a list of token ids; for any id, its bytes.
 
-The merging itself is the `tokenizers` library's. Two of its objects share one vocabulary here: one that knows only plain
-text, one that also turns the literal text of control tokens into their ids. User text goes through the first, so that a
-typed "<|im_end|>" is seven ordinary tokens; only `special=True` uses the second.
-"""
+The `tokenizers` library does the merging. Two of its encoders share one vocabulary: a plain one,
+and one that also turns the literal text of control tokens into their ids. User text goes through
+the plain one, so a typed "<|im_end|>" stays ordinary text tokens; only `special=True` uses the
+other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from verbatim.text.control_tokens import ControlFinder
 from verbatim.text.decode import decode_all
 from verbatim.text.vocabulary import BYTE_ALPHABET, Vocabulary
 
-LOST = 16  # characters that are named at most
+MAX_LOST = 16  # characters that `lost` reports at most; enough for a warning
 
 
 class Tokenizer:
-    """Text <-> ids. `encode` adds nothing; `encode_prompt` applies the model's rule for a beginning-of-sequence token."""
+    """Text to ids and back. `encode` adds no token; `encode_prompt` adds the model's prefix
+    (BOS)."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         v = self._vocab = vocabulary
@@ -38,28 +39,31 @@ class Tokenizer:
         self._limit: int | None = None
 
     def fit(self, size: int) -> None:
-        """Take the model's own number of ids. Models pad their embedding: ids beyond the vocabulary stand for no text. A few have
-        fewer rows than tokens: a text that needs one of the tokens beyond is refused, because the model cannot read it."""
+        """Set the number of ids to the rows of the model's embedding. Most models pad it: ids
+        beyond the vocabulary decode to no text. A few have fewer rows than tokens: a text that
+        needs a token beyond them is rejected."""
         self._limit = size if size < len(self._vocab.tokens) else None
         self.vocab_size = size
         self.eos_ids = tuple(i for i in self.eos_ids if i < size)
 
-    # ------------------------------------------------------------------------------------------------------- to ids
+    # -------------------------------------------------------------------------------- encode
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Ids of the text, and nothing but the text. With `special`, literal control tokens become control ids.
+        """Ids of the text alone. With `special`, literal control tokens become control ids.
 
-        A vocabulary may have no token for some rare bytes (the default model's has none for U+0006, for instance). As in the
-        published tokenizers, such bytes are then left out, or become the unknown token where there is one; `lost` tells which.
+        A vocabulary may lack tokens for rare bytes (the default model's has none for U+0006). As in
+        the published tokenizers, such bytes are dropped, or become the unknown token if there is
+        one; `lost` reports them.
         """
         _check_text(text)
         ids = _ids(self._vocab.special, text) if special else self._plain(text, self._vocab.plain)
-        return ids if self._limit is None else self._within(ids, self._limit)
+        return ids if self._limit is None else self._check_within(ids, self._limit)
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]:
-        """As `encode`, with what the model wants around every prompt (usually one token before it, or nothing).
+        """`encode`, plus the model's prompt prefix (BOS, or nothing) and suffix.
 
-        A prompt whose own text begins with that token (`special=True`, a rendered chat template) does not get a second one.
+        A prompt that already starts with the prefix (`special=True`, a rendered chat template) does
+        not get it twice.
         """
         ids = self.encode(text, special=special)
         prefix = self._vocab.prefix
@@ -68,7 +72,8 @@ class Tokenizer:
         return [*ids, *self._vocab.suffix]
 
     def encode_parts(self, parts: Iterable[tuple[str, int | None]]) -> list[int]:
-        """Ids of a text that was already cut at its control tokens: (text, None) is plain, (_, id) is that control token."""
+        """Ids of a text that is split at its control tokens: (text, None) is plain text, (_, id) a
+        control token."""
         ids: list[int] = []
         first = True
         for text, control in parts:
@@ -80,9 +85,9 @@ class Tokenizer:
                     text, self._vocab.plain if first else self._vocab.continued or self._vocab.plain
                 )
             first = False
-        return ids if self._limit is None else self._within(ids, self._limit)
+        return ids if self._limit is None else self._check_within(ids, self._limit)
 
-    def _within(self, ids: list[int], limit: int) -> list[int]:
+    def _check_within(self, ids: list[int], limit: int) -> list[int]:
         beyond = next((i for i in ids if i >= limit), None)
         if beyond is not None:
             text = self._vocab.tokens[beyond]
@@ -93,7 +98,7 @@ class Tokenizer:
         return ids
 
     def split_control(self, text: str) -> list[tuple[str, int | None]]:
-        """Cut a text at the literal control tokens in it, by the same rules as `encode(special=True)`."""
+        """Split a text at its literal control tokens, by the rules of `encode(special=True)`."""
         return self.finder.split(text)
 
     @cached_property
@@ -107,16 +112,16 @@ class Tokenizer:
         return self._without_control(text, ids, encoder)
 
     def _without_control(self, text: str, ids: list[int], encoder: Any) -> list[int]:
-        """Some vocabularies hold a control token's text as an ordinary word, reachable by merging. Cut those words in two.
+        """In some vocabularies merging can produce a control token. Encode such text in two halves.
 
-        The unknown token is exempt: it stands for text that the vocabulary cannot write.
+        The unknown token is exempt: it stands for text that the vocabulary cannot encode.
         """
         bad = {self._vocab.tokens[i] for i in ids if i in self._control_ids and i != self.unk_id}
         if not bad:
             return ids
         pattern = re.compile("|".join(re.escape(t) for t in sorted(bad, key=len, reverse=True)))
         out: list[int] = []
-        for piece in _halves(text, pattern):
+        for piece in _split_matches(text, pattern):
             out += _ids(encoder, piece)
         if not self._control_ids.isdisjoint(set(out) - {self.unk_id}):
             raise RequestError(
@@ -126,28 +131,29 @@ class Tokenizer:
         return out
 
     def lost(self, text: str) -> str:
-        """Characters of the text that the vocabulary cannot write, each once (a text full of them: the first LOST).
+        """Characters of the text that the vocabulary cannot encode, each once, at most MAX_LOST.
 
-        Byte-level vocabularies are looked at, some of which lack a token for a byte; SentencePiece spells any byte."""
-        lacking = self._lacking
-        if not lacking or len(raw := text.encode("utf-8", "surrogatepass")) == len(
-            raw.translate(None, lacking)
+        Only byte-level vocabularies may lack a token for a byte; SentencePiece has byte
+        fallback."""
+        missing = self._missing_bytes
+        if not missing or len(raw := text.encode("utf-8", "surrogatepass")) == len(
+            raw.translate(None, missing)
         ):
             return ""
         suspects = (
             c
             for c in dict.fromkeys(text)
-            if not set(lacking).isdisjoint(c.encode("utf-8", "surrogatepass"))
+            if not set(missing).isdisjoint(c.encode("utf-8", "surrogatepass"))
         )
-        return "".join(c for c in islice(suspects, LOST) if not self._writes(c))
+        return "".join(c for c in islice(suspects, MAX_LOST) if not self._can_encode(c))
 
-    def _writes(self, character: str) -> bool:
+    def _can_encode(self, character: str) -> bool:
         ids = _ids(self._vocab.plain, character)
         return b"".join(self.token_bytes(i) for i in ids) == character.encode("utf-8")
 
     @cached_property
-    def _lacking(self) -> bytes:
-        """Bytes without a token of their own: merging begins with single bytes, so a text with such a byte loses it."""
+    def _missing_bytes(self) -> bytes:
+        """Bytes without their own token. Merging starts from single bytes, so they are lost."""
         if not self._vocab.byte_level:
             return b""
         return bytes(
@@ -156,10 +162,10 @@ class Tokenizer:
             if self._vocab.plain.token_to_id(sign) is None
         )
 
-    # ------------------------------------------------------------------------------------------------------ to bytes
+    # -------------------------------------------------------------------------------- decode
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that this id stands for; for a control token, its literal text. Half a character is possible."""
+        """Bytes of an id; for a control token, its literal text. May be part of a character."""
         found = self._bytes.get(token)
         if found is None:
             if not 0 <= token < self.vocab_size:
@@ -179,15 +185,15 @@ class Tokenizer:
         return token in self._control_ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of a whole sequence from its beginning: `decode(encode(text)) == text` where the vocabulary can write it.
+        """Text of a whole sequence: `decode(encode(text)) == text` if the vocabulary can encode it.
 
-        For tokenizers with `space_prefix`, that first space is taken away again. The continuation of a prompt goes
-        through TextDecoder instead, which keeps it.
+        Removes the first space that a `space_prefix` tokenizer adds. Continuations of a prompt use
+        TextDecoder, which keeps it.
         """
         return decode_all(self, ids, skip_special, start=True)
 
     def token_text(self, token: int) -> str:
-        """For reading and reports: the vocabulary's own spelling of an id."""
+        """The vocabulary's own spelling of an id, for reports."""
         return self._vocab.tokens[token] if 0 <= token < len(self._vocab.tokens) else ""
 
     def find(self, text: str) -> int | None:
@@ -197,7 +203,7 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Names as chat templates use them (bos_token, eos_token, …) with their text."""
+        """Text of the special tokens, by the names that chat templates use (bos_token, …)."""
         named = {
             "bos_token": self.bos_id,
             "eos_token": self.eos_id,
@@ -209,8 +215,9 @@ class Tokenizer:
 
 
 def _ids(encoder: Any, text: str) -> list[int]:
-    """What the library makes of a text. Where a file's own rules fail on it (a pattern without end, an unknown token that is
-    missing), the library raises, or panics, which is no Exception; both are the model's fault."""
+    """Encode with the library. Where the model file's rules fail on a text (a runaway pattern, a
+    missing unknown token), the library raises or panics; a Rust panic is no Exception. Both are
+    faults of the model file."""
     try:
         ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
         return ids
@@ -222,7 +229,7 @@ def _ids(encoder: Any, text: str) -> list[int]:
         ) from error
 
 
-def _halves(text: str, pattern: re.Pattern[str]) -> Iterable[str]:
+def _split_matches(text: str, pattern: re.Pattern[str]) -> Iterable[str]:
     at = 0
     for match in pattern.finditer(text):
         cut = match.start() + max(1, len(match.group()) // 2)
@@ -232,23 +239,24 @@ def _halves(text: str, pattern: re.Pattern[str]) -> Iterable[str]:
 
 
 def _check_text(text: str) -> None:
-    """A lone surrogate is half a character of UTF-16: it has no UTF-8, so no bytes and no tokens."""
+    """A lone surrogate is half of a UTF-16 pair: it has no UTF-8 encoding, so no tokens."""
     if not isinstance(text, str):
         raise RequestError(f"a prompt is text, not {type(text).__name__}", param="prompt")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(
-            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}; it is not valid Unicode",
+            f"the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}; it is not valid Unicode",
             param="prompt",
         ) from None
 
 
 def from_gguf(metadata: Mapping[str, Any], *, file: str | None = None) -> Tokenizer:
-    """The tokenizer that a GGUF file's metadata describes."""
+    """Tokenizer from a GGUF file's metadata."""
     return Tokenizer(gguf_vocab.read_vocabulary(metadata, file=file))
 
 
 def from_directory(path: str | Path) -> Tokenizer:
-    """The tokenizer in a model directory: tokenizer.json, with tokenizer_config.json where there is one."""
+    """Tokenizer from a model directory: tokenizer.json, and tokenizer_config.json if present."""
     return Tokenizer(hf_vocab.read_vocabulary(Path(path)))

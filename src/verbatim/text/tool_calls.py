@@ -1,4 +1,5 @@
-"""Calls of tools in a conversation, and the results that answer them. In: messages as clients send them. Out: whether a result's name says nothing new."""
+"""Tool calls and tool results in a conversation. In: messages as clients send them. Out: whether
+the name of a result is redundant."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Any
 
 
 def repeats_call(messages: Sequence[Mapping[str, Any]], index: int) -> bool:
-    """Whether the name of a tool's result is that of the call which it answers, as some clients send it: the call has said it."""
+    """Whether a tool result's `name` equals the name of the call that it answers. Some clients send
+    it; dropping it loses nothing."""
     message = messages[index]
     if message.get("role") != "tool":
         return False

@@ -1,4 +1,5 @@
-"""Vocabulary: what gguf_vocab.py and hf_vocab.py read from a model's files and tokenizer.py uses."""
+"""Vocabulary: the record that gguf_vocab.py and hf_vocab.py read from a model's files, and that
+tokenizer.py uses."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-SPACE = "\u2581"  # how SentencePiece spells a space
-# Ends of a turn that a model file may know only as a vocabulary entry. They end an answer wherever they are control tokens.
+SPACE = "\u2581"  # SentencePiece's space
+# End-of-turn tokens that a model file may hold without declaring them. Where they are control
+# tokens, they end a completion.
 END_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -23,14 +25,12 @@ END_OF_TURN = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Everything that was read from a model's files, before any of it is used. Made by gguf_vocab.py and hf_vocab.py."""
+    """Tokens, encoders and special ids of one model."""
 
     tokens: Sequence[str]  # by id; "" where an id has no token
-    plain: Any  # tokenizers.Tokenizer that knows no control token
-    special: Any  # the same model, with the control tokens
-    to_bytes: Callable[
-        [str], bytes
-    ]  # of an ordinary token; control and added tokens are literal text
+    plain: Any  # tokenizers.Tokenizer without the control tokens
+    special: Any  # the same with the control tokens
+    to_bytes: Callable[[str], bytes]  # of an ordinary token; control tokens are literal text
     control: Mapping[str, int]
     added: Mapping[int, AddedToken]  # control and user-defined tokens with their matching rules
     bos_id: int | None = None
@@ -38,22 +38,18 @@ class Vocabulary:
     unk_id: int | None = None
     pad_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    prefix: tuple[int, ...] = ()  # put before every prompt
-    suffix: tuple[int, ...] = ()  # put after it
-    byte_level: bool = True  # user-defined tokens are literal text; in SentencePiece they spell spaces like all others
-    space_prefix: bool = (
-        False  # a space is put before the first word, and taken away again when decoding
-    )
-    continued: Any = (
-        None  # `plain` for text that does not begin the prompt, where that makes a difference
-    )
-    extra: Mapping[str, str] = field(
-        default_factory=dict
-    )  # further named special tokens, for chat templates
+    prefix: tuple[int, ...] = ()  # ids before every prompt
+    suffix: tuple[int, ...] = ()  # ids after every prompt
+    # Byte-level BPE: user-defined tokens are literal text. In SentencePiece they use U+2581 too.
+    byte_level: bool = True
+    space_prefix: bool = False  # encoding adds a space before the first word, decoding removes it
+    continued: Any = None  # `plain` for text after the start of a prompt, if it differs
+    extra: Mapping[str, str] = field(default_factory=dict)  # more special tokens, for templates
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 visible characters that byte-level BPE writes bytes with: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    """The 256 characters to which byte-level BPE maps bytes: printable Latin-1 maps to itself, the
+    rest to U+0100 and up."""
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in visible}
     hidden = [b for b in range(256) if chr(b) not in table]
@@ -65,7 +61,8 @@ BYTE_ALPHABET = _byte_alphabet()
 
 
 def byte_level_bytes(text: str) -> bytes:
-    """A byte-level token's bytes; a token with a character outside the alphabet is literal text, as the library has it."""
+    """Bytes of a byte-level token. A token with a character outside the alphabet is literal text,
+    as in the library."""
     try:
         return bytes([BYTE_ALPHABET[c] for c in text])
     except KeyError:
