@@ -1,5 +1,6 @@
-"""The compile pool: limits hold, a crash costs one request, streams continue, no worker outlives its
-parent. Fake workers and fake clocks; real processes only where the operating system is the subject."""
+"""Compile pool: limits hold, a crash costs one request, streams continue, no worker outlives its
+parent. Fake workers and fake clocks; real processes only where the operating system is tested.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from verbatim import SamplingParams
 from verbatim.base.errors import OverloadedError, UnsupportedError
 from verbatim.engine import async_engine
 from verbatim.engine.async_engine import AsyncEngine
-from verbatim.engine.fair_pool import Workers
+from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.grammar import compile_pool, compile_worker, grammar_cache, matcher
 from verbatim.grammar.compile_pool import (
     CompilePool,
@@ -35,17 +36,19 @@ from verbatim.grammar.compile_pool import (
     WorkerDied,
     worker_command,
 )
-from verbatim.grammar.grammar_cache import Kept
+from verbatim.grammar.grammar_cache import GrammarCache
 from verbatim.testing import fake_parts
 
 llguidance = pytest.importorskip("llguidance")
 
 HOSTILE = {"type": "integer", "multipleOf": 7919 * 7907}  # minutes and gigabytes without limits
 HANG = 120.0  # seconds that only a hang reaches
+ADR = Path(__file__).parents[2] / "docs" / "adr" / "0012-grammar-compile-pool.md"
+DEFAULT_ARRIVAL_TIMEOUT = matcher.ARRIVAL_TIMEOUT  # a fixture raises it during the tests
 
 
 class FakeWorker:
-    """A worker whose calls do what the test says."""
+    """A worker whose calls follow a script."""
 
     def __init__(
         self, *script: Callable[[], Any], start: Callable[[], None] = lambda: None
@@ -82,7 +85,7 @@ def times_out() -> Any:
 
 @pytest.fixture
 def make_pool() -> Iterator[Callable[..., CompilePool]]:
-    """A pool of these workers, in this order; the clock stands at 0."""
+    """A pool of these workers, in this order; its clock stays at 0."""
     made: list[CompilePool] = []
 
     def make(*workers: Any, **options: Any) -> CompilePool:
@@ -120,7 +123,7 @@ def translate(pool: CompilePool, field: str = "regex", value: Any = "a") -> str:
     return pool.translate(field, value, pool._clock() + 3600.0)
 
 
-# ------------------------------------------------------------------------------------------- slots
+# --- slots
 
 
 def test_one_compile_at_a_time_while_the_engine_is_busy_and_two_otherwise(
@@ -174,7 +177,7 @@ def test_a_failed_compile_returns_its_slot(make_pool: Callable[..., CompilePool]
         assert translate(pool) == "grammar of a"
 
 
-# ---------------------------------------------------------------------------- what a worker may do
+# --- what a worker may do
 
 
 def test_a_worker_is_reused(make_pool: Callable[..., CompilePool]) -> None:
@@ -194,7 +197,7 @@ def test_a_worker_is_reused(make_pool: Callable[..., CompilePool]) -> None:
         (1, "crash"),
     ],
 )
-def test_the_death_of_a_worker_costs_one_request(
+def test_a_worker_crash_fails_only_its_request(
     make_pool: Callable[..., CompilePool], code: int, words: str
 ) -> None:
     first, second = FakeWorker(dies(code)), FakeWorker()
@@ -272,7 +275,7 @@ def test_close_kills_idle_and_active_workers(make_pool: Callable[..., CompilePoo
         translate(pool)
 
 
-# ------------------------------------------------------------------------------------ real workers
+# --- real workers
 
 
 def test_a_compile_over_the_cpu_limit_is_killed(processes: Callable[..., CompilePool]) -> None:
@@ -283,7 +286,8 @@ def test_a_compile_over_the_cpu_limit_is_killed(processes: Callable[..., Compile
 
 
 def test_the_cpu_limit_is_per_compile(processes: Callable[..., CompilePool]) -> None:
-    """Many cheap compiles in one worker take more CPU time together than one may have."""
+    """Many cheap compiles in one worker take more CPU time together than the limit of one
+    compile."""
     pool = processes(cpu_seconds=0.5)
     translate(pool)
     (first,) = pool._idle
@@ -296,7 +300,7 @@ def test_the_cpu_limit_is_per_compile(processes: Callable[..., CompilePool]) -> 
     assert pool._idle == [first]
 
 
-def test_a_compile_over_the_memory_limit_is_refused(processes: Callable[..., CompilePool]) -> None:
+def test_a_compile_over_the_memory_limit_is_rejected(processes: Callable[..., CompilePool]) -> None:
     pool = processes(memory=200 << 20)
     schema = {"allOf": [{"type": "string", "pattern": f"a{{{i}}}.*b"} for i in range(200)]}
     with pytest.raises(TooExpensive, match="too much memory"):
@@ -308,8 +312,8 @@ def test_a_compile_over_the_wall_clock_timeout_is_killed(
     processes: Callable[..., CompilePool],
 ) -> None:
     pool = processes(timeout=0.05)
-    worker = pool._take()
-    pool._put_back(worker)
+    worker = pool._checkout()
+    pool._checkin(worker)
     with pytest.raises(PoolBusy):
         translate(pool, "json_schema", json.dumps(HOSTILE))
     assert worker.process.returncode == -signal.SIGKILL
@@ -328,7 +332,7 @@ def test_a_worker_outlives_the_thread_that_caused_its_start(
     assert pool._idle == [worker]
 
 
-def test_without_a_process_a_compile_is_a_retryable_error() -> None:
+def test_a_failed_fork_is_a_retryable_error() -> None:
     pool = CompilePool(matcher.LIMITS, spawn=lambda: Worker(["/nonexistent/python"]))
     with pytest.raises(PoolBusy):
         translate(pool)
@@ -352,7 +356,7 @@ def test_workers_that_die_are_replaced(processes: Callable[..., CompilePool]) ->
         assert translate(pool)
 
 
-def test_large_structures_pass_the_socket(processes: Callable[..., CompilePool]) -> None:
+def test_a_large_structure_passes_through_the_socket(processes: Callable[..., CompilePool]) -> None:
     choices = [f"{number:07d}" for number in range(30_000)]
     assert choices[-1] in translate(processes(), "choice", choices)
 
@@ -365,7 +369,7 @@ def test_workers_run_at_a_low_priority(processes: Callable[..., CompilePool]) ->
     assert os.getpriority(os.PRIO_PROCESS, worker.process.pid) == min(19, own + compile_worker.NICE)
 
 
-# ------------------------------------------------------------------- a worker ends with its parent
+# --- a worker ends with its parent
 
 
 def start_worker(**options: Any) -> Worker:
@@ -378,7 +382,7 @@ def start_worker(**options: Any) -> Worker:
     "job", [None, ["json_schema", json.dumps(HOSTILE)]], ids=["idle", "compiling"]
 )
 def test_a_worker_ends_at_end_of_input(job: Any) -> None:
-    """Without a signal: all that there is on a system without a parent-death signal."""
+    """Without any signal, as on a system without a parent-death signal."""
     worker = start_worker()
     worker.wait_ready(time.monotonic() + HANG)
     worker._socket.sendall(json.dumps(job).encode() + b"\n" if job else b"")
@@ -389,7 +393,7 @@ def test_a_worker_ends_at_end_of_input(job: Any) -> None:
 
 
 def test_a_worker_whose_parent_is_gone_ends() -> None:
-    """As after a parent that died before the worker could ask for the parent-death signal."""
+    """The parent died before the worker could request the parent-death signal."""
     worker = start_worker(parent=os.getppid())
     worker._thread.join(HANG)
     assert worker.process is not None
@@ -399,11 +403,11 @@ def test_a_worker_whose_parent_is_gone_ends() -> None:
 
 VICTIM = """
 import contextlib, json, os, sys, threading
-from verbatim.sampling import grammar
+from verbatim.grammar import matcher
 from verbatim.grammar.compile_pool import CompilePool
 
 timeout, fork = float(sys.argv[1]), sys.argv[2] == "fork"
-pool = CompilePool(grammar.LIMITS, cpu_seconds=3600.0, timeout=timeout)
+pool = CompilePool(matcher.LIMITS, cpu_seconds=3600.0, timeout=timeout)
 
 def compile_forever(field, value):
     while True:
@@ -428,7 +432,7 @@ _marks = itertools.count()
 
 
 def start_victim(timeout: float, *, fork: bool = False) -> tuple[subprocess.Popen[str], str]:
-    """A process with a pool under load. Its descendants inherit the mark."""
+    """A process with a pool under load. Its descendants inherit the mark in their environment."""
     mark = f"{os.getpid()}-{next(_marks)}"
     command = [sys.executable, "-c", VICTIM, str(timeout), "fork" if fork else "plain"]
     pipe = subprocess.PIPE
@@ -437,7 +441,7 @@ def start_victim(timeout: float, *, fork: bool = False) -> tuple[subprocess.Pope
 
 
 def marked(mark: str) -> list[int]:
-    """The processes, zombies excepted, whose environment has the mark."""
+    """The processes, except zombies, whose environment has the mark."""
     wanted = f"{MARK}={mark}"
     if sys.platform != "linux":
         listing = subprocess.run(
@@ -456,7 +460,7 @@ def marked(mark: str) -> list[int]:
 
 
 def survivors(mark: str) -> list[int]:
-    """Poll until all processes of the mark have ended; those that are left after a long time."""
+    """Poll until all processes with the mark have ended; returns those left after a long time."""
     for _ in range(1200):
         if not (found := marked(mark)):
             return []
@@ -465,8 +469,9 @@ def survivors(mark: str) -> list[int]:
 
 
 def kill_at_random_moments(rng: random.Random, kills: int) -> int:
-    """Kill so many parents and return how many of their processes survive. Some die before they are
-    ready, the others up to half a second later; half of them kill and restart workers all the time."""
+    """Kill `kills` parents and return how many of their processes survive. Some parents die
+    before they are ready, the others up to half a second later; half of them kill and restart
+    workers constantly."""
     left = 0
     for _ in range(kills):
         victim, mark = start_victim(rng.choice([0.02, 3600.0]))
@@ -487,8 +492,8 @@ def test_no_worker_survives_a_killed_parent() -> None:
 
 
 def test_a_worker_ends_though_another_process_holds_its_socket() -> None:
-    """A fork of the parent keeps end-of-input away: the parent-death signal, or where there is none
-    the check of the parent's id, ends the worker."""
+    """A fork of the parent prevents end-of-input: the parent-death signal, or elsewhere the
+    check of the parent's id, ends the worker."""
     victim, mark = start_victim(3600.0, fork=True)
     with victim:
         assert victim.stdout is not None
@@ -522,12 +527,12 @@ def test_no_worker_survives_500_killed_parents() -> None:
     assert left == [0] * 5
 
 
-# ------------------------------------------------------------------------------- beside the engine
+# --- beside the engine
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
-    monkeypatch.setattr(async_engine, "PATIENCE", 3600.0)
+    monkeypatch.setattr(async_engine, "ARRIVAL_TIMEOUT", 3600.0)
     made = AsyncEngine.from_parts(fake_parts(), kv_blocks=400)
     yield made
     made.close()
@@ -541,8 +546,8 @@ async def written(engine: AsyncEngine, seed: int) -> tuple[int, ...]:
 async def test_other_streams_finish_while_a_structure_compiles(
     engine: AsyncEngine, make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four streams, submitted after a compile has started, end before it, each with the tokens that
-    it has alone. Then the worker dies, and the request that waited is refused by name."""
+    """Four streams, submitted after a compile has started, end before it, with the same tokens
+    as alone. Then the worker dies, and the request that waited is rejected with its field named."""
     alone = [await written(engine, seed) for seed in range(4)]
     entered, leave = threading.Event(), threading.Event()
 
@@ -568,8 +573,8 @@ async def test_other_streams_finish_while_a_structure_compiles(
 async def test_compiles_beside_running_requests_are_one_at_a_time(
     engine: AsyncEngine, make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tenants, two compile threads. While a stream is open the second compile waits; when it has
-    ended, both run together."""
+    """Two tenants, two compile threads. While a stream is open the second compile waits; after
+    its end both run concurrently."""
     both, asked = threading.Barrier(2), []
 
     def meets() -> Any:
@@ -614,20 +619,20 @@ async def test_compiles_run_off_the_engine_thread_and_the_event_loop(
 ) -> None:
     threads: list[str] = []
 
-    def matcher(*args: Any, **kwargs: Any) -> Any:
+    def make_matcher(*args: Any, **kwargs: Any) -> Any:
         threads.append(threading.current_thread().name)
         return llguidance.LLMatcher(*args, **kwargs)
 
     names = {name: getattr(llguidance, name) for name in ("LLTokenizer", "LLParserLimits")}
-    library = SimpleNamespace(**names, LLMatcher=matcher)
+    library = SimpleNamespace(**names, LLMatcher=make_matcher)
     monkeypatch.setattr(matcher, "_llguidance", lambda field: library)
     await (await engine.submit("x", SamplingParams(regex="off[0-9]", max_tokens=1))).result()
     assert threads[0].startswith("verbatim-compile")
 
 
 def test_llguidance_releases_the_gil_while_it_compiles(request: pytest.FixtureRequest) -> None:
-    """So the second compile, in the engine's process, holds up no step. Threads do not have to give
-    up the GIL here: the other one runs only if llguidance releases it."""
+    """So the second compile, in the engine's process, delays no step. The switch interval is an
+    hour: the other thread runs only if llguidance releases the GIL."""
     ticks, stop = 0, False
 
     def tick() -> None:
@@ -654,17 +659,18 @@ def test_llguidance_releases_the_gil_while_it_compiles(request: pytest.FixtureRe
     assert after > before
 
 
-async def test_the_vocabulary_is_built_before_any_request(engine: AsyncEngine) -> None:
-    """Over a large vocabulary that takes tenths of a second with the GIL held."""
-    await asyncio.wrap_future(engine._compilers.submit("", lambda: None))  # behind prepare()
-    assert engine.tokenizer in matcher._BUILT
+async def test_the_tokenizer_trie_is_built_before_any_request(engine: AsyncEngine) -> None:
+    """For a large vocabulary this takes tenths of a second with the GIL held."""
+    await asyncio.wrap_future(engine._compilers.submit("", lambda: None))  # queued after prepare()
+    assert engine.tokenizer in matcher._TOKENIZERS
 
 
-async def test_waiting_for_a_compile_thread_counts(
+async def test_waiting_for_a_compile_thread_counts_towards_the_deadline(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All compile threads are taken: the request is refused at its deadline, with its field named."""
-    monkeypatch.setattr(async_engine, "PATIENCE", 0.0)
+    """All compile threads are busy: the request is rejected at its deadline, with its field
+    named."""
+    monkeypatch.setattr(async_engine, "ARRIVAL_TIMEOUT", 0.0)
     free = threading.Event()
     for caller in "ab":
         engine._compilers.submit(caller, lambda: free.wait(HANG))
@@ -696,38 +702,48 @@ def test_the_pool_has_as_many_slots_as_there_are_compile_threads(engine: AsyncEn
     assert len(engine._compilers._threads) == compile_pool.SIZE
 
 
+def test_the_limits_are_those_of_adr_12() -> None:
+    """The CPU limit is the real bound; the wall-clock limits leave room for a busy machine."""
+    table = ADR.read_text("utf-8")
+    assert f"| {compile_pool.MEMORY >> 30} GiB |" in table
+    assert f"| {compile_pool.CPU_SECONDS:g} s |" in table
+    assert f"| {compile_pool.TIMEOUT:g} s | 429" in table
+    assert f"| {DEFAULT_ARRIVAL_TIMEOUT:g} s | 429" in table
+    assert compile_pool.TIMEOUT >= 20 * compile_pool.CPU_SECONDS
+
+
 def test_a_tenant_with_many_structures_delays_only_itself() -> None:
-    workers = Workers(3, "test")
-    free, begun = threading.Event(), []
+    workers = FairThreadPool(3, "test")
+    free, began = threading.Event(), []
     mine = [
-        workers.submit("many", lambda i=i: (begun.append(i), free.wait(HANG))) for i in range(6)
+        workers.submit("many", lambda i=i: (began.append(i), free.wait(HANG))) for i in range(6)
     ]
     try:
         assert workers.submit("one", lambda: "at once").result(HANG) == "at once"
-        assert len(begun) <= 2
+        assert len(began) <= 2
         free.set()
         for future in mine:
             future.result(HANG)
-        assert sorted(begun) == list(range(6))
+        assert sorted(began) == list(range(6))
     finally:
         free.set()
         workers.close()
     assert workers.submit("late", lambda: 1).cancelled()
 
 
-# --------------------------------------------------------------------------------- the grammar cache
+# --- the grammar cache
 
 
-def thing(size: int) -> Any:
-    return SimpleNamespace(size=size, spent=False)
+def compiled(size: int) -> Any:
+    return SimpleNamespace(size=size, exhausted=False)
 
 
-def test_structures_are_cached_by_bytes() -> None:
-    cache = Kept(limit=100)
+def test_the_cache_evicts_least_recently_used_structures_by_bytes() -> None:
+    cache = GrammarCache(limit=100)
     made: list[bytes] = []
 
     def get(name: bytes, size: int) -> None:
-        cache.get(name, 0.0, lambda: made.append(name) or thing(size))
+        cache.get(name, 0.0, lambda: made.append(name) or compiled(size))
 
     for name in (b"a", b"b", b"a", b"c", b"a"):  # 40 each: b, the least recently used, is evicted
         get(name, 40)
@@ -740,7 +756,7 @@ def test_structures_are_cached_by_bytes() -> None:
     assert cache.bytes == 80
     get(b"a", 40)
     assert made[6:] == []
-    cache._done[b"a"].spent = True  # its lexer is used up: compiled again
+    cache._compiled[b"a"].exhausted = True  # its lexer is exhausted: compiled again
     get(b"a", 50)
     get(b"a", 50)
     assert made[6:] == [b"a"]
@@ -748,13 +764,14 @@ def test_structures_are_cached_by_bytes() -> None:
 
 
 def test_concurrent_callers_share_one_compile() -> None:
-    cache, begun, free, made = Kept(clock=lambda: 0.0), threading.Event(), threading.Event(), []
+    cache, made = GrammarCache(clock=lambda: 0.0), []
+    began, free = threading.Event(), threading.Event()
 
     def slow() -> Any:
         made.append(1)
-        begun.set()
+        began.set()
         assert free.wait(HANG)
-        return thing(1)
+        return compiled(1)
 
     found: list[Any] = []
     waiting = [
@@ -762,7 +779,7 @@ def test_concurrent_callers_share_one_compile() -> None:
     ]
     for thread in waiting:
         thread.start()
-    assert begun.wait(HANG)
+    assert began.wait(HANG)
     with pytest.raises(PoolBusy):
         cache.get(b"x", 0.0, slow)  # at its deadline it waits no longer
     free.set()
@@ -772,9 +789,9 @@ def test_concurrent_callers_share_one_compile() -> None:
     assert len({id(one) for one in found}) == 1
 
 
-def test_a_refusal_for_cost_is_cached_for_a_while_and_a_timeout_is_not() -> None:
+def test_a_rejection_for_cost_is_cached_for_a_minute_and_a_timeout_is_not() -> None:
     now = 0.0
-    cache, made = Kept(clock=lambda: now), []
+    cache, made = GrammarCache(clock=lambda: now), []
 
     def refuse(error: type[Exception]) -> None:
         made.append(error)
@@ -787,13 +804,13 @@ def test_a_refusal_for_cost_is_cached_for_a_while_and_a_timeout_is_not() -> None
         with pytest.raises(TooExpensive, match="too costly"):
             cache.get(b"x", 0.0, lambda: refuse(TooExpensive))
     assert made == [PoolBusy, PoolBusy, TooExpensive]
-    now = grammar_cache.MEMORY_OF_REFUSALS + 1
+    now = grammar_cache.REFUSAL_SECONDS + 1
     with pytest.raises(TooExpensive):
         cache.get(b"x", 0.0, lambda: refuse(TooExpensive))
     assert len(made) == 4
 
 
-async def test_the_same_structure_again_is_not_compiled_again(
+async def test_a_repeated_structure_is_a_cache_hit(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(regex="again[0-9]{3}", seed=1)

@@ -1,4 +1,6 @@
-"""Structured output: what compiles accepts exactly the valid documents, what does not is refused by name, and nothing hostile hurts."""
+"""Structured output: a compiled structure accepts exactly the valid documents, an unsupported
+one is rejected by name, and hostile ones stay within their limits.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.grammar import matcher as matcher_module
 from verbatim.grammar import private_matcher
-from verbatim.grammar.finite import endless
-from verbatim.grammar.json_schema import HONOURED, check_schema
+from verbatim.grammar.finite import infinite_keyword
+from verbatim.grammar.json_schema import SUPPORTED, check_schema
 from verbatim.grammar.matcher import Matcher, Structure, compile_structure
 
 DATA = Path(__file__).parent.parent / "data"
@@ -32,7 +34,8 @@ EOS = 256
 
 
 class Bytes:
-    """One token a byte, an end token, a control token that spells text, and two words."""
+    """A tokenizer with one token per byte, an end token, a control token that spells text, and
+    two words."""
 
     words = (b"<end>", b"<|im_end|>", b"true", b'{"')
     vocab_size = 260
@@ -62,7 +65,8 @@ def allowed(mask: bytes) -> list[int]:
 
 
 def takes(structure: Structure, text: str) -> bool:
-    """Whether the text is a whole answer, going byte by byte through the masks as a sampler would."""
+    """Whether the text is a complete document, byte by byte through the masks as a sampler
+    would."""
     matcher = structure.start()
     for byte in text.encode():
         if matcher.finished or byte not in allowed(matcher.mask()):
@@ -71,11 +75,11 @@ def takes(structure: Structure, text: str) -> bool:
     return matcher.accepting
 
 
-# ------------------------------------------------------------------------------------------- the JSON Schema test suite
+# --- the JSON Schema test suite
 
 
 def writings(value: Any, limit: int = 24) -> Iterator[str]:
-    """Ways to write one JSON value: an object has no order of keys, and 1.0 is the integer 1."""
+    """Spellings of one JSON value: object keys in any order, and 1.0 is the integer 1."""
     if isinstance(value, dict):
         for keys in itertools.islice(itertools.permutations(value), limit):
             parts = [list(writings(value[key], 4)) for key in keys]
@@ -106,10 +110,12 @@ def suite() -> dict[str, list[dict[str, Any]]]:
 
 
 def test_json_schema_test_suite() -> None:
-    """Every schema compiles and then accepts no invalid and all valid instances, or is refused with json_schema named.
+    """Every schema compiles and then accepts all valid and no invalid instances, or is rejected
+    with json_schema named.
 
-    Stated difference: "format" is an assertion here (where known), not an annotation, so the suite's "format" file, which
-    wants any string to pass, is left to the next test. Objects are written with their keys in the schema's order."""
+    Known difference: "format" is an assertion here (where known), not an annotation, so the
+    suite's "format" file, which accepts any string, is left to the next test. Objects are
+    written with their keys in the schema's order."""
     count: Counter[str] = Counter()
     wrong = []
     for file, cases in suite().items():
@@ -219,11 +225,12 @@ SYNTAX = "; the syntax is that of Rust's regex crate, and a backslash before a s
         (
             "a\\",
             ParameterError,
-            "regex: ends in a backslash that escapes nothing; write two of them for the character itself",
+            "regex: ends in a backslash that escapes nothing; write two of them for the character "
+            "itself",
         ),
     ],
 )
-def test_a_bad_regex_is_told_what_why_and_what_to_do(
+def test_the_error_for_a_bad_regex_names_position_reason_and_remedy(
     pattern: str, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind) as caught:
@@ -232,7 +239,7 @@ def test_a_bad_regex_is_told_what_why_and_what_to_do(
     assert "\n" not in str(caught.value)
 
 
-def test_a_bad_pattern_in_a_schema_is_told_the_same() -> None:
+def test_the_error_for_a_bad_pattern_in_a_schema_is_the_same() -> None:
     with pytest.raises(
         ParameterError,
         match=r"json_schema: '\(' is not a regular expression \(a pattern inside\): unclosed group, at character 1",
@@ -261,7 +268,8 @@ def test_two_backslashes_are_one_in_the_text() -> None:
     ids=str,
 )
 def test_an_open_bound_is_not_written_itself(bounds: dict[str, Any], kept: bool) -> None:
-    """llguidance 1.9 would accept the bound where the other one is near; such schemas are refused by name."""
+    """llguidance 1.9 would accept the bound where the other one is near; such schemas are
+    rejected."""
     schema = {"type": "number", **bounds}
     if not kept:
         with pytest.raises(UnsupportedError, match="exclusiveM"):
@@ -309,7 +317,7 @@ def test_a_multiple_of_nothing_or_less_is_refused(step: float) -> None:
 def test_a_name_that_could_be_written_twice_does_not_count_twice(
     schema: dict[str, Any], ok: bool
 ) -> None:
-    """{"b":1,"b":1} has one property for whoever reads it; it was once taken for two."""
+    """{"b":1,"b":1} has one property for a JSON parser; llguidance counts two."""
     from verbatim.grammar.json_schema import check_schema
 
     if ok:
@@ -322,9 +330,10 @@ def test_a_name_that_could_be_written_twice_does_not_count_twice(
 ILL_TYPED = [5, "x", None, True, [], {}, [5], {"a": 5}, -1, 1e400, [[]], 0.5]
 
 
-@pytest.mark.parametrize("keyword", sorted(HONOURED))
+@pytest.mark.parametrize("keyword", sorted(SUPPORTED))
 def test_ill_typed_keywords_are_refused_or_harmless(keyword: str) -> None:
-    """Whatever stands behind a keyword, the answer is a structure or a refusal that names the field."""
+    """Whatever the value of a keyword, the result is a structure or an error that names the
+    field."""
     for value in ILL_TYPED:
         for kind in ("object", "array"):
             schema = json.loads(
@@ -336,14 +345,14 @@ def test_ill_typed_keywords_are_refused_or_harmless(keyword: str) -> None:
                 assert error.param == "json_schema"  # noqa: PT017
 
 
-def test_a_long_chain_of_references_ends() -> None:
+def test_a_long_chain_of_references_is_checked_quickly() -> None:
     chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(9000)}
     schema = {
         "$defs": dict(reversed(chain.items())) | {"a9000": {"type": "null"}},
         "$ref": "#/$defs/a0",
     }
-    assert endless(schema) is None
-    assert endless({"$defs": chain, "$ref": "#/$defs/a0"}) is None
+    assert infinite_keyword(schema) is None
+    assert infinite_keyword({"$defs": chain, "$ref": "#/$defs/a0"}) is None
 
 
 NODE: dict[str, Any] = {
@@ -400,7 +409,7 @@ def test_recursion_that_can_end_is_served(schema: dict[str, Any], text: str) -> 
     assert takes(build(json_schema=schema), text)
 
 
-# -------------------------------------------------------------------------------------------------------- the four kinds
+# --- the four kinds
 
 
 def test_each_kind_of_structure() -> None:
@@ -435,7 +444,7 @@ def test_each_kind_of_structure() -> None:
     assert takes(anything, '[1, {"x": null}]')
 
 
-def test_no_structure_is_none() -> None:
+def test_a_request_without_a_structure_compiles_to_none() -> None:
     assert compile_structure(SamplingParams(), TOKENIZER) is None
 
 
@@ -458,7 +467,7 @@ def test_the_end_token_is_allowed_exactly_where_the_text_is_complete() -> None:
 
 
 def test_control_tokens_are_not_text() -> None:
-    """A free string may hold the characters of a control token, but never the token itself."""
+    """A free string may contain the characters of a control token, but never the token itself."""
     matcher = build(regex=r"[^\n]*").start()
     assert 257 not in allowed(matcher.mask())
     assert 258 in allowed(matcher.mask())  # the word `true`
@@ -471,7 +480,9 @@ def test_control_tokens_are_not_text() -> None:
 def test_masks_along_drafts_are_those_of_single_steps() -> None:
     structure = build(json_schema={"type": "array", "items": {"type": "boolean"}})
     matcher = structure.start()
-    drafts = matcher.usable([ord("["), 258, ord("x"), ord("]")])  # [ true x ]: the x is forbidden
+    drafts = matcher.allowed_drafts(
+        [ord("["), 258, ord("x"), ord("]")]
+    )  # [ true x ]: the x is forbidden
     assert drafts == (ord("["), 258)
     masks = matcher.masks_along(drafts)
     single = structure.start()
@@ -479,21 +490,21 @@ def test_masks_along_drafts_are_those_of_single_steps() -> None:
         assert mask == single.mask()
         if i < 2:
             single.advance(drafts[i])
-    assert matcher.mask() == masks[0]  # the matcher itself has not moved
-    assert matcher.masks_along(drafts[:1]) == masks[:2]  # a plan may have room for fewer
+    assert matcher.mask() == masks[0]  # the matcher itself did not advance
+    assert matcher.masks_along(drafts[:1]) == masks[:2]  # a plan may submit fewer
     assert matcher.masks_along([]) == (masks[0],)
     with pytest.raises(AssertionError):
         matcher.masks_along([ord("x")])
 
 
-def test_masks_along_the_end() -> None:
+def test_masks_along_drafts_that_complete_the_document() -> None:
     matcher = build(choice=["no"]).start()
-    drafts = matcher.usable([ord("n"), ord("o"), 5])
+    drafts = matcher.allowed_drafts([ord("n"), ord("o"), 5])
     assert drafts == (ord("n"), ord("o"))
     assert matcher.masks_along(drafts)[2] is None
 
 
-def test_forced_tokens_are_the_only_way() -> None:
+def test_forced_tokens_are_the_only_continuation() -> None:
     structure = build(grammar='start: "answer: " ("yes" | "no")')
     matcher = structure.start()
     forced = matcher.forced()
@@ -504,9 +515,9 @@ def test_forced_tokens_are_the_only_way() -> None:
     assert matcher.forced() == ()
 
 
-def test_what_one_answer_used_up_another_does_not_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llguidance's copies share the states of one lexer, and their number is limited. A long text that uses them up, in another choice or another request,
-    changes nothing: the same masks as alone."""
+def test_an_exhausted_shared_lexer_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers share the states of one lexer, whose number is limited. A long output that
+    exhausts it, in another choice or request, changes nothing: the masks are the same as alone."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
     pattern = "(a|b)*a(a|b){8}"
 
@@ -518,19 +529,20 @@ def test_what_one_answer_used_up_another_does_not_miss(monkeypatch: pytest.Monke
         return masks
 
     def fresh() -> Structure:
-        matcher_module._KEPT.pop(TOKENIZER, None)
+        matcher_module._CACHES.pop(TOKENIZER, None)
         return build(regex=pattern)
 
     alone = [walk(fresh(), seed) for seed in range(5)]
     shared = fresh()
     assert [walk(shared, seed) for seed in range(5)] == alone
-    assert shared.spent  # it did run out
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    assert shared.exhausted  # the shared lexer was exhausted
+    matcher_module._CACHES.pop(TOKENIZER, None)
 
 
-def test_a_failure_inside_llguidance_ends_one_answer_alone() -> None:
-    """A lazy expression that may be empty trips an assertion of llguidance 1.9 and leaves the lexer of all copies unusable. Whoever shares it goes on with
-    another; with this grammar they fail by themselves, told in our words."""
+def test_a_panic_inside_llguidance_ends_one_completion_only() -> None:
+    """A lazy expression that may be empty trips an assertion of llguidance 1.9 and leaves the
+    shared lexer unusable. The other sequences continue with another lexer; with this grammar
+    they fail by themselves, with our error."""
     lib = matcher_module._llguidance("grammar")
     broken = lib.LLMatcher(
         matcher_module._tokenizer(lib, TOKENIZER),
@@ -546,17 +558,17 @@ def test_a_failure_inside_llguidance_ends_one_answer_alone() -> None:
     matcher = structure.start()
     matcher._inner, matcher._mask = poisoned, None
     assert matcher.mask() == alone
-    assert structure.spent
+    assert structure.exhausted
     assert build(regex="poison[0-9]") is not structure
     with pytest.raises(UnsupportedError, match="llguidance, which follows it, failed"):
         build(grammar='start: a "!"\na[lazy]: /.*?/')
 
 
-def test_what_is_too_much_for_one_answer_alone_still_ends_it(
+def test_a_completion_too_complex_for_its_private_lexer_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
     rng, matcher = random.Random(0), build(regex="(a|b)*a(a|b){8}").start()
 
     def go_on() -> None:
@@ -566,15 +578,16 @@ def test_what_is_too_much_for_one_answer_alone_still_ends_it(
 
     with pytest.raises(UnsupportedError, match="too many states"):
         go_on()
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
 
 
-def test_where_one_byte_must_follow_a_lexer_that_is_used_up_is_noticed(
+def test_an_exhausted_lexer_is_detected_where_one_byte_must_follow(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """There llguidance does not ask its lexer, and says without an error that `t` is all that may come, though `true` may as well."""
+    """With one allowed byte llguidance does not run its lexer: it returns without an error that
+    only `t` may follow, though `true` may as well."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
     structure, rng = build(regex="xxt[a-z]{1,5}[ab]*a[ab]{8}"), random.Random(0)
     matcher, other = structure.start(), structure.start()
     for token in b"xx":
@@ -582,20 +595,21 @@ def test_where_one_byte_must_follow_a_lexer_that_is_used_up_is_noticed(
         matcher.advance(token)
     for token in b"xxtxxxxx":
         other.advance(token)
-    while other.look():
+    while other.poll_mask():
         other.advance(rng.choice(b"ab"))
     alone = matcher._inner.deep_copy()
     assert allowed(bytes(alone.compute_bitmask())) == [ord("t")]
-    assert not alone.is_error()  # should this fail one day, llguidance has mended it
+    assert not alone.is_error()  # fails once llguidance fixes this
     assert allowed(matcher.mask()) == [ord("t"), 258]
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
 
 
-def test_a_lexer_that_is_used_up_within_a_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """llguidance knows that a string may hold `true` without walking it. When it does and the lexer is used up on the way, it says that the token is wrong."""
+def test_an_exhausted_lexer_is_detected_within_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance knows that a string may contain `true` without walking it. When it walks it and
+    the lexer is exhausted on the way, it reports an invalid token."""
     plain = build(json_schema={"type": "string"}).start()
     monkeypatch.setitem(matcher_module.LIMITS, "step_lexer_fuel", 1120)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
     structure = build(json_schema={"type": "string"})
     matcher = structure.start()
     for token in (ord('"'), 258):
@@ -603,20 +617,21 @@ def test_a_lexer_that_is_used_up_within_a_token_is_noticed(monkeypatch: pytest.M
         matcher.advance(token)
         plain.advance(token)
     assert matcher.mask() == plain.mask()
-    assert structure.spent
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    assert structure.exhausted
+    matcher_module._CACHES.pop(TOKENIZER, None)
 
 
 @pytest.mark.parametrize("stretch", [1000, 20])
-def test_where_a_text_becomes_too_complex_is_its_own_affair(
+def test_where_a_completion_ends_as_too_complex_depends_on_its_tokens_alone(
     monkeypatch: pytest.MonkeyPatch, stretch: int
 ) -> None:
-    """Whoever else walks along, and however often a lexer was made anew: each text ends at its own token, or not at all."""
+    """Whichever sequences share the lexer, and however often one was rebuilt: each completion
+    ends at its own token, or not at all."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 60)
-    monkeypatch.setattr(private_matcher, "STRETCH", stretch)
+    monkeypatch.setattr(private_matcher, "MIN_LEXER_TOKENS", stretch)
 
     def ends(together: bool) -> list[int]:
-        matcher_module._KEPT.pop(TOKENIZER, None)
+        matcher_module._CACHES.pop(TOKENIZER, None)
         structure = build(regex="(a|b)*a(a|b){8}")
         rngs, found = [random.Random(seed) for seed in range(6)], {}
         matchers = [
@@ -629,11 +644,11 @@ def test_where_a_text_becomes_too_complex_is_its_own_affair(
             for i, (rng, matcher) in enumerate(zip(rngs, matchers, strict=True)):
                 with contextlib.suppress(UnsupportedError):
                     if i not in found:
-                        found[i] = taken  # unless it can go on
+                        found[i] = taken  # unless it can continue
                         matcher.mask()
                         matcher.advance(rng.choice([97, 98]))
                         del found[i]
-        matcher_module._KEPT.pop(TOKENIZER, None)
+        matcher_module._CACHES.pop(TOKENIZER, None)
         return [found.get(i, 100) for i in range(6)]
 
     alone = ends(together=False)
@@ -642,11 +657,11 @@ def test_where_a_text_becomes_too_complex_is_its_own_affair(
     assert max(alone) < 33 if stretch == 1000 else min(alone) >= 33
 
 
-def test_a_lexer_that_is_used_up_is_replaced_beside_the_engine(
+def test_an_exhausted_lexer_is_rebuilt_in_a_background_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
     structure, rng = build(regex="(a|b)*a(a|b){8}"), random.Random(0)
     go, threads = threading.Event(), []
 
@@ -657,66 +672,68 @@ def test_a_lexer_that_is_used_up_is_replaced_beside_the_engine(
 
     structure._make = partial(slowly, structure._make)
     matcher = structure.start()
-    while matcher.look():
+    while matcher.poll_mask():
         matcher.advance(rng.choice([97, 98]))
-    assert structure.spent
-    assert not matcher.look()  # it goes on being made
+    assert structure.exhausted
+    assert not matcher.poll_mask()  # the rebuild is still pending
     assert not matcher.finished
     go.set()
     matcher.mask()
-    assert matcher.look()
+    assert matcher.poll_mask()
     assert threading.current_thread() not in threads
     assert len(threads) == 1
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
 
 
-def test_what_nobody_waits_for_is_not_made() -> None:
+def test_a_rebuild_is_cancelled_when_its_sequence_is_gone() -> None:
     structure, made = build(regex="a*"), []
 
     def make() -> Any:
         made.append(1)
-        return structure.own()
+        return structure.private_matcher()
 
     for since in (None, 0):
         assert (
-            private_matcher.renew(make, list(b"aaa"), since, lambda: None).exception() is not None
+            private_matcher.rebuild(make, list(b"aaa"), since, lambda: None).exception() is not None
         )
         assert not made
         assert (
-            private_matcher.renew(make, list(b"aaa"), since, lambda: 1).result().inner.rollback(3)
+            private_matcher.rebuild(make, list(b"aaa"), since, lambda: 1).result().inner.rollback(3)
         )
         assert made.pop()
     waits = iter([1, 1, 1])
     assert (
-        private_matcher.renew(make, list(b"a" * 50), None, lambda: next(waits, None)).exception()
+        private_matcher.rebuild(make, list(b"a" * 50), None, lambda: next(waits, None)).exception()
         is not None
-    )  # given up on the way
+    )  # cancelled during the replay
     assert next(waits, None) is None
 
 
-def test_the_first_mask_is_judged_by_the_whole_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is shared has half of it. Where that is too little for the very first mask, each answer has its own; where the whole is, it is refused."""
+def test_the_first_mask_may_use_the_full_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared lexer has half the limit. If that is too little for the first mask, each sequence
+    gets a private lexer; if the full limit is too little, the structure is rejected."""
     text = "(t|r|u|e)*t(t|r|u|e){8}"  # `true` is a token: walking it finds states
     plain = build(regex=text).start()
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 32)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
     structure = build(regex=text)
     matcher = structure.start()
     assert matcher.mask() == plain.mask()
     for one in (matcher, plain):
         one.advance(ord("u"))
     assert matcher.mask() == plain.mask()
-    assert structure.spent
+    assert structure.exhausted
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 16)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
     with pytest.raises(UnsupportedError, match="too many states"):
         build(regex=text)
 
 
-def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong guesses walk until the scouts' lexer is used up: that ends guessing, and the answer goes on with all that it would have had."""
+def test_drafts_never_exhaust_the_lexer_of_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong drafts exhaust the draft lexer: that ends drafting, and the completion continues
+    with its own lexer."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 600)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
     rng, structure = random.Random(0), build(regex="(a|b)*a(a|b){8}")
     matcher, alone = (
         structure.start(),
@@ -724,22 +741,23 @@ def test_what_guesses_use_up_no_answer_misses(monkeypatch: pytest.MonkeyPatch) -
     )
     walked = 0
     for step in range(60):
-        drafts = matcher.usable([rng.choice([97, 98]) for _ in range(15)])
+        drafts = matcher.allowed_drafts([rng.choice([97, 98]) for _ in range(15)])
         walked += len(drafts)
         token = drafts[0] if drafts and step % 2 else rng.choice([97, 98])
         for one in (matcher, alone):
             one.advance(token)
         assert matcher.mask() == alone.mask()
     assert 100 < walked < 60 * 15
-    assert not structure.scouted
-    assert not structure.spent  # the answer needed no second one
-    assert structure.start().usable([97, 98]) == structure.start().forced() == ()
+    assert not structure.has_draft_matcher
+    assert not structure.exhausted  # the completion kept its lexer
+    assert structure.start().allowed_drafts([97, 98]) == structure.start().forced() == ()
     assert structure.start().masks_along(()) == (structure.start().mask(),)
-    matcher_module._KEPT.pop(TOKENIZER, None)
+    matcher_module._CACHES.pop(TOKENIZER, None)
 
 
-def test_scouts_see_what_the_answer_will_see() -> None:
-    """Whatever they walked before, and wherever they begin to follow: the masks of a step are those of the answer itself."""
+def test_draft_masks_equal_the_masks_of_the_sequence() -> None:
+    """Whatever the draft matcher consumed before, and wherever it starts: the masks of a step
+    are those of the sequence itself."""
     structure = build(
         json_schema={
             "type": "object",
@@ -751,7 +769,7 @@ def test_scouts_see_what_the_answer_will_see() -> None:
         matcher = structure.start()
         for at, token in enumerate(text):
             if at >= begin:
-                drafts = matcher.usable([*text[at : at + 4], ord("7")])
+                drafts = matcher.allowed_drafts([*text[at : at + 4], ord("7")])
                 single = structure.start()
                 for earlier in text[:at]:
                     single.advance(earlier)
@@ -764,11 +782,11 @@ def test_scouts_see_what_the_answer_will_see() -> None:
         assert matcher.accepting
 
 
-def test_scouts_that_take_long_are_made_beside_the_engine_or_not_at_all() -> None:
+def test_a_slow_draft_matcher_compiles_in_a_thread_or_not_at_all() -> None:
     for seconds, made in (
-        (matcher_module.AT_ONCE / 2, "now"),
-        (matcher_module.BESIDE / 2, "later"),
-        (matcher_module.BESIDE * 2, "never"),
+        (matcher_module.INLINE_COMPILE / 2, "now"),
+        (matcher_module.MAX_DRAFT_COMPILE / 2, "later"),
+        (matcher_module.MAX_DRAFT_COMPILE * 2, "never"),
     ):
         structure = Structure(build(regex="scout[0-9]")._make, "regex", TOKENIZER.eos_ids)
         threads: list[threading.Thread] = []
@@ -782,12 +800,12 @@ def test_scouts_that_take_long_are_made_beside_the_engine_or_not_at_all() -> Non
             return make(limits)
 
         structure._make, structure.seconds = partial(waits, structure._make), seconds
-        assert structure.start().usable(b"sc") == (tuple(b"sc") if made == "now" else ())
+        assert structure.start().allowed_drafts(b"sc") == (tuple(b"sc") if made == "now" else ())
         go.set()
         for thread in threads:
             if thread is not threading.main_thread():
                 thread.join(60)
-        assert structure.start().usable(b"sc") == (() if made == "never" else tuple(b"sc"))
+        assert structure.start().allowed_drafts(b"sc") == (() if made == "never" else tuple(b"sc"))
         assert [t is threading.main_thread() for t in threads] == {
             "now": [True],
             "later": [False],
@@ -795,7 +813,7 @@ def test_scouts_that_take_long_are_made_beside_the_engine_or_not_at_all() -> Non
         }[made]
 
 
-def test_copies_go_their_own_way() -> None:
+def test_copies_of_a_matcher_are_independent() -> None:
     first = build(choice=["ab", "ac"]).start()
     first.advance(97)
     second = first.copy()
@@ -804,8 +822,8 @@ def test_copies_go_their_own_way() -> None:
     assert allowed(second.mask()) == [98, 99]
 
 
-def test_whitespace_comes_to_an_end() -> None:
-    """A model that likes blanks cannot fill its answer with them."""
+def test_whitespace_is_bounded() -> None:
+    """A model that likes blanks cannot fill its output with them."""
     matcher = build(json_schema={"type": "array", "items": {"type": "integer"}}).start()
     matcher.advance(ord("["))
     for _ in range(32):
@@ -826,7 +844,7 @@ SCHEMA = {
 
 
 def written(matcher: Matcher, params: SamplingParams, seed: int) -> str:
-    """Draw an answer from random logits through the whole pipeline."""
+    """Draw an output from random logits through the whole sampling pipeline."""
     rng = np.random.default_rng(seed)
     out = bytearray()
     for position in range(400):
@@ -869,7 +887,7 @@ def test_random_logits_under_a_schema_give_valid_documents(setting: dict[str, An
         jsonschema.validate(document, SCHEMA)
 
 
-# --------------------------------------------------------------------------------------------------------------- hostile
+# --- hostile
 
 
 def nested(depth: int, wrap: Any) -> Any:
@@ -897,14 +915,14 @@ HOSTILE: list[dict[str, Any]] = [
     "structure", HOSTILE, ids=lambda s: f"{next(iter(s))}-{str(next(iter(s.values())))[:24]}"
 )
 def test_hostile_structures_are_refused(structure: dict[str, Any]) -> None:
-    """Refused, by name, for good: not for lack of time on the wall."""
+    """Rejected, by name, for its cost: not for a timeout."""
     with pytest.raises(RequestError) as caught:
         build(**structure)
     assert caught.value.param == next(iter(structure))
 
 
-def test_many_steps_in_large_structures_stay_small() -> None:
-    """Large, but not too much for everyone: a random walk goes on, ends, or is refused by name; never anything else."""
+def test_random_walks_in_large_structures_stay_within_limits() -> None:
+    """Large but legal structures: a random walk continues, ends, or is rejected by name."""
     rng = random.Random(4)
     refused: list[str | None] = []
     for structure in (
@@ -931,7 +949,7 @@ def test_many_steps_in_large_structures_stay_small() -> None:
     assert set(refused) <= {"regex", "json_schema", "choice", "grammar"}
 
 
-def test_schemas_are_measured_before_they_are_compiled() -> None:
+def test_schema_size_is_checked_before_the_compile() -> None:
     with pytest.raises(UnsupportedError, match="deep"):
         check_schema(nested(65, lambda s: {"items": s}))
     with pytest.raises(UnsupportedError, match="parts"):
@@ -955,7 +973,7 @@ def test_a_temperature_inside_a_grammar_is_refused() -> None:
         build(grammar="start: a\na[temperature=0.5]: /a+/")
 
 
-def test_a_schema_inside_a_grammar_is_held_to_the_same_rule() -> None:
+def test_a_schema_inside_a_grammar_is_checked_too() -> None:
     assert takes(build(grammar='start: "<" %json {"type": "integer"} ">"'), "<12>")
     with pytest.raises(UnsupportedError, match="requierd") as caught:
         build(grammar='start: %json {"requierd": ["a"]}')
