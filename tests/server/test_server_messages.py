@@ -133,7 +133,7 @@ def test_a_wrong_type_or_number_of_fields_is_rejected(message: Any) -> None:
     decode = decode_to_engine if type(message) in get_args(ToEngine) else decode_from_engine
     row = raw(message)
     for wrong in ([*row, None], row[:-1] if len(row) > 1 else [*row, 0]):
-        with pytest.raises(WireError, match="fields, and"):
+        with pytest.raises(WireError, match="fields; received"):
             decode(msgpack.packb(wrong))
     for at, field in enumerate(fields(message), 1):
         with pytest.raises(WireError, match=rf"{type(message).__name__}\.{field.name} cannot be"):
