@@ -17,7 +17,7 @@ TESTS  ?= tests
 SUITE   = $(BIN)/python -m pytest $(TESTS) -m "not soak and not models" -n 2 --dist loadfile --no-loadscope-reorder
 # One prompt to text, the needle on the fake backend, stop strings, one HTTP answer.
 SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
-          "tests/engine/test_engine_needle.py::test_one_answer[fake-1.0]" \
+          "tests/engine/test_engine_needle.py::test_one_output_in_any_batch[fake-1.0]" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 

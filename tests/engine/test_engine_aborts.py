@@ -1,4 +1,5 @@
-"""Ten thousand aborts at random phases: every block is back within one step, and nobody else's tokens change."""
+"""Ten thousand aborts in random phases: all blocks are free within one step, and no other
+request's tokens change."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def phase(core: EngineCore, request_id: str) -> str:
     return "prompt" if running[0].computed < running[0].prompt_len else "writing"
 
 
-def test_an_aborted_request_says_so_once() -> None:
+def test_an_aborted_request_completes_once_with_cancel() -> None:
     core = EngineCore(fake_parts(), EngineConfig(kv_blocks=20, check=True))
     core.add(core.request("hello", SamplingParams(max_tokens=30, seed=1, n=2), request_id="a"))
     first = [out for _ in range(5) for out in core.step()]

@@ -1,4 +1,5 @@
-"""AsyncEngine: many clients on one engine; leaving, overload, slow readers, drain, and an engine that dies."""
+"""AsyncEngine: many clients on one engine; cancellation, overload, slow readers, drain, engine
+failure."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
 
 
 class GatedBackend(PacedBackend):
-    """Computes a step only when told to."""
+    """Computes a step only while its gate is open."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(pause=0.002, **options)
@@ -39,7 +40,7 @@ class GatedBackend(PacedBackend):
 
 
 def engine(backend: Any = None, **options: Any) -> AsyncEngine:
-    """Steps take a moment, as real ones do: a fake that never lets go of the interpreter would keep its readers waiting."""
+    """Steps sleep briefly, as real ones release the GIL: without it the readers would starve."""
     return AsyncEngine.from_parts(
         fake_parts(backend or PacedBackend(canary=True, pause=0.0003)), **{**OPTIONS, **options}
     )
@@ -50,7 +51,7 @@ def whole(prompt: str, params: SamplingParams) -> Completion:
 
 
 async def at_rest(e: AsyncEngine) -> None:
-    """Nothing runs, everything is free; asked on the engine's own thread."""
+    """Nothing runs and all blocks are free; checked on the engine's thread."""
 
     def check(core: Any) -> bool:
         core.check()
@@ -78,7 +79,7 @@ async def test_deltas_then_the_completion() -> None:
         await at_rest(e)
 
 
-async def test_many_clients_get_what_each_would_get_alone() -> None:
+async def test_many_clients_get_the_same_outputs_as_alone() -> None:
     params = [SamplingParams(max_tokens=5 + i % 20, seed=i) for i in range(60)]
     async with engine(kv_blocks=40) as e:
         streams = await asyncio.gather(*(e.submit(f"client {i}", p) for i, p in enumerate(params)))
@@ -91,7 +92,7 @@ async def test_many_clients_get_what_each_would_get_alone() -> None:
 
 
 @pytest.mark.parametrize("how", ["abort", "aclose", "async with", "cancel", "drop", "break"])
-async def test_leaving_frees_everything(how: str) -> None:
+async def test_a_cancelled_stream_frees_all_blocks(how: str) -> None:
     async with engine(
         PacedBackend(canary=True, pause=0.002)
     ) as e:  # still writing when the client leaves, on any machine
@@ -123,7 +124,7 @@ async def test_leaving_frees_everything(how: str) -> None:
 
 
 class WatchedLock:
-    """A lock that knows who took it."""
+    """A lock that records which threads acquire it."""
 
     def __init__(self, lock: Any) -> None:
         self.lock = lock
@@ -137,8 +138,8 @@ class WatchedLock:
         self.lock.release()
 
 
-async def test_a_collected_stream_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The collector runs where it likes, in a thread that already holds one of them too."""
+async def test_a_garbage_collected_stream_takes_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may run in a thread that already holds one of the locks."""
     async with engine(PacedBackend(canary=True, pause=0.002)) as e:
         held = [await e.submit("hello", SamplingParams(seed=1, ignore_eos=True))]
         await anext(held[0])
@@ -155,7 +156,7 @@ async def test_a_collected_stream_takes_no_lock(monkeypatch: pytest.MonkeyPatch)
 
 
 class Hold:
-    """Keeps the engine's thread between two steps until it is let go."""
+    """Blocks the engine's thread between two steps until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.gate = threading.Event(), threading.Event()
@@ -171,7 +172,7 @@ class Hold:
         return task
 
 
-async def test_a_stream_dropped_late_does_not_end_the_next_of_its_name() -> None:
+async def test_a_late_drop_does_not_abort_a_later_request_of_the_same_id() -> None:
     async with engine(PacedBackend(canary=True, pause=0.002)) as e:
         stream = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True), request_id="same")
         await anext(stream)
@@ -197,7 +198,7 @@ async def test_a_stream_dropped_late_does_not_end_the_next_of_its_name() -> None
         assert (await second.result()).finish.reason == "length"
 
 
-async def test_a_call_that_nobody_waits_for_any_more_harms_nobody() -> None:
+async def test_a_cancelled_call_is_skipped() -> None:
     async with engine() as e:
         hold = Hold()
         first = await hold(e)
@@ -213,7 +214,9 @@ async def test_a_call_that_nobody_waits_for_any_more_harms_nobody() -> None:
                 await task
 
 
-async def test_calls_behind_the_failure_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_queued_when_the_loop_fails_get_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     e = engine(PacedBackend(pause=0.002))
     stream = await e.submit("hello", SamplingParams(seed=1, ignore_eos=True))
     hold = Hold()
@@ -237,7 +240,7 @@ async def test_calls_behind_the_failure_are_told(monkeypatch: pytest.MonkeyPatch
     e.close()
 
 
-async def test_random_arrivals_and_departures() -> None:
+async def test_random_arrivals_and_cancellations() -> None:
     rng = random.Random(1)
     watched = SamplingParams(max_tokens=100, seed=3, ignore_eos=True)
 
@@ -267,7 +270,7 @@ async def test_random_arrivals_and_departures() -> None:
         await at_rest(e)
 
 
-async def test_a_slow_reader_holds_one_delta_a_choice() -> None:
+async def test_a_slow_reader_holds_one_delta_per_choice() -> None:
     params = SamplingParams(max_tokens=300, seed=1, ignore_eos=True, n=2)
     async with engine() as e:
         stream = await e.submit("hello", params)
@@ -304,7 +307,7 @@ async def test_the_queue_is_bounded() -> None:
         assert e.stats()["requests_refused_total"] == 1
 
 
-async def test_refusals_come_at_once() -> None:
+async def test_invalid_requests_are_rejected_at_once() -> None:
     async with engine() as e:
         with pytest.raises(ParameterError) as caught:
             await e.submit([1, 2, 999])
@@ -321,7 +324,7 @@ async def test_refusals_come_at_once() -> None:
         await at_rest(e)
 
 
-async def test_drain_lets_the_running_end_and_refuses_the_rest() -> None:
+async def test_drain_finishes_running_requests_and_rejects_new_ones() -> None:
     async with engine() as e:
         streams = [await e.submit(f"{i}", SamplingParams(max_tokens=40, seed=i)) for i in range(5)]
         assert await e.drain()
@@ -354,7 +357,7 @@ async def test_drain_cancels_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> 
         assert done.finish.detail == "shutdown"
 
 
-async def test_an_engine_that_dies_tells_everyone() -> None:
+async def test_an_engine_failure_ends_every_request_with_an_error() -> None:
     backend = GatedBackend()
     e = engine(backend)
     backend.gate.clear()
@@ -374,8 +377,9 @@ async def test_an_engine_that_dies_tells_everyone() -> None:
     e.close()
 
 
-async def test_idle_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine without work checks its accounting once and then waits for the next request without a timeout."""
+async def test_an_idle_engine_checks_once_and_then_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle engine checks its accounting once, then waits for the next request without a
+    timeout."""
     async with engine() as e:
         waits: list[float | None] = []
         checks: list[int] = []
@@ -431,7 +435,7 @@ async def test_metrics_add_up() -> None:
         assert 'verbatim_first_token_seconds_bucket{le="+Inf"} 5' in text
 
 
-async def test_close_ends_what_runs() -> None:
+async def test_close_cancels_running_requests() -> None:
     e = engine(PacedBackend(pause=0.002))
     stream = await e.submit("x", SamplingParams(max_tokens=1000, ignore_eos=True))
     await anext(stream)
@@ -444,8 +448,10 @@ async def test_close_ends_what_runs() -> None:
 
 
 @pytest.mark.parametrize("what", ["prepare", "encode"])
-async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread in foreign code at the interpreter's end would take the process down with it."""
+async def test_close_waits_for_running_work_items(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread in native code at interpreter exit would crash the process."""
     begun, gate = threading.Event(), threading.Event()
 
     def slow(*_: Any, **__: Any) -> list[int]:
@@ -478,7 +484,7 @@ async def test_close_waits_for_what_has_begun(what: str, monkeypatch: pytest.Mon
             await task
 
 
-def test_closed_workers_have_no_threads() -> None:
+def test_a_closed_thread_pool_has_no_threads() -> None:
     workers, begun, gate = FairThreadPool(2, "test-workers"), threading.Event(), threading.Event()
     first = workers.submit("", lambda: begun.set() or gate.wait(HANG_SECONDS))
     second = workers.submit("", list)  # of the same caller: waits for the first
@@ -496,10 +502,9 @@ def test_closed_workers_have_no_threads() -> None:
 
 
 @pytest.mark.parametrize("ask", ["call", "submit"])
-async def test_who_comes_while_it_closes_is_answered(
-    ask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Closed between the question whether it is open and the request's place in the inbox: done, cancelled or refused, but never left waiting."""
+async def test_a_submit_during_close_is_answered(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed between the open check and the post to the inbox: completed, cancelled or rejected,
+    but never left waiting."""
     e = engine()
     check, closing = e._check_open, threading.Thread(target=e.close)
 
@@ -531,8 +536,9 @@ async def test_who_comes_while_it_closes_is_answered(
     await asyncio.to_thread(closing.join)
 
 
-async def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
-    """What the server sends is made of this: the pieces of a stream and the whole agree, and neither has half a character."""
+async def test_an_output_cut_inside_a_character_ends_before_it() -> None:
+    """The server's responses rely on it: the Deltas and the Completion agree, and neither has
+    part of a character."""
     async with engine() as e:
         for length in range(1, 7):
             wanted = "é🙂".encode()[:length]
@@ -544,8 +550,8 @@ async def test_an_answer_cut_inside_a_character_ends_before_it() -> None:
             assert "".join(d.text for d in pieces if isinstance(d, Delta)) == pieces[-1].text
 
 
-async def test_both_front_doors_open_a_model_alike() -> None:
-    """LLM and AsyncEngine take the same words and tell the same facts, out of one place (engine/engine_base.py)."""
+async def test_llm_and_async_engine_open_a_model_alike() -> None:
+    """LLM and AsyncEngine share their constructor and properties (engine/engine_base.py)."""
     from verbatim.engine.engine_base import EngineBase
 
     for name in (

@@ -1,4 +1,4 @@
-"""The examples run, and say what they promise. On the default model."""
+"""The examples run on the default model and print what they promise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""LLM: what a user writes, and what comes back. On the fake model with the real sampler, so that every answer can be
-worked out."""
+"""LLM: the user's calls and their results, on the fake model with the real sampler, so that
+every output is computable."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def llm() -> LLM:
 
 
 def letters(llm: LLM, **changes: Any) -> SamplingParams:
-    """Only lower-case letters: text that is easy to look at."""
+    """Only lower-case letters: readable output."""
     return SamplingParams(
         **{"max_tokens": 60, "allowed_token_ids": list(range(97, 123)), "seed": 5, **changes}
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ shapes
+# --------------------------------------------------------------------------------------- shapes
 
 
 def test_one_prompt_gives_one_and_a_list_gives_a_list(llm: LLM) -> None:
@@ -71,7 +71,7 @@ def test_one_prompt_gives_one_and_a_list_gives_a_list(llm: LLM) -> None:
     assert llm.generate([], params) == []
 
 
-def test_one_params_for_all_or_one_for_each(llm: LLM) -> None:
+def test_one_params_for_all_or_one_per_prompt(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=n, seed=1, ignore_eos=True) for n in (1, 2, 3)]
     assert [len(c.token_ids) for c in llm.generate(["a", "b", "c"], each)] == [1, 2, 3]
     with pytest.raises(ParameterError, match="2 for 3 prompts"):
@@ -80,7 +80,7 @@ def test_one_params_for_all_or_one_for_each(llm: LLM) -> None:
         llm.generate("a", {"max_tokens": 3})  # type: ignore[call-overload]
 
 
-def test_everything_in_the_record(llm: LLM) -> None:
+def test_every_field_of_a_completion(llm: LLM) -> None:
     done = llm.generate(
         "hello",
         SamplingParams(max_tokens=6, seed=9, logprobs=3, ignore_eos=True, prompt_logprobs=1),
@@ -99,7 +99,7 @@ def test_everything_in_the_record(llm: LLM) -> None:
     assert 0 <= done.timings.queued <= done.timings.first_token <= done.timings.total
 
 
-def test_an_unseeded_request_is_given_a_seed_and_told(llm: LLM) -> None:
+def test_an_unseeded_request_reports_its_random_seed(llm: LLM) -> None:
     first, second = llm.generate(["x", "x"], SamplingParams(max_tokens=12))
     assert first.seed != second.seed
     again = llm.generate("x", SamplingParams(max_tokens=12, seed=first.seed))
@@ -120,7 +120,7 @@ def test_facts(llm: LLM) -> None:
         fake_llm(context=5000)
 
 
-# --------------------------------------------------------------------------------------------------------------- endings
+# -------------------------------------------------------------------------------------- endings
 
 
 def test_eos_ends_and_stays_out_of_the_text() -> None:
@@ -145,7 +145,7 @@ def test_eos_ends_and_stays_out_of_the_text() -> None:
     assert on.token_ids[: len(done.token_ids)] == done.token_ids
 
 
-def test_min_tokens_withholds_the_end() -> None:
+def test_min_tokens_delays_the_end() -> None:
     done = fake_llm().generate(
         "hello", SamplingParams(max_tokens=50, min_tokens=20, seed=2, logit_bias={EOS: 50})
     )
@@ -217,7 +217,7 @@ def test_a_loop_is_reported_and_stops_only_when_asked(llm: LLM) -> None:
     assert llm.generate("hello", letters(llm, max_tokens=200)).choices[0].loop == 0
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------- refusals
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_bad_prompts(llm: LLM, prompt: Any) -> None:
     llm.check()
 
 
-def test_a_prompt_longer_than_the_context_is_refused_never_cut() -> None:
+def test_a_prompt_longer_than_the_context_is_rejected_not_truncated() -> None:
     llm = fake_llm(context=32)
     with pytest.raises(ContextError) as caught:
         llm.generate([1] * 32)
@@ -261,7 +261,7 @@ def test_a_prompt_longer_than_the_context_is_refused_never_cut() -> None:
     assert llm.generate([1] * 32, SamplingParams(max_tokens=0)).usage.prompt_tokens == 32
 
 
-def test_what_could_never_fit_the_cache_is_refused_before_anything_runs() -> None:
+def test_a_request_that_can_never_fit_the_cache_is_rejected_before_any_runs() -> None:
     llm = fake_llm(context=1000, kv_blocks=4)
     with pytest.raises(CapacityError, match="4"):
         llm.generate([[1, 2], [1] * 60], SamplingParams(max_tokens=6))
@@ -293,7 +293,7 @@ def test_a_thousand_choices() -> None:
     llm.check()
 
 
-def test_one_refused_prompt_refuses_the_list_before_anything_runs(llm: LLM) -> None:
+def test_one_invalid_prompt_rejects_the_list_before_any_runs(llm: LLM) -> None:
     with pytest.raises(ParameterError):
         llm.generate([[1, 2], [999]], SamplingParams(max_tokens=6))
     assert llm.stats()["requests_total"] == 0
@@ -339,7 +339,7 @@ def test_a_stream_of_a_closed_llm_says_so() -> None:
 
 
 @pytest.mark.parametrize("what", ["generate", "embed", "stream"])
-def test_closed_while_another_thread_waits_for_its_answer(what: str) -> None:
+def test_close_while_another_thread_waits_for_its_completion(what: str) -> None:
     backend = Meanwhile()
     llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, step_tokens=4)
     closing = threading.Thread(target=llm.close)
@@ -379,10 +379,10 @@ def test_an_interrupted_call_leaves_nothing_behind(what: str) -> None:
     llm.check()
 
 
-# ------------------------------------------------------------------------------------------------------- several choices
+# ------------------------------------------------------------------------------ several choices
 
 
-def test_n_choices_are_distinct_and_the_first_is_the_only_one(llm: LLM) -> None:
+def test_n_choices_are_distinct_and_the_first_equals_that_of_n_1(llm: LLM) -> None:
     one = llm.generate("hello", SamplingParams(max_tokens=12, seed=4))
     four = llm.generate("hello", SamplingParams(max_tokens=12, seed=4, n=4))
     assert four.choices[0].token_ids == one.token_ids
@@ -428,7 +428,8 @@ def test_vote_counts_answers(llm: LLM) -> None:
 
 @pytest.mark.parametrize("most", ["a", "b"])
 def test_the_majority_wins_a_vote_whichever_came_first(llm: LLM, most: str) -> None:
-    """The answers are given here, so that the test knows the majority without counting as vote() does."""
+    """The answers are fixed here, so the test knows the majority without counting as vote()
+    does."""
     least = "b" if most == "a" else "a"
     answers = iter([least, most, most, least, most, most, least])
     vote = llm.vote(
@@ -472,7 +473,7 @@ def test_beams_return_scores_and_free_everything(llm: LLM) -> None:
         {"prefix_cache": False},
     ],
 )
-def test_beams_are_the_same_where_room_is_short(options: dict[str, Any]) -> None:
+def test_beams_are_the_same_when_blocks_are_scarce(options: dict[str, Any]) -> None:
     params = SamplingParams(max_tokens=14, num_beams=4, num_return_sequences=4, stop="q")
     wide, narrow = fake_llm(), fake_llm(**options)
     first, second = wide.generate("hello world", params), narrow.generate("hello world", params)
@@ -482,7 +483,7 @@ def test_beams_are_the_same_where_room_is_short(options: dict[str, Any]) -> None
     narrow.check()
 
 
-# ------------------------------------------------------------------------------------------------------------ streaming
+# ------------------------------------------------------------------------------------ streaming
 
 
 @pytest.mark.parametrize(
@@ -499,7 +500,7 @@ def test_beams_are_the_same_where_room_is_short(options: dict[str, Any]) -> None
         {"allowed_token_ids": list(range(200, 256))},  # broken UTF-8 all the way
     ],
 )
-def test_streamed_is_whole(llm: LLM, changes: dict[str, Any]) -> None:
+def test_streamed_text_equals_the_whole_text(llm: LLM, changes: dict[str, Any]) -> None:
     params = letters(llm, **changes)
     whole = llm.generate("hello", params)
     stream = llm.stream("hello", params)
@@ -518,7 +519,7 @@ def test_streamed_is_whole(llm: LLM, changes: dict[str, Any]) -> None:
         assert mine[-1].finish == choice.finish
 
 
-def test_beams_stream_what_all_agree_on(llm: LLM) -> None:
+def test_beams_stream_their_common_prefix(llm: LLM) -> None:
     stream = llm.stream("hello", SamplingParams(max_tokens=30, num_beams=2, logit_bias={97: 30}))
     deltas = list(stream)
     assert len(deltas) > 3
@@ -538,7 +539,7 @@ def test_streams_take_turns(llm: LLM) -> None:
     assert texts == whole
 
 
-def test_a_stream_ended_by_another_hand_still_ends(llm: LLM) -> None:
+def test_a_stream_aborted_elsewhere_still_ends(llm: LLM) -> None:
     stream = llm.stream("hello", letters(llm))
     next(stream)
     llm.core.abort(stream.request_id)
@@ -556,7 +557,7 @@ def test_cancel_takes_effect_before_the_next_step(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "with", "drop"])
-def test_leaving_a_stream_aborts_it(llm: LLM, how: str) -> None:
+def test_closing_or_dropping_a_stream_aborts_it(llm: LLM, how: str) -> None:
     stream = llm.stream("hello", letters(llm, n=2))
     next(iter(stream))
     if how == "close":
@@ -576,7 +577,7 @@ def test_leaving_a_stream_aborts_it(llm: LLM, how: str) -> None:
 
 
 class Meanwhile(FakeBackend):
-    """Does what it is told in the middle of a step, once."""
+    """Runs a given function once, during a step."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -588,8 +589,8 @@ class Meanwhile(FakeBackend):
         return super().execute(plan)
 
 
-def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody() -> None:
-    """The collector runs where it likes, in the thread that holds the engine's lock too."""
+def test_a_stream_collected_during_a_step_breaks_nothing() -> None:
+    """The garbage collector may run in the thread that holds the engine's lock."""
     backend = Meanwhile(canary=True)
     llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, check=True)
     params = letters(llm, ignore_eos=True)
@@ -603,10 +604,10 @@ def test_a_stream_collected_in_the_middle_of_a_step_harms_nobody() -> None:
     llm.check()
 
 
-# -------------------------------------------------------------------------------------------------------- score and embed
+# ------------------------------------------------------------------------------ score and embed
 
 
-def test_score_is_what_generation_reported(llm: LLM) -> None:
+def test_score_equals_the_logprobs_of_generation(llm: LLM) -> None:
     done = llm.generate("hello", SamplingParams(max_tokens=20, seed=3, logprobs=0, ignore_eos=True))
     score = llm.score([*done.prompt_ids, *done.token_ids])
     assert [e.logprob for e in score.logprobs[6:]] == [e.logprob for e in done.logprobs]
@@ -717,7 +718,7 @@ def test_embed_is_the_mean_of_all_positions(llm: LLM) -> None:
         np.testing.assert_array_equal(got, llm.embed("hello"))
 
 
-# ---------------------------------------------------------------------------------------------------------- the same tokens
+# ------------------------------------------------------------------------------ the same tokens
 
 FIELDS: list[dict[str, Any]] = [
     {},
@@ -752,8 +753,9 @@ MODES: list[dict[str, Any]] = [
 ]
 
 
-def test_a_deep_prompt_comes_in_smaller_chunks_beside_a_stream() -> None:
-    """The engine tells the scheduler what depth costs in this model; the answer is the one that the prompt has alone."""
+def test_a_deep_prompt_is_prefilled_in_smaller_chunks_beside_a_stream() -> None:
+    """The engine tells the scheduler what attention depth costs in this model; the output equals
+    that of the prompt alone."""
     prompt, greedy = [7] * 300, SamplingParams(max_tokens=4, temperature=0)
     with LLM.from_parts(fake_parts(), step_tokens=64, prefix_cache=False) as llm:
         alone = llm.generate(prompt, greedy).token_ids
@@ -774,7 +776,7 @@ def test_a_deep_prompt_comes_in_smaller_chunks_beside_a_stream() -> None:
         )  # so narrow a model: at a depth of 280 attention is 30 times the matrices
 
 
-def test_every_mode_gives_the_same_answers() -> None:
+def test_every_mode_gives_the_same_outputs() -> None:
     prompts = ["hello hello hello", "the quick brown fox " * 2]
     params = [
         SamplingParams(**{"max_tokens": 30, "seed": 8, **FIELDS[i % len(FIELDS)]})
@@ -793,7 +795,7 @@ def test_every_mode_gives_the_same_answers() -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt2", "mixtral"])
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_windows_and_other_families_in_tight_places(backend: str, family: str) -> None:
+def test_sliding_windows_and_other_families_with_few_blocks(backend: str, family: str) -> None:
     """Sliding windows of 12 with blocks of 16, alternating with full layers."""
     if backend == "cpu" and not cpu_available(family):
         pytest.skip("the native kernels are not built, or do not know this family")
@@ -814,7 +816,7 @@ def test_windows_and_other_families_in_tight_places(backend: str, family: str) -
     assert answers[2] == answers[0]
 
 
-def test_a_prefix_hit_says_so_and_changes_nothing() -> None:
+def test_a_prefix_hit_is_reported_and_changes_no_token() -> None:
     llm = fake_llm(kv_blocks=200)
     first = [1 + i % 250 for i in range(1000)]
     second = first[:900] + [3] * 100
@@ -844,8 +846,9 @@ def test_an_error_while_computing_leaves_the_engine_usable() -> None:
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3, 4])
-def test_a_step_that_failed_is_not_trusted(failing: int) -> None:
-    """It was to copy a shared block: whoever goes on must not read what was never copied."""
+def test_a_failed_step_is_recomputed(failing: int) -> None:
+    """The failed step was to copy a shared block: later steps must not read the block that was
+    never copied."""
     llm = fake_llm()
     params = letters(llm, n=3, max_tokens=20)
     whole = llm.generate("hello", params)
@@ -874,7 +877,7 @@ def test_receipts_are_made_when_asked(llm: LLM) -> None:
     assert receipt["fingerprint"] == llm.fingerprint
 
 
-def test_a_wide_context_needs_no_wide_cache_behind_windows() -> None:
+def test_a_long_context_needs_no_large_cache_with_sliding_windows() -> None:
     parts = fake_parts(FakeBackend(fake_spec(windows=(32,)), canary=True))
     llm = LLM.from_parts(parts, kv_blocks=12, check=True, step_tokens=64)
     assert llm.context == 4096
@@ -882,7 +885,7 @@ def test_a_wide_context_needs_no_wide_cache_behind_windows() -> None:
     assert len(done.token_ids) == 200
 
 
-def test_every_choice_says_its_end_once() -> None:
+def test_every_choice_reports_its_finish_once() -> None:
     with (
         LLM.from_parts(fake_parts(), kv_blocks=64) as llm,
         llm.stream("a", SamplingParams(max_tokens=3, n=3, seed=1)) as stream,
@@ -906,7 +909,8 @@ def test_threads_share_an_llm_and_take_turns() -> None:
 
 
 def test_threads_wait_for_a_place_in_a_short_queue() -> None:
-    """More threads than the queue holds, of all kinds: nobody is refused, and nobody loses a piece of a stream."""
+    """More threads than queue places, of all kinds: no request is rejected, and no stream loses
+    a Delta."""
     from concurrent.futures import ThreadPoolExecutor
 
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
@@ -940,7 +944,7 @@ class DropsX(ChatByteTokenizer):
         return "x" if "x" in text else ""
 
 
-def test_a_character_that_the_vocabulary_drops_is_warned_of() -> None:
+def test_a_character_that_the_vocabulary_cannot_encode_causes_a_warning() -> None:
     from dataclasses import replace
 
     params = SamplingParams(max_tokens=2, seed=5)
@@ -971,17 +975,18 @@ def test_bytes_are_not_a_prompt() -> None:
         llm.generate(b"x")  # type: ignore[call-overload]
 
 
-# ------------------------------------------------------------------------------------------------ cut inside a character
+# ----------------------------------------------------------------------- cut inside a character
 
 
 @pytest.mark.parametrize(
     "more", [{}, {"n": 2}, {"n": 1, "best_of": 2}, {"stop": "🙃"}, {"min_tokens": 1}]
 )
 @pytest.mark.parametrize("length", range(1, 7))
-def test_an_answer_cut_inside_a_character_ends_before_it(
+def test_an_output_cut_inside_a_character_ends_before_it(
     llm: LLM, length: int, more: dict[str, Any]
 ) -> None:
-    """One token is one byte here, and the only answer is é🙂: bytes 2 and 6 end a character, the others cut one."""
+    """One token is one byte here, and the only output is é🙂: bytes 2 and 6 end a character, the
+    others cut one."""
     wanted = "é🙂".encode()[:length]
     params = SamplingParams(max_tokens=length, choice=("é🙂",), seed=1, **more)
     done = llm.generate("x", params)
@@ -1017,8 +1022,9 @@ def test_beams_cut_inside_a_character_end_before_it(llm: LLM) -> None:
         assert choice.text == "\ufffd" * 2
 
 
-def test_bytes_that_the_model_itself_broke_are_marked(llm: LLM) -> None:
-    """0xE2 begins a character of three bytes. Four of them: three can never be one, the last was merely cut."""
+def test_invalid_bytes_of_the_model_become_replacement_characters(llm: LLM) -> None:
+    """0xE2 starts a character of three bytes. Of four in a row three are invalid; the last one
+    is only cut off."""
     done = llm.generate("x", SamplingParams(max_tokens=4, allowed_token_ids=[0xE2]))
     assert done.token_ids == (0xE2,) * 4
     assert done.text == "\ufffd" * 3
@@ -1027,7 +1033,7 @@ def test_bytes_that_the_model_itself_broke_are_marked(llm: LLM) -> None:
     )  # decoding ids by themselves shows all of them
 
 
-# ------------------------------------------------------------------------------------------------------- what is ill-typed
+# ---------------------------------------------------------------------------- what is ill-typed
 
 
 @pytest.mark.parametrize(
@@ -1049,7 +1055,7 @@ def test_an_ill_typed_option_is_named(options: dict[str, Any], wanted: str) -> N
     assert caught.value.param == next(iter(options))
 
 
-def test_an_unknown_option_is_named_with_its_neighbour() -> None:
+def test_an_unknown_option_is_named_with_the_closest_one() -> None:
     with pytest.raises(TypeError, match="LLM has no option 'contxt'; did you mean 'context'"):
         LLM.from_parts(fake_parts(), contxt=5)
     assert EngineConfig(context=np.int64(512)).context == 512
@@ -1071,9 +1077,7 @@ def test_an_unknown_option_is_named_with_its_neighbour() -> None:
         ([{"content": "x"}], "has no role"),
     ],
 )
-def test_a_message_that_is_none_is_named_before_the_template_sees_it(
-    messages: Any, wanted: str
-) -> None:
+def test_an_invalid_message_is_named_before_the_template_runs(messages: Any, wanted: str) -> None:
     from verbatim.testing import server_parts
 
     with LLM.from_parts(server_parts("hash"), kv_blocks=64) as llm:

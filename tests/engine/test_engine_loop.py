@@ -1,11 +1,18 @@
-"""The loop detector, against a definition that looks at every period and every length."""
+"""The loop detector against a definition that tries every period and every length."""
 
 from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.engine.loop_detector import INTERVAL, MIN_TOKENS, MAX_NGRAM, MIN_REPEATS, LoopDetector, loop_length
+from verbatim.engine.loop_detector import (
+    INTERVAL,
+    MAX_NGRAM,
+    MIN_REPEATS,
+    MIN_TOKENS,
+    LoopDetector,
+    loop_length,
+)
 
 
 def by_definition(tokens: list[int]) -> int:
@@ -25,14 +32,14 @@ def by_definition(tokens: list[int]) -> int:
     length=st.integers(0, 320),
     tail=st.lists(st.integers(0, 3), max_size=2),
 )
-def test_agrees_with_the_definition(
+def test_loop_length_agrees_with_the_definition(
     head: list[int], gram: list[int], length: int, tail: list[int]
 ) -> None:
     tokens = head + (gram * 320)[:length] + tail
     assert loop_length(tokens) == by_definition(tokens)
 
 
-def test_what_counts_and_what_does_not() -> None:
+def test_what_counts_as_a_loop() -> None:
     assert loop_length([5] * 63) == 0
     assert loop_length([5] * 64) == 1
     assert loop_length(list(range(50)) * 4) == 50
@@ -41,7 +48,7 @@ def test_what_counts_and_what_does_not() -> None:
     assert loop_length([1, 2] * 40 + [3]) == 0
 
 
-def test_the_detector_looks_at_fixed_places() -> None:
+def test_the_detector_checks_at_fixed_positions() -> None:
     detector, text = LoopDetector(), [7] * 200
     seen = [i for i in range(200) if detector.look(text[: i + 1])]
     assert seen == [i for i in range(200) if (i + 1) % INTERVAL == 0 and i + 1 >= MIN_TOKENS]

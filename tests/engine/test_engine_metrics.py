@@ -1,4 +1,4 @@
-"""Metrics: the numbers, and the text that Prometheus reads."""
+"""Metrics: their values and the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_line_of_the_exposition_is_well_formed() -> None:
     assert metrics.registry.values()["running"] == 3
 
 
-def test_drafts_are_told_over_all_requests() -> None:
+def test_draft_counts_are_summed_over_all_requests() -> None:
     metrics = EngineMetrics()
     for output, drafted, accepted in ((10, 0, 0), (20, 12, 12), (30, 9, 3)):
         choice = Choice(0, "", (1,) * output, Finish("stop", "eos"))
@@ -71,7 +71,7 @@ def test_drafts_are_told_over_all_requests() -> None:
     assert values["speculation_saved_seconds"] == 0.75
 
 
-def test_the_name_says_the_kind() -> None:
+def test_the_metric_name_implies_its_kind() -> None:
     registry = Registry()
     registry.number("c_total", "help").add(12345678901)
     registry.number("g", "help").value = 0.25
@@ -86,7 +86,7 @@ def test_the_name_says_the_kind() -> None:
 
 
 def test_the_reference_parser_reads_the_same_numbers() -> None:
-    """prometheus_client's own parser as an oracle: kinds, values, and a label that needs escapes."""
+    """prometheus_client's parser as an oracle: kinds, values, and a label with escapes."""
     metrics = EngineMetrics()
     metrics.registry.number("odd_total", "help", who='a"b\\c\nd').add(3)
     metrics.first_token.observe(0.01)
@@ -103,7 +103,7 @@ def test_the_reference_parser_reads_the_same_numbers() -> None:
 
 
 def test_running_requests_and_cache_usage_are_those_of_the_scheduler() -> None:
-    """One request of three sequences and one that still waits for a place."""
+    """One request of three sequences, and one that is still waiting."""
     with LLM.from_parts(fake_parts(), max_running=3, prefix_cache=False, speculate="off") as llm:
         core = llm.core
         for n in (3, 1):

@@ -1,9 +1,9 @@
-"""The needle: one request among random traffic gives one answer, token for token and log-probability for
-log-probability, to the bit.
+"""Batch invariance: one request (the needle) in random traffic has one output, equal in every token
+and in every bit of its log-probabilities.
 
-300 runs on each backend: batch 1 to 64, random chunk budgets, prefix cache hot, cold and off, a cache so small that the
-needle is preempted ten times and more, streamed and not, one choice or several; at temperature 0 and at temperature 1
-with a seed.
+300 runs per backend: batch 1 to 64, random step budgets, prefix cache hot, cold and off, a KV
+cache so small that the needle is preempted ten times and more, streamed and whole, one choice or
+several; at temperature 0 and at temperature 1 with a seed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def needle(temperature: float, n: int = 1, priority: int = 0) -> SamplingParams:
     )
 
 
-def someone(rng: random.Random) -> tuple[list[int], SamplingParams]:
-    """Anybody's request; one in three begins like the needle."""
+def random_request(rng: random.Random) -> tuple[list[int], SamplingParams]:
+    """A request of the background traffic; one in three shares a prefix with the needle."""
     prompt = [rng.randrange(260) for _ in range(rng.choice((1, 3, 8, 17, 30)))]
     if rng.random() < 0.3:
         prompt = PROMPT[: rng.randrange(1, len(PROMPT))] + prompt[:4]
@@ -62,14 +62,14 @@ def someone(rng: random.Random) -> tuple[list[int], SamplingParams]:
 def run(
     core: EngineCore, rng: random.Random, params: SamplingParams, others: int, starved: bool
 ) -> tuple[Completion, list[Delta]]:
-    """Let traffic flow, drop the needle in at some moment, and step until it comes out."""
+    """Run random traffic, add the needle at a random step, and step until it completes."""
     arrivals = sorted(rng.randrange(12) for _ in range(others))
     enters = rng.randrange(8)
     deltas: list[Delta] = []
     for step in range(20_000):
         while arrivals and arrivals[0] <= step:
             arrivals.pop(0)
-            core.add(core.request(*someone(rng)))
+            core.add(core.request(*random_request(rng)))
         if (
             starved and step < 600 and len(core.requests) < 3
         ):  # always two others, before it in rank, growing into its blocks
@@ -106,7 +106,7 @@ def answer(choice: Choice) -> tuple[Any, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_answer(backend: str, temperature: float) -> None:
+def test_one_output_in_any_batch(backend: str, temperature: float) -> None:
     haystack(backend, temperature, "llama", RUNS)
 
 
@@ -114,7 +114,9 @@ def test_one_answer(backend: str, temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", BACKENDS[1:])
-def test_one_answer_of_every_family(backend: str, family: str, temperature: float) -> None:
+def test_one_output_in_any_batch_for_every_family(
+    backend: str, family: str, temperature: float
+) -> None:
     haystack(backend, temperature, family, 500)
 
 

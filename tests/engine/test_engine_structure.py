@@ -1,5 +1,5 @@
-"""Structured answers in the engine: the mask is one more stage, whatever else goes on; and a structure that fails ends
-only its own request."""
+"""Structured output in the engine: the mask works with every other feature, and a grammar that
+fails ends only its own request."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def params() -> list[SamplingParams]:
     ]
 
 
-def test_every_answer_has_its_structure() -> None:
+def test_every_output_matches_its_grammar() -> None:
     done = fake_llm().generate(["hello"] * len(ASKED), params())
     for i in (0, 4):
         for choice in done[i].choices:
@@ -95,13 +95,13 @@ def test_every_answer_has_its_structure() -> None:
         {"max_running": 2},
     ],
 )
-def test_the_same_in_every_mode(mode: dict[str, Any]) -> None:
+def test_structured_outputs_are_the_same_in_every_mode(mode: dict[str, Any]) -> None:
     plain = fake_llm().generate(["hello"] * len(ASKED), params())
     other = fake_llm(**mode).generate(["hello"] * len(ASKED), params())
     assert [c.choices for c in other] == [c.choices for c in plain]
 
 
-def test_streamed_is_whole() -> None:
+def test_streamed_text_equals_the_whole_text() -> None:
     for asked in params():
         stream = fake_llm().stream("hello", asked)
         deltas = list(stream)
@@ -110,10 +110,11 @@ def test_streamed_is_whole() -> None:
 
 
 @pytest.mark.parametrize("failing", range(1, 8))
-def test_an_interrupt_while_masks_are_made_costs_no_copy(
+def test_an_interrupt_while_masks_are_computed_loses_no_block_copy(
     failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step was planned, with copies of shared blocks, and is not carried out: whoever goes on must not read what was never copied."""
+    """The step was planned, with copies of shared blocks, and is not executed: later steps must
+    not read a block that was never copied."""
     asked = params()[4]
     whole = fake_llm().generate("hello", asked)
     llm, made, calls = fake_llm(), Matcher.masks_along, 0
@@ -135,8 +136,9 @@ def test_an_interrupt_while_masks_are_made_costs_no_copy(
 
 
 @pytest.mark.parametrize("mode", ["ngram", "suffix"])
-def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> None:
-    """An ambiguous grammar becomes too complex after some 146 tokens. Guesses get there first; the answer must not notice, alone or with others."""
+def test_a_draft_that_hits_a_grammar_limit_does_not_end_the_output(mode: str) -> None:
+    """An ambiguous grammar becomes too complex after some 146 tokens. Drafts get there first;
+    the output must not change, alone or in a batch."""
     deep = 'start: s\ns: "ab" | s s | s s s | s s s s | s s s s s'
     stops = SamplingParams(max_tokens=300, min_tokens=130, grammar=deep, stop="ab" * 66, seed=1)
     fails = SamplingParams(max_tokens=300, min_tokens=250, grammar=deep, seed=1, n=2)
@@ -153,10 +155,11 @@ def test_a_guess_that_runs_into_a_limit_does_not_end_the_answer(mode: str) -> No
 
 @pytest.mark.parametrize("mode", ["ngram", "suffix", "auto"])
 @pytest.mark.parametrize("states", [150, 25_000])
-def test_guesses_use_up_nothing_of_what_answers_share(
+def test_drafts_consume_no_lexer_states_of_the_shared_matcher(
     monkeypatch: pytest.MonkeyPatch, mode: str, states: int
 ) -> None:
-    """A structure whose texts need ever more states of a lexer: an answer that ends for it ends at the same token with drafts, and no earlier."""
+    """A grammar whose outputs need ever more lexer states: an output that ends at that limit
+    ends at the same token with and without drafts."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", states)
     asked = [
         SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=120, seed=i, logit_bias={99: -100})
@@ -196,10 +199,11 @@ def grown(seeds: Sequence[int], n: int = 1, **options: Any) -> Answers:
 
 
 @pytest.mark.parametrize(("limit", "most"), [("max_lexer_states", 120), ("step_lexer_fuel", 250)])
-def test_where_an_answer_becomes_too_complex_is_told_by_its_own_text(
+def test_an_output_becomes_too_complex_by_its_own_tokens_alone(
     monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    """Copies and neighbours use up one lexer together, drafts change the pace, making one anew takes a moment or a while: the same tokens and ends as alone."""
+    """Choices and other requests share one lexer, drafts change the pace, a rebuild takes no
+    time or long: the tokens and finishes equal those alone."""
     monkeypatch.setitem(matcher_module.LIMITS, limit, most)
     alone = [grown([seed])[0] for seed in range(5)]
     assert {answer[0][1].reason for answer in alone} == {"error"}
@@ -227,8 +231,9 @@ def test_where_an_answer_becomes_too_complex_is_told_by_its_own_text(
     assert grown([7], n=6, speculate="ngram", kv_blocks=26)[0] == copies
 
 
-def test_texts_together_may_need_more_than_one_lexer_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None of them alone does: all come to their ends, and a lexer that has lasted is replaced as often as it takes."""
+def test_sequences_together_may_exceed_one_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sequence does so alone: all complete, and the shared lexer is replaced as often as
+    needed."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 250)
     together = grown([3], n=8)[0]
     assert {finish.reason for _, finish in together} == {"length"}
@@ -238,8 +243,10 @@ def test_texts_together_may_need_more_than_one_lexer_has(monkeypatch: pytest.Mon
     assert grown([3], n=8)[0] == together
 
 
-def test_others_go_on_while_a_structure_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pauses until its neighbour has written all of its text. An abort does not wait, either."""
+def test_other_sequences_continue_while_a_matcher_is_rebuilt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sequence pauses until another has completed. An abort does not wait either."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 250)
     plain, neighbour = (
         grown([1, 2]),
@@ -275,10 +282,11 @@ def test_others_go_on_while_a_structure_is_made_anew(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("mode", ["off", "ngram"])
 @pytest.mark.parametrize("at", [6, 32])
-def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(
+def test_a_pause_between_accepted_drafts_or_at_the_end(
     monkeypatch: pytest.MonkeyPatch, mode: str, at: int
 ) -> None:
-    """What must come next is a draft that comes true. The lexer is used up behind one of them, or at the very token with which the text is complete."""
+    """Forced tokens are accepted drafts. The lexer is exhausted after one of them, or at the
+    last token of the output."""
     asked = SamplingParams(max_tokens=60, regex="there is only one way [a-f]{4} to go", seed=1)
     plain = fake_llm(speculate="off").generate("x", asked)
     assert plain.finish.detail == "regex"
@@ -310,7 +318,7 @@ def test_a_pause_in_the_middle_of_accepted_drafts_or_at_the_end(
 
 
 @pytest.mark.parametrize("where", ["poll_mask", "advance"])
-def test_a_structure_that_fails_ends_its_own_request_alone(
+def test_a_failing_grammar_ends_only_its_own_request(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     plain = fake_llm().generate("neighbour", SamplingParams(max_tokens=30, seed=1))
@@ -335,7 +343,7 @@ def test_a_structure_that_fails_ends_its_own_request_alone(
     llm.check()
 
 
-def test_alone_and_failing() -> None:
+def test_a_failing_grammar_in_a_step_of_one_sequence() -> None:
     """The step loses its only sequence after it was planned."""
 
     class Broken:
@@ -368,7 +376,9 @@ def test_alone_and_failing() -> None:
         ({"grammar": "start: nothing"}, "grammar"),
     ],
 )
-def test_refused_by_name_before_it_runs(asked: dict[str, Any], param: str) -> None:
+def test_an_invalid_grammar_is_rejected_by_name_before_it_runs(
+    asked: dict[str, Any], param: str
+) -> None:
     llm = fake_llm()
     with pytest.raises((ParameterError, UnsupportedError)) as caught:
         llm.generate("x", SamplingParams(**asked))

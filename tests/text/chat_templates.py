@@ -1,4 +1,5 @@
-"""Chat templates in the styles of the families, written for the tests: (template, control tokens, kind of tokenizer)."""
+"""Chat templates in the styles of the model families, written for the tests: (template, control
+tokens, tokenizer kind)."""
 
 from __future__ import annotations
 

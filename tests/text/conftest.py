@@ -1,4 +1,4 @@
-"""Fixtures of the text room: the default model's metadata and tokenizer, read once."""
+"""Fixtures of the text tests: the default model's metadata and tokenizer, read once."""
 
 from __future__ import annotations
 
@@ -24,5 +24,6 @@ def default_tokenizer(default_metadata: dict[str, Any]) -> Tokenizer:
 
 @pytest.fixture
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time passes while a template runs, so only the limits on size can refuse it, on a CPU of any speed."""
+    """No time passes while a template runs, so only size limits can reject it, on a CPU of any
+    speed."""
     monkeypatch.setattr("verbatim.text.template_budget.clock", lambda: 0.0)

@@ -1,4 +1,5 @@
-"""Chat templates: equal to transformers on every family's style; typed control tokens stay text; errors name whose mistake it is."""
+"""Chat templates: equal to transformers for every family; typed control tokens stay text; errors
+tell model faults from request faults."""
 
 from __future__ import annotations
 
@@ -48,14 +49,15 @@ ASKED = [
 
 @pytest.fixture(scope="module", autouse=True)
 def no_time_passes() -> Iterator[None]:
-    """No template here is refused for its time, however slow the CPU."""
+    """No template here is rejected for its time, however slow the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("verbatim.text.template_budget.clock", lambda: 0.0)
         yield
 
 
 def metadata_for(style: str) -> dict[str, Any]:
-    """A small vocabulary with this style's control tokens: bytes and a few merges, or pieces with scores."""
+    """A small vocabulary with this style's control tokens: bytes and a few merges, or pieces
+    with scores."""
     template, control, defined, bos, eos, kind = STYLES[style]
     meta: dict[str, Any] = {
         "general.architecture": "phi3" if style == "phi3" else "llama",
@@ -176,8 +178,9 @@ def test_continuing_the_last_message_equals_transformers(style: str) -> None:
 
 
 @pytest.mark.parametrize("style", sorted(STYLES))
-def test_cutting_at_control_tokens_equals_the_library(style: str) -> None:
-    """The path that conversations with typed control tokens take gives what the library gives, wherever both apply."""
+def test_splitting_at_control_tokens_equals_the_library(style: str) -> None:
+    """The path of conversations with typed control tokens equals the library wherever both
+    apply."""
     tokenizer, _ = pair(style)
     rng = random.Random(11)
     words = [
@@ -305,7 +308,7 @@ def test_content_parts_become_text_where_the_template_knows_only_text() -> None:
     assert error.value.param == "messages"
 
 
-def test_what_the_template_refuses_is_the_requests_mistake() -> None:
+def test_a_conversation_that_the_template_rejects_is_a_request_error() -> None:
     _, gemma = pair("gemma")
     with pytest.raises(RequestError, match="must alternate") as error:
         gemma.render([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
@@ -358,8 +361,9 @@ def test_roles_and_keys_that_the_template_names_are_known() -> None:
         template.render([{"role": "user", "content": "x", "weigh": "y"}])
 
 
-def test_a_call_without_text_never_writes_the_word_none() -> None:
-    """Content may be null, or not there, beside a call of a tool. What the template makes of that is its business, unless it never thought of it."""
+def test_a_tool_call_without_content_never_prints_none() -> None:
+    """Content may be null or missing beside a tool call. A template that handles this keeps its
+    behaviour; any other gets an empty string."""
     calls = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
     says = "<{{ m.role }}>{{ m.content }}"
     careless = ChatTemplate("{% for m in messages %}" + says + calls + "{% endfor %}")
@@ -401,7 +405,7 @@ def test_calls_and_tools_that_the_template_would_drop_are_refused_by_name() -> N
     assert error.value.param == "tools"
 
 
-# ---------------------------------------------------------------------------------------------- nothing is dropped in silence
+# ---------------------------------------------------------------- nothing is dropped in silence
 
 
 def test_a_variable_that_the_template_never_reads_is_refused_by_name() -> None:
@@ -523,8 +527,9 @@ def test_a_key_that_the_template_names_elsewhere_is_refused_too() -> None:
         template.render([{"role": "user", "content": "x", "weight": "1"}])
 
 
-def test_the_name_of_a_result_may_repeat_that_of_its_call() -> None:
-    """Many clients send it; a template that does not look at it loses nothing, as long as it says what the call has said."""
+def test_the_name_of_a_tool_result_may_repeat_that_of_its_call() -> None:
+    """Many clients send it; a template that ignores it loses nothing if it equals the name of
+    the call."""
     _, qwen = pair("qwen-tools")
     call = {"role": "assistant", "content": "", "tool_calls": [{**CALL, "id": "c1"}]}
     result = {"role": "tool", "content": "20", "tool_call_id": "c1"}
@@ -582,7 +587,7 @@ def test_named_templates_and_the_one_for_tools() -> None:
     assert template.render(hi, documents=[{"text": "T"}], template="rag") == "rag T"
 
 
-def test_a_broken_further_template_costs_only_itself() -> None:
+def test_a_broken_named_template_does_not_affect_the_default() -> None:
     template = ChatTemplate("plain", named={"rag": "{% if %}"})
     hi = [{"role": "user", "content": "x"}]
     assert template.render(hi) == "plain"
@@ -590,7 +595,7 @@ def test_a_broken_further_template_costs_only_itself() -> None:
         template.render(hi, template="rag")
 
 
-def test_what_a_template_takes_is_known_before_it_is_asked() -> None:
+def test_supported_inputs_of_a_template_are_known_before_rendering() -> None:
     calls, tools = "{{ messages[0].tool_calls }}", "{{ tools }}"
     for source, named, takes in (
         (calls + tools, {}, (True, True)),
@@ -604,7 +609,8 @@ def test_what_a_template_takes_is_known_before_it_is_asked() -> None:
 
 
 def test_typed_control_tokens_survive_escaping() -> None:
-    """Templates that write lists, or JSON in ASCII, escape the stand-ins; they must come back all the same."""
+    """Templates that print lists, or JSON in ASCII, escape the placeholders; they must be
+    replaced back all the same."""
     tokenizer, _ = pair("chatml")
     template = ChatTemplate(
         "<|im_start|>{{ messages[0].content | tojson(ensure_ascii=True) }}{{ [messages[0].content] }}<|im_end|>"

@@ -1,4 +1,4 @@
-"""Streamed text equals the whole text, and U+FFFD appears only where the bytes themselves are broken."""
+"""Streamed text equals the whole text, and U+FFFD appears only for invalid bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
 
 @pytest.mark.model
 def test_ten_thousand_random_token_sequences(default_tokenizer: Tokenizer) -> None:
-    """Half from all ids, half from ids that are no whole characters, where streams usually break."""
+    """Half from all ids, half from ids that are partial characters, where streams usually break."""
     rng = random.Random(6)
     tokenizer = default_tokenizer
     broken = [i for i in range(tokenizer.vocab_size) if not _whole(tokenizer.token_bytes(i))]

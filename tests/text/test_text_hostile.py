@@ -1,4 +1,5 @@
-"""Broken tokenizers: mutated GGUF metadata and tokenizer.json files either work or are a ModelError. Nothing else, ever."""
+"""Broken tokenizers: mutated GGUF metadata and tokenizer.json files either work or raise
+ModelError."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def pieces() -> dict[str, Any]:
 
 
 def use(tokenizer: Tokenizer) -> None:
-    """Everything an engine does with a tokenizer. A text it cannot write is the request's error, not a crash."""
+    """Everything an engine does with a tokenizer. A text it cannot encode is a RequestError."""
     for text in ("hello world </s> <|im_end|> é🤯\n", "", " "):
         for special in (False, True):
             try:
@@ -67,7 +68,7 @@ def use(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("make", [byte_level, pieces])
-def test_the_unbroken_ones_work(make: Any) -> None:
+def test_unmutated_tokenizers_work(make: Any) -> None:
     tokenizer = from_gguf(make())
     use(tokenizer)
     assert tokenizer.decode(tokenizer.encode("hello world")) == "hello world"
@@ -114,7 +115,8 @@ def test_a_broken_vocabulary_is_named(name: str) -> None:
     "merges", [["P A", "PA D"], ["P A"]], ids=["by merging", "as a whole word"]
 )
 def test_a_control_token_that_is_an_ordinary_word_is_not_typed(merges: list[str]) -> None:
-    """Llama 3's rule takes whole words from the vocabulary; a control token spelled like a word is one of them."""
+    """Llama 3's rules take whole words from the vocabulary; here a control token is spelled like
+    a word."""
     meta = byte_level()
     meta[G + "tokens"] += ["PA", "PAD"]
     meta[G + "token_type"] += [1, 3]
@@ -173,7 +175,7 @@ JUNK: list[Any] = [
 
 
 def mutate(rng: random.Random, value: Any, depth: int = 0) -> Any:
-    """A copy with something wrong in it somewhere."""
+    """A copy with a random fault."""
     roll = rng.random()
     if depth > 6 or roll < 0.08:
         return rng.choice(JUNK)
@@ -354,7 +356,7 @@ def test_metaspace_first_puts_its_space_only_at_the_beginning(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("flag", "begins"), [(True, True), (False, False), (None, True)])
-def test_the_configuration_has_the_last_word_about_bos(
+def test_the_configuration_overrides_the_post_processor_about_bos(
     tmp_path: Path, flag: bool | None, begins: bool
 ) -> None:
     write_directory(tmp_path, specs()[1], CONFIG | {"add_bos_token": flag})

@@ -1,5 +1,5 @@
-"""The cutting rules behind `tokenizer.ggml.pre`: against transformers' own tokenizer classes, against another regular-expression
-engine, and on examples whose pieces are written out."""
+"""The split rules of `tokenizer.ggml.pre`: against transformers' tokenizer classes, against
+another regular-expression engine, and on written-out examples."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def cut_by_us(name: str, text: str) -> list[bytes]:
 
 
 def cut_by_regex(steps: list[str], text: str) -> list[bytes]:
-    """Each pattern cuts every piece so far; matches and gaps are pieces."""
+    """Each pattern splits every piece so far; matches and gaps are pieces."""
     parts = [text]
     for step in steps:
         parts = [p for part in parts for p in isolated(step, part)]
@@ -129,7 +129,7 @@ def test_an_unknown_name_is_an_error_that_names_it() -> None:
 )
 @settings(max_examples=100)
 @given(text=texts)
-def test_another_engine_cuts_the_same_pieces(name: str, text: str) -> None:
+def test_another_regex_engine_splits_the_same_pieces(name: str, text: str) -> None:
     cut = split_rules_of(name)
     steps = [GPT2 if s == BYTES_GPT2 else r"\p{N}" if s == DIGIT else s for s in cut.steps]
     steps = [regex.sub(r"\$$", r"\\Z", s) for s in steps]
@@ -161,7 +161,7 @@ def transformers_cutters() -> dict[str, Any]:
 
 
 @pytest.mark.torch
-def test_transformers_classes_cut_the_same_pieces() -> None:
+def test_transformers_classes_split_the_same_pieces() -> None:
     cutters = transformers_cutters()
 
     @settings(max_examples=300)

@@ -1,4 +1,5 @@
-"""Hostile chat templates: every one ends in a ModelError, within its budget of time and memory. Honest constructs still work."""
+"""Hostile chat templates: every one raises ModelError within its time and memory budget.
+Ordinary constructs still work."""
 
 from __future__ import annotations
 
@@ -170,7 +171,7 @@ HONEST = {
 
 
 @pytest.mark.parametrize("source", sorted(HONEST))
-def test_what_honest_templates_use_works(source: str) -> None:
+def test_constructs_of_real_templates_work(source: str) -> None:
     assert ChatTemplate(source).render(HI) == HONEST[source]
 
 
@@ -186,17 +187,18 @@ def test_a_long_conversation_fits_the_budget() -> None:
     assert ChatTemplate(rest).render(messages[:200]).endswith(",1,0,")
 
 
-def test_the_longest_source_looks_at_the_clock_while_it_compiles(
+def test_compiling_the_longest_source_checks_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without the clock it would compile for minutes. Here every look is 10 ms, so 40 looks are the whole budget."""
+    """Without the time check it would compile for minutes. Here each check advances 10 ms, so 40
+    checks are the whole budget."""
     looks = itertools.count()
     monkeypatch.setattr("verbatim.text.template_budget.clock", lambda: next(looks) / 100)
     with pytest.raises(ModelError, match="more time"):
         ChatTemplate("{{ a }}" * (MAX_SOURCE // 7)).render(HI)
 
 
-def test_the_budget_blames_the_conversation_when_the_template_is_sound() -> None:
+def test_a_budget_error_of_a_sound_template_is_a_request_error() -> None:
     source = "{% for m in messages %}{{ (m.content * 1000) }}{% endfor %}"
     template = ChatTemplate(source)
     assert len(template.render(HI)) == 5000
@@ -206,7 +208,7 @@ def test_the_budget_blames_the_conversation_when_the_template_is_sound() -> None
 
 
 def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the clock alone: this loop is small enough to render, and is refused when 0.4 s have passed."""
+    """By time alone: this loop is small enough to render, and is rejected after 0.4 s."""
     source = "{% for i in range(1000) %}{{ i }}{% endfor %}"
     now = [0.0]
 

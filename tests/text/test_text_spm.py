@@ -1,4 +1,5 @@
-"""SentencePiece vocabularies read from GGUF metadata, against the sentencepiece library itself on models trained here."""
+"""SentencePiece vocabularies in GGUF metadata, against the sentencepiece library on models
+trained here."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def trained(*, prefix: bool, defined: tuple[str, ...] = (), size: int = 420, see
 
 
 def metadata_of(sp: Any, *, prefix: bool) -> dict[str, Any]:
-    """What a converter writes into a GGUF file. User-defined pieces are written with plain spaces."""
+    """What a converter writes into a GGUF file. User-defined pieces have plain spaces."""
     kinds, tokens = [], []
     for i in range(len(sp)):
         kind = (
@@ -188,8 +189,9 @@ def test_typed_control_and_byte_tokens_stay_text(llama: Tokenizer) -> None:
     assert llama.control_tokens["</s>"] in llama.encode("a</s>", special=True)
 
 
-def test_a_control_token_that_merging_could_reach_is_cut() -> None:
-    """Vocabularies made for code have "</" and "s>" as pieces; joining them would give the end of the sequence."""
+def test_a_control_token_that_merging_could_reach_is_split() -> None:
+    """Code vocabularies have the pieces "</" and "s>"; merging them would give the end of
+    sequence."""
     meta = metadata_of(trained(prefix=True), prefix=True)
     tokens, scores, kinds = (
         list(meta[f"tokenizer.ggml.{k}"]) for k in ("tokens", "scores", "token_type")

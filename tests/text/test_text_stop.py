@@ -1,4 +1,5 @@
-"""Stop strings against a brute-force reading of the rule: complete first wins, then longest; hold back exactly what could begin one."""
+"""Stop strings against a brute-force definition: the first complete stop wins, then the longest;
+only a possible prefix of a stop is held back."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from verbatim.text.stop import StopMatcher
 
 
 def whole(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The specification: look at every end, take the longest stop there."""
+    """The specification: try every end, take the longest stop there."""
     for end in range(1, len(text) + 1):
         here = [s for s in stops if text[:end].endswith(s)]
         if here:
@@ -61,7 +62,7 @@ def test_ten_thousand_random_texts_match_brute_force() -> None:
     assert matched > 3000  # the texts do exercise matches
 
 
-def test_stop_across_pieces_and_a_false_start() -> None:
+def test_a_stop_string_across_pieces_and_a_partial_match() -> None:
     matcher = StopMatcher(["\n\nUser:"])
     assert matcher.push("Hello\n") == ("Hello", None)
     assert matcher.push("\nUs") == ("", None)
@@ -92,7 +93,7 @@ def test_an_overlap_inside_one_stop_is_found() -> None:
 
 
 class Counted(str):
-    """A stop string that counts how often one of its characters is looked at."""
+    """A stop string that counts the accesses to its characters."""
 
     looks = 0
 
@@ -103,8 +104,9 @@ class Counted(str):
 
 @pytest.mark.parametrize("text", ["a" * 5_000, ("a" * 1023 + "c") * 5])
 def test_sixty_four_long_stops_stay_linear(text: str) -> None:
-    """The worst stops for a naive matcher. A Knuth-Morris-Pratt automaton looks at a stop at most three times for each
-    character of the text (the first one, the failed ones in the mean, the match); a naive one does a thousand times."""
+    """The worst case of a naive matcher. A Knuth-Morris-Pratt automaton reads a stop at most
+    three times per character of text (the first one, the failures on average, the match); a
+    naive one a thousand times."""
     stops = [Counted("a" * 1000 + f"{i:02d}" + "b" * 22) for i in range(64)]
     matcher = StopMatcher(stops)
     Counted.looks = 0

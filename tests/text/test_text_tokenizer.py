@@ -1,4 +1,5 @@
-"""The default model's tokenizer, rebuilt from its GGUF file, against Hugging Face's, and against the textbook algorithm."""
+"""The default model's tokenizer, rebuilt from its GGUF file, against Hugging Face's and against
+the textbook algorithm."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def writable(text: str) -> str:
 
 
 def published(metadata: dict[str, Any], folder: Path) -> Path:
-    """The tokenizer.json that is published with this model, written out from its parts: digits one by one, then GPT-2's rule."""
+    """The published tokenizer.json of this model, built from its parts: single digits, then
+    GPT-2's rule."""
     tokens, kinds = metadata["tokenizer.ggml.tokens"], list(metadata["tokenizer.ggml.token_type"])
     added = [
         {
@@ -164,7 +166,8 @@ def test_ten_thousand_strings_encode_as_hugging_face_does(
 def test_transformers_own_gguf_conversion_agrees(
     default_tokenizer: Tokenizer, default_model: Path
 ) -> None:
-    """A second, independent reading of the same file. It leaves out the rule for digits, so the texts here have none."""
+    """A second, independent reader of the same file. It omits the rule for digits, so the texts
+    here have none."""
     from transformers import AutoTokenizer
 
     theirs = AutoTokenizer.from_pretrained(default_model.parent, gguf_file=default_model.name)
@@ -179,7 +182,8 @@ def test_transformers_own_gguf_conversion_agrees(
 
 
 def textbook(metadata: dict[str, Any]) -> Any:
-    """Byte-level BPE as the paper has it: while any pair is in the list, merge the one that comes first in it."""
+    """Byte-level BPE as in the paper: while any pair is in the merge list, merge the one of
+    lowest rank."""
     ranks = {tuple(m.split(" ")): i for i, m in enumerate(metadata["tokenizer.ggml.merges"])}
     ids = {t: i for i, t in enumerate(metadata["tokenizer.ggml.tokens"])}
     letters = {b: c for c, b in BYTE_ALPHABET.items()}
@@ -233,7 +237,8 @@ def test_a_typed_control_token_stays_text(default_tokenizer: Tokenizer) -> None:
 
 
 def test_token_bytes_of_every_id(default_tokenizer: Tokenizer) -> None:
-    """Every byte of UTF-8 is there but a few; every ordinary token's bytes are its text in the byte alphabet; control tokens are literal."""
+    """Almost every UTF-8 byte has a token; the bytes of an ordinary token are its text in the
+    byte alphabet; control tokens are literal."""
     single = {default_tokenizer.token_bytes(i) for i in range(default_tokenizer.vocab_size)}
     never = {0xC0, 0xC1, *range(0xF5, 0x100)}  # bytes that no UTF-8 text has
     assert {b for b in range(256) if bytes([b]) not in single} == never | set(UNWRITABLE)
@@ -252,8 +257,11 @@ def test_ids_outside_the_vocabulary_are_refused(default_tokenizer: Tokenizer) ->
             default_tokenizer.token_bytes(bad)
 
 
-def test_what_the_vocabulary_cannot_write_is_told(default_tokenizer: Tokenizer) -> None:
-    """Every character below U+3000, and some of each plane above: lost is what does not come back."""
+def test_characters_that_the_vocabulary_cannot_encode_are_reported(
+    default_tokenizer: Tokenizer,
+) -> None:
+    """Every character below U+3000 and some of each plane above: `lost` is what does not
+    round-trip."""
     told = 0
     for code in [*range(0x3000), *range(0x10000, 0x110000, 4099)]:
         character = chr(code)
@@ -276,7 +284,7 @@ def test_a_lone_surrogate_is_refused_by_name(default_tokenizer: Tokenizer) -> No
         default_tokenizer.encode(b"abc")  # type: ignore[arg-type]
 
 
-def test_what_the_file_says_about_ends_and_beginnings(default_tokenizer: Tokenizer) -> None:
+def test_bos_and_eos_of_the_file(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.bos_id == 1
     assert default_tokenizer.eos_ids == (2, 0)  # declared: <|im_end|>; known end: <|endoftext|>
     assert default_tokenizer.encode_prompt("Hello") == default_tokenizer.encode(
