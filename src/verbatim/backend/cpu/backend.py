@@ -145,11 +145,11 @@ class CpuBackend:
 
     def start_draft(self, requests: Sequence[tuple[int, int, int, float]]) -> None:
         """speculate.head.DraftBackend: compute the first draft token on a pool thread."""
-        self._engine.start_guess(list(requests))
+        self._engine.start_draft(list(requests))
 
     def draft(self, requests: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
         """speculate.head.DraftBackend: draft from the final states of the last step."""
-        drafts: list[Any] = self._engine.guess(list(requests), floor)
+        drafts: list[Any] = self._engine.draft(list(requests), floor)
         return drafts
 
     def close(self) -> None:

@@ -1,4 +1,5 @@
-// The Python side of the native engine: thin, checked at the border, the GIL released while a step runs.
+// Python bindings of the native engine. All arguments are checked here; the GIL is released while a
+// step runs.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -7,8 +8,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "engine.h"
 #include "draft_head.h"
+#include "engine.h"
 #include "isa.h"
 #include "sampler_bind.h"
 #include "selftest.h"
@@ -28,32 +29,44 @@ int64_t integer(PyObject* o) {
     return v;
 }
 
-struct Names {  // attribute names of SeqStep, made once
-    nb::str tokens{"tokens"}, start{"start"}, blocks{"blocks"}, draws{"draws"}, targets{"targets"}, hidden{"hidden"};
+struct Names {  // attribute names of SeqStep, interned once
+    nb::str tokens{"tokens"}, start{"start"}, blocks{"blocks"}, draws{"draws"}, targets{"targets"},
+        hidden{"hidden"};
 };
 
-// Takes a StepPlan's sequences apart. Every index is checked here, so that the kernels need not.
-void read_sequences(Engine& e, nb::tuple sequences, int groups, const std::vector<int64_t>& blocks) {
+// Converts the sequences of a StepPlan to a Step. Every index is checked here, so that the kernels
+// need not.
+void read_sequences(Engine& e, nb::tuple sequences, int groups,
+                    const std::vector<int64_t>& blocks) {
     static Names* names = new Names();
     Step& s = e.step;
-    s.tokens.clear(); s.positions.clear(); s.sequence.clear(); s.outputs.clear(); s.logits.clear();
+    s.tokens.clear();
+    s.positions.clear();
+    s.sequence.clear();
+    s.outputs.clear();
+    s.logits.clear();
     s.sequences.resize(nb::len(sequences));
     int index = 0;
     for (nb::handle h : sequences) {
         Sequence& q = s.sequences[index];
-        nb::tuple tokens = nb::cast<nb::tuple>(h.attr(names->tokens)), tables = nb::cast<nb::tuple>(h.attr(names->blocks));
+        nb::tuple tokens = nb::cast<nb::tuple>(h.attr(names->tokens)),
+                  tables = nb::cast<nb::tuple>(h.attr(names->blocks));
         q.row0 = (int)s.tokens.size();
         q.rows = (int)nb::len(tokens);
         q.start = integer(nb::object(h.attr(names->start)).ptr());
-        if (q.start < 0 || q.start > e.most_positions() - q.rows) throw std::invalid_argument("a position is out of range");
+        if (q.start < 0 || q.start > e.max_positions() - q.rows)
+            throw std::invalid_argument("a position is out of range");
         for (int i = 0; i < q.rows; i++) {
             int64_t t = integer(PyTuple_GET_ITEM(tokens.ptr(), i));
-            if (t < 0 || t >= e.shape.vocab) throw std::invalid_argument("token " + std::to_string(t) + " is outside the vocabulary");
+            if (t < 0 || t >= e.shape.vocab)
+                throw std::invalid_argument("token " + std::to_string(t) +
+                                            " is outside the vocabulary");
             s.tokens.push_back((int32_t)t);
             s.positions.push_back((int32_t)(q.start + i));
             s.sequence.push_back(index);
         }
-        if ((int)nb::len(tables) != groups) throw std::invalid_argument("a sequence needs one block table for each cache group");
+        if ((int)nb::len(tables) != groups)
+            throw std::invalid_argument("a sequence needs one block table per cache group");
         q.blocks.resize(groups);
         for (int g = 0; g < groups; g++) {
             PyObject* table = PyTuple_GET_ITEM(tables.ptr(), g);
@@ -62,18 +75,22 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups, const std::vecto
             q.blocks[g].resize(n);
             for (Py_ssize_t i = 0; i < n; i++) {
                 int64_t b = integer(PyTuple_GET_ITEM(table, i));
-                if (b < -1 || b >= blocks[g]) throw std::invalid_argument("block " + std::to_string(b) + " does not exist");
+                if (b < -1 || b >= blocks[g])
+                    throw std::invalid_argument("block " + std::to_string(b) + " does not exist");
                 q.blocks[g][i] = (int32_t)b;
             }
             int window = e.group_window(g);
-            int64_t end = q.start + q.rows, from = window ? std::max<int64_t>(0, q.start - window + 1) : 0;
+            int64_t end = q.start + q.rows,
+                    from = window ? std::max<int64_t>(0, q.start - window + 1) : 0;
             for (int64_t b = from / BLOCK; b * BLOCK < end; b++)
-                if (b >= n || q.blocks[g][b] < 0) throw std::invalid_argument("a position that is needed has no block");
+                if (b >= n || q.blocks[g][b] < 0)
+                    throw std::invalid_argument("a visible position has no cache block");
         }
         int draws = (int)integer(nb::object(h.attr(names->draws)).ptr());
         int targets = (int)nb::len(nb::object(h.attr(names->targets)));
         bool hidden = nb::cast<bool>(nb::object(h.attr(names->hidden)));
-        if (draws < 0 || draws > q.rows || targets > q.rows) throw std::invalid_argument("more draws or targets than tokens");
+        if (draws < 0 || draws > q.rows || targets > q.rows)
+            throw std::invalid_argument("more draws or targets than tokens");
         for (int i = 0; i < q.rows; i++) {
             bool logit = i < targets || i >= q.rows - draws;
             if (logit) s.logits.push_back((int32_t)s.outputs.size());
@@ -85,10 +102,13 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups, const std::vecto
 
 class PyEngine {
   public:
-    PyEngine(const std::string& isa, int threads, int vocab, int hidden, int heads, int kv_heads, int head_dim, const std::string& activation,
-             bool layer_norm, float eps, bool q8)
-        : engine_(select_isa(isa), threads, Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps}, q8) {
-        if (heads % kv_heads || heads / kv_heads > MAXQ || head_dim > 1024) throw std::invalid_argument("these attention heads have no kernel");
+    PyEngine(const std::string& isa, int threads, int vocab, int hidden, int heads, int kv_heads,
+             int head_dim, const std::string& activation, bool layer_norm, float eps, bool q8)
+        : engine_(select_isa(isa), threads,
+                  Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps},
+                  q8) {
+        if (heads % kv_heads || heads / kv_heads > MAX_QUERIES || head_dim > 1024)
+            throw std::invalid_argument("no kernel for this number or size of attention heads");
     }
     static int act(const std::string& n) {
         if (n == "silu") return A_SILU;
@@ -102,14 +122,18 @@ class PyEngine {
     }
     int vector(Floats v) { return engine_.add_vector(v.data(), (int64_t)v.size()); }
     int rope(Doubles f, double factor) { return engine_.add_rope(f.data(), (int)f.size(), factor); }
-    void group(int window, const std::vector<int>& layers) { engine_.add_group(window, layers); groups_++; }
+    void group(int window, const std::vector<int>& layers) {
+        engine_.add_group(window, layers);
+        groups_++;
+    }
     void op(const std::string& type, nb::kwargs kw) {
-        static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup", "norm", "normadd", "moe", "head"};
+        static const char* NAMES[] = {"embed",  "positions", "qkv",     "attend", "linear",
+                                      "gateup", "norm",      "normadd", "moe",    "head"};
         Op o{};
         o.type = (OpType)-1;
         for (int i = 0; i < 10; i++)
             if (type == NAMES[i]) o.type = (OpType)i;
-        if ((int)o.type < 0) throw std::invalid_argument("no operation " + type);
+        if ((int)o.type < 0) throw std::invalid_argument("unknown operation " + type);
         for (auto [key, value] : kw) {
             std::string k = nb::cast<std::string>(key);
             if (k == "src") o.src = nb::cast<int>(value);
@@ -131,7 +155,7 @@ class PyEngine {
             else if (k == "gates") o.experts[0] = nb::cast<std::vector<int>>(value);
             else if (k == "ups") o.experts[1] = nb::cast<std::vector<int>>(value);
             else if (k == "downs") o.experts[2] = nb::cast<std::vector<int>>(value);
-            else throw std::invalid_argument("no field " + k);
+            else throw std::invalid_argument("unknown field " + k);
         }
         engine_.add_op(std::move(o));
     }
@@ -145,60 +169,75 @@ class PyEngine {
         return out;
     }
     void allocate(const std::vector<int64_t>& blocks) {
-        if ((int)blocks.size() != groups_) throw std::invalid_argument("one number of blocks for each cache group");
+        if ((int)blocks.size() != groups_)
+            throw std::invalid_argument("allocate() needs one number of blocks per cache group");
         engine_.allocate(blocks);
         blocks_ = blocks;
     }
     void copy(int group, int64_t from, int64_t to) {
-        if (group < 0 || group >= groups_ || from < 0 || to < 0 || from >= blocks_[group] || to >= blocks_[group])
+        if (group < 0 || group >= groups_ || from < 0 || to < 0 || from >= blocks_[group] ||
+            to >= blocks_[group])
             throw std::invalid_argument("a block copy is out of range");
         engine_.copy_block(group, from, to);
     }
     int step(nb::tuple sequences) {
-        if (blocks_.empty()) throw std::invalid_argument("allocate() first");
+        if (blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
         read_sequences(engine_, sequences, groups_, blocks_);
         if (engine_.step.tokens.empty()) return 0;
         nb::gil_scoped_release nogil;
         engine_.run();
         return (int)engine_.step.logits.size();
     }
-    nb::object logits(nb::handle self) { return view(engine_.logits(), engine_.step.logits.size(), engine_.shape.vocab, self); }
-    nb::object hidden(nb::handle self) { return view(engine_.hidden(), engine_.step.outputs.size(), engine_.shape.hidden, self); }
+    nb::object logits(nb::handle self) {
+        return view(engine_.logits(), engine_.step.logits.size(), engine_.shape.vocab, self);
+    }
+    nb::object hidden(nb::handle self) {
+        return view(engine_.hidden(), engine_.step.outputs.size(), engine_.shape.hidden, self);
+    }
     static nb::object view(const float* p, size_t rows, size_t width, nb::handle owner) {
         return nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(p, {rows, width}, owner));
     }
-    // A draft head over this engine's final states: matrices made by matrix(), scales of the width of a state, the ids it may guess.
-    void draft_head(const std::vector<int>& mats, Floats state_scale, Floats word_scale, Floats keep, Floats out, const std::vector<int>& words) {
+    // Loads a draft head: matrices made by matrix(), scales of hidden size, the token ids it can
+    // draft.
+    void draft_head(const std::vector<int>& mats, Floats state_scale, Floats embed_scale,
+                    Floats keep, Floats out, const std::vector<int>& token_ids) {
         if (mats.size() != 4) throw std::invalid_argument("a draft head has four matrices");
         auto copy = [](Floats v) { return std::vector<float>(v.data(), v.data() + v.size()); };
-        head_ = std::make_unique<DraftHead>(engine_, DraftHead::Net{mats[0], mats[1], mats[2], mats[3], copy(state_scale), copy(word_scale), copy(keep),
-                                                                    copy(out), std::vector<int32_t>(words.begin(), words.end())});
+        head_ = std::make_unique<DraftHead>(
+            engine_, DraftHead::Net{mats[0], mats[1], mats[2], mats[3], copy(state_scale),
+                                    copy(embed_scale), copy(keep), copy(out),
+                                    std::vector<int32_t>(token_ids.begin(), token_ids.end())});
     }
-    std::vector<DraftHead::Ask> asks_of(nb::list asked) {
+    std::vector<DraftHead::Query> read_queries(nb::list requests) {
         if (!head_) throw std::invalid_argument("no draft head was loaded");
-        std::vector<DraftHead::Ask> asks;
-        for (nb::handle h : asked) {
+        std::vector<DraftHead::Query> queries;
+        for (nb::handle h : requests) {
             auto t = nb::cast<nb::tuple>(h);
-            DraftHead::Ask a{nb::cast<int>(t[0]), nb::cast<int32_t>(t[1]), nb::cast<int>(t[2]), nb::cast<float>(t[3])};
-            if (a.row < 0 || a.row >= (int)engine_.step.outputs.size() || a.token < 0 || a.token >= engine_.shape.vocab)
-                throw std::invalid_argument("a guess is asked for a row or a token that does not exist");
-            asks.push_back(a);
+            DraftHead::Query a{nb::cast<int>(t[0]), nb::cast<int32_t>(t[1]), nb::cast<int>(t[2]),
+                               nb::cast<float>(t[3])};
+            if (a.row < 0 || a.row >= (int)engine_.step.outputs.size() || a.token < 0 ||
+                a.token >= engine_.shape.vocab)
+                throw std::invalid_argument(
+                    "a draft query names a row or a token that does not exist");
+            queries.push_back(a);
         }
-        return asks;
+        return queries;
     }
-    void start_guess(nb::list asked) {
-        auto asks = asks_of(asked);
-        head_->start(asks);
+    void start_draft(nb::list requests) {
+        auto queries = read_queries(requests);
+        head_->start(queries);
     }
-    nb::list guess(nb::list asked, float floor) {
-        auto asks = asks_of(asked);
-        std::vector<DraftHead::Guess> found;
+    nb::list draft(nb::list requests, float floor) {
+        auto queries = read_queries(requests);
+        std::vector<DraftHead::Draft> found;
         {
             nb::gil_scoped_release nogil;
-            found = head_->guess(asks, floor);
+            found = head_->draft(queries, floor);
         }
         nb::list out;
-        for (auto& g : found) out.append(nb::make_tuple(nb::tuple(nb::cast(g.tokens)), nb::tuple(nb::cast(g.odds))));
+        for (auto& g : found)
+            out.append(
+                nb::make_tuple(nb::tuple(nb::cast(g.tokens)), nb::tuple(nb::cast(g.accept_prob))));
         return out;
     }
     std::vector<int> argmax() {
@@ -212,66 +251,81 @@ class PyEngine {
     std::vector<int64_t> blocks_;
 };
 
-// One matrix product by itself, as the engine would do it.
-nb::object product(const std::string& isa, const std::string& type, Bytes data, int n, nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x) {
+// A single matrix product with the kernels of the engine, for tests.
+nb::object product(const std::string& isa, const std::string& type, Bytes data, int n,
+                   nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x) {
     const Kernels& k = select_isa(isa);
     int rows = (int)x.shape(0), width = (int)x.shape(1);
     Engine e(k, 1, Shape{16, 16, 1, 1, 16, A_SILU, false, 1e-5f}, false);
     const Packed& w = e.matrix(e.add_matrix(type, data.data(), (int64_t)data.size(), n, width, 0));
     int nb32 = width / 32;
-    size_t blocks = (size_t)(rows + SIDE_BY_SIDE) * nb32 + 16;
+    size_t blocks = (size_t)(rows + ROW_GROUP) * nb32 + 16;
     std::vector<int8_t> q(32 * blocks + 64);
     std::vector<float> dx(blocks), ds(dx);
     std::vector<int32_t> s16(2 * blocks);
-    QRows a{q.data(), dx.data(), ds.data(), s16.data(), side_by_side((int)rows)};
+    QRows a{q.data(), dx.data(), ds.data(), s16.data(), row_group((int)rows)};
     if (KIND[w.kind].quantised)
         for (int64_t r = 0; r < rows; r++)
-            k.quantise(x.data() + r * width, width, a.from(a.first(r, nb32)));
+            k.quantise(x.data() + r * width, width, a.at_block(a.first_block(r, nb32)));
     int64_t ld = w.panels * 16;
     std::vector<float> out((size_t)rows * ld);
-    for (int64_t r = 0; r < rows; r += ROWS) {
-        k.mm[w.kind](w, 0, w.panels, a.from(a.first(r, nb32)), x.data() + r * width, nullptr, (int)std::min<int64_t>(ROWS, rows - r), out.data() + r * ld, ld, nullptr);
+    for (int64_t r = 0; r < rows; r += MM_ROWS) {
+        k.mm[w.kind](w, 0, w.panels, a.at_block(a.first_block(r, nb32)), x.data() + r * width,
+                     nullptr, (int)std::min<int64_t>(MM_ROWS, rows - r), out.data() + r * ld, ld,
+                     nullptr);
     }
     float* y = new float[(size_t)rows * n];
     for (int64_t r = 0; r < rows; r++) std::memcpy(y + r * n, out.data() + r * ld, (size_t)n * 4);
     nb::capsule owner(y, [](void* p) noexcept { delete[] (float*)p; });
-    return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(y, {(size_t)rows, (size_t)n}, owner));
+    return nb::cast(
+        nb::ndarray<nb::numpy, float, nb::ndim<2>>(y, {(size_t)rows, (size_t)n}, owner));
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
     m.doc() = "C++ kernels of Verbatim's CPU backend.";
-    m.def("isas", &supported_isas, "Instruction sets that this machine can run, best last.");
+    m.def("isas", &supported_isas, "Instruction sets that this machine supports, fastest last.");
     m.def("best_isa", [] { return supported_isas().back(); });
-    m.def("digests", [](const std::string& isa, int threads) {
-        nb::dict out;
-        const Kernels& k = select_isa(isa);
-        std::vector<std::pair<std::string, uint64_t>> found;
-        {
-            nb::gil_scoped_release nogil;
-            found = digests(k, threads);
-        }
-        for (auto& [name, value] : found) {
-            char hex[17];
-            std::snprintf(hex, sizeof hex, "%016llx", (unsigned long long)value);
-            out[name.c_str()] = nb::str(hex);
-        }
-        return out;
-    }, nb::arg("isa"), nb::arg("threads") = 2, "Digest of every kernel and of small models: equal on every instruction set.");
-    m.def("product", &product, nb::arg("isa"), nb::arg("type"), nb::arg("data"), nb::arg("n"), nb::arg("x"),
-          "x [rows, k] times the transpose of an [n, k] matrix in a file's blocks: for tests.");
-    m.def("rope_tables", [](int64_t position, Doubles f, double factor) {
-        std::vector<float> c(f.size()), s(f.size());
-        rope_angles(position, f.data(), (int)f.size(), factor, c.data(), s.data());
-        return nb::make_tuple(c, s);
-    }, "cos and sin of one position, for tests.");
+    m.def(
+        "digests",
+        [](const std::string& isa, int threads) {
+            nb::dict out;
+            const Kernels& k = select_isa(isa);
+            std::vector<std::pair<std::string, uint64_t>> found;
+            {
+                nb::gil_scoped_release nogil;
+                found = digests(k, threads);
+            }
+            for (auto& [name, value] : found) {
+                char hex[17];
+                std::snprintf(hex, sizeof hex, "%016llx", (unsigned long long)value);
+                out[name.c_str()] = nb::str(hex);
+            }
+            return out;
+        },
+        nb::arg("isa"), nb::arg("threads") = 2,
+        "Digests of every kernel and of small models; equal on every instruction set.");
+    m.def("product", &product, nb::arg("isa"), nb::arg("type"), nb::arg("data"), nb::arg("n"),
+          nb::arg("x"),
+          "x [rows, k] times the transpose of an [n, k] matrix of GGUF blocks; for tests.");
+    m.def(
+        "rope_tables",
+        [](int64_t position, Doubles f, double factor) {
+            std::vector<float> c(f.size()), s(f.size());
+            rope_angles(position, f.data(), (int)f.size(), factor, c.data(), s.data());
+            return nb::make_tuple(c, s);
+        },
+        "cos and sin of one position, for tests.");
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
-        .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool, float, bool>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"),
-             nb::arg("vocab"), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"), nb::arg("layer_norm"),
-             nb::arg("eps"), nb::arg("q8"))
-        .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"), nb::arg("k"), nb::arg("group") = 0)
+        .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool,
+                      float, bool>(),
+             nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
+             nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"),
+             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("q8"))
+        .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"),
+             nb::arg("k"), nb::arg("group") = 0)
         .def("vector", &PyEngine::vector)
         .def("rope", &PyEngine::rope)
         .def("buffer", [](PyEngine& e, int width) { return e.engine_.add_buffer(width); })
@@ -285,13 +339,16 @@ NB_MODULE(_native, m) {
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })
         .def("draft_head", &PyEngine::draft_head)
-        .def("start_guess", &PyEngine::start_guess)
-        .def("guess", &PyEngine::guess)
+        .def("start_draft", &PyEngine::start_draft)
+        .def("draft", &PyEngine::draft)
         .def("argmax", &PyEngine::argmax)
-        .def("sample", [](PyEngine& e, nb::list rows) {
-            if (nb::len(rows) != e.engine_.step.logits.size()) throw std::invalid_argument("one row for each row of logits");
-            return sample_rows(e.engine_.pool(), e.engine_.kernels.sample, e.engine_.logits(), e.engine_.tops(), e.engine_.shape.vocab, rows);
-        })
+        .def("sample",
+             [](PyEngine& e, nb::list rows) {
+                 if (nb::len(rows) != e.engine_.step.logits.size())
+                     throw std::invalid_argument("sample() needs one entry per row of logits");
+                 return sample_rows(e.engine_.pool(), e.engine_.kernels.sample, e.engine_.logits(),
+                                    e.engine_.chunk_maxes(), e.engine_.shape.vocab, rows);
+             })
         .def_prop_ro("threads", [](PyEngine& e) { return e.engine_.threads(); })
         .def_prop_ro("isa", [](PyEngine& e) { return std::string(e.engine_.kernels.name); })
         .def_prop_ro("weight_bytes", [](PyEngine& e) { return e.engine_.weight_bytes(); });

@@ -20,21 +20,25 @@ namespace {
 
 void check_ids(const std::vector<int32_t>& ids, int64_t vocab) {
     for (int32_t id : ids)
-        if (id < 0 || id >= vocab) throw std::invalid_argument("a token id of the sampler's parameters is outside the vocabulary");
+        if (id < 0 || id >= vocab)
+            throw std::invalid_argument(
+                "a token id of the sampler's parameters is outside the vocabulary");
 }
 
-// Every id is checked here and in read_history, once a row, so that the kernel may index without looking.
+// Every token id is checked here and in read_history, so that the kernel can index unchecked.
 void check_row(const SampleRow& row, int64_t vocab) {
     const SampleParams& p = *row.params;
     for (auto [id, value] : p.bias)
-        if (id < 0 || id >= vocab) throw std::invalid_argument("a token id of logit_bias is outside the vocabulary");
+        if (id < 0 || id >= vocab)
+            throw std::invalid_argument("a token id of logit_bias is outside the vocabulary");
     check_ids(p.allowed, vocab);
     check_ids(p.banned, vocab);
     check_ids(p.withheld, vocab);
-    if (row.prompt_len < 0 || row.position < 0) throw std::invalid_argument("a position is out of range");
+    if (row.prompt_len < 0 || row.position < 0)
+        throw std::invalid_argument("a position is out of range");
 }
 
-// A tuple of ints, read here: making an array of it first costs four times as much.
+// Reads a tuple of ints directly: building an array in Python first takes four times as long.
 std::vector<int32_t> read_history(nb::handle ids, int64_t vocab) {
     Py_ssize_t count = PyTuple_Size(ids.ptr());
     if (count < 0) throw nb::python_error();
@@ -42,19 +46,20 @@ std::vector<int32_t> read_history(nb::handle ids, int64_t vocab) {
     for (Py_ssize_t i = 0; i < count; i++) {
         long id = PyLong_AsLong(PyTuple_GET_ITEM(ids.ptr(), i));
         if (id == -1 && PyErr_Occurred()) throw nb::python_error();
-        if (id < 0 || id >= vocab) throw std::invalid_argument("a token of the history is outside the vocabulary");
+        if (id < 0 || id >= vocab)
+            throw std::invalid_argument("a token of the history is outside the vocabulary");
         out[(size_t)i] = (int32_t)id;
     }
     return out;
 }
 
-struct Asked {
-    SampleRow row{};  // params == nullptr: nothing is asked
+struct RowRequest {
+    SampleRow row{};  // params == nullptr: skip the row
     std::vector<int32_t> history;
 };
 
-Asked read_row(nb::tuple t, int64_t vocab) {
-    Asked out;
+RowRequest read_row(nb::tuple t, int64_t vocab) {
+    RowRequest out;
     SampleRow& row = out.row;
     row.params = nb::cast<const SampleParams*>(t[0]);
     row.key = nb::cast<uint64_t>(t[1]);
@@ -72,8 +77,11 @@ Asked read_row(nb::tuple t, int64_t vocab) {
     return out;
 }
 
-nb::object told(const SampleOut& o) {
-    if (!o.finite) throw std::invalid_argument("the model computed logits that are not finite numbers; its file or a kernel is broken");
+nb::object to_tuple(const SampleOut& o) {
+    if (!o.finite)
+        throw std::invalid_argument(
+            "the model computed logits that are not finite numbers; its file or a kernel is "
+            "broken");
     nb::list top;
     for (auto [id, value] : o.top) top.append(nb::make_tuple(id, value));
     return nb::make_tuple(o.token, o.logprob, nb::tuple(top));
@@ -81,41 +89,51 @@ nb::object told(const SampleOut& o) {
 
 }  // namespace
 
-nb::list sample_rows(ThreadPool& pool, vb::SampleFn sample, const float* logits, const float* tops, int64_t vocab, nb::list rows) {
+nb::list sample_rows(ThreadPool& pool, vb::SampleFn sample, const float* logits,
+                     const float* chunk_maxes, int64_t vocab, nb::list rows) {
     const int64_t chunks = (vocab + vb::CHUNK - 1) / vb::CHUNK;
-    std::vector<Asked> work;
-    work.reserve(nb::len(rows));
-    for (nb::handle h : rows)  // `rows` keeps parameters and masks alive while the GIL is released
-        work.push_back(h.is_none() ? Asked{} : read_row(nb::cast<nb::tuple>(h), vocab));
-    std::vector<SampleOut> outs(work.size());
+    std::vector<RowRequest> requests;
+    requests.reserve(nb::len(rows));
+    // `rows` keeps parameters and masks alive while the GIL is released.
+    for (nb::handle h : rows)
+        requests.push_back(h.is_none() ? RowRequest{} : read_row(nb::cast<nb::tuple>(h), vocab));
+    std::vector<SampleOut> outs(requests.size());
     {
         nb::gil_scoped_release nogil;
         auto draw = [&](int i, int) {
-            if (work[i].row.params) sample(logits + (int64_t)i * vocab, tops ? tops + i * chunks : nullptr, vocab, work[i].row, outs[i]);
+            if (requests[i].row.params)
+                sample(logits + (int64_t)i * vocab,
+                       chunk_maxes ? chunk_maxes + i * chunks : nullptr, vocab, requests[i].row,
+                       outs[i]);
         };
-        if (work.size() > 1) pool.share((int)work.size(), draw);
-        else if (work.size()) draw(0, 0);
+        if (requests.size() > 1) pool.parallel_for((int)requests.size(), draw);
+        else if (requests.size()) draw(0, 0);
     }
     nb::list out;
-    for (size_t i = 0; i < outs.size(); i++) out.append(work[i].row.params ? told(outs[i]) : nb::none());
+    for (size_t i = 0; i < outs.size(); i++)
+        out.append(requests[i].row.params ? to_tuple(outs[i]) : nb::none());
     return out;
 }
 
 namespace {
 
-// The sampler without an engine: for tests and benchmarks.
+// The sampler without an engine, for tests, benchmarks and the CUDA backend.
 class RowSampler {
   public:
     using Rows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
     RowSampler(const std::string& isa, int threads) : kernels_(select_isa(isa)), pool_(threads) {}
-    // `told`: with the largest logit of each chunk, as the engine's head finds them.
-    nb::list draw(Rows logits, nb::list rows, bool told) {
-        if (logits.shape(0) != nb::len(rows)) throw std::invalid_argument("one row of parameters for each row of logits");
+    // `with_maxes`: passes the largest logit of each chunk, as the LM head of the engine does.
+    nb::list draw(Rows logits, nb::list rows, bool with_maxes) {
+        if (logits.shape(0) != nb::len(rows))
+            throw std::invalid_argument("draw() needs one row of parameters per row of logits");
         const int64_t vocab = (int64_t)logits.shape(1);
-        std::vector<float> tops;
-        for (int64_t r = 0; told && r < (int64_t)logits.shape(0); r++)
-            for (int64_t i = 0; i < vocab; i += vb::CHUNK) tops.push_back(kernels_.top(logits.data() + r * vocab + i, (int)std::min(vb::CHUNK, vocab - i)));
-        return sample_rows(pool_, kernels_.sample, logits.data(), told ? tops.data() : nullptr, vocab, rows);
+        std::vector<float> chunk_maxes;
+        for (int64_t r = 0; with_maxes && r < (int64_t)logits.shape(0); r++)
+            for (int64_t i = 0; i < vocab; i += vb::CHUNK)
+                chunk_maxes.push_back(kernels_.max_or_nan(logits.data() + r * vocab + i,
+                                                          (int)std::min(vb::CHUNK, vocab - i)));
+        return sample_rows(pool_, kernels_.sample, logits.data(),
+                           with_maxes ? chunk_maxes.data() : nullptr, vocab, rows);
     }
 
   private:
@@ -126,10 +144,12 @@ class RowSampler {
 }  // namespace
 
 void bind_sampler(nb::module_& m) {
-    nb::class_<RowSampler>(m, "RowSampler", "Draws from given logits with one instruction set's sampler: for tests and benchmarks.")
+    nb::class_<RowSampler>(m, "RowSampler", "Samples from given logits on one instruction set.")
         .def(nb::init<const std::string&, int>(), nb::arg("isa"), nb::arg("threads"))
-        .def("draw", &RowSampler::draw, nb::arg("logits"), nb::arg("rows"), nb::arg("told") = false);
-    nb::class_<SampleParams>(m, "SampleParams", "What a request asks of the sampler; fields as in SamplingParams.")
+        .def("draw", &RowSampler::draw, nb::arg("logits"), nb::arg("rows"),
+             nb::arg("with_maxes") = false);
+    nb::class_<SampleParams>(m, "SampleParams",
+                             "Sampling parameters of a request; fields as in SamplingParams.")
         .def(nb::init<>())
         .def_rw("temperature", &SampleParams::temperature)
         .def_rw("top_k", &SampleParams::top_k)

@@ -1,4 +1,5 @@
-// The sampler's Python side: SampleParams made once a request, and rows drawn over the engine's pool of threads.
+// Python bindings of the sampler: SampleParams, built once per request, and sampling of rows on the
+// thread pool of the engine.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -7,7 +8,9 @@
 
 namespace verbatim {
 void bind_sampler(nanobind::module_& m);
-// rows: (SampleParams, key, position, prompt_len, history as a tuple, mask bytes or None) for each row of logits, or None for one that is not drawn here.
-// Gives (token, logprob, top) for each, or None; raises ValueError where a row is not made of finite numbers.
-nanobind::list sample_rows(ThreadPool& pool, vb::SampleFn sample, const float* logits, const float* tops, int64_t vocab, nanobind::list rows);
+// rows: per row of logits a tuple (SampleParams, key, position, prompt_len, history tuple, mask
+// bytes or None), or None to skip the row. Returns (token, logprob, top) or None per row; raises
+// ValueError for logits that are not finite.
+nanobind::list sample_rows(ThreadPool& pool, vb::SampleFn sample, const float* logits,
+                           const float* chunk_maxes, int64_t vocab, nanobind::list rows);
 }  // namespace verbatim

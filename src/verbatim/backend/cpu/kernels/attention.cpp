@@ -1,8 +1,10 @@
-// Attention over the paged cache: what each thread takes, how tiles are formed and put together.
+// Attention over the paged KV cache: work items, tiles, and their combination.
 //
-// A chain is some rows of one sequence and one key/value head. Its tiles of 128 positions are computed one by one, each from nothing but the
-// row's query and the cache, and combined in order of position. With few chains, tiles become items of their own and the last
-// thread to finish a chain combines them: the same additions in the same order, so the same bits.
+// A query group is some rows of one sequence and one KV head. Its tiles of 128 positions are
+// computed independently, each from the queries and the cache alone, and combined in order of
+// position. With few query groups each tile becomes a work item of its own (split-K), and the
+// thread that finishes the last tile of a group combines them: the same additions in the same
+// order, so the same bits.
 #include <algorithm>
 #include <cstring>
 
@@ -11,16 +13,16 @@
 namespace verbatim {
 
 void Engine::plan_attention() {
-    int share = shape.heads / shape.kv_heads, per = std::max(1, WANTQ / share);
-    items_.resize(groups_.size());
-    chains_.resize(groups_.size());
+    int share = shape.heads / shape.kv_heads, per = std::max(1, TARGET_QUERIES / share);
+    attend_items_.resize(groups_.size());
+    query_groups_.resize(groups_.size());
     int64_t partial_floats = 0;
     size_t slots = 0;
     for (size_t g = 0; g < groups_.size(); g++) {
-        auto& items = items_[g];
-        auto& chains = chains_[g];
-        items.clear();
-        chains.clear();
+        auto& attend_items = attend_items_[g];
+        auto& query_groups = query_groups_[g];
+        attend_items.clear();
+        query_groups.clear();
         int window = groups_[g].window;
         for (size_t s = 0; s < step.sequences.size(); s++) {
             const Sequence& q = step.sequences[s];
@@ -29,36 +31,44 @@ void Engine::plan_attention() {
                 int64_t first = q.start + r, last = first + n - 1;
                 int64_t lo = window ? std::max<int64_t>(0, first - window + 1) : 0;
                 for (int kv = 0; kv < shape.kv_heads; kv++)
-                    chains.push_back({(int)s, q.row0 + r, n, kv, (int)(lo / TILE), (int)(last / TILE) + 1, 0, 1});
+                    query_groups.push_back({(int)s, q.row0 + r, n, kv, (int)(lo / TILE),
+                                            (int)(last / TILE) + 1, 0, 1});
             }
         }
-        bool split = chains.size() < (size_t)8 * pool_.size();
+        bool split = query_groups.size() < (size_t)8 * pool_.size();
         int64_t floats = 0;
-        for (size_t c = 0; c < chains.size(); c++) {
-            Chain& ch = chains[c];
+        for (size_t c = 0; c < query_groups.size(); c++) {
+            QueryGroup& ch = query_groups[c];
             int tiles = ch.tile1 - ch.tile0;
             if (split && tiles > 1) {
-                ch.parts = tiles;
+                ch.splits = tiles;
                 ch.partial = floats;
                 floats += (int64_t)tiles * ch.rows * share * (vdim_ + 2);
-                for (int t = ch.tile0; t < ch.tile1; t++) items.push_back({ch.seq, ch.row0, ch.rows, ch.kv, t, t + 1, (int)c});
-            } else items.push_back({ch.seq, ch.row0, ch.rows, ch.kv, ch.tile0, ch.tile1, (int)c});
+                for (int t = ch.tile0; t < ch.tile1; t++)
+                    attend_items.push_back({ch.seq, ch.row0, ch.rows, ch.kv, t, t + 1, (int)c});
+            } else
+                attend_items.push_back(
+                    {ch.seq, ch.row0, ch.rows, ch.kv, ch.tile0, ch.tile1, (int)c});
         }
-        // the longest first, so that the threads end together
-        std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) {
-            return (int64_t)(a.tile1 - a.tile0) * a.rows > (int64_t)(b.tile1 - b.tile0) * b.rows;
-        });
+        // Longest first, so that the threads finish together.
+        std::stable_sort(attend_items.begin(), attend_items.end(),
+                         [](const AttendItem& a, const AttendItem& b) {
+                             return (int64_t)(a.tile1 - a.tile0) * a.rows >
+                                    (int64_t)(b.tile1 - b.tile0) * b.rows;
+                         });
         partial_floats = std::max(partial_floats, floats);
-        slots = std::max(slots, chains.size());
+        slots = std::max(slots, query_groups.size());
     }
-    if (partials_.size() < (size_t)partial_floats * 4) partials_ = Pages((size_t)partial_floats * 4 + 256);
-    if (chain_slots_ < slots) {
-        chain_done_ = std::make_unique<std::atomic<int>[]>(slots);
-        chain_slots_ = slots;
+    if (partials_.size() < (size_t)partial_floats * 4)
+        partials_ = Pages((size_t)partial_floats * 4 + 256);
+    if (splits_capacity_ < slots) {
+        splits_done_ = std::make_unique<std::atomic<int>[]>(slots);
+        splits_capacity_ = slots;
     }
 }
 
-void Engine::fill_tile(AttendTile& t, const Op& op, const Item& item, int tile, int lo_all, int hi_all) const {
+void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int tile, int lo_all,
+                       int hi_all) const {
     const Sequence& seq = step.sequences[item.seq];
     int group = layer_group_[op.layer];
     int share = shape.heads / shape.kv_heads, window = groups_[group].window;
@@ -67,10 +77,10 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const Item& item, int tile, 
     t.first = (int)((from - base) / BLOCK);
     t.last = (int)((to - base + BLOCK - 1) / BLOCK);
     for (int b = t.first; b < t.last; b++) {
-        const uint8_t* c = cell(op.layer, seq.blocks[group][base / BLOCK + b], item.kv);
-        size_t unit = q8_ ? 1 : 2;
+        const uint8_t* c = kv_slice(op.layer, seq.blocks[group][base / BLOCK + b], item.kv);
+        size_t value_bytes = q8_ ? 1 : 2;
         t.k[b] = c;
-        t.v[b] = c + (size_t)shape.head_dim * BLOCK * unit;
+        t.v[b] = c + (size_t)shape.head_dim * BLOCK * value_bytes;
         if (q8_) {
             t.kscale[b] = (const float*)(c + (size_t)(shape.head_dim + vdim_) * BLOCK);
             t.vscale[b] = t.kscale[b] + BLOCK;
@@ -81,38 +91,47 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const Item& item, int tile, 
     for (int r = 0; r < item.rows; r++) {
         int64_t pos = seq.start + (item.row0 - seq.row0) + r;
         int64_t lo = window ? std::max<int64_t>(0, pos - window + 1) : 0;
-        int l = (int)std::clamp<int64_t>(lo - base, 0, TILE), h = (int)std::clamp<int64_t>(pos + 1 - base, 0, TILE);
+        int l = (int)std::clamp<int64_t>(lo - base, 0, TILE),
+            h = (int)std::clamp<int64_t>(pos + 1 - base, 0, TILE);
         for (int g = 0; g < share; g++) {
             int i = r * share + g;
-            t.q[i] = q + (int64_t)(item.row0 + r) * shape.heads * shape.head_dim + (int64_t)(item.kv * share + g) * shape.head_dim;
+            t.q[i] = q + (int64_t)(item.row0 + r) * shape.heads * shape.head_dim +
+                     (int64_t)(item.kv * share + g) * shape.head_dim;
             t.lo[i] = l;
             t.hi[i] = std::max(h, l);
         }
     }
 }
 
-// Divide by the sums and write [rows][share * head_dim] of this key/value head; quantised at once where blocks do not cross heads.
-void Engine::finish_rows(const Op& op, const Item& item, const float* o, const float* l) {
+// Divides by the softmax sums and writes [rows][share * head_dim] of this KV head; quantises at
+// once where no block spans two heads.
+void Engine::finish_rows(const Op& op, const AttendItem& item, const float* o, const float* l) {
     int share = shape.heads / shape.kv_heads, hd = shape.head_dim, width = shape.heads * hd;
     Buffer& b = *buffers_[op.dst];
     for (int r = 0; r < item.rows; r++) {
-        float* y = (float*)b.f.data() + (int64_t)(item.row0 + r) * width + (int64_t)item.kv * share * hd;
-        for (int g = 0; g < share; g++) kernels.scale_out(o + (int64_t)(r * share + g) * vdim_, l[r * share + g], hd, y + g * hd);
+        float* y =
+            (float*)b.f.data() + (int64_t)(item.row0 + r) * width + (int64_t)item.kv * share * hd;
+        for (int g = 0; g < share; g++)
+            kernels.scale_out(o + (int64_t)(r * share + g) * vdim_, l[r * share + g], hd,
+                              y + g * hd);
         if (share * hd % 32 == 0) {
             int64_t block = (int64_t)item.kv * share * hd / 32;
-            kernels.quantise(y, share * hd, b.qr.from(b.qr.first(item.row0 + r, width / 32) + block * b.qr.group));
+            kernels.quantise(
+                y, share * hd,
+                b.qr.at_block(b.qr.first_block(item.row0 + r, width / 32) + block * b.qr.group));
         }
     }
 }
 
-void Engine::attend_item(const Op& op, Worker& w, const Item& item) {
-    int group = layer_group_[op.layer], share = shape.heads / shape.kv_heads, nq = item.rows * share;
+void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
+    int group = layer_group_[op.layer], share = shape.heads / shape.kv_heads,
+        nq = item.rows * share;
     const Sequence& seq = step.sequences[item.seq];
     int window = groups_[group].window;
     int64_t first = seq.start + item.row0 - seq.row0, last = first + item.rows - 1;
     int lo = (int)(window ? std::max<int64_t>(0, first - window + 1) : 0), hi = (int)last + 1;
-    Chain& chain = chains_[group][item.chain];
-    float* run = (float*)w.run.data();           // [nq][vdim], then m, l
+    QueryGroup& query_group = query_groups_[group][item.query_group];
+    float* run = (float*)w.run.data();  // running result: [nq][vdim], then m and l
     float *m = run + (int64_t)nq * vdim_, *l = m + nq;
     AttendTile t;
     t.head_dim = shape.head_dim;
@@ -122,21 +141,26 @@ void Engine::attend_item(const Op& op, Worker& w, const Item& item) {
     t.softcap = op.softcap;
     t.scores = (float*)w.scores.data();
     t.wide = (float*)w.wide.data();
-    if (chain.parts > 1) {  // one tile of a split chain: leave it; who comes last combines
+    // Split: store the partial result of this tile; the last thread to finish combines all.
+    if (query_group.splits > 1) {
         int64_t size = (int64_t)nq * (vdim_ + 2);
-        float* mine = (float*)partials_.data() + chain.partial + (int64_t)(item.tile0 - chain.tile0) * size;
+        float* mine = (float*)partials_.data() + query_group.partial +
+                      (int64_t)(item.tile0 - query_group.tile0) * size;
         fill_tile(t, op, item, item.tile0, lo, hi);
         t.o = mine;
         kernels.attend(t);
         for (int i = 0; i < nq; i++) {
             mine[(int64_t)nq * vdim_ + i] = t.m[i];
-            mine[(int64_t)nq * (vdim_ + 1) + i] = t.hi[i] > t.lo[i] ? t.l[i] : -1.0f;  // -1: saw nothing here
+            // -1: the query sees no position of this tile.
+            mine[(int64_t)nq * (vdim_ + 1) + i] = t.hi[i] > t.lo[i] ? t.l[i] : -1.0f;
         }
-        if (chain_done_[item.chain].fetch_add(1, std::memory_order_acq_rel) + 1 < chain.parts) return;
-        chain_done_[item.chain].store(0, std::memory_order_relaxed);
+        if (splits_done_[item.query_group].fetch_add(1, std::memory_order_acq_rel) + 1 <
+            query_group.splits)
+            return;
+        splits_done_[item.query_group].store(0, std::memory_order_relaxed);
         for (int i = 0; i < nq; i++) l[i] = -1.0f;
-        for (int p = 0; p < chain.parts; p++) {
-            const float* part = (float*)partials_.data() + chain.partial + (int64_t)p * size;
+        for (int p = 0; p < query_group.splits; p++) {
+            const float* part = (float*)partials_.data() + query_group.partial + (int64_t)p * size;
             const float *pm = part + (int64_t)nq * vdim_, *pl = pm + nq;
             for (int i = 0; i < nq; i++) {
                 if (pl[i] < 0) continue;
@@ -144,7 +168,9 @@ void Engine::attend_item(const Op& op, Worker& w, const Item& item) {
                     std::memcpy(run + (int64_t)i * vdim_, part + (int64_t)i * vdim_, vdim_ * 4);
                     m[i] = pm[i];
                     l[i] = pl[i];
-                } else kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, pm[i], pl[i], part + (int64_t)i * vdim_, vdim_);
+                } else
+                    kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, pm[i], pl[i],
+                                    part + (int64_t)i * vdim_, vdim_);
             }
         }
         finish_rows(op, item, run, l);
@@ -161,30 +187,34 @@ void Engine::attend_item(const Op& op, Worker& w, const Item& item) {
                 std::memcpy(run + (int64_t)i * vdim_, t.o + (int64_t)i * vdim_, vdim_ * 4);
                 m[i] = t.m[i];
                 l[i] = t.l[i];
-            } else kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, t.m[i], t.l[i], t.o + (int64_t)i * vdim_, vdim_);
+            } else
+                kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, t.m[i], t.l[i],
+                                t.o + (int64_t)i * vdim_, vdim_);
         }
     }
     finish_rows(op, item, run, l);
 }
 
-// Ask for the first blocks of an item's keys and values: a short text's lie scattered, and nothing else would fetch them in time.
-void Engine::expect(const Op& op, const Item& item) const {
+// Prefetches the first KV blocks of an item: the blocks of a short sequence are scattered, and the
+// hardware prefetcher does not find them.
+void Engine::prefetch_kv(const Op& op, const AttendItem& item) const {
     const Sequence& seq = step.sequences[item.seq];
     const auto& blocks = seq.blocks[layer_group_[op.layer]];
-    int64_t last = seq.start + item.row0 - seq.row0 + item.rows - 1, first = (int64_t)item.tile0 * TILE / BLOCK;
+    int64_t last = seq.start + item.row0 - seq.row0 + item.rows - 1,
+            first = (int64_t)item.tile0 * TILE / BLOCK;
     for (int64_t b = first; b <= last / BLOCK && b < first + 4; b++) {
         if (blocks[b] < 0) continue;
-        const uint8_t* c = cell(op.layer, blocks[b], item.kv);
-        for (size_t i = 0; i < cell_bytes_; i += 64) __builtin_prefetch(c + i, 0, 2);
+        const uint8_t* c = kv_slice(op.layer, blocks[b], item.kv);
+        for (size_t i = 0; i < kv_slice_bytes_; i += 64) __builtin_prefetch(c + i, 0, 2);
     }
 }
 
-void Engine::attend(const Op& op, Units& units) {
-    auto& items = items_[layer_group_[op.layer]];
-    for (int i = units.next(), j; i >= 0; i = j) {
-        j = units.next();
-        if (j >= 0) expect(op, items[j]);
-        attend_item(op, *workers_[units.thread], items[i]);
+void Engine::attend(const Op& op, WorkItems& items) {
+    auto& attend_items = attend_items_[layer_group_[op.layer]];
+    for (int i = items.next(), j; i >= 0; i = j) {
+        j = items.next();
+        if (j >= 0) prefetch_kv(op, attend_items[j]);
+        attend_item(op, *workers_[items.thread], attend_items[i]);
     }
 }
 

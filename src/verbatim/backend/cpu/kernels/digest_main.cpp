@@ -1,4 +1,5 @@
-// Prints the digests of one instruction set ("auto": the best), or of all this machine has: `digest [isa]`. Needs no Python, so that it runs under an emulator too.
+// Prints the digests of one instruction set ("auto": the fastest), or of all that this machine
+// supports: `digest [isa]`. Needs no Python, so it also runs under an emulator.
 #include <cinttypes>
 #include <cstdio>
 #include <stdexcept>
@@ -12,7 +13,8 @@ int main(int argc, char** argv) {
     try {
         for (auto& isa : isas) {
             const verbatim::Kernels& kernels = verbatim::select_isa(isa);
-            for (auto& [name, value] : verbatim::digests(kernels, 2)) std::printf("%s\t%s\t%016" PRIx64 "\n", kernels.name, name.c_str(), value);
+            for (auto& [name, value] : verbatim::digests(kernels, 2))
+                std::printf("%s\t%s\t%016" PRIx64 "\n", kernels.name, name.c_str(), value);
         }
     } catch (const std::invalid_argument& error) {
         std::fprintf(stderr, "%s\n", error.what());

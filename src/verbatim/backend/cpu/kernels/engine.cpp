@@ -1,4 +1,5 @@
-// Loading, memory and the plan of a step. The operations themselves are in ops.cpp and attention.cpp.
+// Loading, memory and the setup of a step. The operations are in ops.cpp, attention.cpp and
+// moe.cpp.
 #include "engine.h"
 
 #include <sys/mman.h>
@@ -31,9 +32,9 @@ Pages& Pages::operator=(Pages&& o) noexcept {
     return *this;
 }
 
-uint8_t* Arena::take(size_t bytes) {
+uint8_t* Arena::allocate(size_t bytes) {
     constexpr size_t HUGE = (size_t)2 << 20, AREA = (size_t)64 << 20;
-    bytes = (bytes + 256 + 63) / 64 * 64;  // 256: a vector may be loaded beyond the last value
+    bytes = (bytes + 256 + 63) / 64 * 64;  // 256: vector loads may read past the last value
     if (bytes > left_) {
         size_t size = (std::max(bytes, AREA) + 2 * HUGE - 1) / HUGE * HUGE;
         areas_.emplace_back(size);
@@ -49,10 +50,11 @@ uint8_t* Arena::take(size_t bytes) {
 
 static size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 
-// Room for `rows` quantised rows of `width` inputs; a width that is no multiple of 32 has no quantised form.
+// Memory for `rows` quantised rows of `width` inputs; only whole blocks of 32 have a quantised
+// form.
 static Pages quant_pages(int64_t rows, int width, QRows& q) {
     int64_t nb = width / 32;
-    rows = (rows + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE * SIDE_BY_SIDE;
+    rows = (rows + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP;
     size_t a = align64(rows * width), b = align64(rows * nb * 4), c = align64(rows * nb * 8);
     Pages p(a + 2 * b + c + 64);
     q.q = (int8_t*)p.data();
@@ -62,48 +64,61 @@ static Pages quant_pages(int64_t rows, int width, QRows& q) {
     return p;
 }
 
-Engine::Engine(const Kernels& k, int threads, const Shape& s, bool q8) : shape(s), kernels(k), q8_(q8), pool_(threads) {
+Engine::Engine(const Kernels& k, int threads, const Shape& s, bool q8)
+    : shape(s), kernels(k), q8_(q8), pool_(threads) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
     size_t values = (size_t)BLOCK * (s.head_dim + vdim_);
-    cell_bytes_ = align64(q8 ? values + 2 * BLOCK * 4 : values * 2);
+    kv_slice_bytes_ = align64(q8 ? values + 2 * BLOCK * 4 : values * 2);
     for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());
 }
 
-int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows, int64_t k, int group) {
+int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
+                       int64_t k, int group) {
     Kind kind;
-    if (!kind_of(type.c_str(), &kind)) throw std::invalid_argument("no kernel for weights of type " + type);
+    if (!kind_of(type.c_str(), &kind))
+        throw std::invalid_argument("no kernel for weights of type " + type);
     static const std::pair<const char*, std::pair<int, int>> BLOCKS[] = {
-        {"f32", {1, 4}}, {"f16", {1, 2}}, {"bf16", {1, 2}}, {"q4_0", {32, 18}}, {"q4_1", {32, 20}}, {"q5_0", {32, 22}}, {"q5_1", {32, 24}},
-        {"q8_0", {32, 34}}, {"q8_k", {256, 292}}, {"q4_k", {256, 144}}, {"q5_k", {256, 176}}, {"q6_k", {256, 210}}, {"q3_k", {256, 110}}, {"q2_k", {256, 84}}};
+        {"f32", {1, 4}},      {"f16", {1, 2}},      {"bf16", {1, 2}},     {"q4_0", {32, 18}},
+        {"q4_1", {32, 20}},   {"q5_0", {32, 22}},   {"q5_1", {32, 24}},   {"q8_0", {32, 34}},
+        {"q8_k", {256, 292}}, {"q4_k", {256, 144}}, {"q5_k", {256, 176}}, {"q6_k", {256, 210}},
+        {"q3_k", {256, 110}}, {"q2_k", {256, 84}}};
     std::pair<int, int> block{1, 4};
     for (auto& b : BLOCKS)
         if (type == b.first) block = b.second;
-    if (rows < 1 || k < 1 || k % block.first || k > (1 << 24) || rows > (1 << 28) || bytes != rows * (k / block.first) * block.second)
-        throw std::invalid_argument("a " + type + " matrix of " + std::to_string(rows) + " x " + std::to_string(k) + " cannot have " + std::to_string(bytes) + " bytes");
+    if (rows < 1 || k < 1 || k % block.first || k > (1 << 24) || rows > (1 << 28) ||
+        bytes != rows * (k / block.first) * block.second)
+        throw std::invalid_argument("a " + type + " matrix of " + std::to_string(rows) + " x " +
+                                    std::to_string(k) + " cannot have " + std::to_string(bytes) +
+                                    " bytes");
     auto m = std::make_unique<Matrix>();
     size_t row_bytes = (size_t)(k / block.first) * block.second;
-    // rows come in groups (heads) that each start a panel of their own
-    int64_t per = group > 0 ? group : rows, groups = rows / per, gp = (per + 15) / 16;
-    if (groups * per != rows) throw std::invalid_argument("rows of a matrix are no multiple of its heads");
+    // Rows come in groups (heads); each group starts a new panel.
+    int64_t per = group > 0 ? group : rows, groups = rows / per, group_panels = (per + 15) / 16;
+    if (groups * per != rows)
+        throw std::invalid_argument("rows of a matrix are no multiple of its heads");
     Packed& p = m->p;
     p.kind = kind;
     p.n = (int)rows;
     p.k = (int)k;
-    p.panels = (int)(groups * gp);
+    p.panels = (int)(groups * group_panels);
     p.panel_bytes = verbatim::panel_bytes(kind, (int)k);
     m->file_bytes = bytes;
-    uint8_t* to = arena_.take((size_t)p.panels * p.panel_bytes);
+    uint8_t* to = arena_.allocate((size_t)p.panels * p.panel_bytes);
     p.data = to;
     std::atomic<int64_t> broken{-1};
-    pool_.share((p.panels + 7) / 8, [&](int unit, int) {
-        for (int j = 8 * unit; j < std::min(8 * unit + 8, p.panels); j++) {
-            int64_t first = j / gp * per + j % gp * 16, n = std::min<int64_t>(16, j / gp * per + per - first);
-            int bad = pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k, kernels.byte_bias,
-                                 to + (size_t)j * p.panel_bytes);
+    pool_.parallel_for((p.panels + 7) / 8, [&](int item, int) {
+        for (int j = 8 * item; j < std::min(8 * item + 8, p.panels); j++) {
+            int64_t first = j / group_panels * per + j % group_panels * 16,
+                    n = std::min<int64_t>(16, j / group_panels * per + per - first);
+            int bad = pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k,
+                                 kernels.byte_bias, to + (size_t)j * p.panel_bytes);
             if (bad >= 0) broken = first + bad;
         }
     });
-    if (broken >= 0) throw std::domain_error("row " + std::to_string(broken.load()) + " holds a weight or a scale that is not a finite number; the file is damaged: get it again");
+    if (broken >= 0)
+        throw std::domain_error("row " + std::to_string(broken.load()) +
+                                " holds a weight or a scale that is not a finite number; the file "
+                                "is damaged: get it again");
     matrices_.push_back(std::move(m));
     return (int)matrices_.size() - 1;
 }
@@ -141,24 +156,32 @@ void Engine::add_group(int window, const std::vector<int>& layers) {
 void Engine::add_op(Op op) {
     if (op.type == O_HEAD) logits_buffer_ = op.dst;
     if (op.type == O_NORM && op.outputs) hidden_buffer_ = op.dst;
-    if (op.type == O_POSITIONS) positions_ = std::min(positions_, (int64_t)matrices_[op.mat[0]]->p.n);
-    if (op.type == O_GATEUP || op.type == O_ATTEND) buffers_[op.dst]->inner = true;
+    if (op.type == O_POSITIONS)
+        max_positions_ = std::min(max_positions_, (int64_t)matrices_[op.mat[0]]->p.n);
+    if (op.type == O_GATEUP || op.type == O_ATTEND) buffers_[op.dst]->has_quantised = true;
     ops_.push_back(std::move(op));
 }
-constexpr int64_t LARGEST_CACHE = 256 << 20;
+// Models with more weight bytes than this are read from RAM at every step.
+constexpr int64_t LARGEST_CPU_CACHE = 256 << 20;
 void Engine::finish() {
-    auto reads = [](const Op& op) { return op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP || op.type == O_HEAD; };
+    auto reads = [](const Op& op) {
+        return op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP || op.type == O_HEAD;
+    };
     for (size_t i = 0; i < ops_.size(); i++)
-        for (size_t j = 1; j <= ops_.size() && ops_[i].then < 0; j++)
-            if (reads(ops_[(i + j) % ops_.size()])) ops_[i].then = (int)((i + j) % ops_.size());
-    for (auto& m : matrices_) m->p.far = weight_bytes() > LARGEST_CACHE;
-    for (auto& b : buffers_) b->floats = !b->inner;
+        for (size_t j = 1; j <= ops_.size() && ops_[i].next_product < 0; j++)
+            if (reads(ops_[(i + j) % ops_.size()]))
+                ops_[i].next_product = (int)((i + j) % ops_.size());
+    for (auto& m : matrices_) m->p.exceeds_cache = weight_bytes() > LARGEST_CPU_CACHE;
+    for (auto& b : buffers_) b->keeps_floats = !b->has_quantised;
     for (const Op& op : ops_) {
-        if (op.src < 0 || !buffers_[op.src]->inner) continue;
-        bool quant = op.norm < 0 && op.mat[0] >= 0 && KIND[matrices_[op.mat[0]]->p.kind].quantised && whole_blocks(buffers_[op.src]->width);
-        buffers_[op.src]->floats |= op.type != O_LINEAR || !quant;
+        if (op.src < 0 || !buffers_[op.src]->has_quantised) continue;
+        bool quant = op.norm < 0 && op.mat[0] >= 0 &&
+                     KIND[matrices_[op.mat[0]]->p.kind].quantised &&
+                     blocks_within_kv_head(buffers_[op.src]->width);
+        buffers_[op.src]->keeps_floats |= op.type != O_LINEAR || !quant;
     }
-    if (logits_buffer_ < 0 || hidden_buffer_ < 0) throw std::invalid_argument("the program has no head");
+    if (logits_buffer_ < 0 || hidden_buffer_ < 0)
+        throw std::invalid_argument("the program has no head");
 }
 
 int64_t Engine::weight_bytes() const {
@@ -167,7 +190,9 @@ int64_t Engine::weight_bytes() const {
     return n;
 }
 
-int64_t Engine::block_bytes(int group) const { return (int64_t)cell_bytes_ * shape.kv_heads * (int64_t)groups_[group].layers.size(); }
+int64_t Engine::block_bytes(int group) const {
+    return (int64_t)kv_slice_bytes_ * shape.kv_heads * (int64_t)groups_[group].layers.size();
+}
 
 void Engine::allocate(const std::vector<int64_t>& blocks) {
     for (size_t g = 0; g < groups_.size(); g++) {
@@ -176,15 +201,19 @@ void Engine::allocate(const std::vector<int64_t>& blocks) {
     }
 }
 
-// A block holds all layers of its group, so that a short text touches little memory. Of one key/value head: K [head_dim][16], V [16][vdim], then for q8 the scales of K and V.
-uint8_t* Engine::cell(int layer, int64_t block, int kv) const {
+// The K and V of one KV head in one cache block and layer: K [head_dim][16], V [16][vdim], then
+// (q8) the scales of K and V. A block holds all layers of its group, so that a short sequence
+// touches little memory.
+uint8_t* Engine::kv_slice(int layer, int64_t block, int kv) const {
     const Group& g = groups_[layer_group_[layer]];
-    return g.pages.data() + ((block * (int64_t)g.layers.size() + layer_slot_[layer]) * shape.kv_heads + kv) * cell_bytes_;
+    return g.pages.data() +
+           ((block * (int64_t)g.layers.size() + layer_slot_[layer]) * shape.kv_heads + kv) *
+               kv_slice_bytes_;
 }
 
 void Engine::copy_block(int group, int64_t from, int64_t to) {
     int layer = groups_[group].layers[0];
-    std::memcpy(cell(layer, to, 0), cell(layer, from, 0), (size_t)block_bytes(group));
+    std::memcpy(kv_slice(layer, to, 0), kv_slice(layer, from, 0), (size_t)block_bytes(group));
 }
 
 void Engine::reserve(int rows) {
@@ -192,21 +221,22 @@ void Engine::reserve(int rows) {
     int want = std::max(rows, std::min(2 * rows_, 256));
     for (auto& b : buffers_) {
         b->f = Pages((size_t)want * b->width * 4 + 256);
-        if (b->inner) b->q = quant_pages(want, b->width, b->qr);
+        if (b->has_quantised) b->q = quant_pages(want, b->width, b->qr);
     }
     shared_.f = Pages((size_t)want * max_width_ * 4 + 256);
     shared_.q = quant_pages(want, max_width_, shared_.qr);
-    tops_ = Pages((size_t)want * chunks() * 4 + 256);
-    for (size_t i = 0; i < ropes_.size(); i++) angles_[i] = Pages((size_t)want * 2 * ropes_[i].half * 4 + 256);
-    int group = std::max(shape.heads / shape.kv_heads, MAXQ);
+    chunk_maxes_ = Pages((size_t)want * chunks() * 4 + 256);
+    for (size_t i = 0; i < ropes_.size(); i++)
+        angles_[i] = Pages((size_t)want * 2 * ropes_[i].half * 4 + 256);
+    int group = std::max(shape.heads / shape.kv_heads, MAX_QUERIES);
     for (auto& w : workers_) {
         if (w->tile.size()) continue;
-        w->tile = Pages((size_t)2 * ROWS * (std::max(vdim_, 64) + 64) * 4 + 256);
-        w->act = Pages((size_t)ROWS * 64 * 4 + 256);
-        w->norm = Pages((size_t)FEW * max_width_ * 4 + 256);
-        w->q = quant_pages(FEW, max_width_, w->qr);
+        w->tile = Pages((size_t)2 * MM_ROWS * (std::max(vdim_, 64) + 64) * 4 + 256);
+        w->act = Pages((size_t)MM_ROWS * 64 * 4 + 256);
+        w->norm = Pages((size_t)MAX_PER_THREAD_ROWS * max_width_ * 4 + 256);
+        w->q = quant_pages(MAX_PER_THREAD_ROWS, max_width_, w->qr);
         w->scores = Pages((size_t)group * TILE * 4 + 256);
-        w->wide = Pages((size_t)SPAN * BLOCK * vdim_ * 4 + 256);
+        w->wide = Pages((size_t)WIDEN_BLOCKS * BLOCK * vdim_ * 4 + 256);
         w->o = Pages((size_t)group * vdim_ * 4 + 256);
         w->run = Pages((size_t)group * (vdim_ + 2) * 4 + 256);
     }
@@ -216,10 +246,10 @@ void Engine::reserve(int rows) {
 void Engine::run() {
     int rows = (int)step.tokens.size();
     reserve(rows);
-    for (auto& b : buffers_) b->qr.group = side_by_side(rows);
+    for (auto& b : buffers_) b->qr.group = row_group(rows);
     plan_attention();
     plan_phases();
-    pool_.perform(*this, units_);
+    pool_.run(*this, item_counts_);
 }
 
 void Engine::argmax(int row, int32_t* id) const {

@@ -25,7 +25,7 @@ static bool amx_usable() {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     if (!(d & (1u << 24)) || !(d & (1u << 25))) return false;  // amx-tile, amx-int8
-    // Linux gives tile registers only to a process that asked for them
+    // Linux grants the AMX tile registers per process, on request (ARCH_REQ_XCOMP_PERM).
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 #endif
@@ -46,9 +46,12 @@ std::vector<std::string> supported_isas() {
     std::vector<std::string> out{"scalar"};
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) out.push_back("avx2");
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+        __builtin_cpu_supports("f16c"))
+        out.push_back("avx2");
     else return out;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vnni")) {
         out.push_back("avx512");
 #if defined(VB_HAVE_AMX)
@@ -77,7 +80,9 @@ const Kernels& select_isa(const std::string& name) {
         found |= h == want;
         list += (list.empty() ? "" : ", ") + h;
     }
-    if (!found) throw std::invalid_argument("instruction set " + want + " is not available on this machine; it has: " + list);
+    if (!found)
+        throw std::invalid_argument("instruction set " + want +
+                                    " is not available on this machine; it has: " + list);
 #if defined(__x86_64__)
     if (want == "avx2") return kernels_avx2();
     if (want == "avx512") return kernels_avx512();

@@ -1,4 +1,4 @@
-// Which instruction sets this machine can run, and the table of one of them.
+// Runtime dispatch: the instruction sets that this machine supports, and the kernel table of one.
 #pragma once
 #include <string>
 #include <vector>
@@ -6,6 +6,7 @@
 #include "kernels.h"
 
 namespace verbatim {
-std::vector<std::string> supported_isas();           // best last
-const Kernels& select_isa(const std::string& name);  // "" or "auto": the best; throws std::invalid_argument
+std::vector<std::string> supported_isas();  // fastest last
+// "" or "auto" selects the fastest. Throws std::invalid_argument for an unsupported name.
+const Kernels& select_isa(const std::string& name);
 }  // namespace verbatim

@@ -1,5 +1,6 @@
-// The kernels, written once on the vector layer. CMake compiles this file once for each instruction set, with VB_NS naming the
-// namespace and VB_ISA_* the layer. No standard templates here: an inline function compiled for one set must never be picked for another.
+// The kernels, written on the vector layer. CMake compiles this file once per instruction set:
+// VB_NS is the namespace, VB_ISA_* selects the vector layer. No standard library templates here:
+// the linker could pick an inline function compiled for one instruction set in code for another.
 #include "kernels.h"
 
 #include "attend.inc"
@@ -24,29 +25,32 @@ namespace VB_NS {
 
 using namespace verbatim;
 
-void sample_row(const float* logits, const float* tops, int64_t vocab, const ::vb::SampleRow& row, ::vb::SampleOut& out);  // sampler.cpp, same namespace
+// Defined in sampler.cpp, which is compiled once per instruction set too.
+void sample_row(const float* logits, const float* chunk_maxes, int64_t vocab,
+                const ::vb::SampleRow& row, ::vb::SampleOut& out);
 
 static const Kernels TABLE = {
     VB_NAME,
     BYTE_BIAS,
     quantise,
-    {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, VB_MM<F4>, VB_MM<F4M>, VB_MM<F5>, VB_MM<F5M>, VB_MM<F8>, VB_MM<F8W>, VB_MM<F4K>, VB_MM<F5K>,
-     VB_MM_HALVES<F6K>, VB_MM_HALVES<F3K>, VB_MM_HALVES<F2K>},
-    rms,
-    layer,
+    {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, VB_MM<F4>, VB_MM<F4M>, VB_MM<F5>,
+     VB_MM<F5M>, VB_MM<F8>, VB_MM<F8W>, VB_MM<F4K>, VB_MM<F5K>, VB_MM_HALVES<F6K>,
+     VB_MM_HALVES<F3K>, VB_MM_HALVES<F2K>},
+    rms_norm,
+    layer_norm,
     rope,
     gate,
     attend,
     combine,
     scale_out,
     add_rows,
-    top,
+    max_or_nan,
     softcap,
     store_half,
     store_q8,
     exps,
     sample_row,
-    soft_top,
+    softmax_topk,
 };
 
 }  // namespace VB_NS

@@ -1,10 +1,11 @@
-// exp, tanh, erf and the activations, on native vectors. Polynomials with fixed fused multiply-adds: the same bits everywhere.
+// exp, tanh, erf and the activation functions on native vectors. Polynomials with a fixed order of
+// fused multiply-adds: the same bits on every instruction set.
 #pragma once
 #include "vec.h"
 
 namespace VB_NS {
 
-// e^x, within 2 units in the last place; exactly 1 at 0; 0 below -87.3; the largest value near e^88 above 88.
+// e^x within 2 units in the last place; exactly 1 at 0; 0 below -87.3; inputs above 88 are clamped.
 static inline vf vexp(vf x) {
     const vf low = set1(-87.33654f);
     vm under = lt(x, low);
@@ -40,7 +41,7 @@ static inline vf vtanh(vf x) {
     return select(lt(a, set1(0.625f)), small, big);
 }
 
-// erf by Abramowitz and Stegun 7.1.26: absolute error below 2e-7
+// erf by Abramowitz and Stegun 7.1.26: absolute error below 2e-7.
 static inline vf verf(vf x) {
     vf a = vabs(x);
     vf t = div(set1(1.0f), fma(set1(0.3275911f), a, set1(1.0f)));

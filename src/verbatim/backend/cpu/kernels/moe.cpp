@@ -1,4 +1,5 @@
-// Mixture of experts: router, then each chosen expert for the rows that chose it, then the weighted sum of each row in order of rank.
+// Mixture of experts: the router, then each expert for the rows routed to it, then the weighted sum
+// per row in order of rank.
 #include <algorithm>
 #include <cstring>
 
@@ -6,12 +7,17 @@
 
 namespace verbatim {
 
-// A slot is (row, rank): the expert that row chose at that rank. Experts see their slots as gathered rows.
-constexpr int UP_PANELS = 2, DOWN_PANELS = 4;  // of one unit
-int Engine::moe_up_units(const Op& op) const { return (matrices_[op.experts[1][0]]->p.panels + UP_PANELS - 1) / UP_PANELS; }
-int Engine::moe_down_units(const Op& op) const { return (matrices_[op.experts[2][0]]->p.panels + DOWN_PANELS - 1) / DOWN_PANELS; }
+// A slot is (row, rank): the expert that the row chose at that rank. An expert processes its slots
+// as gathered rows.
+constexpr int UP_PANELS = 2, DOWN_PANELS = 4;  // panels per work item
+int Engine::moe_up_items(const Op& op) const {
+    return (matrices_[op.experts[1][0]]->p.panels + UP_PANELS - 1) / UP_PANELS;
+}
+int Engine::moe_down_items(const Op& op) const {
+    return (matrices_[op.experts[2][0]]->p.panels + DOWN_PANELS - 1) / DOWN_PANELS;
+}
 
-// Memory for this step.
+// Sizes the buffers for this step.
 void Engine::moe_plan(const Op& op) {
     const Packed& router = matrices_[op.mat[0]]->p;
     const int rows = (int)step.tokens.size(), slots = rows * op.used;
@@ -24,44 +30,49 @@ void Engine::moe_plan(const Op& op) {
         if (!q) return;
         int64_t nb = width / 32;
         size_t a = (size_t)slots * width + 64, s = (size_t)slots * nb * 4 + 64;
-        a = (a + 63) / 64 * 64; s = (s + 63) / 64 * 64;
+        a = (a + 63) / 64 * 64;
+        s = (s + 63) / 64 * 64;
         b->q = Pages(a + 4 * s + 64);
-        b->qr = {(int8_t*)b->q.data(), (float*)(b->q.data() + a), (float*)(b->q.data() + a + s), (int32_t*)(b->q.data() + a + 2 * s)};
+        b->qr = {(int8_t*)b->q.data(), (float*)(b->q.data() + a), (float*)(b->q.data() + a + s),
+                 (int32_t*)(b->q.data() + a + 2 * s)};
     };
     fit(slots_inner_, matrices_[op.experts[1][0]]->p.n, true);
     fit(slots_out_, shape.hidden, false);
-    if (scores_.size() < (size_t)rows * router.panels * 64) scores_ = Pages((size_t)rows * router.panels * 64 + 256);
+    if (scores_.size() < (size_t)rows * router.panels * 64)
+        scores_ = Pages((size_t)rows * router.panels * 64 + 256);
     slot_expert_.resize(slots);
     slot_weight_.resize(slots);
     expert_rows_.resize(slots);
 }
 
-// Router scores, then each row's choice. The router reads floats, the experts mostly the quantised form of the same normed rows.
-void Engine::moe_route(const Op& op, Units& units) {
+// Router scores, then the top-k experts of each row. The router reads float rows; most experts read
+// the quantised form of the same normalised rows.
+void Engine::moe_route(const Op& op, WorkItems& items) {
     const Packed& router = matrices_[op.mat[0]]->p;
     const int rows = (int)step.tokens.size(), n = shape.hidden, used = op.used;
     const bool quant = input(op).quant;
-    Prepared in = prepared(op, units.thread);
+    ProductInput in = product_input(op, items.thread);
     const int64_t ld = router.panels * 16;
-    for (int u; (u = units.next()) >= 0;) {
-        int r = u * ROWS, m = std::min(ROWS, rows - r);
-        QRows q = quant ? in.q.from(in.q.first(r, n / 32)) : in.q;
+    for (int u; (u = items.next()) >= 0;) {
+        int r = u * MM_ROWS, m = std::min(MM_ROWS, rows - r);
+        QRows q = quant ? in.q.at_block(in.q.first_block(r, n / 32)) : in.q;
         float* s = (float*)scores_.data() + r * ld;
-        kernels.mm[router.kind](router, 0, router.panels, q, in.x + (int64_t)r * n, nullptr, m, s, ld, nullptr);
+        kernels.mm[router.kind](router, 0, router.panels, q, in.x + (int64_t)r * n, nullptr, m, s,
+                                ld, nullptr);
         for (int i = 0; i < m; i++) {
             int32_t* ids = &slot_expert_[(size_t)(r + i) * used];
             float* p = &slot_weight_[(size_t)(r + i) * used];
-            float sum = kernels.soft_top(s + i * ld, router.n, used, ids, p);
+            float sum = kernels.softmax_topk(s + i * ld, router.n, used, ids, p);
             if (op.renormalise)
                 for (int j = 0; j < used; j++) p[j] /= sum;
         }
     }
 }
 
-// Slots by expert, in order of row: one unit.
-void Engine::moe_sort(const Op& op, Units& units) {
+// Groups the slots by expert, in order of row; a single work item.
+void Engine::moe_sort(const Op& op, WorkItems& items) {
     const int experts = matrices_[op.mat[0]]->p.n, slots = (int)step.tokens.size() * op.used;
-    while (units.next() >= 0) {
+    while (items.next() >= 0) {
         expert_start_.assign(experts + 1, 0);
         for (int s = 0; s < slots; s++) expert_start_[slot_expert_[s] + 1]++;
         for (int e = 0; e < experts; e++) expert_start_[e + 1] += expert_start_[e];
@@ -70,19 +81,19 @@ void Engine::moe_sort(const Op& op, Units& units) {
     }
 }
 
-// act(gate) * up for 32 outputs of one expert
-void Engine::moe_up(const Op& op, Units& units) {
-    const int inner = matrices_[op.experts[1][0]]->p.n, chunks = moe_up_units(op);
-    Prepared in = prepared(op, units.thread);
-    Worker& w = *workers_[units.thread];
-    float *tu = (float*)w.tile.data(), *tg = tu + ROWS * 32, *y = (float*)w.act.data();
-    for (int u; (u = units.next()) >= 0;) {
+// act(gate) * up for 32 outputs of one expert per work item.
+void Engine::moe_up(const Op& op, WorkItems& items) {
+    const int inner = matrices_[op.experts[1][0]]->p.n, chunks = moe_up_items(op);
+    ProductInput in = product_input(op, items.thread);
+    Worker& w = *workers_[items.thread];
+    float *tu = (float*)w.tile.data(), *tg = tu + MM_ROWS * 32, *y = (float*)w.act.data();
+    for (int u; (u = items.next()) >= 0;) {
         int e = u / chunks, p = u % chunks * UP_PANELS;
         const Packed &up = matrices_[op.experts[1][e]]->p, &gate = matrices_[op.experts[0][e]]->p;
         int np = std::min(UP_PANELS, up.panels - p), cols = std::min(32, inner - 16 * p);
-        for (int i = expert_start_[e]; i < expert_start_[e + 1]; i += ROWS) {
-            int m = std::min(ROWS, expert_start_[e + 1] - i);
-            int32_t idx[ROWS];
+        for (int i = expert_start_[e]; i < expert_start_[e + 1]; i += MM_ROWS) {
+            int m = std::min(MM_ROWS, expert_start_[e + 1] - i);
+            int32_t idx[MM_ROWS];
             for (int j = 0; j < m; j++) idx[j] = expert_rows_[i + j] / op.used;
             kernels.mm[up.kind](up, p, np, in.q, in.x, idx, m, tu, 32, nullptr);
             kernels.mm[gate.kind](gate, p, np, in.q, in.x, idx, m, tg, 32, nullptr);
@@ -90,40 +101,43 @@ void Engine::moe_up(const Op& op, Units& units) {
             for (int j = 0; j < m; j++) {
                 int64_t at = (int64_t)expert_rows_[i + j] * inner + 16 * p;
                 std::memcpy((float*)slots_inner_->f.data() + at, y + 32 * j, (size_t)cols * 4);
-                if (inner % 32 == 0) kernels.quantise(y + 32 * j, 32, slots_inner_->qr.from(at / 32));
+                if (inner % 32 == 0)
+                    kernels.quantise(y + 32 * j, 32, slots_inner_->qr.at_block(at / 32));
             }
         }
     }
 }
 
-void Engine::moe_down(const Op& op, Units& units) {
-    const int chunks = moe_down_units(op), n = shape.hidden;
-    float* tile = (float*)workers_[units.thread]->tile.data();
-    for (int u; (u = units.next()) >= 0;) {
+void Engine::moe_down(const Op& op, WorkItems& items) {
+    const int chunks = moe_down_items(op), n = shape.hidden;
+    float* tile = (float*)workers_[items.thread]->tile.data();
+    for (int u; (u = items.next()) >= 0;) {
         int e = u / chunks, p = u % chunks * DOWN_PANELS;
         const Packed& down = matrices_[op.experts[2][e]]->p;
         int np = std::min(DOWN_PANELS, down.panels - p), cols = std::min(16 * np, n - 16 * p);
-        for (int i = expert_start_[e]; i < expert_start_[e + 1]; i += ROWS) {
-            int m = std::min(ROWS, expert_start_[e + 1] - i);
-            kernels.mm[down.kind](down, p, np, slots_inner_->qr, (const float*)slots_inner_->f.data(), &expert_rows_[i], m, tile,
+        for (int i = expert_start_[e]; i < expert_start_[e + 1]; i += MM_ROWS) {
+            int m = std::min(MM_ROWS, expert_start_[e + 1] - i);
+            kernels.mm[down.kind](down, p, np, slots_inner_->qr,
+                                  (const float*)slots_inner_->f.data(), &expert_rows_[i], m, tile,
                                   16 * DOWN_PANELS, nullptr);
             for (int j = 0; j < m; j++)
-                std::memcpy((float*)slots_out_->f.data() + (int64_t)expert_rows_[i + j] * n + 16 * p, tile + (int64_t)j * 16 * DOWN_PANELS,
-                            (size_t)cols * 4);
+                std::memcpy(
+                    (float*)slots_out_->f.data() + (int64_t)expert_rows_[i + j] * n + 16 * p,
+                    tile + (int64_t)j * 16 * DOWN_PANELS, (size_t)cols * 4);
         }
     }
 }
 
-// The weighted sum of each row, in order of rank.
-void Engine::moe_sum(const Op& op, Units& units) {
+void Engine::moe_sum(const Op& op, WorkItems& items) {
     const int n = shape.hidden, used = op.used;
     float* out = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = units.next()) >= 0;) {
+    for (int r; (r = items.next()) >= 0;) {
         float* o = out + (int64_t)r * n;
         const float* y0 = (const float*)slots_out_->f.data() + (int64_t)r * used * n;
         for (int i = 0; i < n; i++) {
             float s = slot_weight_[(size_t)r * used] * y0[i];
-            for (int j = 1; j < used; j++) s += slot_weight_[(size_t)r * used + j] * y0[(int64_t)j * n + i];
+            for (int j = 1; j < used; j++)
+                s += slot_weight_[(size_t)r * used + j] * y0[(int64_t)j * n + i];
             o[i] = op.add ? o[i] + s : s;
         }
     }

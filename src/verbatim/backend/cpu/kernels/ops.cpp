@@ -1,5 +1,5 @@
-// The operations of the recorded program: one or more phases each, whose units the threads of the pool take one by one. Who computes a unit
-// never changes what it is.
+// The operations of the recorded program. Each has one or more phases, whose work items the pool
+// threads claim. Which thread computes an item does not change its bits.
 #include <algorithm>
 #include <cstring>
 
@@ -9,46 +9,58 @@ namespace verbatim {
 
 void Engine::norm_row(const Op& op, const float* x, int n, float* y) const {
     const float* w = vectors_[op.norm].data();
-    if (shape.layer_norm) kernels.layer(x, w, op.norm_bias >= 0 ? vectors_[op.norm_bias].data() : nullptr, n, shape.eps, y);
-    else kernels.rms(x, w, n, shape.eps, y);
+    if (shape.layer_norm)
+        kernels.layer_norm(x, w, op.norm_bias >= 0 ? vectors_[op.norm_bias].data() : nullptr, n,
+                           shape.eps, y);
+    else kernels.rms_norm(x, w, n, shape.eps, y);
 }
 
 void Engine::quantise_row(const QRows& q, int64_t row, const float* x, int n) const {
-    kernels.quantise(x, n, q.from(q.first(row, n / 32)));
+    kernels.quantise(x, n, q.at_block(q.first_block(row, n / 32)));
 }
 
-// False for attention's results where a block of 32 spans two key/value heads, which different threads write.
-bool Engine::whole_blocks(int width) const {
-    return width != shape.heads * shape.head_dim || (shape.heads / shape.kv_heads) * shape.head_dim % 32 == 0;
+// Whether each quantised block of a row has a single writer. Not so for the attention output when a
+// block of 32 spans two KV heads, which different threads write.
+bool Engine::blocks_within_kv_head(int width) const {
+    return width != shape.heads * shape.head_dim ||
+           (shape.heads / shape.kv_heads) * shape.head_dim % 32 == 0;
 }
 
 Engine::Input Engine::input(const Op& op) const {
     bool quant = false;
     for (int m : op.mat)
         if (m >= 0) quant |= KIND[matrices_[m]->p.kind].quantised;
-    for (int part = 0; part < 2 && !op.experts[part].empty(); part++) quant |= KIND[matrices_[op.experts[part][0]]->p.kind].quantised;
-    if (op.type == O_HEAD) return {(int)step.logits.size(), shape.hidden, step.logits.data(), quant};
+    for (int part = 0; part < 2 && !op.experts[part].empty(); part++)
+        quant |= KIND[matrices_[op.experts[part][0]]->p.kind].quantised;
+    if (op.type == O_HEAD)
+        return {(int)step.logits.size(), shape.hidden, step.logits.data(), quant};
     int width = op.type == O_LINEAR ? matrices_[op.mat[0]]->p.k : shape.hidden;
     return {(int)step.tokens.size(), width, nullptr, quant};
 }
 
-// A few rows are normed by every thread for itself, which is cheaper than a phase of its own.
-Engine::Source Engine::source(const Op& op, const Input& in) const {
-    if (op.norm < 0 && buffers_[op.src]->inner && !in.idx && (!in.quant || whole_blocks(in.width))) return AS_IT_IS;
-    if (op.norm < 0 && !in.quant) return AS_IT_IS;
-    return in.rows <= 2 || (in.rows <= FEW && in.rows * in.width <= 4096) ? BY_EACH : TOGETHER;
+// For a few rows, repeating the norm on every thread is cheaper than a phase of its own.
+Engine::InputMode Engine::input_mode(const Op& op, const Input& in) const {
+    if (op.norm < 0 && buffers_[op.src]->has_quantised && !in.idx &&
+        (!in.quant || blocks_within_kv_head(in.width)))
+        return READ_DIRECTLY;
+    if (op.norm < 0 && !in.quant) return READ_DIRECTLY;
+    return in.rows <= 2 || (in.rows <= MAX_PER_THREAD_ROWS && in.rows * in.width <= 4096)
+               ? PER_THREAD
+               : SHARED;
 }
 
-// Rows of one unit: two units for each thread, or as many rows as lie side by side.
-int Engine::prepare_rows(int rows) const { return std::clamp(rows / (2 * pool_.size()), 1, SIDE_BY_SIDE); }
+// Two work items per thread, of at most one row group.
+int Engine::norm_rows_per_item(int rows) const {
+    return std::clamp(rows / (2 * pool_.size()), 1, ROW_GROUP);
+}
 
-void Engine::prepare(const Op& op, Units& units) {
+void Engine::norm_quantise(const Op& op, WorkItems& items) {
     const Input in = input(op);
     const float* x = (const float*)buffers_[op.src]->f.data();
     QRows q = shared_.qr;
-    q.group = side_by_side(in.rows);
-    const int per = prepare_rows(in.rows);
-    for (int u; (u = units.next()) >= 0;)
+    q.group = row_group(in.rows);
+    const int per = norm_rows_per_item(in.rows);
+    for (int u; (u = items.next()) >= 0;)
         for (int r = u * per; r < std::min(u * per + per, in.rows); r++) {
             const float* row = x + (int64_t)(in.idx ? in.idx[r] : r) * in.width;
             float* y = (float*)shared_.f.data() + (int64_t)r * in.width;
@@ -58,16 +70,16 @@ void Engine::prepare(const Op& op, Units& units) {
         }
 }
 
-Engine::Prepared Engine::prepared(const Op& op, int thread) {
+Engine::ProductInput Engine::product_input(const Op& op, int thread) {
     const Input in = input(op);
     const Buffer& src = *buffers_[op.src];
     const float* x = (const float*)src.f.data();
     QRows q = shared_.qr;
-    q.group = side_by_side(in.rows);
-    switch (source(op, in)) {
-        case AS_IT_IS: return {src.qr, x, in.idx};
-        case TOGETHER: return {q, (const float*)shared_.f.data(), nullptr};
-        case BY_EACH: break;
+    q.group = row_group(in.rows);
+    switch (input_mode(op, in)) {
+        case READ_DIRECTLY: return {src.qr, x, in.idx};
+        case SHARED: return {q, (const float*)shared_.f.data(), nullptr};
+        case PER_THREAD: break;
     }
     Worker& w = *workers_[thread];
     for (int r = 0; r < in.rows; r++) {
@@ -79,65 +91,74 @@ Engine::Prepared Engine::prepared(const Op& op, int thread) {
     return {w.qr, op.norm >= 0 ? (const float*)w.norm.data() : x, nullptr};
 }
 
-void Engine::embed(const Op& op, Units& units) {
+void Engine::embed(const Op& op, WorkItems& items) {
     const Packed& w = matrices_[op.mat[0]]->p;
     int n = shape.hidden;
     float* x = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = units.next()) >= 0;) {
+    for (int r; (r = items.next()) >= 0;) {
         float* y = x + (int64_t)r * n;
         unpack_row(w, step.tokens[r], kernels.byte_bias, y);
         if (op.scale != 1.0f)
             for (int i = 0; i < n; i++) y[i] *= op.scale;
         for (size_t k = 0; k < ropes_.size(); k++) {
             float* a = (float*)angles_[k].data() + (int64_t)r * 2 * ropes_[k].half;
-            rope_angles(step.positions[r], ropes_[k].inv_freq.data(), ropes_[k].half, ropes_[k].factor, a, a + ropes_[k].half);
+            rope_angles(step.positions[r], ropes_[k].inv_freq.data(), ropes_[k].half,
+                        ropes_[k].factor, a, a + ropes_[k].half);
         }
     }
 }
 
-void Engine::positions(const Op& op, Units& units) {
+void Engine::positions(const Op& op, WorkItems& items) {
     const Packed& w = matrices_[op.mat[0]]->p;
     int n = shape.hidden;
     float* x = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = units.next()) >= 0;) {
+    for (int r; (r = items.next()) >= 0;) {
         float* y = (float*)shared_.f.data() + (int64_t)r * n;
         unpack_row(w, step.positions[r], kernels.byte_bias, y);
         kernels.add_rows(x + (int64_t)r * n, 0, y, 0, 1, n);
     }
 }
 
-// One head of q, k or v for some rows: bias, norm, rotation, then to the query buffer or into the cache.
+// Bias, norm and rotary embedding of one head of q, k or v, then the write to the query buffer or
+// to the KV cache.
 void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile) {
     int hd = shape.head_dim, ld = vdim_;
-    if (op.bias[part] >= 0) kernels.add_rows(tile, ld, vectors_[op.bias[part]].data() + (int64_t)head * hd, 0, rows, hd);
+    if (op.bias[part] >= 0)
+        kernels.add_rows(tile, ld, vectors_[op.bias[part]].data() + (int64_t)head * hd, 0, rows,
+                         hd);
     for (int r = 0; r < rows; r++) {
         float* x = tile + (int64_t)r * ld;
         int row = row0 + r, norm = part == 0 ? op.qnorm : part == 1 ? op.knorm : -1;
-        if (norm >= 0) kernels.rms(x, vectors_[norm].data(), hd, shape.eps, x);
+        if (norm >= 0) kernels.rms_norm(x, vectors_[norm].data(), hd, shape.eps, x);
         if (part < 2 && op.rope >= 0) {
             int half = ropes_[op.rope].half;
             const float* a = (const float*)angles_[op.rope].data() + (int64_t)row * 2 * half;
             kernels.rope(x, a, a + half, half);
         }
         if (part == 0) {
-            std::memcpy((float*)buffers_[op.dst]->f.data() + ((int64_t)row * shape.heads + head) * hd, x, (size_t)hd * 4);
+            std::memcpy(
+                (float*)buffers_[op.dst]->f.data() + ((int64_t)row * shape.heads + head) * hd, x,
+                (size_t)hd * 4);
             continue;
         }
         const Sequence& seq = step.sequences[step.sequence[row]];
         int64_t pos = step.positions[row];
         int slot = (int)(pos % BLOCK);
-        uint8_t* c = cell(op.layer, seq.blocks[layer_group_[op.layer]][pos / BLOCK], head);
+        uint8_t* c = kv_slice(op.layer, seq.blocks[layer_group_[op.layer]][pos / BLOCK], head);
         if (q8_) {
             float* scales = (float*)(c + (size_t)(hd + vdim_) * BLOCK);
             int8_t h[1024];
-            if (part == 2) kernels.store_q8(x, hd, (int8_t*)c + (size_t)hd * BLOCK + (size_t)slot * vdim_, scales + BLOCK + slot);
+            if (part == 2)
+                kernels.store_q8(x, hd, (int8_t*)c + (size_t)hd * BLOCK + (size_t)slot * vdim_,
+                                 scales + BLOCK + slot);
             else {
                 kernels.store_q8(x, hd, h, scales + slot);
                 for (int d = 0; d < hd; d++) ((int8_t*)c)[d * BLOCK + slot] = h[d];
             }
         } else {
             uint16_t h[1024];
-            if (part == 2) kernels.store_half(x, hd, (uint16_t*)c + (size_t)hd * BLOCK + (size_t)slot * vdim_);
+            if (part == 2)
+                kernels.store_half(x, hd, (uint16_t*)c + (size_t)hd * BLOCK + (size_t)slot * vdim_);
             else {
                 kernels.store_half(x, hd, h);
                 for (int d = 0; d < hd; d++) ((uint16_t*)c)[d * BLOCK + slot] = h[d];
@@ -146,132 +167,162 @@ void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, floa
     }
 }
 
-void Engine::qkv(const Op& op, Units& units) {
+void Engine::qkv(const Op& op, WorkItems& items) {
     int rows = (int)step.tokens.size(), n = shape.hidden;
-    Prepared in = prepared(op, units.thread);
-    float* tile = (float*)workers_[units.thread]->tile.data();
+    ProductInput in = product_input(op, items.thread);
+    float* tile = (float*)workers_[items.thread]->tile.data();
     int heads[3] = {shape.heads, shape.kv_heads, shape.kv_heads}, per = vdim_ / 16;
-    auto place = [&](int u, int& part, int& head) {
+    auto locate = [&](int u, int& part, int& head) {
         part = u < heads[0] ? 0 : u < heads[0] + heads[1] ? 1 : 2;
         head = u - (part > 0 ? heads[0] : 0) - (part > 1 ? heads[1] : 0);
     };
-    for (int u = units.next(), v; u >= 0; u = v) {
+    for (int u = items.next(), v; u >= 0; u = v) {
         int part, head, part2, head2;
-        place(u, part, head);
-        v = units.next();
-        place(v, part2, head2);
+        locate(u, part, head);
+        v = items.next();
+        locate(v, part2, head2);
         const Packed& w = matrices_[op.mat[part]]->p;
-        const uint8_t* then = v >= 0 ? panel(op.mat[part2], head2 * per) : following(op, units.thread);
-        for (int r = 0; r < rows; r += ROWS) {
-            int m = std::min(ROWS, rows - r);
-            QRows q = in.q.from(in.q.first(r, n / 32));
-            kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile, vdim_, r + ROWS < rows ? nullptr : then);
+        const uint8_t* next_weights =
+            v >= 0 ? panel(op.mat[part2], head2 * per) : next_product_weights(op, items.thread);
+        for (int r = 0; r < rows; r += MM_ROWS) {
+            int m = std::min(MM_ROWS, rows - r);
+            QRows q = in.q.at_block(in.q.first_block(r, n / 32));
+            kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile,
+                               vdim_, r + MM_ROWS < rows ? nullptr : next_weights);
             qkv_head(op, part, head, r, m, tile);
         }
     }
 }
 
-// Panels of one product, at most, and of one unit: with many rows a unit is work enough, and tiles want four panels; with few, small units let the
-// threads end together, and a thread computes those that follow one another at once.
-constexpr int MOST = 4, FEW_ROWS = 8;
-static_assert(16 * MOST == vb::CHUNK);
+// MAX_PANELS: panels per product call. With many rows, one item per call is enough work, and AMX
+// tiles want four panels. With few rows, small items let the threads finish together; a thread
+// computes consecutive items in one call.
+constexpr int MAX_PANELS = 4, FEW_ROWS = 8;
+static_assert(16 * MAX_PANELS == vb::CHUNK);
 int Engine::linear_panels(const Op& op) const {
-    if (op.type == O_HEAD) return MOST;  // a chunk of the sampler
-    return input(op).rows <= FEW_ROWS ? 1 : std::clamp(matrices_[op.mat[0]]->p.panels / (pool_.size() * 6), 1, MOST);
+    if (op.type == O_HEAD) return MAX_PANELS;  // one sampler chunk
+    return input(op).rows <= FEW_ROWS
+               ? 1
+               : std::clamp(matrices_[op.mat[0]]->p.panels / (pool_.size() * 6), 1, MAX_PANELS);
 }
 int Engine::gateup_panels(const Op& op) const {
-    return step.tokens.size() > FEW_ROWS && matrices_[op.mat[1]]->p.panels >= 16 * pool_.size() ? MOST : 2;
+    return step.tokens.size() > FEW_ROWS && matrices_[op.mat[1]]->p.panels >= 16 * pool_.size()
+               ? MAX_PANELS
+               : 2;
 }
 
-int Engine::product_units(const Op& op) const {
+int Engine::product_items(const Op& op) const {
     if (op.type == O_QKV) return shape.heads + 2 * shape.kv_heads;
     int per = op.type == O_GATEUP ? gateup_panels(op) : linear_panels(op);
     return (matrices_[op.mat[op.type == O_GATEUP]]->p.panels + per - 1) / per;
 }
 
-// The weights with which this thread will begin the next product.
-const uint8_t* Engine::following(const Op& op, int thread) const {
-    const Op& n = ops_[op.then];
-    int unit = pool_.first(thread, product_units(n));
-    if (unit < 0) return nullptr;
-    if (n.type == O_QKV) return unit < shape.heads ? panel(n.mat[0], unit * (vdim_ / 16)) : nullptr;
-    return n.type == O_GATEUP ? panel(n.mat[1], unit * gateup_panels(n)) : panel(n.mat[0], unit * linear_panels(n));
+// The weights that this thread reads first in the next product, to be prefetched.
+const uint8_t* Engine::next_product_weights(const Op& op, int thread) const {
+    const Op& n = ops_[op.next_product];
+    int item = pool_.first_item(thread, product_items(n));
+    if (item < 0) return nullptr;
+    if (n.type == O_QKV) return item < shape.heads ? panel(n.mat[0], item * (vdim_ / 16)) : nullptr;
+    return n.type == O_GATEUP ? panel(n.mat[1], item * gateup_panels(n))
+                              : panel(n.mat[0], item * linear_panels(n));
 }
 
-void Engine::linear(const Op& op, Units& units) {
+void Engine::linear(const Op& op, WorkItems& items) {
     const Packed& w = matrices_[op.mat[0]]->p;
-    const int rows = input(op).rows, thread = units.thread, per = linear_panels(op);
-    Prepared in = prepared(op, thread);
+    const int rows = input(op).rows, thread = items.thread, per = linear_panels(op);
+    ProductInput in = product_input(op, thread);
     float* tile = (float*)workers_[thread]->tile.data();
     float* y = (float*)buffers_[op.dst]->f.data();
     const float* bias = op.bias[0] >= 0 ? vectors_[op.bias[0]].data() : nullptr;
-    for (int count, more, u = units.next(MOST / per, count), v; u >= 0; u = v, count = more) {
-        v = units.next(MOST / per, more);
-        const uint8_t* then = v >= 0 ? panel(op.mat[0], v * per) : following(op, thread);
-        int p = u * per, np = std::min(count * per, w.panels - p), cols = std::min(16 * np, w.n - 16 * p);
-        for (int r = 0; r < rows; r += ROWS) {
-            int m = std::min(ROWS, rows - r);
-            QRows q = in.q.from(in.q.first(r, w.k / 32));
-            int32_t rebased[ROWS];
+    for (int count, more, u = items.next(MAX_PANELS / per, count), v; u >= 0; u = v, count = more) {
+        v = items.next(MAX_PANELS / per, more);
+        const uint8_t* next_weights =
+            v >= 0 ? panel(op.mat[0], v * per) : next_product_weights(op, thread);
+        int p = u * per, np = std::min(count * per, w.panels - p),
+            cols = std::min(16 * np, w.n - 16 * p);
+        for (int r = 0; r < rows; r += MM_ROWS) {
+            int m = std::min(MM_ROWS, rows - r);
+            QRows q = in.q.at_block(in.q.first_block(r, w.k / 32));
+            int32_t rebased[MM_ROWS];
             if (in.idx)
                 for (int i = 0; i < m; i++) rebased[i] = in.idx[r + i];
-            kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k, in.idx ? rebased : nullptr, m, tile, 16 * MOST,
-                               r + ROWS < rows ? nullptr : then);
-            if (bias) kernels.add_rows(tile, 16 * MOST, bias + 16 * p, 0, m, cols);
+            kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k,
+                               in.idx ? rebased : nullptr, m, tile, 16 * MAX_PANELS,
+                               r + MM_ROWS < rows ? nullptr : next_weights);
+            if (bias) kernels.add_rows(tile, 16 * MAX_PANELS, bias + 16 * p, 0, m, cols);
             float* o = y + (int64_t)r * w.n + 16 * p;
-            if (op.add) kernels.add_rows(o, w.n, tile, 16 * MOST, m, cols);
+            if (op.add) kernels.add_rows(o, w.n, tile, 16 * MAX_PANELS, m, cols);
             else
-                for (int i = 0; i < m; i++) std::memcpy(o + (int64_t)i * w.n, tile + (int64_t)i * 16 * MOST, (size_t)cols * 4);
+                for (int i = 0; i < m; i++)
+                    std::memcpy(o + (int64_t)i * w.n, tile + (int64_t)i * 16 * MAX_PANELS,
+                                (size_t)cols * 4);
             if (op.softcap != 0.0f)
                 for (int i = 0; i < m; i++) kernels.softcap(o + (int64_t)i * w.n, cols, op.softcap);
             if (op.type == O_HEAD)
-                for (int i = 0; i < m; i++) ((float*)tops_.data())[(r + i) * chunks() + p / MOST] = kernels.top(o + (int64_t)i * w.n, cols);
+                for (int i = 0; i < m; i++)
+                    ((float*)chunk_maxes_.data())[(r + i) * chunks() + p / MAX_PANELS] =
+                        kernels.max_or_nan(o + (int64_t)i * w.n, cols);
         }
     }
 }
 
-// act(gate) * up, 32 outputs at a time, so that the block can be quantised where it is made.
-void Engine::gateup(const Op& op, Units& units) {
-    const int rows = (int)step.tokens.size(), thread = units.thread, per = gateup_panels(op);
+// act(gate) * up in multiples of 32 outputs, so that the block can be quantised where it is
+// produced.
+void Engine::gateup(const Op& op, WorkItems& items) {
+    const int rows = (int)step.tokens.size(), thread = items.thread, per = gateup_panels(op);
     bool gated = op.mat[0] >= 0;
     const Packed& up = matrices_[op.mat[1]]->p;
     const Packed* gate = gated ? &matrices_[op.mat[0]]->p : nullptr;
     const int n = up.n;
     bool out_quant = n % 32 == 0;
-    Prepared in = prepared(op, thread);
-    float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + ROWS * 64, *y = (float*)workers_[thread]->act.data();
+    ProductInput in = product_input(op, thread);
+    float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + MM_ROWS * 64,
+          *y = (float*)workers_[thread]->act.data();
     Buffer& dst = *buffers_[op.dst];
-    for (int count, more, u = units.next(MOST / per, count), v; u >= 0; u = v, count = more) {
-        v = units.next(MOST / per, more);
-        const uint8_t* then = v >= 0 ? panel(op.mat[1], v * per) : following(op, thread);
-        int p = u * per, np = std::min(count * per, up.panels - p), width = 16 * np, cols = std::min(width, n - 16 * p);
-        for (int r = 0; r < rows; r += ROWS) {
-            int m = std::min(ROWS, rows - r);
-            QRows q = in.q.from(in.q.first(r, up.k / 32));
+    for (int count, more, u = items.next(MAX_PANELS / per, count), v; u >= 0; u = v, count = more) {
+        v = items.next(MAX_PANELS / per, more);
+        const uint8_t* next_weights =
+            v >= 0 ? panel(op.mat[1], v * per) : next_product_weights(op, thread);
+        int p = u * per, np = std::min(count * per, up.panels - p), width = 16 * np,
+            cols = std::min(width, n - 16 * p);
+        for (int r = 0; r < rows; r += MM_ROWS) {
+            int m = std::min(MM_ROWS, rows - r);
+            QRows q = in.q.at_block(in.q.first_block(r, up.k / 32));
             const float* x = in.x + (int64_t)r * up.k;
-            const bool last = r + ROWS >= rows;
-            kernels.mm[up.kind](up, p, np, q, x, nullptr, m, tu, width, !last ? nullptr : gated ? panel(op.mat[0], p) : then);
-            if (op.bias[1] >= 0) kernels.add_rows(tu, width, vectors_[op.bias[1]].data() + 16 * p, 0, m, cols);
+            const bool last = r + MM_ROWS >= rows;
+            kernels.mm[up.kind](up, p, np, q, x, nullptr, m, tu, width,
+                                !last   ? nullptr
+                                : gated ? panel(op.mat[0], p)
+                                        : next_weights);
+            if (op.bias[1] >= 0)
+                kernels.add_rows(tu, width, vectors_[op.bias[1]].data() + 16 * p, 0, m, cols);
             if (gated) {
-                kernels.mm[gate->kind](*gate, p, np, q, x, nullptr, m, tg, width, last ? then : nullptr);
-                if (op.bias[0] >= 0) kernels.add_rows(tg, width, vectors_[op.bias[0]].data() + 16 * p, 0, m, cols);
+                kernels.mm[gate->kind](*gate, p, np, q, x, nullptr, m, tg, width,
+                                       last ? next_weights : nullptr);
+                if (op.bias[0] >= 0)
+                    kernels.add_rows(tg, width, vectors_[op.bias[0]].data() + 16 * p, 0, m, cols);
             }
             kernels.gate(shape.activation, gated ? tg : nullptr, tu, width * m, y);
             for (int i = 0; i < m; i++) {
-                if (out_quant) kernels.quantise(y + width * i, cols, dst.qr.from(dst.qr.first(r + i, n / 32) + (int64_t)p / 2 * dst.qr.group));
-                if (dst.floats) std::memcpy((float*)dst.f.data() + (int64_t)(r + i) * n + 16 * p, y + width * i, (size_t)cols * 4);
+                if (out_quant)
+                    kernels.quantise(y + width * i, cols,
+                                     dst.qr.at_block(dst.qr.first_block(r + i, n / 32) +
+                                                     (int64_t)p / 2 * dst.qr.group));
+                if (dst.keeps_floats)
+                    std::memcpy((float*)dst.f.data() + (int64_t)(r + i) * n + 16 * p, y + width * i,
+                                (size_t)cols * 4);
             }
         }
     }
 }
 
-// dst = norm(src) of the rows asked for, or dst += norm(src)
-void Engine::norm(const Op& op, Units& units) {
+// dst = norm(src), for all rows or the output rows; or dst += norm(src).
+void Engine::norm(const Op& op, WorkItems& items) {
     bool add = op.type == O_NORMADD;
     int n = shape.hidden;
     const float* x = (const float*)buffers_[op.src]->f.data();
     float* y = (float*)buffers_[op.dst]->f.data();
-    for (int r; (r = units.next()) >= 0;) {
+    for (int r; (r = items.next()) >= 0;) {
         const float* row = x + (int64_t)(op.outputs ? step.outputs[r] : r) * n;
         if (!add) {
             norm_row(op, row, n, y + (int64_t)r * n);
@@ -283,59 +334,69 @@ void Engine::norm(const Op& op, Units& units) {
     }
 }
 
-// The phases of this step and how many units each has.
+// Lists the phases of this step and the number of work items of each.
 void Engine::plan_phases() {
     phases_.clear();
-    units_.clear();
-    auto add = [&](int op, Stage stage, int units) {
+    item_counts_.clear();
+    auto add = [&](int op, Stage stage, int items) {
         phases_.push_back({op, stage});
-        units_.push_back(units);
+        item_counts_.push_back(items);
     };
     const int rows = (int)step.tokens.size();
     for (int i = 0; i < (int)ops_.size(); i++) {
         const Op& op = ops_[i];
         switch (op.type) {
-            case O_EMBED: case O_POSITIONS: case O_NORMADD: add(i, S_WORK, rows); break;
+            case O_EMBED:
+            case O_POSITIONS:
+            case O_NORMADD: add(i, S_WORK, rows); break;
             case O_NORM: add(i, S_WORK, op.outputs ? (int)step.outputs.size() : rows); break;
-            case O_ATTEND: add(i, S_WORK, (int)items_[layer_group_[op.layer]].size()); break;
-            case O_QKV: case O_LINEAR: case O_GATEUP: case O_HEAD: case O_MOE: {
+            case O_ATTEND: add(i, S_WORK, (int)attend_items_[layer_group_[op.layer]].size()); break;
+            case O_QKV:
+            case O_LINEAR:
+            case O_GATEUP:
+            case O_HEAD:
+            case O_MOE: {
                 const Input in = input(op);
-                if (source(op, in) == TOGETHER) add(i, S_PREPARE, (in.rows + prepare_rows(in.rows) - 1) / prepare_rows(in.rows));
+                if (input_mode(op, in) == SHARED)
+                    add(i, S_NORM_QUANTISE,
+                        (in.rows + norm_rows_per_item(in.rows) - 1) / norm_rows_per_item(in.rows));
                 if (op.type != O_MOE) {
-                    add(i, S_WORK, in.rows ? product_units(op) : 0);
+                    add(i, S_WORK, in.rows ? product_items(op) : 0);
                     break;
                 }
                 moe_plan(op);
                 const int experts = matrices_[op.mat[0]]->p.n;
-                add(i, S_ROUTE, (rows + ROWS - 1) / ROWS);
+                add(i, S_ROUTE, (rows + MM_ROWS - 1) / MM_ROWS);
                 add(i, S_SORT, 1);
-                add(i, S_UP, experts * moe_up_units(op));
-                add(i, S_DOWN, experts * moe_down_units(op));
+                add(i, S_UP, experts * moe_up_items(op));
+                add(i, S_DOWN, experts * moe_down_items(op));
                 add(i, S_SUM, rows);
             }
         }
     }
 }
 
-void Engine::phase(int number, Units& units) {
+void Engine::phase(int number, WorkItems& items) {
     const Op& op = ops_[phases_[number].op];
     switch (phases_[number].stage) {
-        case S_PREPARE: return prepare(op, units);
-        case S_ROUTE: return moe_route(op, units);
-        case S_SORT: return moe_sort(op, units);
-        case S_UP: return moe_up(op, units);
-        case S_DOWN: return moe_down(op, units);
-        case S_SUM: return moe_sum(op, units);
+        case S_NORM_QUANTISE: return norm_quantise(op, items);
+        case S_ROUTE: return moe_route(op, items);
+        case S_SORT: return moe_sort(op, items);
+        case S_UP: return moe_up(op, items);
+        case S_DOWN: return moe_down(op, items);
+        case S_SUM: return moe_sum(op, items);
         case S_WORK: break;
     }
     switch (op.type) {
-        case O_EMBED: return embed(op, units);
-        case O_POSITIONS: return positions(op, units);
-        case O_QKV: return qkv(op, units);
-        case O_ATTEND: return attend(op, units);
-        case O_LINEAR: case O_HEAD: return linear(op, units);
-        case O_GATEUP: return gateup(op, units);
-        case O_NORM: case O_NORMADD: return norm(op, units);
+        case O_EMBED: return embed(op, items);
+        case O_POSITIONS: return positions(op, items);
+        case O_QKV: return qkv(op, items);
+        case O_ATTEND: return attend(op, items);
+        case O_LINEAR:
+        case O_HEAD: return linear(op, items);
+        case O_GATEUP: return gateup(op, items);
+        case O_NORM:
+        case O_NORMADD: return norm(op, items);
         case O_MOE: return;
     }
 }

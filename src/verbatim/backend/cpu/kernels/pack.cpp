@@ -1,4 +1,5 @@
-// From a GGUF file's blocks to panels of 16 rows (kernels.h), and one row back for embeddings. Portable code; runs once, at load.
+// Packs the quantised blocks of a GGUF tensor into panels of 16 rows (kernels.h), and unpacks
+// single rows for the embedding. Portable; packing runs once, at load.
 #include <cmath>
 #include <cstring>
 
@@ -12,44 +13,59 @@ namespace verbatim {
 using verbatim_portable::half_to_float;
 
 const KindInfo KIND[KINDS] = {
-    {"f32", 2048, 0, 0, false}, {"f16", 1024, 0, 0, false}, {"bf16", 1024, 0, 0, false},
-    {"q4_0", 256, 32, 0, true}, {"q4_1", 256, 64, 0, true}, {"q5_0", 320, 32, 0, true}, {"q5_1", 320, 64, 0, true},
-    {"q8_0", 512, 32, 0, true}, {"q8_k", 512, 64, 0, true},
-    {"q4_k", 256, 32, 64, true}, {"q5_k", 320, 32, 64, true},
-    {"q6_k", 384, 32, 32, true}, {"q3_k", 192, 32, 32, true}, {"q2_k", 128, 64, 64, true},
+    {"f32", 2048, 0, 0, false},  {"f16", 1024, 0, 0, false},  {"bf16", 1024, 0, 0, false},
+    {"q4_0", 256, 32, 0, true},  {"q4_1", 256, 64, 0, true},  {"q5_0", 320, 32, 0, true},
+    {"q5_1", 320, 64, 0, true},  {"q8_0", 512, 32, 0, true},  {"q8_k", 512, 64, 0, true},
+    {"q4_k", 256, 32, 64, true}, {"q5_k", 320, 32, 64, true}, {"q6_k", 384, 32, 32, true},
+    {"q3_k", 192, 32, 32, true}, {"q2_k", 128, 64, 64, true},
 };
 
 bool kind_of(const char* type, Kind* kind) {
     for (int i = 0; i < KINDS; i++)
-        if (!std::strcmp(type, KIND[i].name)) { *kind = (Kind)i; return true; }
+        if (!std::strcmp(type, KIND[i].name)) {
+            *kind = (Kind)i;
+            return true;
+        }
     return false;
 }
 
 size_t panel_bytes(Kind kind, int k) {
     const KindInfo& i = KIND[kind];
-    size_t n = i.quantised ? (size_t)(k / 32) * (i.qb + i.sb) + (size_t)(k / 256) * i.ub : (size_t)k * (i.qb / 32);
+    size_t n = i.quantised ? (size_t)(k / 32) * (i.qb + i.sb) + (size_t)(k / 256) * i.ub
+                           : (size_t)k * (i.qb / 32);
     return (n + 63) / 64 * 64;
 }
 
 namespace {
 
-// One block of 32 values of one row, in plain form. Scales are kept as the integers and halves of the file, so nothing is rounded.
-struct Plain {
-    uint8_t q[32];            // unsigned quants; q8: the signed byte
-    uint16_t d, m;            // f16 scale and minimum of the block, or d and dmin of the super-block
-    float wide;               // q8_k
-    uint8_t sc[2], mn[2];     // integer scales and minima of the block's halves
+// One block of 32 values of one row, unpacked. Scales stay the integers and halves of the file, so
+// nothing is rounded.
+struct UnpackedBlock {
+    uint8_t q[32];         // unsigned quants; 8-bit formats: the signed byte
+    uint16_t d, m;         // f16 scale and minimum of the block, or d and dmin of the super-block
+    float d32;             // f32 scale of q8_k
+    uint8_t sc[2], mn[2];  // integer scales and minima of the halves of the block
 };
 
-inline uint16_t u16(const uint8_t* p) { uint16_t v; std::memcpy(&v, p, 2); return v; }
+inline uint16_t u16(const uint8_t* p) {
+    uint16_t v;
+    std::memcpy(&v, p, 2);
+    return v;
+}
 
-void legacy(Kind kind, const uint8_t* p, Plain& o) {
+void read_legacy_block(Kind kind, const uint8_t* p, UnpackedBlock& o) {
     bool five = kind == K_5 || kind == K_5M, min = kind == K_4M || kind == K_5M;
-    o.d = u16(p); p += 2;
-    if (min) { o.m = u16(p); p += 2; }
+    o.d = u16(p);
+    p += 2;
+    if (min) {
+        o.m = u16(p);
+        p += 2;
+    }
     uint32_t high = 0;
-    if (five) { std::memcpy(&high, p, 4); p += 4; }
-    else {
+    if (five) {
+        std::memcpy(&high, p, 4);
+        p += 4;
+    } else {
         for (int j = 0; j < 16; j++) o.q[j] = p[j] & 15;
         for (int j = 0; j < 16; j++) o.q[j + 16] = p[j] >> 4;
         return;
@@ -60,20 +76,25 @@ void legacy(Kind kind, const uint8_t* p, Plain& o) {
     }
 }
 
-// Scale and minimum number j of the 8 that q4_k and q5_k pack into 12 bytes, 6 bits each.
-void six_bits(const uint8_t* s, int j, uint8_t* sc, uint8_t* mn) {
-    if (j < 4) { *sc = s[j] & 63; *mn = s[j + 4] & 63; }
-    else {
+// Scale and minimum j of the 8 that q4_k and q5_k pack into 12 bytes, 6 bits each.
+void read_scale_min(const uint8_t* s, int j, uint8_t* sc, uint8_t* mn) {
+    if (j < 4) {
+        *sc = s[j] & 63;
+        *mn = s[j + 4] & 63;
+    } else {
         *sc = (uint8_t)((s[j + 4] & 15) | ((s[j - 4] >> 6) << 4));
         *mn = (uint8_t)((s[j + 4] >> 4) | ((s[j] >> 6) << 4));
     }
 }
 
-void super(Kind kind, const uint8_t* p, int b, Plain& o) {  // block b = 0..7 of the super-block at p
+// Block b = 0..7 of the super-block at p.
+void read_super_block(Kind kind, const uint8_t* p, int b, UnpackedBlock& o) {
     switch (kind) {
-        case K_4K: case K_5K: {
-            o.d = u16(p); o.m = u16(p + 2);
-            six_bits(p + 4, b, &o.sc[0], &o.mn[0]);
+        case K_4K:
+        case K_5K: {
+            o.d = u16(p);
+            o.m = u16(p + 2);
+            read_scale_min(p + 4, b, &o.sc[0], &o.mn[0]);
             const uint8_t* qh = p + 16;
             const uint8_t* qs = p + (kind == K_5K ? 48 : 16) + 32 * (b / 2);
             for (int j = 0; j < 32; j++) {
@@ -84,27 +105,36 @@ void super(Kind kind, const uint8_t* p, int b, Plain& o) {  // block b = 0..7 of
         }
         case K_6K: {
             const uint8_t *ql = p + 64 * (b / 4), *qh = p + 128 + 32 * (b / 4), *sc = p + 192;
-            int part = b % 4;  // 32 values: low nibbles of ql[0..31], ql[32..63], then the high nibbles
+            // Parts of 32 values: low nibbles of ql[0..31] and ql[32..63], then the high nibbles.
+            int part = b % 4;
             for (int j = 0; j < 32; j++) {
                 uint8_t low = ql[j + 32 * (part & 1)];
-                o.q[j] = (uint8_t)((part < 2 ? low & 15 : low >> 4) | (((qh[j] >> (2 * part)) & 3) << 4));
+                o.q[j] = (uint8_t)((part < 2 ? low & 15 : low >> 4) |
+                                   (((qh[j] >> (2 * part)) & 3) << 4));
             }
-            o.sc[0] = sc[2 * b]; o.sc[1] = sc[2 * b + 1];
+            o.sc[0] = sc[2 * b];
+            o.sc[1] = sc[2 * b + 1];
             o.d = u16(p + 208);
             return;
         }
         case K_2K: {
             const uint8_t *sc = p, *qs = p + 16 + 32 * (b / 4);
             for (int j = 0; j < 32; j++) o.q[j] = (qs[j] >> (2 * (b % 4))) & 3;
-            for (int h = 0; h < 2; h++) { o.sc[h] = sc[2 * b + h] & 15; o.mn[h] = sc[2 * b + h] >> 4; }
-            o.d = u16(p + 80); o.m = u16(p + 82);
+            for (int h = 0; h < 2; h++) {
+                o.sc[h] = sc[2 * b + h] & 15;
+                o.mn[h] = sc[2 * b + h] >> 4;
+            }
+            o.d = u16(p + 80);
+            o.m = u16(p + 82);
             return;
         }
         case K_3K: {
             const uint8_t *hm = p, *qs = p + 32 + 32 * (b / 4), *s = p + 96;
-            for (int j = 0; j < 32; j++) o.q[j] = (uint8_t)(((qs[j] >> (2 * (b % 4))) & 3) | (((hm[j] >> b) & 1) << 2));
+            for (int j = 0; j < 32; j++)
+                o.q[j] = (uint8_t)(((qs[j] >> (2 * (b % 4))) & 3) | (((hm[j] >> b) & 1) << 2));
             for (int h = 0; h < 2; h++) {
-                int i = 2 * b + h;  // 16 scales of 6 bits: low 4 in 8 bytes, high 2 in the last 4
+                // 16 scales of 6 bits: the low 4 bits in 8 bytes, the high 2 in the last 4 bytes.
+                int i = 2 * b + h;
                 int low = i < 8 ? s[i] & 15 : s[i - 8] >> 4;
                 int high = (s[8 + i % 4] >> (2 * (i / 4))) & 3;
                 o.sc[h] = (uint8_t)(int8_t)((low | (high << 4)) - 32);
@@ -116,41 +146,52 @@ void super(Kind kind, const uint8_t* p, int b, Plain& o) {  // block b = 0..7 of
     }
 }
 
-void read_block(Kind kind, const uint8_t* row, int b, Plain& o) {
+void read_block(Kind kind, const uint8_t* row, int b, UnpackedBlock& o) {
     switch (kind) {
-        case K_4: legacy(kind, row + (size_t)b * 18, o); break;
-        case K_4M: legacy(kind, row + (size_t)b * 20, o); break;
-        case K_5: legacy(kind, row + (size_t)b * 22, o); break;
-        case K_5M: legacy(kind, row + (size_t)b * 24, o); break;
-        case K_8: o.d = u16(row + (size_t)b * 34); std::memcpy(o.q, row + (size_t)b * 34 + 2, 32); break;
+        case K_4: read_legacy_block(kind, row + (size_t)b * 18, o); break;
+        case K_4M: read_legacy_block(kind, row + (size_t)b * 20, o); break;
+        case K_5: read_legacy_block(kind, row + (size_t)b * 22, o); break;
+        case K_5M: read_legacy_block(kind, row + (size_t)b * 24, o); break;
+        case K_8:
+            o.d = u16(row + (size_t)b * 34);
+            std::memcpy(o.q, row + (size_t)b * 34 + 2, 32);
+            break;
         case K_8W: {
             const uint8_t* p = row + (size_t)(b / 8) * 292;
-            std::memcpy(&o.wide, p, 4);
+            std::memcpy(&o.d32, p, 4);
             std::memcpy(o.q, p + 4 + 32 * (b % 8), 32);
             break;
         }
-        case K_4K: super(kind, row + (size_t)(b / 8) * 144, b % 8, o); break;
-        case K_5K: super(kind, row + (size_t)(b / 8) * 176, b % 8, o); break;
-        case K_6K: super(kind, row + (size_t)(b / 8) * 210, b % 8, o); break;
-        case K_2K: super(kind, row + (size_t)(b / 8) * 84, b % 8, o); break;
-        case K_3K: super(kind, row + (size_t)(b / 8) * 110, b % 8, o); break;
+        case K_4K: read_super_block(kind, row + (size_t)(b / 8) * 144, b % 8, o); break;
+        case K_5K: read_super_block(kind, row + (size_t)(b / 8) * 176, b % 8, o); break;
+        case K_6K: read_super_block(kind, row + (size_t)(b / 8) * 210, b % 8, o); break;
+        case K_2K: read_super_block(kind, row + (size_t)(b / 8) * 84, b % 8, o); break;
+        case K_3K: read_super_block(kind, row + (size_t)(b / 8) * 110, b % 8, o); break;
         default: break;
     }
 }
 
-inline uint32_t word(const uint8_t* q, int g) { uint32_t v; std::memcpy(&v, q + 4 * g, 4); return v; }
+inline uint32_t word(const uint8_t* q, int g) {
+    uint32_t v;
+    std::memcpy(&v, q + 4 * g, 4);
+    return v;
+}
 inline void put(uint8_t* p, uint32_t v) { std::memcpy(p, &v, 4); }
 
-// Quants of one row's block into lane `lane` of the panel's block. Group g, byte j is input 4g + j; a group is one 32-bit word.
-void put_quants(Kind kind, const Plain& o, int lane, int bias, uint8_t* q) {
+// Writes the quants of one row into lane `lane` of a panel block. Byte j of group g is input 4g +
+// j; a group is one 32-bit word.
+void pack_quants(Kind kind, const UnpackedBlock& o, int lane, int bias, uint8_t* q) {
     constexpr uint32_t ONE = 0x01010101u, THREE = 0x03030303u, LOW = 0x0f0f0f0fu;
     uint8_t* at = q + lane * 4;
     uint32_t plane = 0;
     switch (kind) {
-        case K_8: case K_8W:
-            for (int g = 0; g < 8; g++) put(at + 64 * g, word(o.q, g) ^ (uint32_t)bias * ONE);  // ^ 128 is + 128 modulo 256
+        case K_8:
+        case K_8W:
+            // x ^ 128 is x + 128 modulo 256.
+            for (int g = 0; g < 8; g++) put(at + 64 * g, word(o.q, g) ^ (uint32_t)bias * ONE);
             return;
-        case K_2K: case K_3K:
+        case K_2K:
+        case K_3K:
             for (int i = 0; i < 2; i++) {
                 uint32_t v = 0;
                 for (int g = 0; g < 4; g++) v |= (word(o.q, 4 * i + g) & THREE) << (2 * g);
@@ -162,7 +203,8 @@ void put_quants(Kind kind, const Plain& o, int lane, int bias, uint8_t* q) {
             return;
         default: break;
     }
-    for (int i = 0; i < 4; i++) put(at + 64 * i, (word(o.q, 2 * i) & LOW) | (word(o.q, 2 * i + 1) & LOW) << 4);
+    for (int i = 0; i < 4; i++)
+        put(at + 64 * i, (word(o.q, 2 * i) & LOW) | (word(o.q, 2 * i + 1) & LOW) << 4);
     if (kind == K_5 || kind == K_5M || kind == K_5K) {
         for (int g = 0; g < 8; g++) plane |= ((word(o.q, g) >> 4) & ONE) << g;
         put(at + 256, plane);
@@ -175,60 +217,92 @@ void put_quants(Kind kind, const Plain& o, int lane, int bias, uint8_t* q) {
         }
 }
 
-uint8_t get_quant(Kind kind, const uint8_t* q, int lane, int i) {
+uint8_t unpack_quant(Kind kind, const uint8_t* q, int lane, int i) {
     int g = i / 4, at = lane * 4 + i % 4;
     switch (kind) {
-        case K_8: case K_8W: return q[64 * g + at];
-        case K_2K: case K_3K: {
+        case K_8:
+        case K_8W: return q[64 * g + at];
+        case K_2K:
+        case K_3K: {
             uint8_t v = (q[64 * (g / 4) + at] >> (2 * (g % 4))) & 3;
             return kind == K_3K ? (uint8_t)(v | (((q[128 + at] >> g) & 1) << 2)) : v;
         }
         default: {
             uint8_t v = (q[64 * (g / 2) + at] >> (4 * (g & 1))) & 15;
-            if (kind == K_5 || kind == K_5M || kind == K_5K) v |= (uint8_t)(((q[256 + at] >> g) & 1) << 4);
-            if (kind == K_6K) v |= (uint8_t)(((q[256 + 64 * (g / 4) + at] >> (2 * (g % 4))) & 3) << 4);
+            if (kind == K_5 || kind == K_5M || kind == K_5K)
+                v |= (uint8_t)(((q[256 + at] >> g) & 1) << 4);
+            if (kind == K_6K)
+                v |= (uint8_t)(((q[256 + 64 * (g / 4) + at] >> (2 * (g % 4))) & 3) << 4);
             return v;
         }
     }
 }
 
-void put_scales(Kind kind, const Plain& o, int b, int lane, uint8_t* sp, uint8_t* up) {
+void pack_scales(Kind kind, const UnpackedBlock& o, int b, int lane, uint8_t* sp, uint8_t* up) {
     uint16_t* h = (uint16_t*)sp;
     uint16_t* u = (uint16_t*)up;
     switch (kind) {
-        case K_4: case K_5: case K_8: h[lane] = o.d; return;
-        case K_8W: ((float*)sp)[lane] = o.wide; return;
-        case K_4M: case K_5M: h[lane] = o.d; h[16 + lane] = o.m; return;
-        case K_4K: case K_5K:
-            sp[lane] = o.sc[0]; sp[16 + lane] = o.mn[0];
-            if (b % 8 == 0) { u[lane] = o.d; u[16 + lane] = o.m; }
+        case K_4:
+        case K_5:
+        case K_8: h[lane] = o.d; return;
+        case K_8W: ((float*)sp)[lane] = o.d32; return;
+        case K_4M:
+        case K_5M:
+            h[lane] = o.d;
+            h[16 + lane] = o.m;
             return;
-        case K_6K: case K_3K:
-            sp[lane] = o.sc[0]; sp[16 + lane] = o.sc[1];
+        case K_4K:
+        case K_5K:
+            sp[lane] = o.sc[0];
+            sp[16 + lane] = o.mn[0];
+            if (b % 8 == 0) {
+                u[lane] = o.d;
+                u[16 + lane] = o.m;
+            }
+            return;
+        case K_6K:
+        case K_3K:
+            sp[lane] = o.sc[0];
+            sp[16 + lane] = o.sc[1];
             if (b % 8 == 0) u[lane] = o.d;
             return;
         case K_2K:
-            for (int j = 0; j < 2; j++) { sp[16 * j + lane] = o.sc[j]; sp[32 + 16 * j + lane] = o.mn[j]; }
-            if (b % 8 == 0) { u[lane] = o.d; u[16 + lane] = o.m; }
+            for (int j = 0; j < 2; j++) {
+                sp[16 * j + lane] = o.sc[j];
+                sp[32 + 16 * j + lane] = o.mn[j];
+            }
+            if (b % 8 == 0) {
+                u[lane] = o.d;
+                u[16 + lane] = o.m;
+            }
             return;
         default: return;
     }
 }
 
-// Scale and minimum of half j of a block, as the kernels form them.
-void get_scales(Kind kind, const uint8_t* sp, const uint8_t* up, int lane, int j, float* s, float* m) {
+// Scale and minimum of half j of a block, with the rounding of the matmul kernels.
+void unpack_scales(Kind kind, const uint8_t* sp, const uint8_t* up, int lane, int j, float* s,
+                   float* m) {
     const uint16_t* h = (const uint16_t*)sp;
     const uint16_t* u = (const uint16_t*)up;
     *m = 0.0f;
     switch (kind) {
-        case K_4: case K_5: case K_8: *s = half_to_float(h[lane]); return;
+        case K_4:
+        case K_5:
+        case K_8: *s = half_to_float(h[lane]); return;
         case K_8W: *s = ((const float*)sp)[lane]; return;
-        case K_4M: case K_5M: *s = half_to_float(h[lane]); *m = half_to_float(h[16 + lane]); return;
-        case K_4K: case K_5K:
+        case K_4M:
+        case K_5M:
+            *s = half_to_float(h[lane]);
+            *m = half_to_float(h[16 + lane]);
+            return;
+        case K_4K:
+        case K_5K:
             *s = half_to_float(u[lane]) * (float)sp[lane];
             *m = 0.0f - half_to_float(u[16 + lane]) * (float)sp[16 + lane];
             return;
-        case K_6K: case K_3K: *s = half_to_float(u[lane]) * (float)(int8_t)sp[16 * j + lane]; return;
+        case K_6K:
+        case K_3K: *s = half_to_float(u[lane]) * (float)(int8_t)sp[16 * j + lane]; return;
         case K_2K:
             *s = half_to_float(u[lane]) * (float)sp[16 * j + lane];
             *m = 0.0f - half_to_float(u[16 + lane]) * (float)sp[32 + 16 * j + lane];
@@ -237,9 +311,10 @@ void get_scales(Kind kind, const uint8_t* sp, const uint8_t* up, int lane, int j
     }
 }
 
-// The row of a scale, or of a plain weight, that is infinite or no number (all bits of its exponent are set); -1: there is none. It would not show
-// later: quantising the activations behind it makes a number of anything. In all of a panel's parts 16 rows lie side by side.
-template <class T> int endless_row(const uint8_t* part, size_t bytes, T exponent) {
+// The row of the first scale or float weight that is infinite or NaN (all exponent bits set); -1:
+// all are finite. It must be found here: quantising the activations behind such a weight would turn
+// it into an ordinary number. All streams of a panel interleave 16 rows.
+template <class T> int non_finite_row(const uint8_t* part, size_t bytes, T exponent) {
     const T* value = (const T*)part;
     bool any = false;
     for (size_t i = 0; i < bytes / sizeof(T); i++) any |= (value[i] & exponent) == exponent;
@@ -248,19 +323,20 @@ template <class T> int endless_row(const uint8_t* part, size_t bytes, T exponent
     while ((value[at] & exponent) != exponent) at++;
     return (int)(at % 16);
 }
-int endless_row(Kind kind, const uint8_t* panel, int k) {
+int non_finite_row(Kind kind, const uint8_t* panel, int k) {
     const KindInfo& info = KIND[kind];
     const uint8_t* scales = panel + (size_t)(k / 32) * info.qb;
     const size_t bytes = (size_t)(k / 32) * info.sb;
     switch (kind) {
-        case K_F32: return endless_row<uint32_t>(panel, (size_t)k * 64, 0x7f800000);
-        case K_F16: return endless_row<uint16_t>(panel, (size_t)k * 32, 0x7c00);
-        case K_BF16: return endless_row<uint16_t>(panel, (size_t)k * 32, 0x7f80);
-        case K_8W: return endless_row<uint32_t>(scales, bytes, 0x7f800000);
+        case K_F32: return non_finite_row<uint32_t>(panel, (size_t)k * 64, 0x7f800000);
+        case K_F16: return non_finite_row<uint16_t>(panel, (size_t)k * 32, 0x7c00);
+        case K_BF16: return non_finite_row<uint16_t>(panel, (size_t)k * 32, 0x7f80);
+        case K_8W: return non_finite_row<uint32_t>(scales, bytes, 0x7f800000);
         default: break;
     }
-    if (info.ub) return endless_row<uint16_t>(scales + bytes, (size_t)(k / 256) * info.ub, 0x7c00);
-    return endless_row<uint16_t>(scales, bytes, 0x7c00);
+    if (info.ub)
+        return non_finite_row<uint16_t>(scales + bytes, (size_t)(k / 256) * info.ub, 0x7c00);
+    return non_finite_row<uint16_t>(scales, bytes, 0x7c00);
 }
 
 int offset_of(Kind kind, int bias) {
@@ -269,35 +345,40 @@ int offset_of(Kind kind, int bias) {
         case K_5: return 16;
         case K_6K: return 32;
         case K_3K: return 4;
-        case K_8: case K_8W: return bias;
+        case K_8:
+        case K_8W: return bias;
         default: return 0;
     }
 }
 
 }  // namespace
 
-int pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k, int byte_bias, uint8_t* dst) {
+int pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k,
+               int byte_bias, uint8_t* dst) {
     Kind kind;
     if (!kind_of(type, &kind)) return -1;
     if (rows < 16) std::memset(dst, 0, panel_bytes(kind, k));
     if (!KIND[kind].quantised) {
         int size = KIND[kind].qb / 512;
         for (int r = 0; r < rows; r++)
-            for (int i = 0; i < k; i++) std::memcpy(dst + ((size_t)i * 16 + r) * size, src + r * row_bytes + (size_t)i * size, size);
-        return endless_row(kind, dst, k);
+            for (int i = 0; i < k; i++)
+                std::memcpy(dst + ((size_t)i * 16 + r) * size,
+                            src + r * row_bytes + (size_t)i * size, size);
+        return non_finite_row(kind, dst, k);
     }
     const KindInfo& info = KIND[kind];
     int nb = k / 32;
     uint8_t* scales = dst + (size_t)nb * info.qb;
     uint8_t* supers = scales + (size_t)nb * info.sb;
-    Plain o{};
+    UnpackedBlock o{};
     for (int r = 0; r < rows; r++)
         for (int b = 0; b < nb; b++) {
             read_block(kind, src + r * row_bytes, b, o);
-            put_quants(kind, o, r, byte_bias, dst + (size_t)b * info.qb);
-            put_scales(kind, o, b, r, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub);
+            pack_quants(kind, o, r, byte_bias, dst + (size_t)b * info.qb);
+            pack_scales(kind, o, b, r, scales + (size_t)b * info.sb,
+                        supers + (size_t)(b / 8) * info.ub);
         }
-    return endless_row(kind, dst, k);
+    return non_finite_row(kind, dst, k);
 }
 
 void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
@@ -321,22 +402,26 @@ void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
     const uint8_t* scales = p + (size_t)nb * info.qb;
     const uint8_t* supers = scales + (size_t)nb * info.sb;
     bool is_signed = (w.kind == K_8 || w.kind == K_8W) && byte_bias == 0;
-    if (w.kind == K_8) {  // what most models' words are, so worth a way of its own
+    // The embedding of most models is q8_0, so it gets a faster path.
+    if (w.kind == K_8) {
         for (int b = 0; b < nb; b++) {
             const float s = half_to_float(((const uint16_t*)(scales + (size_t)b * info.sb))[lane]);
             const uint8_t* q = p + (size_t)b * info.qb + 4 * lane;
             for (int i = 0; i < 32; i++) {
                 const uint8_t v = q[i / 4 * 64 + i % 4];
-                out[32 * b + i] = s * (float)(is_signed ? (int)(int8_t)v : (int)v - offset) + 0.0f;  // + 0: no negative zero, as the fused form below
+                // + 0.0f: no negative zero, as in the fused form below.
+                out[32 * b + i] = s * (float)(is_signed ? (int)(int8_t)v : (int)v - offset) + 0.0f;
             }
         }
         return;
     }
     for (int b = 0; b < nb; b++) {
         float s[2], m[2];
-        for (int j = 0; j < 2; j++) get_scales(w.kind, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub, lane, j, &s[j], &m[j]);
+        for (int j = 0; j < 2; j++)
+            unpack_scales(w.kind, scales + (size_t)b * info.sb, supers + (size_t)(b / 8) * info.ub,
+                          lane, j, &s[j], &m[j]);
         for (int i = 0; i < 32; i++) {
-            uint8_t v = get_quant(w.kind, p + (size_t)b * info.qb, lane, i);
+            uint8_t v = unpack_quant(w.kind, p + (size_t)b * info.qb, lane, i);
             int q = is_signed ? (int)(int8_t)v : (int)v - offset;
             out[32 * b + i] = std::fma(s[i / 16], (float)q, m[i / 16]);
         }

@@ -8,7 +8,8 @@
 namespace verbatim {
 namespace {
 
-struct Noise {  // splitmix64; floats are multiples of 2^-23, so that making them rounds nothing
+// splitmix64; the floats are multiples of 2^-23, so that generating them rounds nothing.
+struct Noise {
     uint64_t s;
     uint64_t next() {
         uint64_t z = (s += 0x9e3779b97f4a7c15ull);
@@ -32,25 +33,33 @@ struct Hash {  // FNV-1a
     void floats(const float* p, size_t n) { bytes(p, n * 4); }
 };
 
-struct Type { const char* name; int values, bytes; int half[2]; };
-const Type TYPES[] = {
-    {"f32", 1, 4, {-1, -1}}, {"f16", 1, 2, {0, -1}}, {"bf16", 1, 2, {-1, -1}}, {"q4_0", 32, 18, {0, -1}}, {"q4_1", 32, 20, {0, 2}},
-    {"q5_0", 32, 22, {0, -1}}, {"q5_1", 32, 24, {0, 2}}, {"q8_0", 32, 34, {0, -1}}, {"q8_k", 256, 292, {-1, -1}}, {"q4_k", 256, 144, {0, 2}},
-    {"q5_k", 256, 176, {0, 2}}, {"q6_k", 256, 210, {208, -1}}, {"q3_k", 256, 110, {108, -1}}, {"q2_k", 256, 84, {80, 82}},
+struct Format {
+    const char* name;
+    int values, bytes;
+    int half[2];
+};
+const Format FORMATS[] = {
+    {"f32", 1, 4, {-1, -1}},       {"f16", 1, 2, {0, -1}},      {"bf16", 1, 2, {-1, -1}},
+    {"q4_0", 32, 18, {0, -1}},     {"q4_1", 32, 20, {0, 2}},    {"q5_0", 32, 22, {0, -1}},
+    {"q5_1", 32, 24, {0, 2}},      {"q8_0", 32, 34, {0, -1}},   {"q8_k", 256, 292, {-1, -1}},
+    {"q4_k", 256, 144, {0, 2}},    {"q5_k", 256, 176, {0, 2}},  {"q6_k", 256, 210, {208, -1}},
+    {"q3_k", 256, 110, {108, -1}}, {"q2_k", 256, 84, {80, 82}},
 };
 
-// A file's worth of random blocks: any bits are valid quants, and scales are made small.
-std::vector<uint8_t> blocks(const Type& t, Noise& noise, int64_t rows, int64_t k) {
+// Random blocks as in a file: any bits are valid quants, and scales are made small.
+std::vector<uint8_t> blocks(const Format& t, Noise& noise, int64_t rows, int64_t k) {
     std::vector<uint8_t> out((size_t)(rows * k / t.values * t.bytes));
     for (uint8_t& b : out) b = (uint8_t)noise.next();
     for (size_t at = 0; at < out.size(); at += t.bytes) {
         for (int h : t.half)
             if (h >= 0) {
-                uint16_t v = (uint16_t)(0x2000 | (noise.next() & 0x8fff));  // +- 0.008 .. 0.03
+                uint16_t v = (uint16_t)(0x2000 | (noise.next() &
+                                                  0x8fff));  // magnitude 0.008 to 0.03, either sign
                 std::memcpy(&out[at + h], &v, 2);
             }
         float f = noise.unit() * 0.05f;
-        if (!std::strcmp(t.name, "f32") || !std::strcmp(t.name, "q8_k")) std::memcpy(&out[at], &f, 4);
+        if (!std::strcmp(t.name, "f32") || !std::strcmp(t.name, "q8_k"))
+            std::memcpy(&out[at], &f, 4);
         if (!std::strcmp(t.name, "bf16")) {
             uint32_t u;
             std::memcpy(&u, &f, 4);
@@ -61,29 +70,36 @@ std::vector<uint8_t> blocks(const Type& t, Noise& noise, int64_t rows, int64_t k
     return out;
 }
 
-void quantise_rows(const Kernels& k, const std::vector<float>& x, int rows, int width, std::vector<uint8_t>& store, QRows& q) {
-    size_t nb = width / 32, blocks = (rows + SIDE_BY_SIDE) * nb;
+void quantise_rows(const Kernels& k, const std::vector<float>& x, int rows, int width,
+                   std::vector<uint8_t>& store, QRows& q) {
+    size_t nb = width / 32, blocks = (rows + ROW_GROUP) * nb;
     store.assign(blocks * 48 + 256, 0);
     q.q = (int8_t*)store.data();
     q.dx = (float*)(store.data() + blocks * 32);
     q.ds = q.dx + blocks;
     q.s16 = (int32_t*)(q.ds + blocks);
-    q.group = side_by_side((int)rows);
-    for (int r = 0; r < rows; r++) k.quantise(x.data() + (size_t)r * width, width, q.from(q.first(r, (int)nb)));
+    q.group = row_group((int)rows);
+    for (int r = 0; r < rows; r++)
+        k.quantise(x.data() + (size_t)r * width, width, q.at_block(q.first_block(r, (int)nb)));
 }
 
-uint64_t product(const Kernels& k, const Type& t, Noise noise) {
+uint64_t product(const Kernels& k, const Format& t, Noise noise) {
     Hash hash;
     for (int width : {t.values == 1 ? 40 : t.values, t.values == 256 ? 512 : 96, 768}) {
         int n = 41, panels = (n + 15) / 16;
         auto file = blocks(t, noise, n, width);
         Packed w{};
         kind_of(t.name, &w.kind);
-        w.n = n; w.k = width; w.panels = panels; w.panel_bytes = panel_bytes(w.kind, width);
+        w.n = n;
+        w.k = width;
+        w.panels = panels;
+        w.panel_bytes = panel_bytes(w.kind, width);
         Pages pages((size_t)panels * w.panel_bytes + 8192);
         size_t row_bytes = (size_t)width / t.values * t.bytes;
         for (int p = 0; p < panels; p++)
-            pack_panel(t.name, file.data() + p * 16 * row_bytes, row_bytes, p * 16 + 16 <= n ? 16 : n - p * 16, width, k.byte_bias, pages.data() + p * w.panel_bytes);
+            pack_panel(t.name, file.data() + p * 16 * row_bytes, row_bytes,
+                       p * 16 + 16 <= n ? 16 : n - p * 16, width, k.byte_bias,
+                       pages.data() + p * w.panel_bytes);
         w.data = pages.data();
         std::vector<float> row(width);
         unpack_row(w, n - 1, k.byte_bias, row.data());
@@ -94,15 +110,18 @@ uint64_t product(const Kernels& k, const Type& t, Noise noise) {
             QRows q{};
             if (KIND[w.kind].quantised) quantise_rows(k, x, rows, width, store, q);
             std::vector<float> out((size_t)rows * panels * 16);
-            k.mm[w.kind](w, 0, panels, q, x.data(), nullptr, rows, out.data(), panels * 16, nullptr);
+            k.mm[w.kind](w, 0, panels, q, x.data(), nullptr, rows, out.data(), panels * 16,
+                         nullptr);
             hash.floats(out.data(), out.size());
         }
     }
     return hash.h;
 }
 
-// A made-up model: 2 layers (the second with a window), fed in pieces; the digest is of every position's logits.
-uint64_t model(const Kernels& k, const Type& t, int threads, bool q8, std::vector<int> pieces, int head_dim) {
+// A synthetic model of 2 layers (the second with a sliding window), prefilled in chunks; the digest
+// covers the logits of every position.
+uint64_t model(const Kernels& k, const Format& t, int threads, bool q8, std::vector<int> chunks,
+               int head_dim) {
     Noise noise{77};
     int hidden = 256, heads = 6, kv = 2, inner = 512, vocab = 100, width = heads * head_dim;
     Engine e(k, threads, Shape{vocab, hidden, heads, kv, head_dim, A_SILU, false, 1e-5f}, q8);
@@ -110,9 +129,9 @@ uint64_t model(const Kernels& k, const Type& t, int threads, bool q8, std::vecto
     e.add_group(45, {1});
     auto mat = [&](int rows, int cols, int group) {
         bool fits = cols % t.values == 0;
-        const Type& use = fits ? t : TYPES[0];
-        auto file = blocks(use, noise, rows, cols);
-        return e.add_matrix(use.name, file.data(), (int64_t)file.size(), rows, cols, group);
+        const Format& format = fits ? t : FORMATS[0];
+        auto file = blocks(format, noise, rows, cols);
+        return e.add_matrix(format.name, file.data(), (int64_t)file.size(), rows, cols, group);
     };
     auto vec = [&](int n) {
         auto v = noise.floats(n, 0.5f);
@@ -122,35 +141,56 @@ uint64_t model(const Kernels& k, const Type& t, int threads, bool q8, std::vecto
     std::vector<double> freq(head_dim / 2);
     for (size_t i = 0; i < freq.size(); i++) freq[i] = 1.0 / (double)(1 + i * i);
     int rope = e.add_rope(freq.data(), head_dim / 2, 1.0);
-    int x = e.add_buffer(hidden), h = e.add_buffer(hidden), q = e.add_buffer(width), o = e.add_buffer(width), in = e.add_buffer(inner), lg = e.add_buffer(vocab);
+    int x = e.add_buffer(hidden), h = e.add_buffer(hidden), q = e.add_buffer(width),
+        o = e.add_buffer(width), in = e.add_buffer(inner), lg = e.add_buffer(vocab);
     int embed = mat(vocab, hidden, 0);
-    auto op = [](OpType type, int src, int dst) { Op p{}; p.type = type; p.src = src; p.dst = dst; return p; };
+    auto op = [](OpType type, int src, int dst) {
+        Op p{};
+        p.type = type;
+        p.src = src;
+        p.dst = dst;
+        return p;
+    };
     Op p = op(O_EMBED, -1, x);
     p.mat[0] = embed;
     e.add_op(p);
     for (int layer = 0; layer < 2; layer++) {
         p = op(O_QKV, x, q);
-        p.norm = vec(hidden); p.layer = layer; p.rope = rope; p.qnorm = vec(head_dim); p.knorm = vec(head_dim);
-        p.mat[0] = mat(width, hidden, head_dim); p.mat[1] = mat(kv * head_dim, hidden, head_dim); p.mat[2] = mat(kv * head_dim, hidden, head_dim);
+        p.norm = vec(hidden);
+        p.layer = layer;
+        p.rope = rope;
+        p.qnorm = vec(head_dim);
+        p.knorm = vec(head_dim);
+        p.mat[0] = mat(width, hidden, head_dim);
+        p.mat[1] = mat(kv * head_dim, hidden, head_dim);
+        p.mat[2] = mat(kv * head_dim, hidden, head_dim);
         e.add_op(p);
         p = op(O_ATTEND, q, o);
-        p.layer = layer; p.scale = 0.25f; p.softcap = layer ? 20.0f : 0.0f;
+        p.layer = layer;
+        p.scale = 0.25f;
+        p.softcap = layer ? 20.0f : 0.0f;
         e.add_op(p);
         p = op(O_LINEAR, o, x);
-        p.add = true; p.mat[0] = mat(hidden, width, 0);
+        p.add = true;
+        p.mat[0] = mat(hidden, width, 0);
         e.add_op(p);
         p = op(O_GATEUP, x, in);
-        p.norm = vec(hidden); p.mat[0] = mat(inner, hidden, 0); p.mat[1] = mat(inner, hidden, 0);
+        p.norm = vec(hidden);
+        p.mat[0] = mat(inner, hidden, 0);
+        p.mat[1] = mat(inner, hidden, 0);
         e.add_op(p);
         p = op(O_LINEAR, in, x);
-        p.add = true; p.mat[0] = mat(hidden, inner, 0);
+        p.add = true;
+        p.mat[0] = mat(hidden, inner, 0);
         e.add_op(p);
     }
     p = op(O_NORM, x, h);
-    p.norm = vec(hidden); p.outputs = true;
+    p.norm = vec(hidden);
+    p.outputs = true;
     e.add_op(p);
     p = op(O_HEAD, h, lg);
-    p.mat[0] = embed; p.softcap = 30.0f;
+    p.mat[0] = embed;
+    p.softcap = 30.0f;
     e.add_op(p);
     e.finish();
     e.allocate({32, 32});
@@ -158,14 +198,15 @@ uint64_t model(const Kernels& k, const Type& t, int threads, bool q8, std::vecto
     int64_t at = 0;
     std::vector<int32_t> tokens(400);
     for (int32_t& token : tokens) token = (int32_t)(noise.next() % vocab);
-    for (int n : pieces) {
+    for (int n : chunks) {
         Step& s = e.step;
         s = Step{};
         s.sequences.resize(1);
         s.sequences[0] = {0, n, at, {}};
         for (int g = 0; g < 2; g++) {
             std::vector<int32_t> table;
-            for (int64_t b = 0; b * BLOCK < at + n; b++) table.push_back((int32_t)((b * 7 + 3 * g) % 32));
+            for (int64_t b = 0; b * BLOCK < at + n; b++)
+                table.push_back((int32_t)((b * 7 + 3 * g) % 32));
             s.sequences[0].blocks.push_back(table);
         }
         for (int i = 0; i < n; i++) {
@@ -187,9 +228,9 @@ uint64_t rowwise(const Kernels& k, Noise noise) {
     for (int n : {1, 5, 16, 31, 64, 100, 576}) {
         auto x = noise.floats(n, 3.0f), w = noise.floats(n, 1.0f), b = noise.floats(n, 1.0f);
         std::vector<float> y(n);
-        k.rms(x.data(), w.data(), n, 1e-5f, y.data());
+        k.rms_norm(x.data(), w.data(), n, 1e-5f, y.data());
         hash.floats(y.data(), n);
-        k.layer(x.data(), w.data(), b.data(), n, 1e-5f, y.data());
+        k.layer_norm(x.data(), w.data(), b.data(), n, 1e-5f, y.data());
         hash.floats(y.data(), n);
         for (int a = 0; a < 3; a++) {
             k.gate(a, x.data(), w.data(), n, y.data());
@@ -228,12 +269,16 @@ uint64_t rowwise(const Kernels& k, Noise noise) {
 
 std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int threads) {
     std::vector<std::pair<std::string, uint64_t>> out;
-    for (const Type& t : TYPES) out.emplace_back(std::string("product ") + t.name, product(k, t, Noise{1}));
+    for (const Format& t : FORMATS)
+        out.emplace_back(std::string("product ") + t.name, product(k, t, Noise{1}));
     out.emplace_back("rowwise", rowwise(k, Noise{2}));
-    for (int t : {0, 1, 3, 4, 7, 9, 11}) out.emplace_back(std::string("model ") + TYPES[t].name, model(k, TYPES[t], threads, false, {130, 1, 1, 60, 8}, 32));
-    out.emplace_back("model q4_1 other pieces", model(k, TYPES[4], threads, false, {3, 128, 17, 50, 2}, 32));
-    out.emplace_back("model q8 cache", model(k, TYPES[7], threads, true, {130, 1, 1, 60, 8}, 32));
-    out.emplace_back("model heads of 24", model(k, TYPES[7], threads, false, {150, 5}, 24));
+    for (int t : {0, 1, 3, 4, 7, 9, 11})
+        out.emplace_back(std::string("model ") + FORMATS[t].name,
+                         model(k, FORMATS[t], threads, false, {130, 1, 1, 60, 8}, 32));
+    out.emplace_back("model q4_1 other pieces",
+                     model(k, FORMATS[4], threads, false, {3, 128, 17, 50, 2}, 32));
+    out.emplace_back("model q8 cache", model(k, FORMATS[7], threads, true, {130, 1, 1, 60, 8}, 32));
+    out.emplace_back("model heads of 24", model(k, FORMATS[7], threads, false, {150, 5}, 24));
     return out;
 }
 

@@ -1,4 +1,5 @@
-// Digests of every kernel and of whole small models on made-up numbers. The same on every instruction set, or a kernel is wrong.
+// Digests of every kernel and of small complete models on synthetic inputs. They must be equal on
+// every instruction set.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -1,8 +1,11 @@
-// A pool of threads that works through a list of phases. A phase is some units, taken one by one; it is over when its units are done, not
-// when all threads have come: a thread that the system has put aside for a while holds up nobody, unless it was put aside inside a unit.
+// A thread pool that runs a job: a list of phases, each a number of work items that the threads
+// claim. A phase ends when its items are done, not when every thread has arrived. A thread that the
+// operating system has preempted therefore delays the job only if it holds a work item.
 //
-// So a thread may be late, even by whole steps. It reads nothing of a step before it holds one of its units, and a unit can only be taken by
-// who knows the step's number: the counters carry it. Whoever holds a unit can rely on everything staying where it is until the unit is done.
+// So a thread may be late, even by several jobs. Every job has an epoch number, and the counters
+// that items are claimed from carry it: a late thread cannot claim an item of a newer job, and it
+// reads nothing of a job before it holds one of its items. The invariant: whatever a job refers to
+// stays valid as long as a thread holds one of its items.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -18,7 +21,7 @@
 
 namespace verbatim {
 
-inline void relax() {
+inline void cpu_relax() {
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
@@ -28,19 +31,19 @@ inline void relax() {
 
 class ThreadPool {
   public:
-    // The units of a phase, as one thread takes them.
-    class Units {
+    // The work items of one phase, as one thread claims them.
+    class WorkItems {
       public:
         const int thread;
-        int next() {  // -1: no more
+        int next() {  // -1: none left
             int count;
             return next(1, count);
         }
-        // The first of up to `most` units that follow one another.
-        int next(int most, int& count) {
-            if (at_ == end_ && !pool_.take(*this)) return count = 0, -1;
+        // The first of up to `max_count` consecutive items; `count` is how many were claimed.
+        int next(int max_count, int& count) {
+            if (at_ == end_ && !pool_.claim(*this)) return count = 0, -1;
             const int first = at_;
-            count = std::min(most, end_ - at_);
+            count = std::min(max_count, end_ - at_);
             at_ += count;
             taken_ += count;
             return first;
@@ -48,23 +51,26 @@ class ThreadPool {
 
       private:
         friend class ThreadPool;
-        Units(ThreadPool& pool, int phase, int thread, uint32_t epoch) : thread(thread), pool_(pool), phase_(phase), epoch_(epoch) {}
+        WorkItems(ThreadPool& pool, int phase, int thread, uint32_t epoch)
+            : thread(thread), pool_(pool), phase_(phase), epoch_(epoch) {}
         ThreadPool& pool_;
         const int phase_;
-        int at_ = 0, end_ = 0, taken_ = 0;  // the units in hand; how many were given out
+        int at_ = 0, end_ = 0;  // claimed and not yet handed out: [at_, end_)
+        int taken_ = 0;         // handed out so far
         const uint32_t epoch_;
-        uint64_t seen_ = 0;  // the counter as this thread left it
+        uint64_t counter_ = 0;  // the phase's counter as this thread left it; 0: not yet read
     };
-    struct Work {
-        virtual void phase(int number, Units& units) = 0;  // takes units until there are no more
-        virtual void drop() {}  // nobody wants the rest any more: what was started shall end soon
+    struct Job {
+        virtual void phase(int number, WorkItems& items) = 0;  // works until items.next() is -1
+        virtual void cancel() {}  // the result is no longer wanted: finish quickly
+
       protected:
-        ~Work() = default;
+        ~Job() = default;
     };
 
     explicit ThreadPool(int threads, int phases = 1) : size_(threads < 1 ? 1 : threads) {
         reserve(phases);
-        for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { wait_for_work(i); });
+        for (int i = 1; i < size_; i++) workers_.emplace_back([this, i] { worker_loop(i); });
     }
     ~ThreadPool() {
         stop_.store(true);
@@ -77,164 +83,196 @@ class ThreadPool {
 
     int size() const { return size_; }
 
-    // Runs all phases in order. What one phase wrote, every later one sees; what all wrote is seen by the caller.
-    void perform(Work& work, const std::vector<int>& units) {
-        settle();
-        publish(work, units);
-        play(0, epoch_.load(std::memory_order_relaxed));
+    // Runs all phases in order; item_counts[p] is the number of items of phase p. Writes of one
+    // phase are visible to every later phase, and all writes are visible to the caller.
+    void run(Job& job, const std::vector<int>& item_counts) {
+        cancel_started();
+        publish(job, item_counts);
+        run_phases(0, epoch_.load(std::memory_order_relaxed));
     }
 
-    // The same, while the caller does something else: the other threads begin alone. The caller comes to join() them, or the next work ends it.
-    void start(Work& work, const std::vector<int>& units) {
-        settle();
-        publish(work, units);
+    // The same without the calling thread, which meanwhile does something else. It ends with
+    // join(), or with the next job, which cancels this one.
+    void start(Job& job, const std::vector<int>& item_counts) {
+        cancel_started();
+        publish(job, item_counts);
         started_ = true;
     }
     void join() {
         started_ = false;
-        play(0, epoch_.load(std::memory_order_relaxed));
+        run_phases(0, epoch_.load(std::memory_order_relaxed));
     }
-    void settle() {
+    void cancel_started() {
         if (!started_) return;
-        work_->drop();
+        job_->cancel();
         join();
     }
 
-    // One phase of `units` calls of fn(unit, thread).
-    void share(int units, const std::function<void(int, int)>& fn) {
-        struct One : Work {
+    // One phase of `count` items: calls fn(item, thread) for each.
+    void parallel_for(int count, const std::function<void(int, int)>& fn) {
+        struct ParallelFor : Job {
             const std::function<void(int, int)>& fn;
-            explicit One(const std::function<void(int, int)>& f) : fn(f) {}
-            void phase(int, Units& units) override {
-                for (int u; (u = units.next()) >= 0;) fn(u, units.thread);
+            explicit ParallelFor(const std::function<void(int, int)>& f) : fn(f) {}
+            void phase(int, WorkItems& items) override {
+                for (int i; (i = items.next()) >= 0;) fn(i, items.thread);
             }
-        } one(fn);
-        perform(one, {units});
+        } job(fn);
+        run(job, {count});
     }
 
-    // The unit that a thread begins a phase with, so that it can be prepared for; -1: not known.
-    int first(int thread, int units) const { return thread < kept(units) ? thread * run(units) : -1; }
+    // The item with which a thread starts a phase of `count` items, so that its weights can be
+    // prefetched; -1: not known.
+    int first_item(int thread, int count) const {
+        return thread < reserved_runs(count) ? thread * run_length(count) : -1;
+    }
 
   private:
-    static constexpr int COUNT_BITS = 20, KEPT = 16, SPINS = 4000;
+    static constexpr int COUNT_BITS = 20, MAX_RESERVED = 16;
+    static constexpr int SPINS = 4000;  // polls before a waiting thread sleeps
     static constexpr uint32_t EPOCH_MASK = 0xffffff;
     struct alignas(64) Phase {
-        std::atomic<uint64_t> next{0};  // step number (24 bits), which threads' first runs are taken (16), the next of the other units (24)
-        std::atomic<uint32_t> done{0};  // step number (12 bits), units done (20)
+        // epoch (24 bits) | bit per thread: its reserved run is claimed (16) | next item of the
+        // shared rest (24)
+        std::atomic<uint64_t> next{0};
+        std::atomic<uint32_t> done{0};  // epoch (12 bits) | items done (20)
     };
 
-    static uint64_t fresh(uint32_t epoch, int index) { return (uint64_t)(epoch & EPOCH_MASK) << 40 | (uint64_t)index; }
-    // Each thread begins with a run of its own, a quarter of its share, whose memory it has asked for. What is left is taken in pieces that become
-    // smaller and smaller: few enough that taking them costs nothing, and at the end small enough that all end together.
-    int kept(int units) const { return std::min({size_, KEPT, units}); }
-    int run(int units) const { return std::max(1, units / (4 * size_)); }
-    int piece(int left) const { return std::max(1, left / (2 * size_)); }
+    static uint64_t initial_counter(uint32_t epoch, int index) {
+        return (uint64_t)(epoch & EPOCH_MASK) << 40 | (uint64_t)index;
+    }
+    // Guided scheduling. Each thread starts with a reserved run, a quarter of its share, whose
+    // memory it has prefetched. The rest is claimed in chunks that shrink: few claims at first,
+    // small chunks at the end, so that all threads finish together.
+    int reserved_runs(int count) const { return std::min({size_, MAX_RESERVED, count}); }
+    int run_length(int count) const { return std::max(1, count / (4 * size_)); }
+    int chunk_length(int left) const { return std::max(1, left / (2 * size_)); }
 
-    void publish(Work& work, const std::vector<int>& units) {
-        reserve((int)units.size());
+    void publish(Job& job, const std::vector<int>& item_counts) {
+        reserve((int)item_counts.size());
         uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
-        work_ = &work;
-        count_.store((int)units.size(), std::memory_order_relaxed);
-        for (size_t p = 0; p < units.size(); p++) {
-            Phase& phase = phases_[p];  // the step's number first: from then on nobody who is late can take a unit here
-            phase.next.store(fresh(epoch, kept(units[p]) * run(units[p])), std::memory_order_relaxed);
+        job_ = &job;
+        phase_count_.store((int)item_counts.size(), std::memory_order_relaxed);
+        for (size_t p = 0; p < item_counts.size(); p++) {
+            const int count = item_counts[p];
+            // The epoch is stored first: from then on a late thread cannot claim an item here.
+            Phase& phase = phases_[p];
+            phase.next.store(initial_counter(epoch, reserved_runs(count) * run_length(count)),
+                             std::memory_order_relaxed);
             phase.done.store(epoch << COUNT_BITS, std::memory_order_relaxed);
-            units_[p].store(units[p], std::memory_order_release);
+            item_counts_[p].store(count, std::memory_order_release);
         }
         epoch_.store(epoch, std::memory_order_release);
         if (size_ > 1) epoch_.notify_all();
     }
 
-    // More phases than ever before: the threads must be out of the old ones.
+    // Grows the phase arrays; first waits until every worker has left the old ones.
     void reserve(int phases) {
         if (phases <= capacity_) return;
-        for (auto& idle : idle_)
-            for (uint32_t e = epoch_.load(), i; (i = idle.load(std::memory_order_acquire)) != e;) idle.wait(i, std::memory_order_acquire);
-        if (idle_.empty()) idle_ = std::vector<std::atomic<uint32_t>>(size_ - 1);
+        for (auto& finished : finished_epoch_)
+            for (uint32_t e = epoch_.load(), i;
+                 (i = finished.load(std::memory_order_acquire)) != e;)
+                finished.wait(i, std::memory_order_acquire);
+        if (finished_epoch_.empty())
+            finished_epoch_ = std::vector<std::atomic<uint32_t>>(size_ - 1);
         phases_ = std::make_unique<Phase[]>(phases);
-        units_ = std::make_unique<std::atomic<int>[]>(phases);
+        item_counts_ = std::make_unique<std::atomic<int>[]>(phases);
         capacity_ = phases;
     }
 
-    // Its own run first; then a piece of the others, in order; last a run that nobody began. False: there is nothing left.
-    bool take(Units& mine) {
-        const int units = units_[mine.phase_].load(std::memory_order_acquire), own = kept(units), run = this->run(units), thread = mine.thread;
-        std::atomic<uint64_t>& next = phases_[mine.phase_].next;
-        // Not loaded first: a guess that is mostly right takes the line from the other threads once, not twice.
-        uint64_t word = mine.seen_ ? mine.seen_ : fresh(mine.epoch_, own * run);
-        for (bool sure = false;;) {
-            if (word >> 40 != (mine.epoch_ & EPOCH_MASK)) return false;
-            const uint32_t begun = (uint32_t)(word >> 24) & 0xffff;
-            const int index = (int)(word & 0xffffff);
-            int whose = -1, count = run;
-            if (thread < own && !(begun >> thread & 1)) whose = thread;
-            else if (index < units) count = piece(units - index);
-            else if (begun != (1u << own) - 1) whose = __builtin_ctz(~begun);
-            else if (sure || !units) return false;
-            else count = 0;
-            const int first = whose < 0 ? index : whose * run;
-            mine.seen_ = whose < 0 ? word + (uint64_t)count : word | (uint64_t)1 << (24 + whose);
-            if (next.compare_exchange_strong(word, mine.seen_, std::memory_order_acq_rel, std::memory_order_acquire)) {
-                mine.at_ = first;
-                mine.end_ = first + count;
-                return count > 0;
+    // Claims the thread's own reserved run, then chunks of the shared rest in order, and at last
+    // reserved runs that their threads have not claimed. False: nothing is left.
+    bool claim(WorkItems& items) {
+        const int count = item_counts_[items.phase_].load(std::memory_order_acquire),
+                  reserved = reserved_runs(count), run = run_length(count), thread = items.thread;
+        std::atomic<uint64_t>& next = phases_[items.phase_].next;
+        // The expected value is predicted, not loaded: a prediction that is mostly right moves the
+        // cache line between cores once, not twice.
+        uint64_t counter =
+            items.counter_ ? items.counter_ : initial_counter(items.epoch_, reserved * run);
+        for (bool loaded = false;;) {
+            if (counter >> 40 != (items.epoch_ & EPOCH_MASK)) return false;
+            const uint32_t claimed = (uint32_t)(counter >> 24) & 0xffff;
+            const int index = (int)(counter & 0xffffff);
+            int owner = -1, length = run;  // owner of the reserved run; -1: a chunk of the rest
+            if (thread < reserved && !(claimed >> thread & 1)) owner = thread;
+            else if (index < count) length = chunk_length(count - index);
+            else if (claimed != (1u << reserved) - 1) owner = __builtin_ctz(~claimed);
+            else if (loaded || !count) return false;
+            else length = 0;  // nothing left by the prediction: exchange once to see the truth
+            const int first = owner < 0 ? index : owner * run;
+            items.counter_ =
+                owner < 0 ? counter + (uint64_t)length : counter | (uint64_t)1 << (24 + owner);
+            if (next.compare_exchange_strong(counter, items.counter_, std::memory_order_acq_rel,
+                                             std::memory_order_acquire)) {
+                items.at_ = first;
+                items.end_ = first + length;
+                return length > 0;
             }
-            sure = true;
+            loaded = true;
         }
     }
 
-    void play(int thread, uint32_t epoch) {
-        const int count = count_.load(std::memory_order_relaxed);
+    void run_phases(int thread, uint32_t epoch) {
+        const int count = phase_count_.load(std::memory_order_relaxed);
         for (int p = 0; p < count; p++) {
-            Units units(*this, p, thread, epoch);
-            if (take(units)) {
-                work_->phase(p, units);
-                finish(p, epoch, units.taken_);
+            WorkItems items(*this, p, thread, epoch);
+            if (claim(items)) {
+                job_->phase(p, items);
+                complete(p, epoch, items.taken_);
             }
-            if (!over(p, epoch)) return;
+            if (!wait_for_phase(p, epoch)) return;
         }
     }
 
-    void finish(int p, uint32_t epoch, int taken) {
+    void complete(int p, uint32_t epoch, int taken) {
         Phase& phase = phases_[p];
-        uint32_t whole = epoch << COUNT_BITS | (uint32_t)units_[p].load(std::memory_order_relaxed);
-        if (phase.done.fetch_add((uint32_t)taken, std::memory_order_acq_rel) + (uint32_t)taken == whole) phase.done.notify_all();
+        uint32_t all_done =
+            epoch << COUNT_BITS | (uint32_t)item_counts_[p].load(std::memory_order_relaxed);
+        if (phase.done.fetch_add((uint32_t)taken, std::memory_order_acq_rel) + (uint32_t)taken ==
+            all_done)
+            phase.done.notify_all();
     }
 
-    // Waits for the phase's end; false if the whole step is long over.
-    bool over(int p, uint32_t epoch) {
+    // Waits for the end of the phase; false if the job is over and a newer one has begun.
+    bool wait_for_phase(int p, uint32_t epoch) {
         Phase& phase = phases_[p];
-        const uint32_t whole = epoch << COUNT_BITS | (uint32_t)units_[p].load(std::memory_order_relaxed);
+        const uint32_t all_done =
+            epoch << COUNT_BITS | (uint32_t)item_counts_[p].load(std::memory_order_relaxed);
         for (int i = 0;; i++) {
             uint32_t done = phase.done.load(std::memory_order_acquire);
-            if (done == whole) return true;
+            if (done == all_done) return true;
             if (done >> COUNT_BITS != (epoch & 0xfff)) return false;
-            if (i < SPINS) relax();
+            if (i < SPINS) cpu_relax();
             else phase.done.wait(done, std::memory_order_acquire);
         }
     }
 
-    void wait_for_work(int index) {
+    void worker_loop(int index) {
         for (uint32_t seen = 0;;) {
-            for (int i = 0; i < 2 * SPINS && epoch_.load(std::memory_order_acquire) == seen; i++) relax();  // the pause between two steps of one answer
-            if (stop_.load()) return;  // it may have been said while the last step was read: then nobody will wake us again
+            // Spin over the short gap between two steps of a decode before sleeping.
+            for (int i = 0; i < 2 * SPINS && epoch_.load(std::memory_order_acquire) == seen; i++)
+                cpu_relax();
+            // The pool may have been stopped while the last epoch was read; no wake-up would
+            // follow.
+            if (stop_.load()) return;
             epoch_.wait(seen, std::memory_order_acquire);
             if (stop_.load()) return;
             seen = epoch_.load(std::memory_order_acquire);
-            play(index, seen);
-            idle_[index - 1].store(seen, std::memory_order_release);
-            idle_[index - 1].notify_all();
+            run_phases(index, seen);
+            finished_epoch_[index - 1].store(seen, std::memory_order_release);
+            finished_epoch_[index - 1].notify_all();
         }
     }
 
     const int size_;
     int capacity_ = 0;
     std::unique_ptr<Phase[]> phases_;
-    std::unique_ptr<std::atomic<int>[]> units_;  // of each phase; apart from the counters, because all read and none writes
-    std::vector<std::atomic<uint32_t>> idle_;  // the last step that each worker has left
-    std::atomic<int> count_{0};
-    Work* work_ = nullptr;
-    bool started_ = false;  // and not yet joined; the caller's alone
+    // Items per phase. Apart from the counters: every thread reads these lines, none writes them.
+    std::unique_ptr<std::atomic<int>[]> item_counts_;
+    std::vector<std::atomic<uint32_t>> finished_epoch_;  // the last epoch each worker has left
+    std::atomic<int> phase_count_{0};
+    Job* job_ = nullptr;
+    bool started_ = false;  // start() without join(); only the calling thread uses it
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::vector<std::thread> workers_;

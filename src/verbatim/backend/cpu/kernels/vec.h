@@ -1,15 +1,19 @@
-// The vector layer: the few primitives that every kernel is written on, once for each instruction set.
+// The vector layer: the primitives that all kernels are written on, implemented per instruction
+// set.
 //
-// A native vector has VL lanes (scalar 4, NEON 4, AVX2 8, AVX-512 16); kernels treat 16 lanes as NQ = 16 / VL of them. Every primitive
-// gives the same bits on every set: IEEE single operations, explicit fused multiply-adds, round-to-nearest-even conversions, exact
-// integer dot products. Nothing here may be reassociated or contracted by the compiler (-ffp-contract=off).
+// A native vector has VL lanes (scalar 4, NEON 4, AVX2 8, AVX-512 16). Kernels work on 16 lanes as
+// NQ = 16 / VL native vectors. Every primitive gives the same bits on every instruction set: IEEE
+// single precision operations, explicit fused multiply-adds, round-to-nearest-even conversions,
+// exact integer dot products. The compiler must not reassociate or contract anything here
+// (-ffp-contract=off).
 //
-//   vf  VL floats      vi  VL int32      vb  VL groups of 4 bytes (one group a lane)
+//   vf  VL floats      vi  VL int32      vb  VL groups of 4 bytes, one group per lane
 #pragma once
 #include <cstdint>
 #include <cstring>
 
-// Register tiles must be unrolled to live in registers; the scalar path has none to fill and would only compile slowly.
+// Loops over a register tile must be unrolled, or the tile spills to memory. The scalar layer has
+// no vector registers, so unrolling would only slow the compiler down.
 #if defined(VB_ISA_SCALAR)
 #define VB_UNROLL(n)
 #else
@@ -34,14 +38,15 @@ constexpr int NQ = 16 / VL;
 static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 #if !defined(VB_HAS_DOTS)
-// dot() for R rows of activations against the same weights.
-template <int MAXW, int G, int N, int R> static inline void dots(vi* c, const vb* w, const int8_t* const* a, int at) {
-VB_UNROLL(8)
+// dot() of the same weights with R rows of activations.
+template <int MAXW, int G, int N, int R>
+static inline void dots(vi* c, const vb* w, const int8_t* const* a, int at) {
+    VB_UNROLL(8)
     for (int r = 0; r < R; r++) c[r] = dot<MAXW, G, N>(c[r], w, aload(a[r] + at));
 }
 #endif
 
-// Sum of 16 lanes in the one order in use everywhere: l + (l+8), then +4, +2, +1.
+// Sum of 16 lanes in the order used everywhere: lane i + lane i + 8, then + 4, + 2, + 1.
 static inline float tree16(const float* p) {
     float a[8], b[4];
     for (int i = 0; i < 8; i++) a[i] = p[i] + p[i + 8];

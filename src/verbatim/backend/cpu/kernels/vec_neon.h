@@ -1,4 +1,5 @@
-// ARM NEON with the dot-product instructions (Armv8.2 dotprod); the matrix ones of i8mm are in matmul_i8mm.inc.
+// ARM NEON with dot-product instructions (Armv8.2 dotprod). The i8mm matrix instructions are in
+// matmul_i8mm.inc.
 #pragma once
 #include <arm_neon.h>
 
@@ -11,7 +12,9 @@ using vf = float32x4_t;
 using vi = int32x4_t;
 using vm = uint32x4_t;
 using vb = uint8x16_t;
-struct act32 { int8x16_t lo, hi; };
+struct act32 {
+    int8x16_t lo, hi;
+};
 
 static inline vf load(const float* p) { return vld1q_f32(p); }
 static inline void store(float* p, vf a) { vst1q_f32(p, a); }
@@ -38,19 +41,27 @@ static inline vf bits(vi a) { return vreinterpretq_f32_s32(a); }
 static inline vi ibits(vf a) { return vreinterpretq_s32_f32(a); }
 static inline vi toint(vf a) { return vcvtnq_s32_f32(a); }
 
-// across lanes: exact, so in any order
+// Horizontal operations. They are exact, so their order does not matter.
 static inline float hmax(vf a) { return vmaxvq_f32(a); }
 static inline int32_t hsum(vi a) { return vaddvq_s32(a); }
 
-static inline vf load_f16(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
-static inline void store_f16(uint16_t* p, vf a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
-static inline vf load_bf16(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+static inline vf load_f16(const uint16_t* p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+static inline void store_f16(uint16_t* p, vf a) {
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)));
+}
+static inline vf load_bf16(const uint16_t* p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
 static inline vf load_u8(const uint8_t* p) {
-    uint32_t u; std::memcpy(&u, p, 4);
+    uint32_t u;
+    std::memcpy(&u, p, 4);
     return vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(u)))));
 }
 static inline vf load_i8(const int8_t* p) {
-    uint32_t u; std::memcpy(&u, p, 4);
+    uint32_t u;
+    std::memcpy(&u, p, 4);
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(u)))));
 }
 static inline void store_i8(int8_t* p, vi a) {
@@ -72,12 +83,15 @@ static inline vb bor(vb a, vb b) { return vorrq_u8(a, b); }
 
 static inline act32 aload(const int8_t* p) { return {vld1q_s8(p), vld1q_s8(p + 16)}; }
 template <int MAXW, int G, int N> static inline vi dot(vi c, const vb* w, act32 a) {
-#define VB_STEP(g, part, lane) \
-    if constexpr (G <= g && g < G + N) c = vdotq_laneq_s32(c, vreinterpretq_s8_u8(w[g]), a.part, lane);
+#define VB_STEP(g, part, lane)         \
+    if constexpr (G <= g && g < G + N) \
+        c = vdotq_laneq_s32(c, vreinterpretq_s8_u8(w[g]), a.part, lane);
+    // clang-format off
     VB_STEP(0, lo, 0) VB_STEP(1, lo, 1) VB_STEP(2, lo, 2) VB_STEP(3, lo, 3)
     VB_STEP(4, hi, 0) VB_STEP(5, hi, 1) VB_STEP(6, hi, 2) VB_STEP(7, hi, 3)
 #undef VB_STEP
     return c;
+    // clang-format on
 }
 
 }  // namespace VB_NS

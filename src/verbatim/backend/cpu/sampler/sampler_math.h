@@ -1,5 +1,6 @@
-// The sampler's arithmetic, bit for bit that of sampling/numerics.py and sampling/draw.py, whose names are kept here: IEEE float64, no fused
-// multiply-add, no library function, and no float sum of open order, so that the compiler may use any vectors it has.
+// The arithmetic of the sampler, bit for bit that of sampling/numerics.py and sampling/draw.py,
+// with the same names: IEEE float64, no fused multiply-add, no library function, and no float sum
+// whose order is unspecified, so the compiler can vectorise freely.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,9 +15,10 @@
 namespace VB_NS {
 namespace {
 
-constexpr double NONE = -std::numeric_limits<double>::infinity();
-constexpr float NONE_F = -std::numeric_limits<float>::infinity();
-constexpr double LOG2E = 0x1.71547652b82fep+0, LN2_HI = 0x1.62e42fee00000p-1, LN2_LO = 0x1.a39ef35793c76p-33;
+constexpr double NEG_INF = -std::numeric_limits<double>::infinity();
+constexpr float NEG_INF_F = -std::numeric_limits<float>::infinity();
+constexpr double LOG2E = 0x1.71547652b82fep+0, LN2_HI = 0x1.62e42fee00000p-1,
+                 LN2_LO = 0x1.a39ef35793c76p-33;
 constexpr double ROUND = 0x1.8p+52;
 constexpr uint64_t SQRT2_MANTISSA = 0x6A09E667F3BCD, MANTISSA = 0xFFFFFFFFFFFFF;
 constexpr double MASS_ONE = 0x1p42, MASS_FLOOR = -30.0;
@@ -31,9 +33,10 @@ template <class To, class From> inline To bits_of(From x) {
 inline uint64_t as_bits(double x) { return bits_of<uint64_t>(x); }
 inline double as_double(uint64_t b) { return bits_of<double>(b); }
 
-// --------------------------------------------------------------------------------------------------------- exp, log
+// ---------------------------------------------------------------------------------------- exp, log
 
-// e^x for -708 <= x <= 0. t's low mantissa bits hold k, so shifting them into the exponent needs no conversion.
+// e^x for -708 <= x <= 0. The low mantissa bits of t hold k; shifted left by 52 they scale p by 2^k
+// without a conversion.
 inline double exp_live(double x) {
     double t = x * LOG2E + ROUND, k = t - ROUND;
     double r = (x - k * LN2_HI) - k * LN2_LO;
@@ -74,10 +77,11 @@ inline double log_of(double x) {
     return k * LN2_HI + ((s + s) * p + k * LN2_LO);
 }
 
-// ----------------------------------------------------------------------------------------------------------- masses
+// ------------------------------------------------------------------------------------------ masses
 
-// The whole part of 0 <= x < 2^52. Where there is no conversion of vectors to int64, by the mantissa alone, which vectorises.
-inline int64_t whole_part(double x) {
+// floor(x) for 0 <= x < 2^52. Without a vector conversion to int64 it uses the mantissa bits, which
+// vectorises.
+inline int64_t floor_int(double x) {
 #if defined(__AVX512DQ__) || defined(__aarch64__)
     return (int64_t)x;
 #else
@@ -87,15 +91,18 @@ inline int64_t whole_part(double x) {
 #endif
 }
 
-// e^-30 * 2^42 is below 1: its whole part is 0, and so is all below it.
+// Masses are fixed-point: floor(e^d * 2^42). e^-30 * 2^42 is below 1, so the mass of smaller d is
+// 0.
 inline double above_floor(double d) { return d > MASS_FLOOR ? d : MASS_FLOOR; }
-inline int64_t mass_of(double d) { return whole_part(exp_live(above_floor(d)) * MASS_ONE); }
+inline int64_t mass_of(double d) { return floor_int(exp_live(above_floor(d)) * MASS_ONE); }
 
-// floor(e^d * -d * 2^42): what an id adds to the mean of -d.
-inline int64_t spread_of(double d) { return d > MASS_FLOOR ? whole_part((exp_live(d) * -d) * MASS_ONE) : 0; }
+// floor(e^d * -d * 2^42): the contribution of an id to the mean of -d (the entropy).
+inline int64_t spread_of(double d) {
+    return d > MASS_FLOOR ? floor_int((exp_live(d) * -d) * MASS_ONE) : 0;
+}
 
 inline int64_t sum_of(const int64_t* x, int64_t n) {
-    int64_t total = 0;  // integers: their sum has no order
+    int64_t total = 0;  // integers: the order does not matter
     for (int64_t i = 0; i < n; i++) total += x[i];
     return total;
 }
@@ -104,18 +111,20 @@ inline double log_mass(int64_t total) { return log_of((double)total / MASS_ONE);
 
 inline int64_t mass_needed(double share, int64_t total) {
     double asked = share * (double)total;
-    int64_t whole = (int64_t)asked;
-    whole += asked > (double)whole;
-    return std::max<int64_t>(1, std::min(total, whole));
+    int64_t needed = (int64_t)asked;
+    needed += asked > (double)needed;
+    return std::max<int64_t>(1, std::min(total, needed));
 }
 
-// ------------------------------------------------------------------------------------------------------------ noise
+// ------------------------------------------------------------------------------------------- noise
 
-constexpr uint32_t PHILOX_M0 = 0xD2511F53u, PHILOX_M1 = 0xCD9E8D57u, PHILOX_W0 = 0x9E3779B9u, PHILOX_W1 = 0xBB67AE85u;
+constexpr uint32_t PHILOX_M0 = 0xD2511F53u, PHILOX_M1 = 0xCD9E8D57u, PHILOX_W0 = 0x9E3779B9u,
+                   PHILOX_W1 = 0xBB67AE85u;
 
-// The 64 random bits of one id at one position.
+// The 64 random bits of one id at one position: Philox 4x32-10.
 inline uint64_t noise_bits(uint64_t key, int64_t position, uint32_t id, uint32_t domain) {
-    uint32_t c0 = id >> 1, c1 = (uint32_t)position, c2 = (uint32_t)((uint64_t)position >> 32), c3 = domain;
+    uint32_t c0 = id >> 1, c1 = (uint32_t)position, c2 = (uint32_t)((uint64_t)position >> 32),
+             c3 = domain;
     uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
     for (int round = 0; round < 10; round++) {
         uint64_t p0 = (uint64_t)c0 * PHILOX_M0, p1 = (uint64_t)c2 * PHILOX_M1;
@@ -131,8 +140,8 @@ inline uint64_t noise_bits(uint64_t key, int64_t position, uint32_t id, uint32_t
 
 inline double uniform_of(uint64_t bits) { return ((double)(int64_t)(bits >> 12) + 0.5) * 0x1p-52; }
 
-// Philox in lanes of 64 bits, of which the lower half counts: the one product that the processors have for vectors is 32 x 32 -> 64, and no compiler
-// finds it in a plain loop.
+// Vectorised Philox in 64-bit lanes of which the lower half is used: vector units have a 32 x 32 ->
+// 64 bit multiply, which compilers do not find in a plain loop.
 #if defined(__AVX512F__)
 constexpr int VECTOR = 64;
 #elif defined(__AVX2__)
@@ -142,7 +151,7 @@ constexpr int VECTOR = 16;
 #endif
 typedef uint64_t Wide __attribute__((vector_size(VECTOR)));
 typedef uint32_t Narrow __attribute__((vector_size(VECTOR / 2)));
-constexpr int WIDE = VECTOR / 8, COUNTERS = 16;  // counters a vector, counters a call
+constexpr int WIDE = VECTOR / 8, COUNTERS = 16;  // counters per vector, counters per call
 
 inline __attribute__((always_inline)) Wide product(Wide a, uint32_t m) {
 #if defined(__AVX512F__)
@@ -158,9 +167,12 @@ inline __attribute__((always_inline)) Wide product(Wide a, uint32_t m) {
 #endif
 }
 
-// For each of COUNTERS counters (an id / 2): the upper 32 of the noise bits of its even and of its odd id, in the lower half of each entry.
-// counters(at) gives those from `at` on. Two vectors at a time hide the latency of the products.
-template <class Counters> inline void noise_words(uint64_t key, int64_t position, Counters counters, uint64_t* even, uint64_t* odd) {
+// For each of COUNTERS counters (id / 2): the upper 32 noise bits of its even and of its odd id, in
+// the lower half of each entry. counters(at) returns the vector of counters from `at` on. Two
+// vectors at a time hide the latency of the multiplies.
+template <class Counters>
+inline void noise_words(uint64_t key, int64_t position, Counters counters, uint64_t* even,
+                        uint64_t* odd) {
     for (int at = 0; at < COUNTERS; at += 2 * WIDE) {
         Wide c0[2], c1[2], c2[2], c3[2];
         uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
@@ -188,7 +200,7 @@ template <class Counters> inline void noise_words(uint64_t key, int64_t position
     }
 }
 
-// The counters of `ids`, which are in any order, and those that follow on `first`.
+// Counters of arbitrary ids, and consecutive counters from `first` on.
 inline auto counters_of(const int32_t* ids) {
     return [ids](int at) {
         Narrow some;
