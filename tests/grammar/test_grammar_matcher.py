@@ -193,7 +193,10 @@ def test_impossible_or_wrong_structures_are_refused(structure: dict[str, Any]) -
     assert caught.value.param == next(iter(structure))
 
 
-SYNTAX = "; the syntax is that of Rust's regex crate, and a backslash before a sign means the sign itself"
+SYNTAX = (
+    "; the syntax is that of Rust's regex crate, and a backslash before a sign means the sign "
+    "itself"
+)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +245,8 @@ def test_the_error_for_a_bad_regex_names_position_reason_and_remedy(
 def test_the_error_for_a_bad_pattern_in_a_schema_is_the_same() -> None:
     with pytest.raises(
         ParameterError,
-        match=r"json_schema: '\(' is not a regular expression \(a pattern inside\): unclosed group, at character 1",
+        match=r"json_schema: '\(' is not a regular expression \(a pattern inside\): "
+        "unclosed group, at character 1",
     ):
         build(json_schema={"type": "string", "pattern": "("})
 
@@ -903,7 +907,13 @@ HOSTILE: list[dict[str, Any]] = [
     {"json_schema": nested(11, lambda s: {"allOf": [s, {"properties": {"a": s}}]})},
     {"json_schema": nested(100, lambda s: {"type": "array", "items": s})},
     {"json_schema": {"properties": {f"p{i}": {} for i in range(20_001)}}},
-    {"json_schema": {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"type": "integer"}}}, {"properties": {f"b{i}": {}}}]} for i in range(20)]}},
+    {"json_schema": {"allOf": [
+        {"anyOf": [
+            {"properties": {f"a{i}": {"type": "integer"}}},
+            {"properties": {f"b{i}": {}}},
+        ]}
+        for i in range(20)
+    ]}},
     {"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000},
     {"grammar": "root ::= " + "(" * 3000 + '"a"' + ")" * 3000},
     {"regex": "a" * (16 * 1024 + 1)},

@@ -1,4 +1,4 @@
-"""Random requests that mix every sampler, for tests that compare two ways of running the same thing."""
+"""Random requests that mix every sampler, for tests that compare two ways of running them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRUCTURES: tuple[dict[str, Any], ...] = (
 
 
 def random_prompt(r: random.Random) -> list[int]:
-    """Often repetitive, so that lookups find something."""
+    """Often repetitive, so that lookups find a match."""
     piece = [r.randrange(97, 103) for _ in range(r.randrange(1, 7))]
     tail = [r.randrange(32, 127) for _ in range(r.randrange(0, 20))]
     return (piece * r.randrange(1, 8) + tail + piece)[: r.randrange(1, 60)]
@@ -74,7 +74,7 @@ def random_params(r: random.Random) -> SamplingParams:
 
 
 def answer(completion: Completion) -> list[Any]:
-    """Everything about an answer that must be the same, to the bit."""
+    """Everything about a completion that must be equal, to the bit."""
     return [
         (
             c.text,

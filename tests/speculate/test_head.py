@@ -1,4 +1,6 @@
-"""The draft head: its file, its native guesses against the definition in NumPy, which row a guess is made from, and when a guess with stated odds pays."""
+"""Draft head: its file, native drafts against the NumPy definition, the row each draft is made
+from, and when a draft with stated probabilities pays.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ from verbatim.model.draft_head import (
     write_head,
 )
 from verbatim.model.load import Model, load_model
-from verbatim.speculate.draft_budget import DEBT, SHARE, START
+from verbatim.speculate.draft_budget import ALLOWANCE, INITIAL, OVERDRAFT
 from verbatim.speculate.draft_policy import MARGIN, Speculator
-from verbatim.speculate.head import DEEPEST, HeadProposer
+from verbatim.speculate.head import MAX_DEPTH, HeadProposer
 from verbatim.speculate.proposer import Draft, SeqView
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
@@ -52,7 +54,7 @@ def view(
     return SeqView(seq_id, tokens, 0, SamplingParams(temperature=temperature), 0, room)
 
 
-# ------------------------------------------------------------------------------------------------------------ the file
+# --- the file
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def tiny() -> Model:
 
 
 def trained(hidden: int = HIDDEN, inner: int = INNER) -> dict[str, np.ndarray]:
-    """What a training run would hand over."""
+    """The arrays that a training run writes."""
     r = np.random.default_rng(1)
     arrays = {name: r.standard_normal(hidden, dtype=np.float32) for name in SCALES}
     arrays["up"] = r.standard_normal((2 * inner, 2 * hidden), dtype=np.float32)
@@ -69,7 +71,7 @@ def trained(hidden: int = HIDDEN, inner: int = INNER) -> dict[str, np.ndarray]:
     return arrays | {"words": np.arange(3, VOCAB, 2)}
 
 
-def test_what_is_written_is_what_is_read(tmp_path: Path, tiny: Model) -> None:
+def test_a_head_file_round_trips(tmp_path: Path, tiny: Model) -> None:
     arrays, file = trained(), tmp_path / "head.gguf"
     write_head(file, arrays, **{"draft.model": "tiny"})
     head = read_head(file, tiny)
@@ -116,7 +118,7 @@ def cut(path: Path) -> None:
 
 
 def with_block_scale(name: str, block: int, scale: float) -> Callable[[Path], None]:
-    """A file whose matrix `name` has one block of a scale that no training writes."""
+    """A file whose matrix `name` has one block with a scale that no training writes."""
 
     def spoil(path: Path) -> None:
         write_head(path, trained())
@@ -172,7 +174,7 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", SPOILT)
-def test_a_spoilt_file_is_refused_by_name(what: str, tmp_path: Path, tiny: Model) -> None:
+def test_a_damaged_head_file_is_rejected_by_name(what: str, tmp_path: Path, tiny: Model) -> None:
     spoil, says = SPOILT[what]
     spoil(tmp_path / "head.gguf")
     with pytest.raises(ModelError, match=says) as caught:
@@ -180,11 +182,11 @@ def test_a_spoilt_file_is_refused_by_name(what: str, tmp_path: Path, tiny: Model
     assert "head.gguf" in str(caught.value)
 
 
-def test_no_head_comes_with_a_model_that_nobody_trained_one_for(tiny: Model) -> None:
+def test_a_model_without_a_trained_head_has_none(tiny: Model) -> None:
     assert find_head(tiny) is None
 
 
-# ------------------------------------------------------------------------------------------------- the native guesses
+# --- native drafts
 
 
 @pytest.fixture(scope="module")
@@ -201,9 +203,12 @@ def head(default: Model) -> DraftHead:
 
 ROWS = 96
 TEXT = (
-    "The capital of France is Paris. It lies on the river Seine, and more than two million people live there. "
-    "To make tea, first boil the water; then pour it over the leaves and wait for three minutes. In Python, a list "
-    "is written with square brackets: [1, 2, 3]. I am sorry, but I cannot help you with that. The quick brown fox "
+    "The capital of France is Paris. It lies on the river Seine, and more than two million people "
+    "live there. "
+    "To make tea, first boil the water; then pour it over the leaves and wait for three minutes. "
+    "In Python, a list "
+    "is written with square brackets: [1, 2, 3]. I am sorry, but I cannot help you with that. The "
+    "quick brown fox "
     "jumps over the lazy dog, and the dog does not mind."
 )
 
@@ -212,7 +217,7 @@ TEXT = (
 def native(
     request: pytest.FixtureRequest, default: Model, head: DraftHead
 ) -> Iterator[tuple[Any, list[int]]]:
-    """The backend after a step that left the final states of ROWS tokens, and the text."""
+    """The backend after a step that left the final states of ROWS tokens, and the tokens."""
     cpu = pytest.importorskip("verbatim.backend.cpu.backend", exc_type=ImportError)
     from verbatim.text.tokenizer import from_gguf
 
@@ -229,7 +234,8 @@ def native(
 
 @pytest.fixture(scope="module")
 def floats(default: Model, head: DraftHead) -> tuple[DraftHead, SimpleNamespace]:
-    """The definition's inputs as floats already: to unpack the embedding anew for each guess would take minutes."""
+    """The inputs of the definition as float32: dequantising the embedding per draft would take
+    minutes."""
 
     def once(tensor: Tensor) -> Any:
         values = tensor.to_f32()
@@ -251,20 +257,21 @@ def floats(default: Model, head: DraftHead) -> tuple[DraftHead, SimpleNamespace]
 @pytest.mark.parametrize(
     ("count", "temperature"), [(1, 0.0), (5, 0.7), (20, 1.0), (70, 0.0), (5, 1e-40), (5, 0.04)]
 )
-def test_native_guesses_are_those_of_the_definition(
+def test_native_drafts_equal_the_numpy_definition(
     native: tuple[Any, list[int]],
     floats: tuple[DraftHead, SimpleNamespace],
     count: int,
     temperature: float,
 ) -> None:
-    """Native products round their inputs to eight bits, so odds differ a little, and so may the word where two are as likely."""
+    """Native products round activations to eight bits, so probabilities differ a little, and so
+    may the token where two are equally likely."""
     backend, tokens = native
     states = np.array(backend._engine.hidden())
     r = random.Random(count)
     rows = r.sample(range(len(states)), count)
     found = backend.draft([(row, tokens[row + 1], 3, temperature) for row in rows], 0.0)
     assert [len(t) for t, _ in found] == [3 if i < 64 else 0 for i in range(count)], (
-        "a call takes 64; the rest get no guess"
+        "a call takes 64 queries; the rest get no draft"
     )
     same, apart = 0, []
     for row, (words, odds) in list(zip(rows, found[:64], strict=False))[
@@ -289,8 +296,8 @@ def test_native_guesses_are_those_of_the_definition(
 
 @pytest.mark.model
 @pytest.mark.native
-def test_a_guess_does_not_depend_on_its_neighbours(native: tuple[Any, list[int]]) -> None:
-    """Alone, among five, or side by side with forty others: to the bit, as all rows of this engine are."""
+def test_a_draft_does_not_depend_on_the_batch(native: tuple[Any, list[int]]) -> None:
+    """Alone, among five, or in a batch of forty: equal to the bit, like all rows of this engine."""
     backend, tokens = native
     asks = [(row, tokens[row + 1], 1 + row % 5, 0.5 * (row % 3)) for row in range(45)]
     together = backend.draft(asks, 0.0)
@@ -301,10 +308,11 @@ def test_a_guess_does_not_depend_on_its_neighbours(native: tuple[Any, list[int]]
 
 @pytest.mark.model
 @pytest.mark.native
-def test_a_guess_that_was_begun_beside_other_work_is_the_same(
+def test_an_overlapped_draft_equals_a_direct_one(
     native: tuple[Any, list[int]],
 ) -> None:
-    """Taken at once or late, for other asks, begun twice, dropped by a step: whatever was begun, the answer is that of the asks."""
+    """Used at once or late, for other queries, started twice, discarded by a step: the result is
+    always that of the queries."""
     backend, tokens = native
     asks = [(row, tokens[row + 1], 3, 0.5 * (row % 3)) for row in range(12)]
     apart = [backend.draft([ask], 0.0)[0] for ask in asks]
@@ -321,7 +329,7 @@ def test_a_guess_that_was_begun_beside_other_work_is_the_same(
             )
         other = slice(3, 9) if turn % 5 == 4 else some
         assert backend.draft(asks[other], 0.0) == apart[other], turn
-    backend.start_draft(asks)  # and nobody comes for it
+    backend.start_draft(asks)  # never fetched
 
 
 @pytest.mark.model
@@ -338,7 +346,7 @@ def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
             assert words == all_words[: len(words)]
             assert odds == all_odds[: len(words)]
             assert all(a >= floor for a in odds[:-1]), (
-                "what follows a guess below the floor is not worth making"
+                "nothing is drafted after a token below the floor"
             )
             if len(words) < 4:
                 ended += 1
@@ -356,11 +364,11 @@ def test_limit_and_floor_are_kept(native: tuple[Any, list[int]]) -> None:
             backend.draft([(row, token, 1, 0.0)], 0.0)
 
 
-# -------------------------------------------------------------------------------------------------- rows and sequences
+# --- rows and sequences
 
 
 class Recorder:
-    """A backend that keeps what it was asked and guesses 7, 8, 9, ... with falling odds."""
+    """A backend that records its queries and drafts 7, 8, 9, ... with falling probabilities."""
 
     def __init__(self) -> None:
         self.asks: list[tuple[int, int, int, float]] = []
@@ -382,8 +390,9 @@ class Recorder:
         ]
 
 
-def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None:
-    """Against make_batch, which says what rows a step leaves: prompts in the middle and at their end, scoring, states asked for, drafts."""
+def test_each_draft_starts_from_the_row_its_token_was_drawn_from() -> None:
+    """Against make_batch, which defines the rows of a step: prompts in the middle and at their end,
+    scoring, requested hidden states, drafts."""
     r = random.Random(3)
     checked = 0
     for _ in range(300):
@@ -419,7 +428,7 @@ def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None
         views = [view(tokens, seq_id=i, temperature=i / 10) for i, tokens in known.items()]
         drafts = proposer.propose(views, 16, 0.25)
         assert set(drafts) == {s.seq_id for s in steps if s.draws}, (
-            "who drew a token, and nobody else"
+            "exactly the sequences that drew a token"
         )
         for i, ask in zip(drafts, recorder.asks, strict=True):
             checked += 1
@@ -428,7 +437,7 @@ def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None
             assert positions[outputs[row]] == (i, last - 1), (
                 "the state that the last token was drawn from"
             )
-            assert (token, limit, temperature) == (known[i][-1], DEEPEST, i / 10)
+            assert (token, limit, temperature) == (known[i][-1], MAX_DEPTH, i / 10)
             assert drafts[i] == Draft(
                 (7, 8, 9, 10, 11), "head", 0, (0.5, 0.25, 0.125, 0.0625, 0.03125)
             )
@@ -436,7 +445,7 @@ def test_each_guess_is_made_from_the_row_that_its_token_was_drawn_from() -> None
     assert checked > 300
 
 
-def test_limits_and_texts_that_the_last_step_did_not_write() -> None:
+def test_draft_limits_and_sequences_absent_from_the_last_step() -> None:
     recorder = Recorder()
     proposer = HeadProposer(recorder, "a head")  # type: ignore[arg-type]
     assert proposer.propose([view([1, 2, 3])], 16) == {}, "no step yet"
@@ -464,8 +473,8 @@ def test_limits_and_texts_that_the_last_step_did_not_write() -> None:
     )
 
 
-def test_what_will_be_asked_is_begun_beside_the_reading() -> None:
-    """For those who were asked about before the step, and from the row behind the drafts that came true."""
+def test_the_next_drafts_are_launched_before_the_tokens_are_read() -> None:
+    """For the sequences drafted for before the step, and from the row after the accepted drafts."""
     recorder = Recorder()
     proposer = HeadProposer(recorder, None)  # type: ignore[arg-type]
 
@@ -480,7 +489,7 @@ def test_what_will_be_asked_is_begun_beside_the_reading() -> None:
         proposer.observe(plan, StepResult(0, tuple(done)))
 
     step((1, (10, 11), 0, [12]), (2, (20,), 4, [21]), (3, (30, 31), 0, []))
-    assert recorder.started == [], "nobody was asked about yet"
+    assert recorder.started == [], "no sequence was drafted for yet"
     proposer.propose(
         [view([10, 11, 12], seq_id=1, temperature=0.5), view([0, 0, 0, 0, 20, 21], seq_id=2)], 16
     )
@@ -500,21 +509,22 @@ def test_what_will_be_asked_is_begun_beside_the_reading() -> None:
     )
     proposer.observe(StepPlan(1, ()), StepResult(1, ()))
     step((1, (13,), 3, [14]))
-    assert len(recorder.started) == 1, "who was not asked about is not guessed for"
+    assert len(recorder.started) == 1, "only for sequences that were drafted for"
 
 
-# --------------------------------------------------------------------------------------------------------- what pays
+# --- what pays
 
 
 class Stated:
-    """A guesser that says its odds. Guesses are 1; what is written decides whether they come true."""
+    """A proposer that states probabilities. Its drafts are token 1; the output decides whether
+    they are accepted."""
 
     name = "head"
 
     def __init__(self, odds: Sequence[float], cost: float = 1e-6) -> None:
         self.odds = tuple(odds)
         self.token_cost = cost
-        self.states_odds = True
+        self.states_probs = True
         self.asked = 0
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
@@ -527,54 +537,56 @@ class Stated:
     def close(self) -> None: ...
 
 
-def speculator(guesser: Stated, row: float = 0.2) -> Speculator:
+def speculator(proposer: Stated, row: float = 0.2) -> Speculator:
     """Steps of one row take 4 ms, and each further row `row` of that."""
-    found = Speculator([guesser])
+    found = Speculator([proposer])
     for _ in range(300):
         for rows in (1, 2, 5):
             found.cost.learn(rows, 0.004 * (1 + row * (rows - 1)))
     return found
 
 
-def test_of_stated_odds_only_what_pays_is_submitted() -> None:
+def test_only_drafts_whose_stated_probability_pays_are_submitted() -> None:
     for odds, count in (
         ((0.9, 0.5, 0.4, 0.1), 3),
         ((0.9, 0.2, 0.1), 1),
         ((0.2,), 0),
         ((0.99,) * 4, 4),
     ):
-        guesser = Stated(odds)
-        assert len(speculator(guesser).drafts([view([5])]).get(0, ())) == count, odds
-        assert guesser.floor == pytest.approx(MARGIN * 0.2, rel=0.05), "it is told what could pay"
-    dear = Stated(
-        (0.5, 0.5), cost=0.004 * 0.3
-    )  # making a guess costs 0.3 of a step, beside its row
+        proposer = Stated(odds)
+        assert len(speculator(proposer).drafts([view([5])]).get(0, ())) == count, odds
+        assert proposer.floor == pytest.approx(MARGIN * 0.2, rel=0.05), (
+            "the proposer gets the lowest probability that pays"
+        )
+    dear = Stated((0.5, 0.5), cost=0.004 * 0.3)  # drafting costs 0.3 of a step, besides its row
     assert speculator(dear).drafts([view([5])]) == {}
     busy = Stated((0.9,) * 2)
     assert speculator(busy, row=0.9).drafts([view([5], seq_id=i) for i in range(2)]) == {}, (
         "compute-bound"
     )
-    assert busy.asked == 0, "no guess is made where even a sure one could not pay"
+    assert busy.asked == 0, "nothing is drafted where even a certain draft could not pay"
 
 
-def test_unlikely_guesses_do_not_end_the_asking() -> None:
-    """Odds change with every token: one that does not pay says nothing about the next."""
-    guesser = Stated((0.1,))
-    found = speculator(guesser)
+def test_unlikely_drafts_do_not_stop_the_proposer() -> None:
+    """Probabilities change with every token: a draft that does not pay says nothing about the
+    next."""
+    proposer = Stated((0.1,))
+    found = speculator(proposer)
     text = [5]
     for step in range(10):
-        guesser.odds = (0.9,) if step % 2 else (0.1,)
+        proposer.odds = (0.9,) if step % 2 else (0.1,)
         assert len(found.drafts([view(text)]).get(0, ())) == step % 2, step
         text = [*text, *((1, 5) if step % 2 else (5,))]
-    assert guesser.asked == 10
+    assert proposer.asked == 10
 
 
-def test_a_guesser_that_lies_is_soon_not_believed() -> None:
-    """It states 0.6 and is never right; another says the same and is right six times in ten. The purse is taken away: trust alone decides."""
+def test_a_proposer_that_overstates_is_soon_not_trusted() -> None:
+    """It states 0.6 and is never accepted; another states the same and is accepted six times in
+    ten. The budget is unlimited here: the calibration alone decides."""
     submitted = {}
     for honest in (True, False):
         found = speculator(Stated((0.6,)))
-        found._records[0].purse.gained = 1e9
+        found._records[0].budget.gained = 1e9
         r, text, counts = random.Random(1), [5], []
         for _ in range(200):
             counts.append(len(found.drafts([view(text)]).get(0, ())))
@@ -586,16 +598,16 @@ def test_a_guesser_that_lies_is_soon_not_believed() -> None:
 
 
 @pytest.mark.parametrize("stated", [1e38, float("inf"), float("nan"), 1.0])
-def test_a_guesser_that_was_wrong_for_long_is_asked_again_one_day(stated: float) -> None:
-    """One request's odds, however absurd, must not end the guessing for everybody."""
-    guesser = Stated((stated,))
-    found = speculator(guesser)
+def test_a_proposer_that_was_wrong_for_long_is_retried(stated: float) -> None:
+    """The stated probabilities of one request, however absurd, must not end drafting for all."""
+    proposer = Stated((stated,))
+    found = speculator(proposer)
     for seq_id in range(20):
-        found._records[seq_id].purse.gained = 1e9
+        found._records[seq_id].budget.gained = 1e9
         for n in range(1, 60):
             found.drafts([view([5] * n, seq_id=seq_id)])
         found.finish(view([5] * 60, seq_id=seq_id))
-    guesser.odds, submitted = (0.9,), 0
+    proposer.odds, submitted = (0.9,), 0
     for seq_id in range(20, 60):
         text = [5]
         for _ in range(60):
@@ -605,8 +617,9 @@ def test_a_guesser_that_was_wrong_for_long_is_asked_again_one_day(stated: float)
     assert submitted > 1000
 
 
-def test_the_purse_bounds_what_a_liar_costs() -> None:
-    """Trust is taken away here: odds of 0.9 are believed for ever, and never true."""
+def test_the_budget_bounds_the_cost_of_overstated_probabilities() -> None:
+    """The calibration is disabled here: probabilities of 0.9 are always trusted, and never
+    accepted."""
     found = speculator(Stated((0.9, 0.9, 0.9)))
     found.acceptance.trust = lambda seq_id, source: 1.0  # type: ignore[method-assign]
     text, lost, drafted = [5], 0.0, 0
@@ -614,38 +627,41 @@ def test_the_purse_bounds_what_a_liar_costs() -> None:
         drafted += len(found.drafts([view(text)._replace(drafted=drafted)]).get(0, ()))
         lost = 0.2 * drafted
         text = [*text, 5]
-        assert lost <= START + DEBT + SHARE * len(text) + 0.2
-    assert lost > START, "it did try"
+        assert lost <= INITIAL + OVERDRAFT + ALLOWANCE * len(text) + 0.2
+    assert lost > INITIAL, "it did try"
     assert found.finish(view(text)._replace(drafted=drafted)) < 0
     assert not found.acceptance._trust or all(key[0] == -1 for key in found.acceptance._trust), (
         "the text's own record is dropped"
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- refusals
+# --- refusals
 
 
-def test_a_text_that_can_pay_for_no_draft_is_left_alone_most_of_the_time() -> None:
-    """Looking itself takes time. Where guesses never come true it may take what a text may lose, and where they do it is done in every step."""
+def test_a_sequence_with_an_empty_budget_backs_off() -> None:
+    """A lookup takes time itself. Where drafts are never accepted it may cost the budget; where
+    they are, it runs in every step."""
     for honest in (True, False):
         found = speculator(Stated((0.9, 0.9)))
         found._clock = itertools.count(0, 0.0002).__next__  # a look takes a twentieth of a step
         text, looks, drafted = [5], [], 0
         for _ in range(400):
-            looks.append(found.awake(0))
+            looks.append(found.is_active(0))
             if looks[-1]:
                 now = view(text)._replace(drafted=drafted, accepted=drafted if honest else 0)
                 drafted += len(found.drafts([now]).get(0, ()))
             text = [*text, *((1, 1, 5) if honest else (5,))]
-        assert sum(looks[100:]) == 300 if honest else 0.05 * sum(looks[100:]) <= SHARE * 300 + 1, (
+        assert (
+            sum(looks[100:]) == 300 if honest else 0.05 * sum(looks[100:]) <= ALLOWANCE * 300 + 1
+        ), (
             honest,
             sum(looks[100:]),
         )
-    assert found.awake(1), "another text is another matter"
+    assert found.is_active(1), "another text is another matter"
     found = speculator(Stated((0.9, 0.9)))
     found.adaptive = False
-    assert all(found.awake(0) and found.drafts([view([5] * n)]) for n in range(1, 200)), (
-        "who asks for every guess gets every guess"
+    assert all(found.is_active(0) and found.drafts([view([5] * n)]) for n in range(1, 200)), (
+        "without adaptation every draft is submitted"
     )
 
 
@@ -690,7 +706,7 @@ def test_the_reference_backend_and_other_files_are_refused_by_name(
         LLM(str(default_model), speculate=f"head:{tmp_path / 'other.gguf'}", context=64)
 
 
-# ----------------------------------------------------------------------------------------------------------- identity
+# --- identity
 
 
 def requests(llm: LLM, r: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -714,7 +730,7 @@ def requests(llm: LLM, r: random.Random) -> tuple[list[list[int]], list[Sampling
 def in_crowds(
     llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
 ) -> tuple[list[Any], int, int]:
-    """Their answers, drafts and accepted drafts; one to eight requests at a time."""
+    """Completions, drafts and accepted drafts; one to eight requests at a time."""
     r = random.Random(len(params))
     done: list[Any] = []
     while len(done) < len(prompts):
@@ -731,7 +747,7 @@ def in_crowds(
 @pytest.mark.model
 @pytest.mark.native
 def test_a_draft_head_never_changes_an_answer(default_model: Path) -> None:
-    """Guesses submitted in full whether they pay or not, and as they pay: the bits of no guesses at all."""
+    """Drafts submitted in full, and only as they pay: the same bits as without drafts."""
     answers: dict[str, list[Any]] = {}
     with LLM(str(default_model), backend="cpu", context=256, check=True) as llm:
         prompts, params = requests(llm, random.Random(6))
@@ -742,10 +758,10 @@ def test_a_draft_head_never_changes_an_answer(default_model: Path) -> None:
             found, drafted, accepted = in_crowds(llm, prompts, asked)
             if not adaptive:
                 assert 20 < accepted < drafted, (
-                    f"{mode}: {accepted} of {drafted} guesses came true, which shows nothing"
+                    f"{mode}: {accepted} of {drafted} drafts accepted, which shows nothing"
                 )
             answers[f"{mode} {adaptive}"] = found
     plain = answers.pop("off True")
-    for mode, guessed in answers.items():
-        for i, (one, other) in enumerate(zip(plain, guessed, strict=True)):
+    for mode, speculative in answers.items():
+        for i, (one, other) in enumerate(zip(plain, speculative, strict=True)):
             assert other == one, f"{mode}, request {i}: {params[i]}"

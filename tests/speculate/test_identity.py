@@ -1,6 +1,9 @@
-"""Speculation changes the time and nothing else: tokens, log-probabilities, explanations and finish reasons, to the bit.
+"""Speculation changes latency and nothing else: tokens, log-probabilities, explanations and finish
+reasons are equal to the bit.
 
-Every guess is submitted in full, whether it pays or not, in crowds, on a cache so small that sequences are preempted."""
+Every draft is submitted in full, whether it pays or not, in batches, on a KV cache so small that
+sequences are preempted.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def backend_of(name: str, *, seed: int = 0, noise: float = 0.0) -> Backend:
 
 
 def perturbed(model: Any, noise: float) -> Any:
-    """The target with its head disturbed: a draft model in between."""
+    """The target with noise on its LM head: a draft model of medium quality."""
     import dataclasses
 
     import numpy as np
@@ -61,8 +64,9 @@ def perturbed(model: Any, noise: float) -> Any:
     )
 
 
-def head_of_its_own() -> DraftHead:
-    """A draft head for the tiny model. It mostly guesses that the last token comes again, which a text of a random model often enough does."""
+def tiny_head() -> DraftHead:
+    """A draft head for the tiny model. It mostly drafts that the last token repeats, which the
+    output of a random model often does."""
     import numpy as np
 
     from verbatim.weights.quantise import quantise
@@ -116,7 +120,7 @@ def compare(backend: str, count: int, seed: int) -> None:
     params = [random_params(r) for _ in range(count)]
     crowds = [r.randrange(1, 17) for _ in range(count)]
     drafts = {"draft random": {"seed": 5}, "draft itself": {}, "draft between": {"noise": 0.05}}
-    head = head_of_its_own() if backend == "cpu" else None  # the reference backend runs none
+    head = tiny_head() if backend == "cpu" else None  # the reference backend runs none
     modes = [
         "off",
         "ngram",
@@ -132,7 +136,7 @@ def compare(backend: str, count: int, seed: int) -> None:
         accepted = drafted = 0
         tenants = (
             ("*",) if mode == "suffix remembered" else ()
-        )  # guesses from earlier answers as well
+        )  # drafts from earlier completions as well
         with engine(backend, mode.split()[0], draft, head, suffix_tenants=tenants) as llm:
             for crowd in crowds:
                 for done in llm.generate(prompts[at : at + crowd], params[at : at + crowd]):
@@ -145,10 +149,10 @@ def compare(backend: str, count: int, seed: int) -> None:
                 if at >= count:
                     break
             assert mode == "off" or accepted > 0, (
-                f"{mode}: no guess ever came true, so the test shows nothing"
+                f"{mode}: no draft was ever accepted, so the test shows nothing"
             )
             assert mode in ("off", "draft itself") or accepted < drafted, (
-                f"{mode}: no guess was ever rejected"
+                f"{mode}: no draft was ever rejected"
             )
             if mode == "off":
                 assert llm.core.scheduler.preemptions > 0, (
@@ -160,8 +164,8 @@ def compare(backend: str, count: int, seed: int) -> None:
                     for c in choices
                 ), "no bans ran out"
     for mode in modes[1:]:
-        for i, (plain, guessed) in enumerate(zip(answers["off"], answers[mode], strict=True)):
-            assert guessed == plain, f"{mode}, request {i}: {params[i]}"
+        for i, (plain, speculative) in enumerate(zip(answers["off"], answers[mode], strict=True)):
+            assert speculative == plain, f"{mode}, request {i}: {params[i]}"
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -176,7 +180,7 @@ def test_speculation_never_changes_any_of_2000_answers(backend: str) -> None:
 
 
 def draft_rates(same_noise: bool) -> tuple[int, int]:
-    """(drafted, accepted) with the target as its own draft at temperature 1."""
+    """(drafted, accepted) with the target as its own draft model at temperature 1."""
     with engine("reference", "draft", backend_of("reference")) as llm:
         if not same_noise:
             propose = llm.core.drafting._draft.propose  # type: ignore[union-attr]
@@ -195,7 +199,7 @@ def draft_rates(same_noise: bool) -> tuple[int, int]:
     return sum(d.usage.drafted_tokens for d in done), sum(d.usage.accepted_tokens for d in done)
 
 
-def test_the_target_as_its_own_draft_is_always_right_with_the_same_noise() -> None:
+def test_the_target_as_its_own_draft_model_is_always_accepted_with_the_same_noise() -> None:
     drafted, accepted = draft_rates(same_noise=True)
     assert drafted > 200
     assert accepted == drafted
@@ -204,7 +208,8 @@ def test_the_target_as_its_own_draft_is_always_right_with_the_same_noise() -> No
 
 
 def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None:
-    """P(same token) >= (1 - TV) / (1 + TV) for Gumbel draws with shared noise; averaged over 4,000 positions of random rows."""
+    """P(same token) >= (1 - TV) / (1 + TV) for Gumbel draws with shared noise; averaged over 4,000
+    positions of random rows."""
     import numpy as np
 
     from verbatim.sampling.draw import draw
@@ -215,16 +220,17 @@ def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None
     same, bound = [], []
     for position in range(4000):
         target = random_rows.standard_normal(50) * 2
-        guess = target + random_rows.standard_normal(50) * 0.5
-        p, q = (np.exp(x) / np.exp(x).sum() for x in (target, guess))
+        draft_logits = target + random_rows.standard_normal(50) * 0.5
+        p, q = (np.exp(x) / np.exp(x).sum() for x in (target, draft_logits))
         tv = 0.5 * np.abs(p - q).sum()
         bound.append((1 - tv) / (1 + tv))
         same.append(
             draw(ids, target - target.max(), 7, position)[0]
-            == draw(ids, guess - guess.max(), 7, position)[0]
+            == draw(ids, draft_logits - draft_logits.max(), 7, position)[0]
         )
     assert masses(np.zeros(1))[0] > 0
-    # The mean of 4,000 yes-or-no answers has a standard deviation of at most 0.008: a false alarm is a 4-sigma event (odds under 1 in 30,000).
+    # The mean of 4,000 Bernoulli draws has a standard deviation of at most 0.008. A false alarm is
+    # a 4-sigma event (probability below 1 in 30,000).
     assert np.mean(same) >= np.mean(bound) - 4 * 0.008
 
 
@@ -236,8 +242,9 @@ def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None
         {"on_loop": "stop", "logit_bias": {98: 90.0}},
     ],
 )
-def test_what_was_drafted_behind_the_end_of_a_text_leaves_no_trace(ends: dict[str, Any]) -> None:
-    """A stop string, a structure or a loop ends a text in the middle of drafts that were all right. Nothing behind it is counted, cached or remembered."""
+def test_drafts_after_the_end_of_a_completion_leave_no_trace(ends: dict[str, Any]) -> None:
+    """A stop string, a structure or a loop ends a completion in the middle of accepted drafts.
+    Nothing after the end is counted, cached or remembered."""
     asked = [
         SamplingParams(
             **{"temperature": 1.0, "max_tokens": 100, "seed": i, "ignore_eos": True, **ends}
@@ -255,8 +262,9 @@ def test_what_was_drafted_behind_the_end_of_a_text_leaves_no_trace(ends: dict[st
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_bans_that_leave_nothing_end_one_answer_and_not_the_engine(backend: str) -> None:
-    """The draft model meets the end of what may be drawn before the target does. What came true on the way there is counted."""
+def test_bans_that_leave_no_token_end_one_completion_only(backend: str) -> None:
+    """The draft model runs out of allowed tokens before the target does. Drafts accepted before are
+    counted."""
     asked = SamplingParams(
         allowed_token_ids=(97, 98), no_repeat_ngram=2, max_tokens=40, temperature=1.0, seed=3
     )
@@ -274,7 +282,8 @@ def test_bans_that_leave_nothing_end_one_answer_and_not_the_engine(backend: str)
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> None:
-    """Learnt positions end where their table does: beyond that there are no guesses, and the answer is the same."""
+    """Learnt positions end with their table: beyond it there are no drafts, and the output is
+    the same."""
     words, answers = ByteTokenizer(), []
     config = EngineConfig(backend=backend, threads=1)
     for draft in (
@@ -314,7 +323,8 @@ def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(
 
 
 def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a text ends by its end token, a stop string, a limit or for want of tokens: the time saved is that of the accepted drafts."""
+    """Whether a completion ends by an end token, a stop string, a limit or for lack of allowed
+    tokens: the time saved is that of the accepted drafts."""
     settled: list[int] = []
     settle = DraftBudget.settle
     monkeypatch.setattr(
@@ -332,7 +342,9 @@ def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("target", [{}, {"sliding_window": 32}])
 @pytest.mark.parametrize("heads", [4, 1])
-def test_a_draft_models_cache_is_part_of_the_memory(target: dict[str, int], heads: int) -> None:
+def test_the_draft_models_kv_cache_counts_towards_the_memory(
+    target: dict[str, int], heads: int
+) -> None:
     config, words = EngineConfig(backend="reference", threads=1), ByteTokenizer()
     memory = 400_000
     draft = open_backend(
@@ -358,7 +370,7 @@ def test_a_draft_models_cache_is_part_of_the_memory(target: dict[str, int], head
 
 
 def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
-    """The answer, and how many blocks it left in the prefix cache."""
+    """The completion, and the number of blocks it left in the prefix cache."""
     scheduler, known = llm.core.scheduler, []
     scheduler.clear_prefix_cache()
     with pytest.MonkeyPatch.context() as patch:
@@ -372,7 +384,7 @@ def trace(llm: LLM, prompt: list[int], params: SamplingParams) -> Any:
     return answer(done), [len(pool.cached) for pool in scheduler.cache.pools]
 
 
-def test_settings_that_would_do_nothing_are_refused_by_name() -> None:
+def test_settings_without_effect_are_rejected_by_name() -> None:
     for mode in ("off", "ngram"):
         with pytest.raises(
             ParameterError, match="suffix_tenants: only speculate=suffix or auto reuses answers"
@@ -397,7 +409,7 @@ def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
             engine("reference", mode)
     for head, why in (
         (None, "no draft head comes with this model"),
-        (head_of_its_own(), "the reference backend runs no draft"),
+        (tiny_head(), "the reference backend runs no draft"),
     ):
         with (
             engine("reference", "head", head=head) as llm,

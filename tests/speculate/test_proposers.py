@@ -1,4 +1,4 @@
-"""The proposers against brute force, and the rule that decides how many drafts pay."""
+"""The proposers against brute force, and the policy that decides how many drafts pay."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, StepPlan, StepResult
 from verbatim.sampling.pipeline import NOTHING
 from verbatim.speculate.acceptance import PRIOR, Acceptance
-from verbatim.speculate.draft_budget import DEBT, SHARE, START
+from verbatim.speculate.draft_budget import ALLOWANCE, INITIAL, OVERDRAFT
 from verbatim.speculate.draft_model import DraftProposer
 from verbatim.speculate.draft_policy import Speculator, draft_length
-from verbatim.speculate.ngram import LONGEST, SHORTEST, NgramProposer, unroll
+from verbatim.speculate.ngram import MAX_NGRAM, MIN_NGRAM, NgramProposer, unroll
 from verbatim.speculate.proposer import Draft, SeqView
-from verbatim.speculate.step_cost import LEAST, StepCost
-from verbatim.speculate.suffix import BITE, TENANTS, SuffixAutomaton, SuffixProposer
+from verbatim.speculate.step_cost import MIN_ROW_COST, StepCost
+from verbatim.speculate.suffix import CHUNK, MAX_TENANTS, SuffixAutomaton, SuffixProposer
 from verbatim.testing import fake_spec
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
@@ -57,21 +57,21 @@ def test_automaton_finds_the_longest_earlier_suffix(tokens: list[int]) -> None:
 
 
 @given(texts)
-def test_ngram_guess_is_what_followed_the_latest_match(tokens: list[int]) -> None:
+def test_an_ngram_draft_is_what_followed_the_latest_match(tokens: list[int]) -> None:
     draft = NgramProposer().propose([view(tokens)], 4).get(0)
-    best = min(longest_earlier(tokens), LONGEST)
-    if best < SHORTEST:
+    best = min(longest_earlier(tokens), MAX_NGRAM)
+    if best < MIN_NGRAM:
         assert draft is None
         return
     assert draft is not None
-    assert draft.evidence == best
+    assert draft.match_length == best
     at = max(e for e in range(best, len(tokens)) if tokens[e - best : e] == tokens[-best:])
     assert draft.tokens == unroll(tokens, at, 4)
 
 
 @given(texts, st.integers(1, 59))
-def test_guesses_do_not_depend_on_when_the_text_was_seen(tokens: list[int], cut: int) -> None:
-    """Growing token by token, in one go, or after a rejected guess: the same index."""
+def test_drafts_do_not_depend_on_how_the_sequence_was_read(tokens: list[int], cut: int) -> None:
+    """Growing token by token, in one go, or after a rejected draft: the same index."""
     for make in (NgramProposer, SuffixProposer):
         whole = make().propose([view(tokens)], 6)
         grown = make()
@@ -79,15 +79,15 @@ def test_guesses_do_not_depend_on_when_the_text_was_seen(tokens: list[int], cut:
         assert grown.propose([view(tokens)], 6) == whole
 
 
-def test_a_long_prompt_is_read_in_bites() -> None:
-    """Whoever else writes in the step waits for it; what is guessed in the end is the same."""
-    text, proposer = [*range(5, 3 * BITE), 5, 6, 7], SuffixProposer()
+def test_a_long_prompt_is_read_in_chunks() -> None:
+    """The other sequences of the step wait for it; the final draft is the same."""
+    text, proposer = [*range(5, 3 * CHUNK), 5, 6, 7], SuffixProposer()
     assert [proposer.propose([view(text)], 3) for _ in range(2)] == [{}, {}]
     assert proposer.propose([view(text)], 3)[0] == Draft((8, 9, 10), "suffix", 3)
     assert proposer.propose([view([*text, 8])], 3)[0] == Draft((9, 10, 11), "suffix", 4)
 
 
-def test_room_and_limit_are_kept() -> None:
+def test_max_drafts_and_limit_are_respected() -> None:
     tokens = [1, 2, 3, 1, 2]
     for make in (NgramProposer, SuffixProposer):
         assert make().propose([view(tokens, room=2)], 10)[0].tokens == (3, 1)
@@ -95,21 +95,22 @@ def test_room_and_limit_are_kept() -> None:
         assert make().propose([view(tokens, room=0)], 5) == {}
 
 
-def test_nothing_is_guessed_behind_the_end_of_a_text() -> None:
-    """A passage that is copied from a message ends where the message did; what stood behind it is no guess."""
+def test_nothing_is_drafted_after_an_end_token() -> None:
+    """A passage copied from a message ends where the message did; the tokens after it are no
+    draft."""
     text = [5, 6, 7, 8, 99, 3, 4, 5, 6]
     speculator = Speculator([SuffixProposer()], adaptive=False)
     assert speculator.drafts([view(text)]) == {0: (7, 8, 99, 3, 4, 5, 6, 7, 8, 99, 3, 4, 5, 6, 7)}
-    assert speculator.drafts([view(text, seq_id=1)._replace(ends={99: "eos"})]) == {1: (7, 8)}, (
+    assert speculator.drafts([view(text, seq_id=1)._replace(end_ids={99: "eos"})]) == {1: (7, 8)}, (
         "the target ends it by itself"
     )
-    assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).until((99,), 100) == Draft(
+    assert Draft((7, 99, 8), "head", 0, (0.9, 0.8, 0.7)).truncated((99,), 100) == Draft(
         (7, 99), "head", 0, (0.9, 0.8)
     )
-    ended = view([*text, 7, 8], seq_id=2)._replace(ends={99: "eos"})
-    assert Speculator([SuffixProposer(), Saying(5, 6)], adaptive=False).drafts([ended]) == {}, (
-        "a good guess, and no row is worth it"
-    )
+    ended = view([*text, 7, 8], seq_id=2)._replace(end_ids={99: "eos"})
+    assert (
+        Speculator([SuffixProposer(), FixedProposer(5, 6)], adaptive=False).drafts([ended]) == {}
+    ), "a good draft whose rows do not pay"
 
 
 class Counting:
@@ -136,7 +137,7 @@ class Counting:
 
 def test_a_draft_model_stops_where_it_ends_the_text() -> None:
     proposer = DraftProposer(cast("Backend", Counting()), blocks=8)
-    found = proposer.propose([view([10]), view([10], seq_id=1)._replace(ends={12: "eos"})], 5)
+    found = proposer.propose([view([10]), view([10], seq_id=1)._replace(end_ids={12: "eos"})], 5)
     assert [found[i].tokens for i in (0, 1)] == [(11, 12, 13, 14, 15), (11, 12)]
 
 
@@ -156,7 +157,7 @@ def test_a_draft_model_stops_where_bans_leave_it_nothing_to_draw() -> None:
     assert {i: draft.tokens for i, draft in found.items()} == {0: (11, 12), 2: (6, 7, 8, 9, 10)}
 
 
-def test_a_draft_model_guesses_nothing_beyond_its_own_context() -> None:
+def test_a_draft_model_drafts_nothing_beyond_its_context() -> None:
     positions: list[int] = []
 
     class Watched(Counting):
@@ -172,21 +173,22 @@ def test_a_draft_model_guesses_nothing_beyond_its_own_context() -> None:
     assert set(proposer._cached) == {10, 36}, "and gives its blocks back"
 
 
-def test_a_draft_cache_that_does_not_fit_is_told_in_words() -> None:
+def test_a_draft_kv_cache_that_does_not_fit_is_a_clear_error() -> None:
     class Full(Counting):
         def allocate(self, blocks: tuple[int, ...]) -> None:
             raise MemoryError
 
     with pytest.raises(
-        ParameterError, match="speculate: the draft model's cache of 8 MiB does not fit into memory"
+        ParameterError,
+        match="speculate: the draft model's KV cache of 8 MiB does not fit into memory",
     ):
         DraftProposer(cast("Backend", Full()), blocks=8 << 20)
 
 
-class Saying:
-    """A proposer that says what it is told."""
+class FixedProposer:
+    """A proposer that returns the given drafts."""
 
-    name, token_cost, states_odds = "saying", 0.0, False
+    name, token_cost, states_probs = "saying", 0.0, False
 
     def __init__(self, *tokens: int) -> None:
         self.tokens = tokens
@@ -199,13 +201,15 @@ class Saying:
     def close(self) -> None: ...
 
 
-def test_whatever_a_proposer_says_only_tokens_are_submitted() -> None:
+def test_ids_outside_the_vocabulary_are_never_submitted() -> None:
     for said, submitted in (((5, -1, 6), (5,)), ((5, 6, 260), (5, 6)), ((259, 0), (259, 0))):
-        assert Speculator([Saying(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {
-            0: submitted
-        }
+        assert Speculator([FixedProposer(*said)], adaptive=False, vocab=260).drafts(
+            [view([1])]
+        ) == {0: submitted}
     for said in ((-1,), (260, 5), ()):
-        assert Speculator([Saying(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {}
+        assert (
+            Speculator([FixedProposer(*said)], adaptive=False, vocab=260).drafts([view([1])]) == {}
+        )
 
 
 def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> None:
@@ -217,7 +221,7 @@ def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> Non
         proposer.finish(done)
     assert proposer.propose([view([1, 5, 6], seq_id=3, tenant="a")], 3)[3].tokens == (7, 8, 4)
     assert proposer.propose([view([1, 5, 6], seq_id=6, tenant="a")], 9)[6].tokens == (7, 8, 4), (
-        "a guess ends with the answer it comes from"
+        "a draft ends with the completion it is copied from"
     )
     assert proposer.propose([view([8, 4], seq_id=7, tenant="a")], 9) == {}
     assert proposer.propose([view([1, 5, 6], seq_id=4, tenant="b")], 3) == {}
@@ -226,22 +230,22 @@ def test_recent_answers_serve_only_their_own_tenant_and_only_when_asked() -> Non
     )
 
 
-def test_of_many_tenants_those_who_came_last_are_remembered() -> None:
+def test_the_least_recent_tenants_are_forgotten() -> None:
     proposer = SuffixProposer(remember=frozenset("*"))
 
-    def guess(seq_id: int, tenant: str) -> dict[int, Draft]:
+    def draft_for(seq_id: int, tenant: str) -> dict[int, Draft]:
         return proposer.propose([view([1, 5, 6], seq_id=seq_id, tenant=tenant)], 3)
 
-    for i in range(3 * TENANTS):
+    for i in range(3 * MAX_TENANTS):
         proposer.finish(view([5, 6, 7, 8], seq_id=i, tenant=f"tenant {i}"))
-        assert guess(-1 - i, "tenant 0"), "who comes again and again stays"
-    assert len(proposer._recent) == TENANTS
-    assert guess(1, f"tenant {2 * TENANTS}") == {}
-    assert guess(2, f"tenant {3 * TENANTS - 1}")[2].tokens == (7, 8)
-    named = SuffixProposer(remember=frozenset(f"tenant {i}" for i in range(2 * TENANTS)))
-    for i in range(2 * TENANTS):
+        assert draft_for(-1 - i, "tenant 0"), "an active tenant is kept"
+    assert len(proposer._recent) == MAX_TENANTS
+    assert draft_for(1, f"tenant {2 * MAX_TENANTS}") == {}
+    assert draft_for(2, f"tenant {3 * MAX_TENANTS - 1}")[2].tokens == (7, 8)
+    named = SuffixProposer(remember=frozenset(f"tenant {i}" for i in range(2 * MAX_TENANTS)))
+    for i in range(2 * MAX_TENANTS):
         named.finish(view([5, 6, 7, 8], seq_id=i, tenant=f"tenant {i}"))
-    assert len(named._recent) == 2 * TENANTS, "whoever was named is kept"
+    assert len(named._recent) == 2 * MAX_TENANTS, "named tenants are kept"
 
 
 def test_step_cost_recovers_the_line() -> None:
@@ -255,14 +259,17 @@ def test_step_cost_recovers_the_line() -> None:
     assert abs(cost.seconds(7) - 0.0075) < 2e-5, "between two sizes that were seen"
 
 
-def test_step_cost_knows_steps_in_the_curve() -> None:
-    """A kernel for 8 rows that starts anew with the ninth: the price of the eighth draft is not that of the seventh."""
+def test_step_cost_keeps_jumps_in_the_curve() -> None:
+    """A kernel tile of 8 rows, which the ninth row exceeds: the eighth draft costs more than the
+    seventh."""
     cost = StepCost()
     for _ in range(100):
         for rows in (1, 2, 4, 8, 9, 16):
             cost.learn(rows, 0.003 if rows <= 8 else 0.006)
     assert cost.seconds(9) - cost.seconds(8) > 0.002
-    assert cost.load(1).row >= 0.99 * LEAST * 0.003, "a row is never free, whatever was measured"
+    assert cost.load(1).row >= 0.99 * MIN_ROW_COST * 0.003, (
+        "a row is never free, whatever was measured"
+    )
 
 
 @given(st.lists(st.tuples(st.integers(1, 80), st.floats(0.001, 0.1)), min_size=2))
@@ -274,11 +281,12 @@ def test_more_rows_never_take_less(steps: list[tuple[int, float]]) -> None:
     times = [cost.seconds(rows) for rows in range(1, 100)]
     assert all(more >= less * (1 - 1e-12) for less, more in itertools.pairwise(times))
     assert cost.load(1).seconds == times[0]
-    assert cost.load(1).row == max((times[3] - times[0]) / 3, cost.load(1).least)
+    assert cost.load(1).row == max((times[3] - times[0]) / 3, cost.load(1).min_row)
 
 
 def test_a_slow_second_does_not_make_drafts_look_free() -> None:
-    """Steps of one row are seen all the time, of four seldom. When everything takes twice as long, a row still costs its share."""
+    """Steps of one row are measured all the time, of four seldom. When everything takes twice as
+    long, a row still costs its share."""
     cost = StepCost()
     for _ in range(50):
         cost.learn(1, 0.004)
@@ -305,11 +313,11 @@ def test_draft_length_by_the_rule() -> None:
     )
 
 
-def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
+def test_acceptance_is_learnt_from_drafts_that_were_not_submitted() -> None:
     speculator = Speculator([NgramProposer()])
     for _ in range(40):
         speculator.cost.learn(1, 0.004)
-        speculator.cost.learn(8, 0.016)  # rows are dear: only good guesses pay
+        speculator.cost.learn(8, 0.016)  # rows are expensive: only good drafts pay
     repeating = [1, 2, 3, 4] * 4
     lengths = []
     for _ in range(60):
@@ -321,16 +329,17 @@ def test_acceptance_is_learnt_from_guesses_that_were_not_submitted() -> None:
     for step in range(200):
         lengths.append(len(speculator.drafts([view(surprising, seq_id=1)]).get(1, ())))
         surprising = [*surprising, 100 + step, 1, 2]
-    assert sum(lengths[100:]) == 0, "guesses that never come true are no longer submitted"
+    assert sum(lengths[100:]) == 0, "drafts that are never accepted are no longer submitted"
 
 
-def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
-    """Every fifth guess comes true for others, none for this text: by rates alone it would go on trying."""
+def test_the_loss_by_drafts_is_bounded_whatever_the_rates_say() -> None:
+    """Every fifth draft is accepted for other sequences, none for this one: by rates alone it
+    would go on drafting."""
     speculator = Speculator([NgramProposer()])
     for _ in range(40):
         speculator.cost.learn(1, 0.0040)
         speculator.cost.learn(2, 0.0048)
-    speculator.acceptance.chances = lambda seq_id, draft, limit: [
+    speculator.acceptance.acceptance_probs = lambda seq_id, draft, limit: [
         0.9**j for j in range(1, limit + 1)
     ]  # type: ignore[method-assign]
     text, lost, drafted = [1, 2, 9, 1, 2], 0.0, 0
@@ -341,13 +350,13 @@ def test_what_drafts_may_cost_is_bounded_however_good_they_looked() -> None:
             drafted + rows,
         )
         text = [*text, 100 + step, 1, 2]
-        assert lost <= START + DEBT + SHARE * len(text) + 0.2
+        assert lost <= INITIAL + OVERDRAFT + ALLOWANCE * len(text) + 0.2
     assert lost > 1, "it did try"
 
 
-def test_what_drafts_saved_is_told_at_the_end() -> None:
-    """Three drafts that come true save three tokens' time less what their rows cost; one that does not costs its row. What the scheduler had
-    no room for, or what came true at the very end, is what its counts say."""
+def test_the_time_saved_by_drafts_is_reported_at_the_end() -> None:
+    """Three accepted drafts save the time of three tokens less the cost of their rows; a
+    rejected one costs its row. The scheduler's counts decide what was submitted and accepted."""
     for text, came in (([1, 2, 3, 4] * 4, 1.0), ([1, 2, 3, 4] * 4, 0.5), ([1, 2, 9, 1, 2], 0.0)):
         speculator = Speculator([NgramProposer()], clock=lambda: 0.0)
         for _ in range(300):
@@ -362,7 +371,7 @@ def test_what_drafts_saved_is_told_at_the_end() -> None:
         assert (saved > 0) == (won > 0)
 
 
-def _four_writing(dear: bool) -> Speculator:
+def _four_decoding(dear: bool) -> Speculator:
     speculator = Speculator([NgramProposer()])
     for _ in range(100):
         for rows in (1, 4, 5, 8, 16):
@@ -370,11 +379,12 @@ def _four_writing(dear: bool) -> Speculator:
     return speculator
 
 
-def test_drafts_of_one_do_not_slow_the_others() -> None:
-    """Four write, one of them repeats itself: its drafts would win it much, and cost the three others time. All four may draft together."""
+def test_drafts_of_one_sequence_do_not_slow_the_others() -> None:
+    """Four sequences decode and one repeats itself: its drafts would gain it much and cost the
+    others time. All four may draft together."""
     repeating, other = [1, 2, 3, 4] * 4, [5, 6, 7, 8, 9]
-    speculator = _four_writing(dear=True)
-    speculator.acceptance.chances = lambda seq_id, draft, limit: [
+    speculator = _four_decoding(dear=True)
+    speculator.acceptance.acceptance_probs = lambda seq_id, draft, limit: [
         0.9**j for j in range(1, limit + 1)
     ]  # type: ignore[method-assign]
     assert speculator.drafts([view(repeating), *(view(other, seq_id=i) for i in (1, 2, 3))]) == {}
@@ -382,29 +392,29 @@ def test_drafts_of_one_do_not_slow_the_others() -> None:
     assert speculator.drafts([view(repeating)]) != {}, "alone it drafts"
 
 
-def test_looking_for_drafts_in_vain_is_left_for_longer_and_longer() -> None:
-    speculator, asked = _four_writing(dear=True), []
+def test_lookups_without_a_result_back_off_exponentially() -> None:
+    speculator, asked = _four_decoding(dear=True), []
     proposer = speculator.proposers[0]
     propose = proposer.propose
     proposer.propose = lambda views, limit, floor=0.0: (
         asked.append(1) or propose(views, limit, floor)
     )  # type: ignore[method-assign,func-returns-value]
     for step in range(400):
-        if speculator.looks(4):
+        if speculator.should_draft(4):
             speculator.drafts([view([step, i, 7], seq_id=i) for i in range(4)])
     assert 8 <= len(asked) < 24
-    assert speculator._barren <= 12, (
+    assert speculator._empty_lookups <= 12, (
         "and not for ever longer: years of steps later it still looks now and then"
     )
     before = len(asked)
     for step in range(20):
-        assert speculator.looks(1)
+        assert speculator.should_draft(1)
         speculator.drafts([view([step, 7], seq_id=9)])
     assert len(asked) == before + 20, "one that writes alone is looked at in every step"
 
 
 def test_two_sizes_are_measured_soon() -> None:
-    """Were the first guesses all of one size, nothing would ever be known of another."""
+    """If the first drafts all had one length, the cost of another would never be learnt."""
     speculator, text = Speculator([NgramProposer()]), [1, 2, 3, 4] * 4
     for _ in range(3):
         count = len(speculator.drafts([view(text)]).get(0, ()))
@@ -414,25 +424,25 @@ def test_two_sizes_are_measured_soon() -> None:
     assert speculator.cost.seconds(1) > 0
 
 
-def test_where_not_even_a_sure_guess_would_pay_nobody_looks() -> None:
+def test_no_lookup_where_not_even_a_certain_draft_would_pay() -> None:
     speculator = Speculator([NgramProposer()])
-    assert speculator.looks(16), "nothing is known yet"
+    assert speculator.should_draft(16), "nothing is known yet"
     for _ in range(100):
         for rows in (1, 4, 16, 20):
             speculator.cost.learn(rows, 0.004 + 0.0005 * rows)
-    assert speculator.looks(4)  # a row costs a third of a token
-    assert not speculator.looks(16)  # 16 x 0.5 ms, where a step takes 12
+    assert speculator.should_draft(4)  # a row costs a third of a token
+    assert not speculator.should_draft(16)  # 16 x 0.5 ms, where a step takes 12
     speculator.adaptive = False
-    assert speculator.looks(16)
+    assert speculator.should_draft(16)
 
 
-def test_finished_sequences_leave_nothing() -> None:
+def test_finished_sequences_leave_no_state() -> None:
     speculator = Speculator([NgramProposer(), SuffixProposer()])
     done = view([1, 2, 3, 1, 2])
     speculator.drafts([done])
     speculator.finish(done)
     assert not speculator._records
-    assert not any(speculator._resting.values())
+    assert not any(speculator._backoff.values())
     assert not speculator.acceptance._own
     assert all(
         not getattr(p, "_index", None) and not getattr(p, "_texts", None)
@@ -440,25 +450,25 @@ def test_finished_sequences_leave_nothing() -> None:
     )
 
 
-def test_acceptance_starts_from_what_others_showed() -> None:
+def test_acceptance_starts_from_the_shared_rates() -> None:
     acceptance = Acceptance()
     draft = Draft((5,), "ngram", 3)
     for seq_id in range(200):
         acceptance.learn(seq_id, draft, (6,))
-    assert acceptance.chances(999, draft, 1)[0] < 0.1
+    assert acceptance.acceptance_probs(999, draft, 1)[0] < 0.1
 
 
-def test_what_comes_true_is_better_evidence_for_what_follows() -> None:
-    """A match of two is chance half of the time; where it was none, the copy goes on."""
+def test_an_accepted_token_raises_the_probability_of_the_next() -> None:
+    """A match of two tokens is accidental half of the time; where it is not, the copy continues."""
     acceptance = Acceptance()
     for seq_id in range(200):
         acceptance.learn(
             seq_id, Draft((5, 6, 7, 8), "suffix", 2), (5, 6, 7, 8) if seq_id % 2 else (9,)
         )
-    first, second, third = acceptance.chances(999, Draft((1, 2, 3), "suffix", 2), 3)
+    first, second, third = acceptance.acceptance_probs(999, Draft((1, 2, 3), "suffix", 2), 3)
     assert abs(first - 0.5) < 0.1
     assert second > 0.95 * first
     assert third > 0.95 * second
-    assert acceptance.chances(999, Draft((1, 2), "draft", 0), 2) == [PRIOR, PRIOR**2], (
+    assert acceptance.acceptance_probs(999, Draft((1, 2), "draft", 0), 2) == [PRIOR, PRIOR**2], (
         "without a match there is nothing to grow"
     )
