@@ -950,7 +950,10 @@ def test_a_character_that_the_vocabulary_cannot_encode_causes_a_warning() -> Non
     params = SamplingParams(max_tokens=2, seed=5)
     parts = replace(server_parts("pipeline"), tokenizer=DropsX())
     with LLM.from_parts(parts, kv_blocks=64) as llm:
-        told = "prompt: the model's vocabulary cannot write U+0078, so the model does not read it as it stands"
+        told = (
+            "prompt: the model's vocabulary cannot write U+0078, "
+            "so the model does not read it as it stands"
+        )
         assert told in llm.generate("a fox", params).warnings
         assert (
             told

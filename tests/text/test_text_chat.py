@@ -352,7 +352,10 @@ def test_malformed_messages_are_named(messages: Any, says: str) -> None:
 
 
 def test_roles_and_keys_that_the_template_names_are_known() -> None:
-    source = "{% for m in messages %}{% if m['role'] == \"ipython\" %}[out]{% endif %}{{ m.content }}{{ m.weight or '' }}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% if m['role'] == \"ipython\" %}[out]{% endif %}"
+        "{{ m.content }}{{ m.weight or '' }}{% endfor %}"
+    )
     template = ChatTemplate(source)
     assert template.render([{"role": "ipython", "content": "x", "weight": "y"}]) == "[out]xy"
     with pytest.raises(RequestError, match="'ipythom'"):
@@ -495,9 +498,15 @@ OVERLOOKS = {
     "the name of a call": "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}",
     "another branch": "{% if m.role == 'tool' %}{{ m.name }}{% endif %}",
     "prose": "name {# {{ m.name }} #}",
-    "size and truth": "{{ m | length }}{% if m %}x{% endif %}{% if m is mapping %}y{% endif %}{{ messages | length }}",
+    "size and truth": (
+        "{{ m | length }}{% if m %}x{% endif %}{% if m is mapping %}y{% endif %}"
+        "{{ messages | length }}"
+    ),
     "neighbours": "{{ (messages[0] == m) }}{{ loop.previtem.content if loop.previtem is defined }}",
-    "lists": "{{ (messages[1:] + messages[:1]) | length }}{{ (messages | list | reverse | first).content }}",
+    "lists": (
+        "{{ (messages[1:] + messages[:1]) | length }}"
+        "{{ (messages | list | reverse | first).content }}"
+    ),
 }
 
 
@@ -520,7 +529,8 @@ def test_a_name_that_the_template_overlooks_is_refused(how: str) -> None:
 
 def test_a_key_that_the_template_names_elsewhere_is_refused_too() -> None:
     template = ChatTemplate(
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.weight }}{% endif %}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.weight }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
     )
     assert template.render([{"role": "tool", "content": "x", "weight": "1"}]) == "1x"
     with pytest.raises(UnsupportedError, match=r"messages\[0\].weight"):
@@ -550,7 +560,8 @@ def test_thoughts_that_the_template_does_not_know_are_refused() -> None:
         chatml.render([{"role": "assistant", "content": "c", key: ""}])
     # A model is meant to forget what it thought in earlier turns: that is the template's to decide.
     forgets = ChatTemplate(
-        "{% for m in messages %}{% if loop.last %}{{ m.thinking }}{% endif %}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{% if loop.last %}{{ m.thinking }}{% endif %}{{ m.content }}"
+        "{% endfor %}"
     )
     assert (
         forgets.render(
@@ -613,7 +624,8 @@ def test_typed_control_tokens_survive_escaping() -> None:
     replaced back all the same."""
     tokenizer, _ = pair("chatml")
     template = ChatTemplate(
-        "<|im_start|>{{ messages[0].content | tojson(ensure_ascii=True) }}{{ [messages[0].content] }}<|im_end|>"
+        "<|im_start|>{{ messages[0].content | tojson(ensure_ascii=True) }}"
+        "{{ [messages[0].content] }}<|im_end|>"
     )
     typed = [{"role": "user", "content": "a <|im_end|> \\ufdd0"}]
     ids = encode_chat(tokenizer, template, typed)
@@ -624,7 +636,10 @@ def test_typed_control_tokens_survive_escaping() -> None:
 @pytest.mark.torch
 def test_reasoning_has_one_name_and_equals_transformers() -> None:
     tokenizer, _ = pair("chatml")
-    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }};{% endfor %}"
+    source = (
+        "{% for m in messages %}"
+        "{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.content }};{% endfor %}"
+    )
     theirs = hugging_face("chatml", tokenizer)
     for name in ("reasoning_content", "thinking", "reasoning"):
         messages = [

@@ -33,7 +33,9 @@ def byte_level() -> dict[str, Any]:
         G + "bos_token_id": 0,
         G + "eos_token_id": 1,
         G + "add_bos_token": True,
-        "tokenizer.chat_template": "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "tokenizer.chat_template": (
+            "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        ),
     }
 
 

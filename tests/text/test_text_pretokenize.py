@@ -123,7 +123,7 @@ def test_an_unknown_name_is_an_error_that_names_it() -> None:
         split_rules_of("marsian-bpe")
 
 
-# Names whose steps are patterns all the way; falcon cuts inside the byte alphabet and has its own test.
+# Names whose steps are all patterns; falcon splits inside the byte alphabet and has its own test.
 @pytest.mark.parametrize(
     "name", sorted({cut: name for name, cut in SPLIT_RULES.items() if name != "falcon"}.values())
 )

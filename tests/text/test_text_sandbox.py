@@ -62,29 +62,65 @@ ATTACKS = {
 
 BOMBS = {
     "range": "{% for i in range(10**9) %}x{% endfor %}",
-    "nested ranges, no output": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "nested strings": "{% set s = 'a' * 90000 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}",
-    "filtered loop": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "nested ranges, no output": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    ),
+    "nested strings": (
+        "{% set s = 'a' * 90000 %}{% for a in s %}{% for b in s %}{% endfor %}{% endfor %}"
+    ),
+    "filtered loop": (
+        "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}"
+    ),
     "output": "{% set s = 'a' * 100000 %}{% for i in range(99999) %}{{ s }}{% endfor %}",
     "repetition": "{{ 'a' * 10**9 }}",
     "repetition, reversed": "{{ 10**9 * 'a' }}",
     "list repetition": "{{ ([0] * 10**9)|length }}",
     "power": "{{ 9 ** (9 ** 9) }}",
-    "products": "{% set ns = namespace(x=2**1000) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}",
-    "doubling with +": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
-    "doubling with ~": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
-    "doubling lists": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}",
-    "nesting lists": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "nesting dicts": "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x|tojson }}",
-    "nesting with dict()": "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
+    "products": (
+        "{% set ns = namespace(x=2**1000) %}{% for i in range(60) %}"
+        "{% set ns.x = ns.x * ns.x %}{% endfor %}{{ ns.x }}"
+    ),
+    "doubling with +": (
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}"
+        "{% endfor %}{{ ns.x }}"
+    ),
+    "doubling with ~": (
+        "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}"
+        "{% endfor %}{{ ns.x }}"
+    ),
+    "doubling lists": (
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}"
+        "{% endfor %}{{ ns.x }}"
+    ),
+    "nesting lists": (
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}"
+        "{% endfor %}{{ ns.x }}"
+    ),
+    "nesting dicts": (
+        "{% set ns = namespace(x={}) %}{% for i in range(60) %}"
+        "{% set ns.x = {'a': ns.x, 'b': ns.x} %}{% endfor %}{{ ns.x|tojson }}"
+    ),
+    "nesting with dict()": (
+        "{% set ns = namespace(x={}) %}{% for i in range(60) %}"
+        "{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}"
+    ),
     "comparing nests": (
-        "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}"
+        "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}"
+        "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}"
         "{% endfor %}{{ ns.x == ns.y }}"
     ),
-    "input, many times": "{% set ns = namespace(x=[messages]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}",
-    "set blocks": "{% set a %}{% for i in range(1000) %}{{ 'x' * 1000 }}{% endfor %}{% endset %}{% set b %}{% for i in range(1000) %}{{ a }}{% endfor %}{% endset %}{{ b }}",
+    "input, many times": (
+        "{% set ns = namespace(x=[messages]) %}{% for i in range(60) %}"
+        "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x|tojson }}"
+    ),
+    "set blocks": (
+        "{% set a %}{% for i in range(1000) %}{{ 'x' * 1000 }}{% endfor %}{% endset %}"
+        "{% set b %}{% for i in range(1000) %}{{ a }}{% endfor %}{% endset %}{{ b }}"
+    ),
     "macro recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "macro tree": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "macro tree": (
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
+    ),
     "recursive loop": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
     "join": "{{ (['a' * 10000] * 10000)|join('b' * 1000) }}",
     "join method": "{{ ('b' * 100000).join(['a'] * 100000) }}",
@@ -106,21 +142,48 @@ BOMBS = {
     "format nested width": "{{ '{:{}}'.format(1, 10**9) }}",
     "format by keyword": "{{ '{x:{w}}'.format(x=1, w=10**9) }}",
     "format map width": "{{ '{x:1000000000}'.format_map({'x': 1}) }}",
-    "format of a nest": "{% set ns = namespace(x=['a' * 1000]) %}{% for i in range(40) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ '{}'.format(ns.x) }}",
+    "format of a nest": (
+        "{% set ns = namespace(x=['a' * 1000]) %}{% for i in range(40) %}"
+        "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ '{}'.format(ns.x) }}"
+    ),
     "round": "{{ 1.5|round(10**9, 'ceil') }}",
     "sum of lists": "{{ ([[1] * 1000] * 1000)|sum(start=[]) }}",
     "map of sums": "{{ ([range(99999)] * 99999)|map('sum')|list }}",
     "select in": "{% set r = range(99999)|list %}{{ r|map('string')|select('in', r)|list }}",
-    "sorting": "{% for i in range(99999) %}{% set x = range(99999)|list|sort(reverse=true) %}{% endfor %}",
-    "slices kept": "{% set s = 'a' * 10000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}{% set ns.x = ns.x + [s[i:]] %}{% endfor %}",
-    "upper kept": "{% set s = 'a' * 10000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}{% set ns.x = ns.x + [s.upper()] %}{% endfor %}",
-    "split kept": "{% set s = 'a ' * 1000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}{% set ns.x = ns.x + [s.split()] %}{% endfor %}",
-    "constant, folded while compiling": "{{ 'a'|center(10**9) }}{{ ('x' * 10**6)|replace('x', 'y' * 10**6) }}",
-    "call block": "{% macro m() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}{% call m() %}{{ 'x' * 10000 }}{% endcall %}",
-    "filter block": "{% filter upper %}{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endfilter %}",
-    "groupby": "{% for i in range(99999) %}{% set x = (range(99999)|map('string')|list)|groupby('x') %}{% endfor %}",
+    "sorting": (
+        "{% for i in range(99999) %}{% set x = range(99999)|list|sort(reverse=true) %}{% endfor %}"
+    ),
+    "slices kept": (
+        "{% set s = 'a' * 10000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}"
+        "{% set ns.x = ns.x + [s[i:]] %}{% endfor %}"
+    ),
+    "upper kept": (
+        "{% set s = 'a' * 10000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}"
+        "{% set ns.x = ns.x + [s.upper()] %}{% endfor %}"
+    ),
+    "split kept": (
+        "{% set s = 'a ' * 1000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}"
+        "{% set ns.x = ns.x + [s.split()] %}{% endfor %}"
+    ),
+    "constant, folded while compiling": (
+        "{{ 'a'|center(10**9) }}{{ ('x' * 10**6)|replace('x', 'y' * 10**6) }}"
+    ),
+    "call block": (
+        "{% macro m() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}"
+        "{% call m() %}{{ 'x' * 10000 }}{% endcall %}"
+    ),
+    "filter block": (
+        "{% filter upper %}{% for i in range(99999) %}{{ 'x' * 10000 }}{% endfor %}{% endfilter %}"
+    ),
+    "groupby": (
+        "{% for i in range(99999) %}"
+        "{% set x = (range(99999)|map('string')|list)|groupby('x') %}{% endfor %}"
+    ),
     "unique": "{% for i in range(99999) %}{% set x = range(99999)|unique|list %}{% endfor %}",
-    "big int text": "{% set x = 2 ** 4000 %}{% for i in range(99999) %}{% for j in range(99999) %}{% set y = x|string %}{% endfor %}{% endfor %}",
+    "big int text": (
+        "{% set x = 2 ** 4000 %}{% for i in range(99999) %}{% for j in range(99999) %}"
+        "{% set y = x|string %}{% endfor %}{% endfor %}"
+    ),
     "urlencode": "{% for i in range(99999) %}{% set x = ('é' * 100000)|urlencode %}{% endfor %}",
     "list of a text": "{{ ('a' * 8000000)|list|length }}",
     "split of a text": "{{ ('a ' * 4000000).split()|length }}",
@@ -129,7 +192,10 @@ BOMBS = {
     "join of a text": "{{ '-'.join('a' * 8000000) }}",
     "title of a text": "{{ ('a ' * 4000000)|title }}",
     "words of a text": "{{ ('a ' * 4000000)|wordcount }}",
-    "emoji kept": "{% set s = '🤯' * 4000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}{% set ns.x = ns.x + [s.upper()] %}{% endfor %}",
+    "emoji kept": (
+        "{% set s = '🤯' * 4000000 %}{% set ns = namespace(x=[]) %}{% for i in range(1000) %}"
+        "{% set ns.x = ns.x + [s.upper()] %}{% endfor %}"
+    ),
     "striptags": "{% for i in range(99999) %}{% set x = ('<' * 100000)|striptags %}{% endfor %}",
     "wordcount": "{% for i in range(99999) %}{% set x = ('a ' * 100000)|wordcount %}{% endfor %}",
     "many attributes": ("{{ " + "a" + ".b" * 30000 + " }}"),
@@ -149,24 +215,39 @@ def test_a_hostile_template_is_a_model_error(name: str) -> None:
 
 
 HONEST = {
-    "{% for m in messages %}{{ loop.index }}{{ m.role|upper }}{% if not loop.last %},{% endif %}{% endfor %}": "1USER",
-    "{% set ns = namespace(found=false) %}{% for m in messages %}{% set ns.found = true %}{% endfor %}{{ ns.found }}": "True",
+    (
+        "{% for m in messages %}{{ loop.index }}{{ m.role|upper }}{% if not loop.last %}"
+        ",{% endif %}{% endfor %}"
+    ): "1USER",
+    (
+        "{% set ns = namespace(found=false) %}{% for m in messages %}"
+        "{% set ns.found = true %}{% endfor %}{{ ns.found }}"
+    ): "True",
     "{{ messages[0].content[:2] ~ '|' ~ messages[0]['content'][-2:] ~ 1 ~ none }}": "he|lo1None",
     "{{ ['a', messages[0].role]|join(', ') }}": "a, user",
     "{{ {'a': 'é<', 'b': [1, 2.5, none, true]}|tojson }}": '{"a": "é<", "b": [1, 2.5, null, true]}',
     "{{ {'b': 1, 'a': 2}|tojson(indent=2, sort_keys=true) }}": '{\n  "a": 2,\n  "b": 1\n}',
-    "{{ 'a,b'.split(',')|reverse|list }}{{ '%s-%d' % ('x', 3) }}{{ '{}:{:>3}'.format(1, 2) }}": "['b', 'a']x-31:  2",
+    (
+        "{{ 'a,b'.split(',')|reverse|list }}{{ '%s-%d' % ('x', 3) }}{{ '{}:{:>3}'.format(1, 2) }}"
+    ): "['b', 'a']x-31:  2",
     "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') }}{{ m(m('b')) }}": "<a><<b>>",
-    "{% for i in range(10) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}": "013",
+    (
+        "{% for i in range(10) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}"
+        "{% endif %}{{ i }}{% endfor %}"
+    ): "013",
     "{% generation %}{{ messages[0].content }}{% endgeneration %}": "hello",
     "{{ messages|selectattr('role', 'equalto', 'user')|map(attribute='content')|first }}": "hello",
     "{{ dict(a=1).items()|list }}{{ dict(a=1).get('b', 'd') }}": "[('a', 1)]d",
     "{{ messages|length * 2 + 7 // 2 - 2 ** 3 % 5 }}": "2",
     "{{ undefined_thing }}|{{ messages[9] }}|{{ x is defined }}": "||False",
-    "{{ 'x'|indent(4, true) }}{{ 'ab'|replace('a', 'c') }}{{ 3|string }}{{ '5'|int + 1 }}": "    xcb36",
+    (
+        "{{ 'x'|indent(4, true) }}{{ 'ab'|replace('a', 'c') }}{{ 3|string }}{{ '5'|int + 1 }}"
+    ): "    xcb36",
     "  {%- if true %}\nyes\n  {%- endif %}\n": "yes",
     "{{ strftime_now('%Y')|length }}": "4",
-    "{{ messages is iterable }}{{ 'a' is string }}{{ {} is mapping }}{{ 2 is even }}": "TrueTrueTrueTrue",
+    (
+        "{{ messages is iterable }}{{ 'a' is string }}{{ {} is mapping }}{{ 2 is even }}"
+    ): "TrueTrueTrueTrue",
 }
 
 
@@ -178,7 +259,8 @@ def test_constructs_of_real_templates_work(source: str) -> None:
 @pytest.mark.usefixtures("stopped_clock")
 def test_a_long_conversation_fits_the_budget() -> None:
     source = (
-        "{% for m in messages %}{% if loop.index0 == messages|length - 1 %}last{% endif %}{{ '<' + m.role + '>' + m.content|trim ~ '\n' }}"
+        "{% for m in messages %}{% if loop.index0 == messages|length - 1 %}last{% endif %}"
+        "{{ '<' + m.role + '>' + m.content|trim ~ '\n' }}"
         "{% endfor %}"
     )
     messages = [{"role": "user", "content": "word " * 200}] * 2000  # two million characters

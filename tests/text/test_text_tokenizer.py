@@ -64,7 +64,7 @@ texts = st.one_of(
 )
 
 
-# Bytes that this vocabulary has no token for, though UTF-8 text can have them. The published tokenizer drops them, and so do we.
+# Bytes of UTF-8 text without a token in this vocabulary. The published tokenizer drops them too.
 UNWRITABLE = bytes([0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xF1, 0xF2])
 
 
