@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite."""
+"""Fixtures and settings of the whole suite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError:  # `make test-gpu` runs without it
     pass
 else:
-    # One profile: the same examples in every run and on every machine, no deadline (two shared cores make any deadline a lottery).
+    # The same examples in every run; no deadline, since tests must not depend on the load.
     settings.register_profile(
         "ci",
         derandomize=True,
@@ -24,8 +24,8 @@ else:
     )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-# The suite tests the CPU on every machine: without this, backend=auto would use a GPU where there is one.
-# `make test-gpu` sets VERBATIM_TEST_GPU and runs the tests of the card.
+# The suite tests the CPU backends; without this, backend=auto would use a GPU if there is one.
+# `make test-gpu` sets VERBATIM_TEST_GPU and runs the GPU tests.
 ON_GPU = os.environ.get("VERBATIM_TEST_GPU") == "1"
 if not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def default_model() -> Path:
-    """The default model's GGUF file, fetched once into the cache by the catalog."""
+    """The default model's GGUF file; the catalog downloads it into the cache once."""
     from verbatim.weights import catalog
 
     if ON_GPU and not catalog.list_models()[0].ready:  # machines with a GPU may have no network

@@ -1,4 +1,5 @@
-"""Wait for an event. The deadline is there for a hang: no working program reaches it, however slow the machine is."""
+"""Poll for an event. The timeout only catches a hang: no working program reaches it on any
+machine."""
 
 from __future__ import annotations
 
@@ -8,19 +9,18 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-HANG_SECONDS = float(
-    os.environ.get("VERBATIM_TEST_HANG_SECONDS", "120")
-)  # a wait of this length is a failure
+# Seconds after which a wait counts as a hang.
+HANG_SECONDS = float(os.environ.get("VERBATIM_TEST_HANG_SECONDS", "120"))
 POLL_SECONDS = 0.02
 
 
 def eventually(
     condition: Callable[[], Any], what: str | Callable[[], str] = "", seconds: float = HANG_SECONDS
 ) -> Any:
-    """The first true value of `condition`; fails with `what` after a hang."""
-    end = time.monotonic() + seconds
+    """Poll until `condition` returns a true value and return it; fail with `what` after a hang."""
+    deadline = time.monotonic() + seconds
     while not (found := condition()):
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise AssertionError(
                 f"waited {seconds:g} s: {what() if callable(what) else what or condition}"
             )
@@ -31,10 +31,10 @@ def eventually(
 async def eventually_async(
     condition: Callable[[], Awaitable[Any]], what: str = "", seconds: float = HANG_SECONDS
 ) -> Any:
-    """The same on an event loop; `condition` is awaited."""
-    end = time.monotonic() + seconds
+    """eventually() on an event loop; `condition` is awaited."""
+    deadline = time.monotonic() + seconds
     while not (found := await condition()):
-        if time.monotonic() > end:
+        if time.monotonic() > deadline:
             raise AssertionError(f"waited {seconds:g} s: {what or condition}")
         await asyncio.sleep(POLL_SECONDS)
     return found

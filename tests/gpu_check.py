@@ -1,6 +1,7 @@
-"""The first line of `make test-gpu`: is there a GPU that runs a kernel, and is pytest installed? If not, one line says why.
+"""Preflight of `make test-gpu`: exits with one line if no GPU runs a kernel or pytest is missing.
 
-Run with src on PYTHONPATH, before anything is built."""
+Run with src on PYTHONPATH, before anything is built.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from importlib.util import find_spec
 
 
 def refusal() -> str | None:
-    """Why the tests of the card cannot run with this interpreter, and the remedy."""
+    """Why the GPU tests cannot run with this interpreter, and the remedy; None if they can."""
     if find_spec("numpy") is None:
         return "NumPy is not installed; say which interpreter has it with PYTHON=..."
     from verbatim.backend import gpu
     from verbatim.base.errors import BackendError
 
     if not gpu.present():
-        return f"{gpu.hidden_or_absent()}; run it where there is one (`make test` runs the kernels interpreted)"
+        return (
+            f"{gpu.hidden_or_absent()}; run it where there is one "
+            "(`make test` runs the kernels interpreted)"
+        )
     reason = gpu.missing()
     if reason is None and find_spec("pytest") is None:
         reason = "pytest is not installed; install it"

@@ -1,8 +1,8 @@
-"""Pytest plugin: one table at the end of a run that lists every test that did not run, and why.
+"""Pytest plugin: a table at the end of a run that lists every test that did not run, and why.
 
-In: skip reports, skipped modules, deselected tests, and what a test itself records with
-`record_property("not run", "NAME: REASON")`. Out: the table on the terminal, with or without pytest-xdist.
-The invariant: a test that exists and did not run is in the table, so a green run hides nothing.
+In: skip reports, skipped modules, deselected tests, and what a test records with
+`record_property("not run", "NAME: REASON")`. Out: the table on the terminal, with or without
+pytest-xdist. Invariant: a test that exists and did not run is in the table.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ from typing import Any
 
 import pytest
 
-RECORDED = "not run"  # name of the property with which a test reports what a nested run skipped
+RECORDED = "not run"  # property in which a test reports the skips of a nested run
 
 
 def opt_in() -> dict[str, str]:
-    """Markers that `make test` leaves out, and how their tests are run."""
+    """Markers that `make test` deselects, and the command that runs their tests."""
     folder = os.environ.get("VERBATIM_TEST_MODELS")
     models = "set" if folder else "not set"
     return {
         "soak": "marker soak: heavy; run `make soak`",
-        "models": f"marker models: real files; run `make test-models` (VERBATIM_TEST_MODELS is {models})",
+        "models": (
+            f"marker models: real files; run `make test-models` (VERBATIM_TEST_MODELS is {models})"
+        ),
     }
 
 
@@ -33,7 +35,7 @@ def reason_of(report: Any) -> str:
 
 
 class NotRun:
-    """Collects rows (test or module, reason). A worker of xdist sends its rows to the controller."""
+    """Collects (test or module, reason). An xdist worker sends its rows to the controller."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -57,7 +59,7 @@ class NotRun:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Every worker collects the whole suite, so their rows are the same and are merged by name."""
+        """Every worker collects the whole suite, so their rows are equal and are merged by name."""
         for mine, theirs in zip(
             (self.deselected, self.modules),
             getattr(node, "workeroutput", {}).get("not_run", []),
@@ -66,7 +68,7 @@ class NotRun:
             mine.update(theirs)
 
     def rows(self, stats: dict[str, list[Any]]) -> dict[tuple[str, str], int]:
-        """{(file, reason): number of tests}, skips first, then what the command line left out."""
+        """{(file, reason): number of tests}: skips first, then deselected tests."""
         skipped = dict(self.modules)
         for report in stats.get("skipped", []):
             skipped.setdefault(report.nodeid, reason_of(report))

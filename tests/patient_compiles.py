@@ -1,4 +1,5 @@
-"""Fixtures: grammar compiles with no wall-clock limit, for the conftest of each folder that compiles grammars."""
+"""Fixtures that remove the wall-clock limits of grammar compiles. Imported by the conftest.py of
+each folder whose tests compile grammars."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from verbatim.grammar.compile_pool import CompilePool
 
 @pytest.fixture(scope="session")
 def patient_pool() -> Iterator[CompilePool]:
-    """The limits on memory and CPU time are the real ones; the wall clock decides nothing."""
+    """A compile pool with the real memory and CPU limits and no wall-clock limit."""
     pool = CompilePool(matcher.LIMITS, timeout=3600.0)
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""Helpers of the sampler's tests: one row through the stages, and a plain oracle of what they should leave."""
+"""Helpers of the sampler's tests: run one row through the stages, and a plain softmax."""
 
 from __future__ import annotations
 

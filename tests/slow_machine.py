@@ -1,9 +1,10 @@
-"""Runs a command on a machine made slow: `python tests/slow_machine.py COMMAND...`, as `make test-slow-machine` does.
+"""Runs a command under CPU contention: `python tests/slow_machine.py COMMAND...`
+(`make test-slow-machine`).
 
-Two busy loops for each core that this process may use run beside the command, and the command runs at a lower
-priority (nice 3: half the weight of a busy loop). A core that the command shares with its two loops gives it a fifth of its
-time, so a test that depends on the clock fails here. The loops end with this process, also when it is interrupted or
-killed: each reads a pipe that the kernel then closes. Needs no root.
+Two busy loops per core of this process run beside the command, and the command runs at nice 3, half
+the weight of a busy loop. It gets a fifth of each core, so a test that depends on the clock fails.
+The loops end with this process, even if it is killed: each reads a pipe that the kernel then
+closes. Needs no root.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import os
 import subprocess
 import sys
 
-LOOPS = 2  # for each core
+LOOPS = 2  # busy loops per core
 NICE = 3  # weight 526 against 1024 of a busy loop
 
 BUSY = """
 import os, select, sys
-while not select.select([sys.stdin], [], [], 0)[0]:  # readable at its end: the parent is gone
+while not select.select([sys.stdin], [], [], 0)[0]:  # end of file: the parent has ended
     for _ in range(1_000_000):
         pass
 """
@@ -28,10 +29,11 @@ def main(command: list[str]) -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     print(
-        f"slow machine: {LOOPS * cores} busy loops on {cores} cores, and nice {NICE} for: {' '.join(command)}",
+        f"slow machine: {LOOPS * cores} busy loops on {cores} cores, "
+        f"and nice {NICE} for: {' '.join(command)}",
         flush=True,
     )
-    # All loops read the one pipe. This process holds its only writing end, and Popen passes it to no child.
+    # All loops read one pipe. This process has its only write end; Popen passes it to no child.
     reading, writing = os.pipe()
     loops = [
         subprocess.Popen([sys.executable, "-c", BUSY], stdin=reading) for _ in range(LOOPS * cores)

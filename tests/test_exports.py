@@ -36,7 +36,7 @@ def signatures(owner: type) -> Iterator[Callable[..., Any]]:
 
 
 def names_in(annotation: str) -> set[str]:
-    """Bare names of an annotation; what an attribute belongs to (np.ndarray) is a library's."""
+    """Bare names of an annotation, without the libraries of attributes (np.ndarray)."""
     tree = ast.parse(annotation, mode="eval")
     modules = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     found = (

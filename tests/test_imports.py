@@ -1,4 +1,5 @@
-"""Imports run downward only, and `import verbatim` is light. Both are rules of the design; this is where they are kept."""
+"""Import rules of the design: packages import downward only, no cycles, and `import verbatim` is
+light."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import verbatim
 
 ROOT = Path(verbatim.__file__).parent
 
-# room -> rooms it may import, besides itself
+# package -> packages it may import, besides itself
 LOWEST = {"base"}
 NUMBERS = {"sampling", "model", "weights"} | LOWEST
 BELOW_ENGINE = {"speculate", "schedule", "text", "grammar", "observe", "backend"} | NUMBERS
@@ -37,17 +38,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {"engine"} | BELOW_ENGINE,
     "cli": {"server", "engine", "lens", "convert", "bench"} | BELOW_ENGINE,
 }
-FREE = {
-    "testing",
-    "testing_models",
-    "__main__",
-    "__init__",
-}  # single files: public fakes and the doors
-USES_FAKES = {
-    "server/process/engine_process.py"
-}  # the engine's own process, which a test can start with a fake engine
+# Top-level modules without a rule: public fakes and entry points.
+FREE = {"testing", "testing_models", "__main__", "__init__"}
+# The engine process, which a test can start with a fake engine.
+USES_FAKES = {"server/process/engine_process.py"}
 
-# big libraries -> the rooms that may import them, and only inside a function or in a module loaded for that purpose
+# Heavy library -> packages or files that may import it, inside a function or in a module that is
+# loaded on demand.
 HEAVY: dict[str, tuple[str, ...]] = {
     "fastapi": ("server",),
     "starlette": ("server",),
@@ -66,6 +63,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "torch": ("backend/cuda",),
     "triton": ("backend/cuda",),
 }
+# Never imported: test oracles, and libraries that execute code from files.
 NEVER = {
     "transformers",
     "gguf",
@@ -76,12 +74,13 @@ NEVER = {
     "cloudpickle",
     "marshal",
     "shelve",
-}  # oracles; things that run a file's code
-EXEMPT = "bench/rivals/worker_"  # scripts that run a rival in the rival's own interpreter; they import nothing of ours
+}
+# Scripts that run a rival in its own interpreter; they import nothing from verbatim.
+EXEMPT = "bench/rivals/worker_"
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute module) of every import anywhere in the file, also inside functions and under TYPE_CHECKING."""
+    """(line, absolute module) of every import in the file, also in functions and TYPE_CHECKING."""
     package = path.relative_to(ROOT.parent).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -89,7 +88,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            # `from verbatim import text` imports a room too
+            # `from verbatim import text` imports a package
             yield from (
                 ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
                 if module == "verbatim"
@@ -101,28 +100,29 @@ def sources() -> list[Path]:
     return sorted(p for p in ROOT.rglob("*.py") if "__pycache__" not in p.parts)
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     parts = path.relative_to(ROOT).parts
     return parts[0] if len(parts) > 1 else path.stem
 
 
-def test_every_room_is_known() -> None:
-    assert {room_of(path) for path in sources()} <= set(MAY_IMPORT) | FREE
+def test_every_package_has_an_import_rule() -> None:
+    assert {package_of(path) for path in sources()} <= set(MAY_IMPORT) | FREE
 
 
 def test_imports_run_downward_only() -> None:
     wrong = []
     for path in sources():
-        room = room_of(path)
-        if room in FREE:
+        package = package_of(path)
+        if package in FREE:
             continue
         for line, module in imports(path):
             parts = module.split(".")
-            if parts[0] != "verbatim" or len(parts) < 2 or parts[1] == room:
+            if parts[0] != "verbatim" or len(parts) < 2 or parts[1] == package:
                 continue
-            if parts[1] in MAY_IMPORT and parts[1] not in MAY_IMPORT[room]:
+            if parts[1] in MAY_IMPORT and parts[1] not in MAY_IMPORT[package]:
                 wrong.append(
-                    f"{path.relative_to(ROOT)}:{line} imports {module}; {room} may import {sorted(MAY_IMPORT[room])}"
+                    f"{path.relative_to(ROOT)}:{line} imports {module}; "
+                    f"{package} may import {sorted(MAY_IMPORT[package])}"
                 )
             if (
                 parts[1].startswith("testing")
@@ -132,11 +132,11 @@ def test_imports_run_downward_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_rooms_have_no_cycle() -> None:
-    """The table itself: whoever may import a room may not be imported by it."""
-    for room, below in MAY_IMPORT.items():
+def test_the_import_rules_have_no_cycle() -> None:
+    """No two packages may import each other."""
+    for package, below in MAY_IMPORT.items():
         for other in below:
-            assert room not in MAY_IMPORT[other], f"{room} and {other}"
+            assert package not in MAY_IMPORT[other], f"{package} and {other}"
 
 
 def module_name(path: Path) -> str:
@@ -154,7 +154,7 @@ def module_graph(paths: list[Path]) -> dict[str, set[str]]:
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{path}:{node.lineno}: imports here are absolute"
-                # `from package import module` means the module, `from module import name` the module before the name
+                # `from package import module` or `from module import name`
                 both = [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
                 found |= {longer if longer in names else str(module) for longer, module in both}
         graph[name] = found & set(names)
@@ -162,7 +162,7 @@ def module_graph(paths: list[Path]) -> dict[str, set[str]]:
 
 
 def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of modules that reach each other (strongly connected components), and modules that import themselves."""
+    """Strongly connected components of the import graph, and modules that import themselves."""
 
     def reach(start: str) -> set[str]:
         seen: set[str] = set()
@@ -181,7 +181,7 @@ def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return sorted(map(list, groups))
 
 
-# Import cycles that still exist. Empty, and to stay so.
+# Import cycles that exist. Must stay empty.
 KNOWN_CYCLES: list[list[str]] = []
 
 
@@ -198,7 +198,7 @@ def test_import_cycles_are_found() -> None:
     )
 
 
-def test_heavy_libraries_stay_in_their_rooms() -> None:
+def test_heavy_libraries_are_imported_only_by_their_packages() -> None:
     wrong = []
     for path in sources():
         where = path.relative_to(ROOT).as_posix()
@@ -207,9 +207,9 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
         for line, module in imports(path):
             top = module.split(".")[0]
             if top in NEVER:
-                wrong.append(f"{where}:{line} imports {module}, which nothing here may")
+                wrong.append(f"{where}:{line} imports {module}, which no module may")
             if top in HEAVY and not any(
-                where == room or where.startswith(room + "/") for room in HEAVY[top]
+                where == package or where.startswith(package + "/") for package in HEAVY[top]
             ):
                 wrong.append(
                     f"{where}:{line} imports {module}, which belongs to {', '.join(HEAVY[top])}"
@@ -217,8 +217,8 @@ def test_heavy_libraries_stay_in_their_rooms() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_import_hides_a_dynamic_one() -> None:
-    """eval, exec and __import__ would pass by the tests above (and by readers)."""
+def test_no_module_calls_eval_exec_or_import() -> None:
+    """eval, exec and __import__ would evade the tests above."""
     wrong = []
     for path in sources():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -233,7 +233,11 @@ def test_no_import_hides_a_dynamic_one() -> None:
 
 def loaded_by(statement: str) -> set[str]:
     """Top-level modules in sys.modules of a fresh interpreter after `statement`."""
-    code = f"{statement}\nimport sys, json\nprint(json.dumps(sorted(m.partition('.')[0] if not m.startswith('verbatim') else m for m in sys.modules)))"
+    code = (
+        f"{statement}\nimport sys, json\n"
+        "print(json.dumps(sorted(m if m.startswith('verbatim') else m.partition('.')[0] "
+        "for m in sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -241,21 +245,22 @@ def loaded_by(statement: str) -> set[str]:
 def test_import_verbatim_is_light() -> None:
     loaded = loaded_by("import verbatim")
     assert not loaded & (set(HEAVY) | {"numpy", "transformers", "gguf"})
-    rooms = {m.split(".")[1] for m in loaded if m.startswith("verbatim.")}
-    assert rooms == {"base"}
+    packages = {m.split(".")[1] for m in loaded if m.startswith("verbatim.")}
+    assert packages == {"base"}
 
 
 @pytest.mark.parametrize(
     "statement",
     [
         "from verbatim import SamplingParams, VerbatimError; SamplingParams(temperature=0.5)",
-        "import verbatim.weights.catalog, verbatim.weights.gguf, verbatim.weights.safetensors, verbatim.weights.gguf_write",
+        "import verbatim.weights.catalog, verbatim.weights.gguf; "
+        "import verbatim.weights.safetensors, verbatim.weights.gguf_write",
         "import verbatim.model.load, verbatim.backend, verbatim.backend.reference",
         "import verbatim.cli.main",
         "from verbatim import LLM, AsyncEngine",
     ],
 )
-def test_what_is_not_used_is_not_loaded(statement: str) -> None:
+def test_unused_optional_libraries_are_not_loaded(statement: str) -> None:
     optional = {
         "torch",
         "fastapi",

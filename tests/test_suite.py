@@ -1,4 +1,5 @@
-"""The tools of the suite itself: the table of tests that did not run, the smoke selection, the slow machine."""
+"""Tools of the suite itself: the table of tests that did not run, `make smoke`, the slow
+machine."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ LIBRARY = "import pytest\npytest.importorskip('no_such_library')\ndef test_never
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_what_did_not_run_is_listed_with_and_without_workers(
+def test_tests_that_did_not_run_are_listed_with_and_without_workers(
     workers: tuple[str, ...], tmp_path: Path
 ) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = soak\n")
@@ -84,7 +85,7 @@ def test_every_test_of_make_smoke_exists() -> None:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_slow_machine_hands_on_the_exit_code_and_ends_its_loops(code: int) -> None:
+def test_the_slow_machine_returns_the_exit_code_and_ends_its_loops(code: int) -> None:
     command = [
         sys.executable,
         str(HERE / "slow_machine.py"),

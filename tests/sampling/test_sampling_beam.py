@@ -1,4 +1,5 @@
-"""Beam search: the same sequences and scores as transformers on tiny models, and groups against a second implementation."""
+"""Beam search: the same sequences and scores as transformers on tiny models; diverse groups against
+a second implementation."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ VOCAB, EOS, NEW = 24, 2, 10
 
 @pytest.fixture(scope="module")
 def tiny() -> Any:
-    """A llama of two layers whose random weights are large enough that it prefers some tokens, the end token among them."""
+    """A llama of two layers with random weights large enough to prefer some tokens, the end token
+    among them."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,9 +41,7 @@ def tiny() -> Any:
     )
     model = LlamaForCausalLM(config).eval().to(torch.float32)
     with torch.no_grad():
-        model.lm_head.weight *= (
-            0.6  # flat enough that beams compete and lines of different lengths end
-        )
+        model.lm_head.weight *= 0.6  # flatter logits: beams compete and end at different lengths
     return model
 
 
@@ -62,7 +62,8 @@ def logits_of(model: Any, lines: list[list[int]]) -> np.ndarray:
 def ours(
     model: Any, group: list[list[int]], params: SamplingParams, ends: tuple[int, ...] = (EOS,)
 ) -> list[BeamSearch]:
-    """One search for each prompt (all of one length), in step with each other: one forward pass serves all live lines."""
+    """One search per prompt (all of one length) in lockstep: one forward pass per step serves all
+    live beams."""
     searches = [BeamSearch(params, end_ids=ends, max_new=NEW) for _ in group]
     live: list[list[list[int]]] = [[prompt] for prompt in group]
     start = len(group[0])
@@ -105,7 +106,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.torch
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_equal_to_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, Any]) -> None:
+def test_beams_equal_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, Any]) -> None:
     import torch
 
     ended: Counter[str] = Counter()
@@ -130,20 +131,18 @@ def test_equal_to_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, An
             ):
                 tokens = ids[length:]
                 assert list(beam.tokens) == tokens[: len(beam.tokens)]
-                assert set(tokens[len(beam.tokens) :]) <= {
-                    EOS
-                }  # transformers fills the rest with it
-                assert beam.score == pytest.approx(score, abs=1e-4, rel=1e-6)  # theirs is float32
+                # transformers pads the rest with EOS
+                assert set(tokens[len(beam.tokens) :]) <= {EOS}
+                # transformers computes in float32
+                assert beam.score == pytest.approx(score, abs=1e-4, rel=1e-6)
                 assert beam.finish is not None
                 ended[beam.finish.reason] += 1
-    assert min(ended["stop"], ended["length"]) > 5, (
-        "both ways to end must occur, or the test shows little"
-    )
+    assert min(ended["stop"], ended["length"]) > 5, "both finish reasons must occur"
 
 
 @pytest.mark.torch
-def test_two_end_tokens(tiny: Any) -> None:
-    """K grows with the number of end tokens, so that enough lines stay alive."""
+def test_several_end_tokens_equal_transformers(tiny: Any) -> None:
+    """K grows with the number of end tokens, so that enough beams stay live."""
     import torch
 
     params = SamplingParams(num_beams=3, num_return_sequences=3)
@@ -164,23 +163,22 @@ def test_two_end_tokens(tiny: Any) -> None:
 
 
 @pytest.mark.torch
-def test_a_penalty_acts_on_logits_before_the_softmax(tiny: Any) -> None:
-    """Stated difference: every step's candidates are normalised after the penalties, so the scores are log-probabilities.
-
-    transformers applies processors to the log-softmax and leaves the sum below or above one."""
+def test_penalties_act_on_logits_before_the_softmax(tiny: Any) -> None:
+    """Documented difference: candidates are normalised after the penalties, so scores are
+    log-probabilities. transformers applies processors to the log-softmax without normalising."""
     params = SamplingParams(num_beams=2, repetition_penalty=1.4)
     logits = logits_of(tiny, [prompts()[0]])[0]
     drawn = sample(logits, params, beam=VOCAB, history=tuple(prompts()[0]))
     assert sum(np.exp(v) for _, v in drawn.candidates) == pytest.approx(1.0)
 
 
-# -------------------------------------------------------------------------------------------------------- diverse groups
+# ----------------------------------------------------------------------------------- diverse groups
 
 
-def groups_again(
+def diverse_reference(
     table: dict[tuple[int, ...], np.ndarray], p: SamplingParams, steps: int
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """Diverse beam search without end tokens, by its definition: whole rows, no candidate lists, no early ends."""
+    """Diverse beam search by its definition: whole rows, no candidate lists, no end tokens."""
     size = p.num_beams // p.num_beam_groups
     groups: list[list[tuple[float, tuple[int, ...]]]] = [
         [(0.0, ())] for _ in range(p.num_beam_groups)
@@ -208,7 +206,7 @@ def groups_again(
 
 
 class Table(dict[tuple[int, ...], np.ndarray]):
-    """A model by heart: log-probabilities for every line, made when first asked for."""
+    """A fake model: random log-probabilities per token sequence, made on demand."""
 
     def __missing__(self, line: tuple[int, ...]) -> np.ndarray:
         x = np.random.default_rng([8, *line]).normal(size=VOCAB) * 2
@@ -219,7 +217,9 @@ class Table(dict[tuple[int, ...], np.ndarray]):
 @pytest.mark.parametrize(
     ("beams", "groups", "penalty"), [(4, 2, 0.5), (6, 3, 2.0), (4, 4, 1.0), (6, 2, 0.0)]
 )
-def test_groups_by_definition(beams: int, groups: int, penalty: float) -> None:
+def test_diverse_groups_equal_the_reference_implementation(
+    beams: int, groups: int, penalty: float
+) -> None:
     table = Table()
     params = SamplingParams(
         num_beams=beams,
@@ -241,20 +241,20 @@ def test_groups_by_definition(beams: int, groups: int, penalty: float) -> None:
                 )
             )
         live = [(*live[parent], token) for parent, token in search.step(drawn)]
-    want = groups_again(table, params, 5)
+    want = diverse_reference(table, params, 5)
     assert [b.tokens for b in search.results()] == [line for _, line in want]
     assert [b.score for b in search.results()] == pytest.approx([score for score, _ in want])
 
 
-# ---------------------------------------------------------------------------------------------------------- small things
+# ------------------------------------------------------------------------------------- edge cases
 
 
 def candidates(*pairs: tuple[int, float]) -> Drawn:
     return Drawn(pairs[0][0], pairs[0][1], candidates=pairs)
 
 
-def test_a_stop_rule_of_the_engine_ends_lines() -> None:
-    """`ends` sees whole lines, so that stop strings over several tokens work; its Finish is kept."""
+def test_the_engines_stop_rule_ends_a_beam() -> None:
+    """`ends` sees all output tokens, so a stop string can span several; its Finish is kept."""
     stop = Finish("stop", "5 6")
     params = SamplingParams(num_beams=2, num_return_sequences=2)
     search = BeamSearch(
@@ -270,8 +270,9 @@ def test_a_stop_rule_of_the_engine_ends_lines() -> None:
     assert search.results()[0].finish == stop
 
 
-def test_lines_that_end_together_compete() -> None:
-    """With early_stopping, the step that fills the hypotheses still keeps the best of all that end in it."""
+def test_beams_that_end_in_the_same_step_compete() -> None:
+    """With early_stopping, the step that fills the hypotheses keeps the best of all that end in
+    it."""
     params = SamplingParams(
         num_beams=2, num_return_sequences=2, early_stopping=True, length_penalty=1.0
     )
@@ -281,13 +282,11 @@ def test_lines_that_end_together_compete() -> None:
         [candidates((9, -0.1), (5, -5.0), (6, -6.0)), candidates((9, -0.1), (5, -5.0), (6, -6.0))]
     )
     assert search.done
-    assert [b.tokens for b in search.results()] == [
-        (5, 9),
-        (6, 9),
-    ]  # not (9,), which came first and scores -4
+    # not (9,), which ended first and scores -4
+    assert [b.tokens for b in search.results()] == [(5, 9), (6, 9)]
 
 
-def test_agreed_tokens_are_a_prefix_of_every_answer() -> None:
+def test_agreed_tokens_are_a_prefix_of_every_result() -> None:
     params = SamplingParams(num_beams=2, num_return_sequences=2)
     search = BeamSearch(params, max_new=4)
     assert search.agreed() == ()
@@ -308,7 +307,7 @@ def test_a_row_without_candidates_ends_the_search() -> None:
     assert search.agreed() == ()
 
 
-def test_log_probabilities_and_explanations_follow_their_line() -> None:
+def test_log_probabilities_and_explanations_follow_their_beam() -> None:
     params = SamplingParams(num_beams=2, logprobs=2, explain=3)
     search = BeamSearch(params, max_new=3)
     rng = np.random.default_rng(0)

@@ -1,4 +1,5 @@
-"""The sampler on the default model: explain from the command line recomputed, documents under a schema, beams against transformers."""
+"""The sampler on the default model: `verbatim explain` recomputed, JSON under a schema, beam search
+against transformers."""
 
 from __future__ import annotations
 
@@ -28,10 +29,8 @@ SCHEMA = {
         "name": {"type": "string", "maxLength": 20},
         "age": {"type": "integer", "minimum": 0, "maximum": 120},
         "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-        "score": {
-            "type": "string",
-            "pattern": "^0\\.[0-9]{1,3}$",
-        },  # a JSON number may go on for ever, and at 1.5 it does
+        # A pattern, because a JSON number has no maximum length and at temperature 1.5 may not end.
+        "score": {"type": "string", "pattern": "^0\\.[0-9]{1,3}$"},
     },
     "required": ["name", "age", "tags", "score"],
     "additionalProperties": False,
@@ -56,8 +55,9 @@ def llm(default_model: Path) -> Any:
         yield found
 
 
-def test_explain_from_the_command_line_recomputed(default_model: Path) -> None:
-    """Every number of the JSON from the raw row in it, by NumPy's own exp and log; the what-if likewise."""
+def test_verbatim_explain_equals_a_recomputation_from_the_raw_rows(default_model: Path) -> None:
+    """Recompute every number of the JSON from its raw row with NumPy's exp and log; the what-if
+    too."""
     command = [
         sys.executable,
         "-m",
@@ -89,10 +89,10 @@ def test_explain_from_the_command_line_recomputed(default_model: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    records = told["choices"][0]["explain"] if "choices" in told else told["explain"]
+    report = json.loads(done.stdout)
+    records = report["choices"][0]["explain"] if "choices" in report else report["explain"]
     assert len(records) == 4
-    for record, again in zip(records, told["what_if"][0]["tokens"], strict=True):
+    for record, again in zip(records, report["what_if"][0]["tokens"], strict=True):
         raw = np.frombuffer(base64.b64decode(record["row"]), "<f4").astype(np.float64)
         assert len(raw) == record["vocab"] == 49152
         p, token = softmax(raw), record["token"]
@@ -136,19 +136,19 @@ def documents(llm: LLM, count: int) -> None:
     llm.check()
 
 
-def test_documents_under_a_schema_are_valid_at_temperature_1_5(llm: LLM) -> None:
+def test_json_under_a_schema_is_valid_at_temperature_1_5(llm: LLM) -> None:
     documents(llm, 12)
 
 
 @pytest.mark.soak
-def test_200_of_200_documents_are_valid(llm: LLM) -> None:
+def test_200_json_outputs_are_valid(llm: LLM) -> None:
     documents(llm, 200)
 
 
-def test_hostile_structures_do_not_disturb_others(
+def test_a_rejected_schema_does_not_disturb_a_running_stream(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer of a running stream is the same while neighbours are refused, for what they ask and not for lack of time."""
+    """A running stream keeps its output while another request is rejected for its schema."""
     params = SamplingParams(max_tokens=8, seed=4)
     alone = llm.generate("The sea", params).token_ids
     stream = llm.stream("The sea", params)
@@ -164,11 +164,11 @@ def test_hostile_structures_do_not_disturb_others(
     assert stream.completion.token_ids == alone
 
 
-# --------------------------------------------------------------------------------------------------------------- beams
+# -------------------------------------------------------------------------------------------- beams
 
 
 def torch_llama(path: Path) -> Any:
-    """transformers' model with this file's weights, read by the gguf package."""
+    """The transformers model with this file's weights, read by the gguf package."""
     import gguf
     import torch
     import transformers
@@ -196,9 +196,8 @@ def torch_llama(path: Path) -> Any:
     state = {}
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if re.search(
-            r"attn_[qk]\.", tensor.name
-        ):  # GGUF pairs neighbours for rope, transformers halves
+        if re.search(r"attn_[qk]\.", tensor.name):
+            # RoPE pairs: neighbours in GGUF, halves in transformers
             n = heads if "attn_q" in tensor.name else kv
             values = values.reshape(n, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
         state[renamed(tensor.name)] = torch.from_numpy(np.array(values, np.float32, order="C"))

@@ -1,7 +1,8 @@
-"""The draw follows the filtered distribution: goodness of fit on a million draws, support, tails, independence.
+"""The draw follows the filtered distribution: goodness of fit on a million draws, support, tails,
+independence.
 
-Every test runs with fixed keys, so it either always passes or always fails; the odds stated are those of a correct generator
-failing for one arbitrary choice of keys.
+Keys are fixed, so each test always passes or always fails. The probabilities stated are those of a
+false alarm: a correct generator failing for one arbitrary choice of keys.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ SETTINGS = [
 ]
 
 
-def too_far(observed: np.ndarray, expected: np.ndarray) -> float:
-    """Chi-square as a normal deviate (Wilson, Hilferty 1931): about 4.75 has odds of one in a million."""
+def chi_square_deviate(observed: np.ndarray, expected: np.ndarray) -> float:
+    """Chi-square as a normal deviate (Wilson, Hilferty 1931); 4.75 has a probability of 1e-6."""
     df = len(expected) - 1
     if df == 0:
         return 0.0
@@ -56,7 +57,7 @@ def too_far(observed: np.ndarray, expected: np.ndarray) -> float:
 
 
 def exact(params: SamplingParams) -> np.ndarray:
-    """The distribution, with XTC's coin averaged out."""
+    """The exact distribution, averaged over XTC's random decision."""
     out = np.zeros(len(LOGITS))
     sides = [(1.0, params)]
     if params.xtc_probability:
@@ -69,7 +70,7 @@ def exact(params: SamplingParams) -> np.ndarray:
 
 
 def drawn(params: SamplingParams, key: int, positions: np.ndarray) -> np.ndarray:
-    """Many draws at once; the next test ties this to sample_rows."""
+    """Many draws at once; the next test compares some with sample_rows."""
     if not params.xtc_probability:
         state = processed(LOGITS, params, history=HISTORY)
         return draw.draw_many(state.ids, state.d, key, positions)
@@ -86,7 +87,7 @@ def drawn(params: SamplingParams, key: int, positions: np.ndarray) -> np.ndarray
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_a_million_draws_fit_the_exact_distribution(setting: dict[str, object]) -> None:
-    """Chi-square at one in a million for each of 20 settings: false-alarm odds 2e-5 for all of them."""
+    """Chi-square at 1e-6 per setting: false-alarm probability 2e-5 for all 20."""
     params = SamplingParams.from_mapping(setting)
     key = draw.noise_key(2024, SETTINGS.index(setting))
     tokens = drawn(params, key, np.arange(5, 5 + DRAWS))
@@ -94,23 +95,23 @@ def test_a_million_draws_fit_the_exact_distribution(setting: dict[str, object]) 
     counts = np.bincount(tokens, minlength=len(LOGITS))
     assert counts[p == 0].sum() == 0, "a removed token was drawn"
     live = p > 0
-    assert too_far(counts[live], p[live] * DRAWS) < 4.75
-    # the fast path above is the sampler itself
+    assert chi_square_deviate(counts[live], p[live] * DRAWS) < 4.75
+    # draw_many equals the sampler
     rows = [make_row(params, key=key, position=t, history=HISTORY) for t in range(5, 105)]
     assert [d.token for d in sample_rows(np.tile(LOGITS, (100, 1)), rows)] == tokens[:100].tolist()
 
 
 def test_neighbouring_positions_are_independent() -> None:
-    """Pairs (token at t, token at t + 1) of 300,000 draws against the product: chi-square, odds 1e-6."""
+    """Pairs (token at t, token at t + 1) of 300,000 draws: chi-square, false alarm 1e-6."""
     state = processed(LOGITS, SamplingParams())
     tokens = draw.draw_many(state.ids, state.d, draw.noise_key(5), np.arange(300_000))
     p = softmax(state.d)
     pairs = np.bincount(tokens[:-1:2] * 12 + tokens[1::2], minlength=144)
-    assert too_far(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
+    assert chi_square_deviate(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
 
 
 def test_choices_and_seeds_are_independent() -> None:
-    """The same positions under neighbouring keys: choice 0 against 1, seed s against s + 1. Odds 2e-6 together."""
+    """The same positions under choice 0 and 1, seed s and s + 1. False alarm 2e-6 for both."""
     state = processed(LOGITS, SamplingParams())
     p = softmax(state.d)
     at = np.arange(150_000)
@@ -118,11 +119,12 @@ def test_choices_and_seeds_are_independent() -> None:
     for key in (draw.noise_key(9, 1), draw.noise_key(10, 0)):
         other = draw.draw_many(state.ids, state.d, key, at)
         pairs = np.bincount(first * 12 + other, minlength=144)
-        assert too_far(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
+        assert chi_square_deviate(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
 
 
 def test_noise_of_neighbouring_ids_is_independent() -> None:
-    """Even and odd ids share a block of the generator: correlation of a million pairs below 5 / sqrt(n) (odds 6e-7)."""
+    """Even and odd ids share a Philox block: their correlation is below 5 / sqrt(n) (false alarm
+    6e-7)."""
     u = draw.uniform(draw.noise_key(3), np.arange(1000)[:, None], np.arange(2000)[None, :]) - 0.5
     for lag in (1, 2):
         a, b = u[:, :-lag].ravel(), u[:, lag:].ravel()
@@ -131,23 +133,20 @@ def test_noise_of_neighbouring_ids_is_independent() -> None:
 
 
 def test_the_uniforms_are_uniform() -> None:
-    """Four million, in 1,000 bins by their high bits and in 1,000 by their low ones. Odds 2e-6 together."""
+    """Four million in 1,000 bins, by high bits and by low bits. False alarm 2e-6 for both."""
     u = draw.uniform(draw.noise_key(4), np.arange(1000)[:, None], np.arange(4000)[None, :]).ravel()
     for part in (u, u * 2.0**32 % 1.0):
         counts = np.bincount((part * 1000).astype(np.int64), minlength=1000)
-        assert too_far(counts, np.full(1000, len(u) / 1000)) < 4.75
+        assert chi_square_deviate(counts, np.full(1000, len(u) / 1000)) < 4.75
 
 
-TAIL = [
-    (319, 7340),
-    (1635, 18051),
-    (5267, 10321),
-]  # (position, id) with u > 1 - 2^-25: all there are in a search of 240 million
+# (position, id) with u > 1 - 2^-25: all of them in a search of 240 million
+TAIL = [(319, 7340), (1635, 18051), (5267, 10321)]
 
 
 @pytest.mark.parametrize(("position", "token"), TAIL)
-def test_events_below_2_to_the_minus_24_occur(position: int, token: int) -> None:
-    """A generator with 24 bits (float32 uniforms) can never draw a token this rare. Ours does, at the places found."""
+def test_events_rarer_than_2_to_the_minus_24_occur(position: int, token: int) -> None:
+    """Float32 uniforms (24 bits) can never draw a token this rare; 52 bits can."""
     logits = np.full(50_000, -np.inf, np.float32)
     logits[[0, token]] = [0.0, -17.0]
     rare = 1 / (1 + math.exp(17.0))
@@ -157,7 +156,8 @@ def test_events_below_2_to_the_minus_24_occur(position: int, token: int) -> None
 
 
 def test_the_tail_of_the_noise_has_the_right_weight() -> None:
-    """P(g > x) = 1 - exp(-e^-x): counts of 4 million against it at x = 8, 10, 12; within 5 deviations (odds 2e-6)."""
+    """P(g > x) = 1 - exp(-e^-x): counts of 4 million at x = 8, 10, 12 are within 5 standard
+    deviations (false alarm 2e-6)."""
     g = draw.gumbel(draw.noise_key(6), np.arange(1000)[:, None], np.arange(4000)[None, :]).ravel()
     for x in (8.0, 10.0, 12.0):
         want = -math.expm1(-math.exp(-x)) * len(g)
@@ -167,12 +167,12 @@ def test_the_tail_of_the_noise_has_the_right_weight() -> None:
 def test_ties_go_to_the_lower_id() -> None:
     assert sample(np.zeros(100), SamplingParams(temperature=0)).token == 0
     ids = np.arange(4)
-    assert int(np.argmax(np.zeros(4))) == 0  # what draw() relies on
+    assert int(np.argmax(np.zeros(4))) == 0  # draw() relies on it
     winner, _, scores = draw.draw(ids, np.zeros(4), 1, 1)
     assert scores[winner] == scores.max()
 
 
-def test_a_seed_moves_with_its_position_not_with_its_batch() -> None:
+def test_a_draw_depends_on_key_and_position_not_on_the_batch() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(20, 50)).astype(np.float32)
     rows = [make_row(SamplingParams(), key=draw.noise_key(i), position=i) for i in range(20)]
@@ -183,9 +183,9 @@ def test_a_seed_moves_with_its_position_not_with_its_batch() -> None:
 
 
 def tied_row(lower: int, higher: int, first: int, vocab: int = 400) -> tuple[np.ndarray, int]:
-    """Logits, and a position of the default key, at which two ids far above all others have the same score to the last bit. `first` of them has the
-    greater logit, so the other one the greater noise; their difference is split over two floats, 48 bits of it, and positions are tried
-    until the sums are equal."""
+    """(logits, position) where two ids, far above all others, have bit-equal scores. `first` has
+    the greater logit and the other id the greater noise. The search tries positions until the sums
+    are equal; the difference is split over two float32 logits (48 bits)."""
     other = lower + higher - first
     for position in range(20_000):
         noise = draw.gumbel(7, position, np.array([first, other]))
@@ -207,7 +207,9 @@ TIES = [
 
 
 @pytest.mark.parametrize(("lower", "higher", "first"), TIES)
-def test_of_equal_scores_the_lower_id_is_drawn(lower: int, higher: int, first: int) -> None:
+def test_the_lower_of_two_ids_with_equal_scores_is_drawn(
+    lower: int, higher: int, first: int
+) -> None:
     row, position = tied_row(lower, higher, first)
     params = SamplingParams(explain=2)
     drawn = sample(row, params, position=position)
@@ -222,17 +224,17 @@ def test_of_equal_scores_the_lower_id_is_drawn(lower: int, higher: int, first: i
 @pytest.mark.parametrize(
     "settings", [{}, {"top_k": 2}, {"top_p": 0.999}, {"logit_bias": {0: -1.0}}], ids=str
 )
-def test_of_equal_scores_the_kernel_draws_the_lower_id_too(
+def test_the_kernel_draws_the_lower_of_two_ids_with_equal_scores(
     lower: int, higher: int, first: int, settings: dict[str, Any]
 ) -> None:
-    """Whichever of the two the kernel comes to first."""
+    """Independent of which of the two the kernel visits first."""
     native = pytest.importorskip("verbatim.backend.cpu._native")
     from verbatim.backend.cpu.sampler import NativeSampler
 
     row, position = tied_row(lower, higher, first)
-    asked = NativeSampler(native, None).native_row(
+    native_row = NativeSampler(native, None).native_row(
         make_row(SamplingParams(**settings), position=position)
     )
     for isa in native.isas():
-        ((token, _, _),) = native.RowSampler(isa, 1).draw(row[None, :], [asked])
+        ((token, _, _),) = native.RowSampler(isa, 1).draw(row[None, :], [native_row])
         assert token == lower

@@ -1,4 +1,5 @@
-"""Explain: every number recomputed here from the raw logits, by other means; and what-if, which never guesses."""
+"""Explain: every number recomputed from the raw logits by other means; what-if refuses what it
+cannot compute."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ PROMPT = (4, 7, 2, 7)
 def recorded(
     params: SamplingParams, count: int = 12, vocab: int = 200, **extra: Any
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """A little answer: `count` draws from random rows, each knowing the ones before."""
+    """Records of `count` draws from random rows, each with the earlier tokens as history."""
     logits = (np.random.default_rng(32).normal(size=(count, vocab)) * 3).astype(np.float32)
-    text, out = PROMPT, []
+    tokens, out = PROMPT, []
     for row in logits:
         drawn = sample_rows(
             row[None],
@@ -33,20 +34,20 @@ def recorded(
                 make_row(
                     params,
                     key=noise_key(5),
-                    position=len(text),
+                    position=len(tokens),
                     prompt_len=4,
-                    history=text,
+                    history=tokens,
                     **extra,
                 )
             ],
         )[0]
         assert drawn.explain is not None
         out.append(drawn.explain)
-        text = (*text, drawn.token)
+        tokens = (*tokens, drawn.token)
     return out, logits
 
 
-def test_every_number_recomputed_from_the_raw_row() -> None:
+def test_every_number_equals_a_recomputation_from_the_raw_row() -> None:
     params = SamplingParams(
         temperature=0.8,
         top_k=30,
@@ -68,7 +69,7 @@ def test_every_number_recomputed_from_the_raw_row() -> None:
         assert record["margin"] == pytest.approx(raw[token] - np.delete(raw, token).max())
         assert record["best"] == int(raw.argmax())
         assert [c["id"] for c in record["top"]] == np.argsort(-raw)[:8].tolist()
-        # the stages, by hand
+        # the stages, recomputed
         x = raw.copy()
         x[3] = -np.inf
         for seen in {*PROMPT, *(r["token"] for r in records[:at])}:
@@ -103,8 +104,8 @@ def test_every_number_recomputed_from_the_raw_row() -> None:
             assert (c["processed"] is None) == (i == 3)
             if c["processed"] is not None:
                 assert c["processed"] == pytest.approx(x[i], abs=1e-12)
-            gone = [s["name"] for s in record["stages"] if i in s["removed_top"]]
-            assert [c["removed_by"]] == (gone or [None])
+            removed = [s["name"] for s in record["stages"] if i in s["removed_top"]]
+            assert [c["removed_by"]] == (removed or [None])
             assert (c["removed_by"] is None) == (i in scores)
             if i in scores:
                 assert c["final_prob"] == pytest.approx(final[i], abs=1e-9)
@@ -112,7 +113,7 @@ def test_every_number_recomputed_from_the_raw_row() -> None:
                 assert c["score"] == pytest.approx(scores[i], abs=1e-9)
 
 
-def test_explaining_changes_nothing() -> None:
+def test_explain_does_not_change_the_draw() -> None:
     row = (RNG.normal(size=100) * 3).astype(np.float32)
     for setting in (
         {},
@@ -122,15 +123,19 @@ def test_explaining_changes_nothing() -> None:
     ):
         for t in range(30):
             plain = sample(row, SamplingParams(**setting, logprobs=3), position=t)
-            told = sample(
+            explained = sample(
                 row, SamplingParams(**setting, logprobs=3, explain=4, receipt=True), position=t
             )
-            assert (plain.token, plain.logprob, plain.top) == (told.token, told.logprob, told.top)
-            assert told.explain is not None
-            assert told.explain["token"] == told.token
+            assert (plain.token, plain.logprob, plain.top) == (
+                explained.token,
+                explained.logprob,
+                explained.top,
+            )
+            assert explained.explain is not None
+            assert explained.explain["token"] == explained.token
 
 
-def test_records_are_plain_data() -> None:
+def test_records_survive_json() -> None:
     for params in (
         SamplingParams(explain=3, receipt=True),
         SamplingParams(explain=3, temperature=0),
@@ -145,7 +150,7 @@ def test_records_are_plain_data() -> None:
         assert json.loads(json.dumps(drawn.explain, allow_nan=False)) == drawn.explain
 
 
-def test_the_whole_row_is_kept_only_when_asked_and_for_64_tokens() -> None:
+def test_the_whole_row_is_kept_only_with_receipt_and_for_64_tokens() -> None:
     row = RNG.normal(size=20)
     for params, position, kept in (
         (SamplingParams(explain=2), 5, False),
@@ -159,7 +164,7 @@ def test_the_whole_row_is_kept_only_when_asked_and_for_64_tokens() -> None:
         assert (record["row"] is not None) == kept
 
 
-# --------------------------------------------------------------------------------------------------------------- what-if
+# ------------------------------------------------------------------------------------------ what-if
 
 
 CHANGES: list[dict[str, Any]] = [
@@ -182,39 +187,43 @@ CHANGES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-def test_a_what_if_is_what_the_sampler_would_have_drawn(changes: dict[str, Any]) -> None:
+def test_a_what_if_equals_the_sampler_under_the_changed_settings(changes: dict[str, Any]) -> None:
     params = SamplingParams(explain=4, receipt=True, top_p=0.95)
     records, logits = recorded(params)
     found = explanation.what_if(records, params, changes, prompt_ids=PROMPT, breakers=())
-    text = PROMPT
+    tokens = PROMPT
     for result, row, record in zip(found, logits, records, strict=True):
         key = noise_key(changes.get("seed", 5))
         want = sample(
-            row, params.with_(**changes), key=key, position=len(text), prompt_len=4, history=text
+            row,
+            params.with_(**changes),
+            key=key,
+            position=len(tokens),
+            prompt_len=4,
+            history=tokens,
         )
         assert result.after == want.token
         assert result.before == record["token"]
         assert result.record["stages"] == want.explain["stages"]
-        text = (*text, record["token"])
-    assert (
-        any(r.changed for r in found) or "dry_multiplier" in changes
-    )  # random tokens hardly repeat
+        tokens = (*tokens, record["token"])
+    # Random tokens rarely repeat, so DRY may change nothing.
+    assert any(r.changed for r in found) or "dry_multiplier" in changes
 
 
-def test_a_what_if_without_changes_is_the_answer_itself() -> None:
+def test_a_what_if_without_changes_gives_the_same_tokens() -> None:
     params = SamplingParams(explain=4, receipt=True, top_p=0.9, repetition_penalty=1.1)
     records, _ = recorded(params)
     assert not any(r.changed for r in explanation.what_if(records, params, {}, prompt_ids=PROMPT))
 
 
-def test_a_what_if_keeps_the_grammars_mask() -> None:
+def test_a_what_if_keeps_the_grammar_mask() -> None:
     params = SamplingParams(explain=2, receipt=True, regex="a")
     records, _ = recorded(params, mask=bits([5, 6, 7], 200))
     again = explanation.what_if(records, params, {"temperature": 50.0})
     assert {r.after for r in again} <= {5, 6, 7}
 
 
-def test_a_what_if_refuses_rather_than_guess() -> None:
+def test_a_what_if_refuses_what_it_cannot_compute() -> None:
     params = SamplingParams(explain=4, receipt=True)
     records, _ = recorded(params)
     short, _ = recorded(SamplingParams(explain=4))
@@ -243,10 +252,10 @@ def test_a_what_if_refuses_rather_than_guess() -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------- tables
+# ------------------------------------------------------------------------------------------- tables
 
 
-def test_tables_are_readable() -> None:
+def test_rendered_tables_have_the_expected_lines() -> None:
     params = SamplingParams(explain=4, receipt=True, top_k=2, repetition_penalty=1.5, seed=1)
     records, _ = recorded(params, count=2)
     page = explanation.render(records[0], lambda i: f"w{i}")

@@ -1,4 +1,5 @@
-"""The sampler's own arithmetic: accurate, and fixed to the bit (the constants here are what every backend must give)."""
+"""The sampler's arithmetic: accurate, and fixed to the bit. Every backend must reproduce the
+constants here."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from verbatim.sampling import draw, numerics
 
 
-def test_exp_is_accurate_to_an_ulp() -> None:
+def test_exp_is_accurate_to_about_one_ulp() -> None:
     rng = np.random.default_rng(0)
     x = -np.concatenate(
         [rng.uniform(0, 1, 5000), rng.uniform(0, 40, 5000), rng.uniform(0, 708, 5000)]
@@ -21,7 +22,7 @@ def test_exp_is_accurate_to_an_ulp() -> None:
     assert numerics.exp(np.array([0.0, -708.5, -np.inf])).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_log_is_accurate_also_next_to_one() -> None:
+def test_log_is_accurate_also_near_one() -> None:
     rng = np.random.default_rng(1)
     near = 1.0 - np.arange(1, 2000) * 2.0**-53
     x = np.concatenate(
@@ -66,15 +67,14 @@ LOG_BITS = [
 ]
 
 
-def test_masses_and_shares() -> None:
+def test_masses_and_mass_needed_are_exact_integers() -> None:
     d = np.array([0.0, -1.0, -29.0, -30.0, -np.inf])
     assert numerics.masses(d).tolist() == [1 << 42, 1617950892750, 1, 0, 0]
     assert numerics.mass_needed(0.5, 10) == 5
     assert numerics.mass_needed(0.51, 10) == 6
     assert numerics.mass_needed(1e-300, 10) == 1
-    assert (
-        numerics.mass_needed(1 - 2**-53, (1 << 62) - 1) < 1 << 62
-    )  # rounding never asks for more than there is
+    # rounding never exceeds the total
+    assert numerics.mass_needed(1 - 2**-53, (1 << 62) - 1) < 1 << 62
     exact = [math.floor(Fraction(math.exp(v)) * 2**42) if v > -700 else 0 for v in d]
     assert all(abs(a - b) <= 1 for a, b in zip(numerics.masses(d).tolist(), exact, strict=True))
 
@@ -89,7 +89,7 @@ def test_spreads_give_the_entropy() -> None:
     assert entropy == pytest.approx(float(-(p * np.log(p)).sum()), abs=1e-9)
 
 
-def test_lane_sum_has_one_order() -> None:
+def test_lane_sum_adds_in_one_fixed_order() -> None:
     rng = np.random.default_rng(3)
     for size in (0, 1, 7, 8, 9, 1000):
         values = rng.normal(size=size) * 10.0 ** rng.integers(-8, 8, size)
@@ -102,7 +102,7 @@ def test_lane_sum_has_one_order() -> None:
         )
 
 
-def test_power() -> None:
+def test_power_is_accurate() -> None:
     for base, exponent in (
         (7.0, 0.6),
         (3.0, -1.5),
@@ -123,7 +123,7 @@ def test_best_breaks_ties_by_the_lower_index() -> None:
         assert numerics.best(values, count).tolist() == want
 
 
-def test_philox_known_answers() -> None:
+def test_philox_gives_the_published_vectors() -> None:
     """The vectors published with Random123 (kat_vectors, philox 4x32, 10 rounds)."""
 
     def words(counter: tuple[int, ...], key: int) -> list[str]:
@@ -176,7 +176,7 @@ def test_noise_depends_on_each_of_its_four_inputs() -> None:
     )
 
 
-def test_noise_at_the_ends_is_finite() -> None:
+def test_noise_is_finite_at_the_smallest_and_largest_uniform() -> None:
     u = np.array([0.5 * 2.0**-52, 1 - 2.0**-53])
     ends = -numerics.log(-numerics.log(u))
     assert ends[0] == pytest.approx(-3.6038, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Every field of the parameter table against values it must refuse, generated from the table itself; and the advice."""
+"""Every parameter against invalid values generated from its rule; and the warnings."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ CASES = [(name, value) for name, rule in FIELDS.items() for value in refused(rul
 @pytest.mark.parametrize(
     ("name", "value"), CASES, ids=lambda v: repr(v)[:30] if v != 10**5000 else "1e5000"
 )
-def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
+def test_an_invalid_value_is_refused_and_the_parameter_named(name: str, value: Any) -> None:
     with pytest.raises(ParameterError) as caught:
         SamplingParams.from_mapping({name: value})
     assert caught.value.param == name
@@ -81,8 +81,9 @@ def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
     assert str(caught.value).startswith(f"{name}:")
 
 
-def test_unknown_names_are_refused() -> None:
-    """As a keyword, by with_ and from a mapping: one error, of ours and a TypeError too, that knows what may have been meant."""
+def test_unknown_names_are_refused_with_a_suggestion() -> None:
+    """As a keyword, in with_ and in a mapping: UnknownParameterError, also a TypeError, with the
+    closest known name."""
     near = {
         "temprature": "temperature",
         "top-p": "top_p",
@@ -107,14 +108,14 @@ def test_unknown_names_are_refused() -> None:
             )
 
 
-def test_help_and_copies_know_the_fields() -> None:
+def test_signature_copy_and_pickle_keep_all_fields() -> None:
     assert list(inspect.signature(SamplingParams).parameters) == list(FIELDS)
     params = SamplingParams(seed=3, top_p=0.5, json_schema={"type": "null"})
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params == params.with_()
 
 
-def test_limits_are_shown_as_they_are() -> None:
-    for name, value, said in (
+def test_error_texts_show_the_exact_limits() -> None:
+    for name, value, message in (
         ("seed", 2**63, "seed: 9223372036854775808 is above 9223372036854775807"),
         ("stop_token_ids", [2**31], "stop_token_ids: 2147483648 is above 2147483647"),
         ("top_p", 0.0, "top_p: 0.0 must be above 0"),
@@ -132,10 +133,10 @@ def test_limits_are_shown_as_they_are() -> None:
     ):
         with pytest.raises(ParameterError) as caught:
             SamplingParams.from_mapping({name: value})
-        assert str(caught.value) == said
+        assert str(caught.value) == message
 
 
-def test_every_whole_number_has_ends_that_a_backend_can_hold() -> None:
+def test_every_integer_range_fits_64_bits() -> None:
     for name, rule in FIELDS.items():
         if rule.kind == "int":
             assert rule.low is not None, name
@@ -143,7 +144,7 @@ def test_every_whole_number_has_ends_that_a_backend_can_hold() -> None:
             assert -(2**63) <= rule.low <= rule.high < 2**63, name
 
 
-def test_defaults_are_accepted_and_silent() -> None:
+def test_defaults_are_accepted_without_a_warning() -> None:
     for name, rule in FIELDS.items():
         assert getattr(SamplingParams.from_mapping({name: rule.default}), name) == getattr(
             SamplingParams(), name
@@ -158,7 +159,7 @@ def test_defaults_are_accepted_and_silent() -> None:
 @pytest.mark.parametrize(
     "name", [n for n, r in FIELDS.items() if r.low is not None or r.high is not None]
 )
-def test_the_ends_of_a_range_are_inside_it(name: str) -> None:
+def test_the_ends_of_a_range_are_allowed(name: str) -> None:
     rule = FIELDS[name]
     if rule.kind in ("int", "float"):
         for end in (rule.low, rule.high):
@@ -166,7 +167,7 @@ def test_the_ends_of_a_range_are_inside_it(name: str) -> None:
                 try:
                     SamplingParams.from_mapping({name: end})
                 except ParameterError as error:
-                    # another rule may speak (beam search fields need num_beams), but never the range
+                    # another rule may raise (beam search fields need num_beams), but not the range
                     range_words = ("is below", "is above", "must be above")
                     assert not any(word in str(error) for word in range_words)  # noqa: PT017
 
@@ -193,9 +194,9 @@ WARNED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "said"), WARNED, ids=str)
-def test_risky_mixes_are_said_and_not_changed(setting: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("setting", "message"), WARNED, ids=str)
+def test_risky_combinations_warn_and_change_nothing(setting: dict[str, Any], message: str) -> None:
     params = SamplingParams.from_mapping(setting)
     before = params.to_mapping()
-    assert any(said in line for line in warnings_for(params)), warnings_for(params)
+    assert any(message in line for line in warnings_for(params)), warnings_for(params)
     assert params.to_mapping() == before

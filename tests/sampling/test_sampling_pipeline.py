@@ -1,4 +1,5 @@
-"""The pipeline: order, rows of a step, log-probabilities, and what happens when nothing is left."""
+"""The pipeline: order of stages, rows of a step, log-probabilities, and rows without a
+candidate."""
 
 from __future__ import annotations
 
@@ -21,34 +22,35 @@ from verbatim.sampling.processors import STAGES
 RNG = np.random.default_rng(21)
 
 
-def test_the_order_is_that_of_the_parameter_table() -> None:
+def test_stages_run_in_the_order_of_the_parameter_table() -> None:
     """base/params.py lists the distribution's parameters "in the order in which it is applied"."""
     listed = [name for name in FIELDS if name in {s.name for s in STAGES}]
     ours = [s.name for s in STAGES if s.name in listed and s.name != "min_tokens"]
     assert ours == [name for name in listed if name != "min_tokens"]
     assert [s.name for s in STAGES] == [
         "logit_bias", "structure", "allowed_token_ids", "banned_token_ids", "min_tokens",
-        "repetition_penalty", "frequency_penalty", "presence_penalty", "dry_multiplier", "no_repeat_ngram",
+        "repetition_penalty", "frequency_penalty", "presence_penalty", "dry_multiplier",
+        "no_repeat_ngram",
         "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
     ]  # fmt: skip
 
 
-def test_the_order_matters_and_is_kept() -> None:
+def test_each_stage_acts_on_the_result_of_the_one_before() -> None:
     row = np.array([2.0, 1.9, 1.0, -5.0], np.float32)
-    # top-p sees the distribution after the temperature: 1.0 would keep two, the hot one three
+    # top-p acts after the temperature: two ids stay at 1.0, three at 3.0
     assert len(processed(row, SamplingParams(top_p=0.75)).ids) == 2
     assert len(processed(row, SamplingParams(top_p=0.75, temperature=3.0)).ids) == 3
-    # top-p sees what top-k left, renormalised
+    # top-p acts on the ids that top-k left, renormalised
     assert processed(row, SamplingParams(top_k=2, top_p=0.53)).ids.tolist() == [0, 1]
     assert processed(row, SamplingParams(top_k=2, top_p=0.52)).ids.tolist() == [0]
-    # a bias comes before a penalty on it
+    # the bias is applied before the penalty
     state = processed(
         row, SamplingParams(logit_bias={3: 6.0}, repetition_penalty=2.0), history=(3,)
     )
     assert state.logits[3] == 0.5
 
 
-def test_rows_of_a_step() -> None:
+def test_rows_of_a_step_have_position_history_and_mask() -> None:
     plain = SamplingParams()
     assert rows_of(SeqStep(0, (1, 2, 3), 0, ())) == []
     spec = DrawSpec(plain, 9, 2)
@@ -89,7 +91,7 @@ ALL: list[dict[str, Any]] = [
 
 
 def test_drafts_draw_what_single_steps_draw() -> None:
-    """A step with k drafts gives at every draft position the token that a plain step there gives: promise 1."""
+    """A step with k drafts draws at every position the token of a plain step: promise 1."""
     for setting in ALL:
         params = SamplingParams.from_mapping(setting)
         known = (4, 7, 2, 7, 2)
@@ -102,17 +104,17 @@ def test_drafts_draw_what_single_steps_draw() -> None:
             logits, rows_of(SeqStep(0, (known[-1], *drafts), 4, (), draws=4, draw=spec))
         )
         for i in range(4):
-            text = known + drafts[:i]
-            one = DrawSpec(params, 77, 3, history=text, withheld=(2,), masks=(spec.masks[0],))
+            tokens = known + drafts[:i]
+            one = DrawSpec(params, 77, 3, history=tokens, withheld=(2,), masks=(spec.masks[0],))
             single = sample_rows(
                 logits[i : i + 1],
-                rows_of(SeqStep(0, text[-1:], len(text) - 1, (), draws=1, draw=one)),
+                rows_of(SeqStep(0, tokens[-1:], len(tokens) - 1, (), draws=1, draw=one)),
             )
             assert single[0] == many[i], setting
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
-    """Every setting alone and in one mixed batch: equal to the bit, everything that is reported included."""
+def test_a_row_does_not_depend_on_the_batch() -> None:
+    """Every setting alone and in one mixed batch: the whole Drawn is equal to the bit."""
     logits = RNG.normal(size=(len(ALL), 60)).astype(np.float32) * 4
     rows = [
         make_row(SamplingParams.from_mapping(s), history=(4, 7, 2, 7), withheld=(3,), key=i)
@@ -123,7 +125,7 @@ def test_a_row_does_not_see_its_neighbours() -> None:
         assert sample_rows(logits[i : i + 1], [rows[i]])[0] == together[i], ALL[i]
 
 
-def test_log_probabilities_are_those_of_a_softmax() -> None:
+def test_log_probabilities_equal_a_softmax() -> None:
     for _ in range(50):
         row = (RNG.normal(size=300) * 4).astype(np.float32)
         drawn = sample(row, SamplingParams(logprobs=7))
@@ -133,7 +135,7 @@ def test_log_probabilities_are_those_of_a_softmax() -> None:
         assert [v for _, v in drawn.top] == pytest.approx([p[i] for i, _ in drawn.top], abs=1e-9)
 
 
-def test_processed_log_probabilities_are_of_what_was_drawn_from() -> None:
+def test_processed_log_probabilities_are_of_the_filtered_distribution() -> None:
     for _ in range(50):
         row = (RNG.normal(size=300) * 4).astype(np.float32)
         params = SamplingParams(
@@ -156,9 +158,9 @@ def test_temperature_zero_is_the_argmax_after_the_penalties() -> None:
         ).token
         == 3
     )
-    assert (
-        sample(row, SamplingParams(temperature=0, xtc_probability=1.0, typical_p=0.01)).token == 1
-    )  # stated: no filter runs
+    # no filter runs at temperature 0
+    params = SamplingParams(temperature=0, xtc_probability=1.0, typical_p=0.01)
+    assert sample(row, params).token == 1
     drawn = sample(
         row,
         SamplingParams(temperature=0, logprobs=2, logprobs_mode="processed", banned_token_ids=[1]),
@@ -179,7 +181,7 @@ def test_tiny_temperatures_do_not_overflow() -> None:
         )
 
 
-def test_nothing_left_is_said_not_hidden() -> None:
+def test_a_row_without_a_candidate_returns_no_token() -> None:
     row = np.zeros(4, np.float32)
     for setting, extra in (
         ({"allowed_token_ids": [2], "min_tokens": 9}, {"withheld": (2,)}),

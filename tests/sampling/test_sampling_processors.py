@@ -1,5 +1,6 @@
-"""Each stage against its definition: transformers' processor where it has one (1,000 random rows each), else a plain
-second implementation of the published rule. Differences from transformers are stated where they are tested."""
+"""Each stage against its definition: transformers' processor where there is one (1,000 random rows
+each), else a second implementation of the published rule. Differences from transformers are stated
+in the tests."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ ROWS, VOCAB = 1000, 120
 
 @pytest.fixture(scope="module")
 def rows() -> np.ndarray:
-    """Distinct values in every row: what happens at ties is tested by itself."""
+    """Rows with distinct values; ties have their own tests."""
     rng = np.random.default_rng(11)
     out = (rng.normal(size=(ROWS, VOCAB)) * rng.uniform(0.5, 5, size=(ROWS, 1))).astype(np.float32)
     assert all(len(set(row.tolist())) == VOCAB for row in out)
@@ -31,7 +32,7 @@ def rows() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def histories() -> list[tuple[int, ...]]:
-    """Twelve prompt tokens and up to forty written ones, over few ids, so that there are repeats."""
+    """Twelve prompt and up to forty output tokens over nine ids, so that they repeat."""
     rng = np.random.default_rng(12)
     return [
         tuple(int(t) for t in rng.integers(0, 9, int(rng.integers(13, 52)))) for _ in range(ROWS)
@@ -49,7 +50,7 @@ def kept(scores: np.ndarray) -> list[int]:
     return np.flatnonzero(scores > -np.inf).tolist()
 
 
-# ------------------------------------------------------------------------------------------------- against transformers
+# ----------------------------------------------------------------------------- against transformers
 
 
 @pytest.mark.torch
@@ -78,7 +79,7 @@ def test_filters_keep_what_transformers_keeps(
 
 
 @pytest.mark.torch
-def test_temperature(rows: np.ndarray) -> None:
+def test_temperature_equals_transformers(rows: np.ndarray) -> None:
     from transformers.generation.logits_process import TemperatureLogitsWarper
 
     for i, row in enumerate(rows):
@@ -93,7 +94,7 @@ def test_temperature(rows: np.ndarray) -> None:
 
 
 @pytest.mark.torch
-def test_repetition_penalty_sees_prompt_and_output(
+def test_repetition_penalty_covers_prompt_and_output(
     rows: np.ndarray, histories: list[tuple[int, ...]]
 ) -> None:
     from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
@@ -108,7 +109,9 @@ def test_repetition_penalty_sees_prompt_and_output(
 
 
 @pytest.mark.torch
-def test_no_repeat_ngram(rows: np.ndarray, histories: list[tuple[int, ...]]) -> None:
+def test_no_repeat_ngram_equals_transformers(
+    rows: np.ndarray, histories: list[tuple[int, ...]]
+) -> None:
     from transformers.generation.logits_process import NoRepeatNGramLogitsProcessor
 
     removed = 0
@@ -120,11 +123,11 @@ def test_no_repeat_ngram(rows: np.ndarray, histories: list[tuple[int, ...]]) -> 
         )
         assert state.ids.tolist() == kept(want)
         removed += VOCAB - len(state.ids)
-    assert removed > 2000  # the test has teeth
+    assert removed > 2000  # the histories contain repeats
 
 
 @pytest.mark.torch
-def test_bias_and_bans(rows: np.ndarray) -> None:
+def test_bias_and_bans_equal_transformers(rows: np.ndarray) -> None:
     from transformers.generation.logits_process import (
         MinNewTokensLengthLogitsProcessor,
         PrefixConstrainedLogitsProcessor,
@@ -139,7 +142,7 @@ def test_bias_and_bans(rows: np.ndarray) -> None:
         want = theirs(SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()}), row)
         np.testing.assert_allclose(
             processed(row, SamplingParams(logit_bias=bias)).logits, want, atol=1e-6
-        )  # theirs adds in float32
+        )  # transformers adds in float32
         want = theirs(SuppressTokensLogitsProcessor(some), row)
         assert processed(row, SamplingParams(banned_token_ids=some)).ids.tolist() == kept(want)
         want = theirs(PrefixConstrainedLogitsProcessor(lambda *_, some=some: some, 1), row)
@@ -161,7 +164,7 @@ def test_bias_and_bans(rows: np.ndarray) -> None:
 
 @pytest.mark.torch
 def test_at_ties_top_k_keeps_exactly_k_and_transformers_more() -> None:
-    """A stated difference: design keeps exactly k, ties to the lower id."""
+    """Documented difference: exactly k ids stay, a tie goes to the lower id."""
     from transformers.generation.logits_process import TopKLogitsWarper
 
     row = np.array([1.0, 3.0, 2.0, 2.0, 2.0, 0.0], np.float32)
@@ -175,9 +178,8 @@ def test_at_ties_top_p_and_typical_p_keep_the_smallest_set() -> None:
     assert processed(row, SamplingParams(top_p=0.3)).ids.tolist() == [0, 1, 2]
     assert processed(row, SamplingParams(top_p=0.30001)).ids.tolist() == [0, 1, 2, 3]
     assert processed(row, SamplingParams(typical_p=0.5)).ids.tolist() == [0, 1, 2, 3, 4]
-    many = np.tile(
-        np.array([1.0, 0.0, 1.0, -1.0], np.float32), 300
-    )  # long enough that an unstable sort would show
+    # Long enough that an unstable sort would fail.
+    many = np.tile(np.array([1.0, 0.0, 1.0, -1.0], np.float32), 300)
     likely = [i for i in range(1200) if i % 2 == 0]
     assert (
         processed(many, SamplingParams(top_p=0.4)).ids.tolist()
@@ -187,19 +189,20 @@ def test_at_ties_top_p_and_typical_p_keep_the_smallest_set() -> None:
         processed(many, SamplingParams(typical_p=0.3)).ids.tolist()
         == likely[: len(processed(many, SamplingParams(typical_p=0.3)).ids)]
     )
-    gone = set(range(1200)) - set(
+    removed_ids = set(range(1200)) - set(
         processed(many, SamplingParams(xtc_probability=1.0, xtc_threshold=0.001)).ids.tolist()
     )
-    assert gone == set(likely[:-1])
+    assert removed_ids == set(likely[:-1])
 
 
-# ------------------------------------------------------------------------------------------- against published formulas
+# ----------------------------------------------------------------------- against published formulas
 
 
 def test_frequency_and_presence_follow_openais_formula(
     rows: np.ndarray, histories: list[tuple[int, ...]]
 ) -> None:
-    """mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence; c counts the output only."""
+    """mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence; c counts the
+    output only."""
     rng = np.random.default_rng(14)
     for row, history in zip(rows, histories, strict=True):
         frequency, presence = (float(v) for v in rng.uniform(-2, 2, 2))
@@ -214,7 +217,8 @@ def test_frequency_and_presence_follow_openais_formula(
 
 
 def naive_dry(text: list[int], breakers: set[int], p: SamplingParams) -> dict[int, float]:
-    """The rule word by word: for every id, the longest end of the text that once stood right before it."""
+    """The published rule: per id, the longest suffix of the tokens that also precedes an earlier
+    occurrence of the id."""
     text = text[-p.dry_range :] if p.dry_range else text
     out: dict[int, float] = {}
     for at in range(1, len(text)):
@@ -227,7 +231,7 @@ def naive_dry(text: list[int], breakers: set[int], p: SamplingParams) -> dict[in
     return out
 
 
-def test_dry_is_the_published_rule(rows: np.ndarray) -> None:
+def test_dry_equals_the_published_rule(rows: np.ndarray) -> None:
     rng = np.random.default_rng(15)
     penalised = 0
     for row in rows:
@@ -248,7 +252,7 @@ def test_dry_is_the_published_rule(rows: np.ndarray) -> None:
 
 
 def test_dry_growth_is_bounded() -> None:
-    """A repeat counts up to allowed_length + 63: the penalty stays finite for any text."""
+    """A repeat counts up to allowed_length + 63: the penalty is always finite."""
     row = np.zeros(10, np.float32)
     state = processed(
         row,
@@ -264,7 +268,9 @@ def test_dry_growth_is_bounded() -> None:
     st.sets(st.integers(0, 2), max_size=1),
     st.integers(1, 50),
 )
-def test_repeat_lengths(text: list[int], breakers: set[int], limit: int) -> None:
+def test_repeat_lengths_finds_the_ids_of_the_published_rule(
+    text: list[int], breakers: set[int], limit: int
+) -> None:
     params = SamplingParams(dry_multiplier=1.0, dry_base=1.0, dry_allowed_length=1)
     array = np.array(text, np.int64)
     found = repeat_lengths(array, breaker_flags(array, tuple((b,) for b in breakers)), limit)
@@ -289,8 +295,9 @@ def test_breakers_are_tokens_that_contain_the_string_or_runs() -> None:
     assert flags.tolist() == [False, True, True, False, False, False, True, False]
 
 
-def test_top_n_sigma_is_the_papers_rule(rows: np.ndarray) -> None:
-    """Kept: logit >= max - n * sigma, sigma over the whole row (Tang et al.); top-k before it does not change sigma."""
+def test_top_n_sigma_equals_the_papers_rule(rows: np.ndarray) -> None:
+    """Kept: logit >= max - n * sigma, sigma over the whole row (Tang et al.); an earlier top-k does
+    not change sigma."""
     for i, row in enumerate(rows):
         n = [0.3, 1.0, 2.0, 5.0][i % 4]
         x = row.astype(np.float64)
@@ -306,7 +313,7 @@ def test_top_n_sigma_is_the_papers_rule(rows: np.ndarray) -> None:
         assert narrow == sorted(set(want) & set(few.tolist()))
 
 
-def test_top_n_sigma_skips_banned_ids() -> None:
+def test_top_n_sigma_ignores_banned_ids() -> None:
     row = np.array([3, 1, 0, 0, -1000], np.float32)
     assert processed(row, SamplingParams(top_n_sigma=1.0, banned_token_ids=[4])).ids.tolist() == [0]
     assert processed(row, SamplingParams(top_n_sigma=1.0)).ids.tolist() == [0, 1, 2, 3]
@@ -318,28 +325,29 @@ def test_xtc_removes_all_top_choices_but_the_least(rows: np.ndarray) -> None:
         threshold = [0.01, 0.05, 0.1, 0.3, 0.6][i % 5]
         p = softmax(row)
         top = sorted(np.flatnonzero(p >= threshold).tolist(), key=lambda j: (-p[j], j))
-        gone = top[:-1]
+        removed_ids = top[:-1]
         state = processed(row, SamplingParams(xtc_probability=1.0, xtc_threshold=threshold))
-        assert state.ids.tolist() == [j for j in range(VOCAB) if j not in gone]
-        acted += bool(gone)
+        assert state.ids.tolist() == [j for j in range(VOCAB) if j not in removed_ids]
+        acted += bool(removed_ids)
         off = processed(row, SamplingParams(xtc_probability=1e-12, xtc_threshold=threshold))
         assert len(off.ids) == VOCAB
     assert acted > 300
 
 
-def test_xtc_acts_as_often_as_asked() -> None:
-    """4,000 positions at probability 0.3: the count is within 5 standard deviations (false-alarm odds below 1e-6)."""
+def test_xtc_acts_with_the_given_probability() -> None:
+    """4,000 positions at 0.3: the count is within 5 standard deviations (false alarm below
+    1e-6)."""
     row = np.array([2.0, 2.0, -3.0], np.float32)
     params = SamplingParams(xtc_probability=0.3)
     acted = sum(len(processed(row, params, position=t).ids) == 2 for t in range(4000))
     assert abs(acted - 1200) < 5 * math.sqrt(4000 * 0.3 * 0.7)
 
 
-# -------------------------------------------------------------------------------------------------------- all together
+# ------------------------------------------------------------------------------------- all together
 
 
 @given(st.data())
-def test_filters_always_leave_one_id_and_keep_removed_ones_removed(data: st.DataObject) -> None:
+def test_filters_always_leave_one_id_and_never_restore_a_removed_one(data: st.DataObject) -> None:
     draw = data.draw
     row = np.array(
         draw(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=30)), np.float32

@@ -1,7 +1,9 @@
-"""The table: every parameter in every mode is honoured with the same result, or refused with an error that names it.
+"""Every parameter in every mode is honoured with the same result, or refused with an error that
+names it.
 
-The table is written into docs/sampling.md; the test compares, and VERBATIM_WRITE_DOCS=1 writes it anew. Engine and sampler are the real ones, the
-model is the fake of verbatim.testing (logits from a hash of all tokens so far, a canary in every cache slot).
+The table is part of docs/sampling.md; the test compares, and VERBATIM_WRITE_DOCS=1 rewrites it.
+Engine and sampler are real; the model is the fake of verbatim.testing (logits from a hash of all
+tokens so far, a canary in every cache slot).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ PROMPT = "the cat sat on the mat and the cat sat on the "
 BASE: dict[str, Any] = {"max_tokens": 10, "seed": 5, "temperature": 0.9}
 
 LETTERS = [chr(c) for c in range(97, 123)]
-# One value for each parameter that shows an effect, with what it needs beside it.
+# Per parameter a value with a visible effect, and the parameters it depends on.
 VALUES: dict[str, dict[str, Any]] = {
     "max_tokens": {"max_tokens": 5},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": list(range(32, 127))},
@@ -108,14 +110,10 @@ VALUES: dict[str, dict[str, Any]] = {
     "priority": {"priority": -3},
     "cache_salt": {"cache_salt": "x"},
 }
-QUIET = {
-    "speculate",
-    "priority",
-    "cache_salt",
-    "receipt",
-}  # these never change an answer, or only what comes beside it
+# These do not change the tokens.
+QUIET = {"speculate", "priority", "cache_salt", "receipt"}
 
-CROWD = [
+NEIGHBOURS = [
     {"temperature": 0.0},
     {"top_p": 0.5, "n": 2, "max_tokens": 4},
     {"repetition_penalty": 1.3, "logprobs": 2},
@@ -133,7 +131,7 @@ def engine(**options: Any) -> LLM:
 
 def params_of(values: dict[str, Any]) -> SamplingParams:
     wanted = {**BASE, **values}
-    if wanted.get("num_beams", 1) > 1:  # beams draw nothing
+    if wanted.get("num_beams", 1) > 1:  # beam search has no draw
         wanted = {
             k: v for k, v in wanted.items() if k not in ("seed", "temperature") or k in values
         }
@@ -141,7 +139,7 @@ def params_of(values: dict[str, Any]) -> SamplingParams:
 
 
 def seen(done: Completion, index: int | None = None) -> tuple[Any, ...]:
-    """All that a request may observe, timings and ids aside. `index`: one choice only."""
+    """All that a client observes, except timings and request ids. `index`: one choice only."""
     choices = done.choices if index is None else done.choices[index : index + 1]
     own = tuple(
         (c.text, c.token_ids, c.finish, c.logprobs, repr(c.explain), c.score, c.loop)
@@ -150,8 +148,8 @@ def seen(done: Completion, index: int | None = None) -> tuple[Any, ...]:
     return own, done.prompt_logprobs
 
 
-class Desk:
-    """One engine for each mode, kept for the whole table."""
+class Engines:
+    """One engine per mode, shared by the whole table."""
 
     def __init__(self) -> None:
         self.plain = engine()
@@ -164,7 +162,7 @@ class Desk:
         return seen(self.plain.generate(PROMPT, p))
 
     def batch(self, p: SamplingParams, llm: LLM | None = None) -> Any:
-        crowd = [params_of(values) for values in CROWD]
+        neighbours = [params_of(values) for values in NEIGHBOURS]
         prompts = [
             *(f"neighbour {i}, not of interest here" for i in range(3)),
             PROMPT,
@@ -172,7 +170,7 @@ class Desk:
             "yy",
             "zzz",
         ]
-        done = (llm or self.plain).generate(prompts, [*crowd[:3], p, *crowd[3:]])
+        done = (llm or self.plain).generate(prompts, [*neighbours[:3], p, *neighbours[3:]])
         self.preemptions += sum(d.timings.preemptions for d in done)
         return seen(done[3])
 
@@ -181,13 +179,13 @@ class Desk:
         parts = list(stream)
         done = stream.completion
         assert done is not None
-        if p.best_of is not None:  # what it returns is known only at the end
+        if p.best_of is not None:  # the choices are known only at the end
             assert not parts
             return seen(done)
         for choice in done.choices:
-            mine = [d for d in parts if d.index == choice.index]
-            assert "".join(d.text for d in mine) == choice.text
-            assert tuple(t for d in mine for t in d.token_ids) == choice.token_ids
+            deltas = [d for d in parts if d.index == choice.index]
+            assert "".join(d.text for d in deltas) == choice.text
+            assert tuple(t for d in deltas for t in d.token_ids) == choice.token_ids
         return seen(done)
 
     def run(self, mode: str, p: SamplingParams) -> Any:
@@ -205,12 +203,13 @@ class Desk:
 SAME = ("batch", "streamed", "chunked", "preempted", "speculation")
 
 
-def cell(desk: Desk, name: str, mode: str, alone: Any) -> str:
-    """ "same" (as alone), "honoured" (has its effect there, alone and in a crowd) or "refused" (by name); else what is wrong."""
+def cell(engines: Engines, name: str, mode: str, alone: Any) -> str:
+    """ "same" (as alone), "honoured" (has its effect, alone and in a batch) or "refused" (and
+    named); else what is wrong."""
     values = VALUES[name]
     if mode in SAME:
-        told = "at the end" if (name, mode) == ("best_of", "streamed") else "same"
-        return told if desk.run(mode, params_of(values)) == alone else "WRONG: differs"
+        outcome = "at the end" if (name, mode) == ("best_of", "streamed") else "same"
+        return outcome if engines.run(mode, params_of(values)) == alone else "WRONG: differs"
     extra = {"n>1": {"n": 3}, "beam": {"num_beams": 3}, "grammar": {"regex": "[a-z ]{6,60}"}}[mode]
     if name in extra:
         return "is it"
@@ -219,22 +218,22 @@ def cell(desk: Desk, name: str, mode: str, alone: Any) -> str:
     except RequestError as error:
         named = error.param in (*values, *extra, *STRUCTURE)
         return "refused" if named else f"WRONG: refused for {error.param}"
-    together = desk.single(with_it)
-    if desk.batch(with_it) != together:
-        return "WRONG: differs in a crowd"
+    together = engines.single(with_it)
+    if engines.batch(with_it) != together:
+        return "WRONG: differs in a batch"
     if mode == "n>1" and name != "best_of" and together[0][0] != alone[0][0]:
-        return "WRONG: the first of n choices is not the only one of one"
+        return "WRONG: the first of n choices differs from the single choice"
     rest = {k: v for k, v in values.items() if k != name}
     if (
         name not in QUIET
         and name not in SUBTLE
-        and together == desk.single(params_of({**extra, **rest}))
+        and together == engines.single(params_of({**extra, **rest}))
     ):
         return "WRONG: no effect"
     return "honoured"
 
 
-FINE = {"num_beams", "early_stopping", "length_penalty"}  # they may well find the same line
+FINE = {"num_beams", "early_stopping", "length_penalty"}  # these may leave the best beam unchanged
 SUBTLE = FINE | {
     "early_stopping",
     "length_penalty",
@@ -251,7 +250,7 @@ SUBTLE = FINE | {
 
 @pytest.fixture(scope="module")
 def table() -> list[list[str]]:
-    desk = Desk()
+    engines = Engines()
     modes = (
         "single",
         "batch",
@@ -266,19 +265,19 @@ def table() -> list[list[str]]:
     rows = [["parameter", *modes]]
     wrong = []
     for name in FIELDS:
-        alone = desk.single(params_of(VALUES[name]))
+        alone = engines.single(params_of(VALUES[name]))
         rest = {k: v for k, v in VALUES[name].items() if k != name}
-        if name not in QUIET and name not in FINE and alone == desk.single(params_of(rest)):
+        if name not in QUIET and name not in FINE and alone == engines.single(params_of(rest)):
             wrong.append(f"{name} has no effect")
-        rows.append([name, "honoured", *(cell(desk, name, mode, alone) for mode in modes[1:])])
+        rows.append([name, "honoured", *(cell(engines, name, mode, alone) for mode in modes[1:])])
         wrong += [
             f"{name}, {mode}: {found}"
             for mode, found in zip(modes, rows[-1][1:], strict=True)
             if found.startswith("WRONG")
         ]
     assert not wrong, "\n".join(wrong)
-    assert desk.preemptions > 20, "the tight engine must preempt, or its column shows nothing"
-    for llm in (desk.plain, desk.chunked, desk.tight, desk.drafting):
+    assert engines.preemptions > 20, "the tight engine must preempt"
+    for llm in (engines.plain, engines.chunked, engines.tight, engines.drafting):
         llm.check()
         assert llm.stats()["blocks_used"] == 0
         llm.close()
@@ -289,10 +288,10 @@ def test_every_parameter_has_a_row(table: list[list[str]]) -> None:
     assert set(VALUES) == set(FIELDS)
     assert [row[0] for row in table[1:]] == list(FIELDS)
     refused = {row[0] for row in table[1:] if row[5] == "refused"}
-    assert refused <= {*BEAM_REFUSES, "xtc_threshold"}  # the threshold goes with the probability
+    assert refused <= {*BEAM_REFUSES, "xtc_threshold"}  # xtc_threshold needs xtc_probability
 
 
-def test_the_documentation_holds_the_table(table: list[list[str]]) -> None:
+def test_the_documentation_contains_the_table(table: list[list[str]]) -> None:
     lines = ["| " + " | ".join(row) + " |" for row in table]
     lines.insert(1, "|" + "---|" * len(table[0]))
     body = MARKS[0] + "\n" + "\n".join(lines) + "\n" + MARKS[1]
