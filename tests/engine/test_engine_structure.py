@@ -212,7 +212,7 @@ def test_an_output_becomes_too_complex_by_its_own_tokens_alone(
     assert grown(range(5), speculate="suffix", max_running=3) == alone
     copies = grown([7], n=6)[0]
     assert grown([7], n=3)[0] == copies[:3]
-    honest, step, stepped = Structure.own, EngineCore.step, threading.Condition()
+    honest, step, stepped = Structure.private_matcher, EngineCore.step, threading.Condition()
 
     def waits_for_steps(self: Structure) -> Any:
         """A private matcher takes as long as three steps of the engine."""
@@ -226,7 +226,7 @@ def test_an_output_becomes_too_complex_by_its_own_tokens_alone(
             stepped.notify_all()
         return step(self)
 
-    monkeypatch.setattr(Structure, "own", waits_for_steps)
+    monkeypatch.setattr(Structure, "private_matcher", waits_for_steps)
     monkeypatch.setattr(EngineCore, "step", counted)
     assert grown([7], n=6, speculate="ngram", kv_blocks=26)[0] == copies
 
@@ -252,13 +252,13 @@ def test_other_sequences_continue_while_a_matcher_is_rebuilt(
         grown([1, 2]),
         fake_llm().generate("neighbour", SamplingParams(max_tokens=150, seed=1)),
     )
-    go, honest = threading.Event(), Structure.own
+    go, honest = threading.Event(), Structure.private_matcher
 
     def waits(self: Structure) -> Any:
         assert go.wait(60)
         return honest(self)
 
-    monkeypatch.setattr(Structure, "own", waits)
+    monkeypatch.setattr(Structure, "private_matcher", waits)
     core = fake_llm().core
     for name, text, asked in (
         ("a", "ab", replace(GROWING, seed=1)),

@@ -1,7 +1,6 @@
 """Chat templates in the styles of the model families, written for the tests: (template, control
 tokens, tokenizer kind)."""
 
-# ruff: noqa: E501  (the templates keep the line breaks of the published ones)
 from __future__ import annotations
 
 CHATML = """{%- for message in messages %}
