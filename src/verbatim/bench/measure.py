@@ -101,11 +101,8 @@ def jobs(
     """The jobs of a run. `limit` is the model's context: larger jobs are left out, and the caller
     reports them."""
     out = [Job("prefill", n, n, lambda r, n=n: r.prefill(n)) for n in prefills if n < limit]  # type: ignore[misc]
-    out += [
-        Job("decode", c, steps, lambda r, c=c: r.decode(c, steps))
-        for c in contexts
-        if c + steps < limit
-    ]  # type: ignore[misc]
+    fitting = [c for c in contexts if c + steps < limit]
+    out += [Job("decode", c, steps, lambda r, c=c: r.decode(c, steps)) for c in fitting]  # type: ignore[misc]
     for b in batches:
         # All prompts fit into the first step, so that all sequences start together.
         context = max(1, min(32, step_tokens // b))
