@@ -1,6 +1,6 @@
 """A sequence: its known tokens, how many of them are computed, and the blocks that hold them.
 
-Plain state. Only the scheduler changes it; the engine reads it.
+State, and the step that it yields. Only the scheduler changes it; the engine reads it.
 """
 
 from __future__ import annotations
