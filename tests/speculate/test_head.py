@@ -136,7 +136,7 @@ NOT_A_NUMBER = np.where(np.arange(HIDDEN) == 7, np.nan, 1).astype(np.float32)
 SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "another architecture": (
         lambda p: write_head(p, trained(), **{"general.architecture": "llama"}),
-        "no draft head",
+        "not a draft head",
     ),
     "no up": (without("up"), "without up"),
     "no down": (without("down"), "without down"),
@@ -148,7 +148,7 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "one word": (with_words(5), "draft.words"),
     "another model's width": (
         lambda p: write_head(p, trained(hidden=64)),
-        "states of 64, and the model's are of 32",
+        "states of 64 values; the model's have 32",
     ),
     "up too short": (changed(up=trained()["up"][:-32]), "draft head for states"),
     "down too short": (changed(down=trained()["down"][:-1]), "draft head for states"),
@@ -157,11 +157,11 @@ SPOILT: dict[str, tuple[Callable[[Path], None], str]] = {
     "an endless scale": (changed(word_scale=NOT_A_NUMBER * np.inf), "scale"),
     "a block's scale that is no number": (
         with_block_scale("up", 17, np.nan),
-        "tensor up: block 17 .* get it again",
+        "tensor up: block 17 .* download it again",
     ),
     "an endless scale of a block": (
         with_block_scale("down", 3, -np.inf),
-        "tensor down: block 3 .* get it again",
+        "tensor down: block 3 .* download it again",
     ),
     "a word beyond the vocabulary": (
         changed(words=np.array([1, VOCAB])),
@@ -621,7 +621,7 @@ def test_the_budget_bounds_the_cost_of_overstated_probabilities() -> None:
     """The calibration is disabled here: probabilities of 0.9 are always trusted, and never
     accepted."""
     found = speculator(Stated((0.9, 0.9, 0.9)))
-    found.acceptance.trust = lambda seq_id, source: 1.0  # type: ignore[method-assign]
+    found.acceptance.calibration = lambda seq_id, source: 1.0  # type: ignore[method-assign]
     text, lost, drafted = [5], 0.0, 0
     for _ in range(1000):
         drafted += len(found.drafts([view(text)._replace(drafted=drafted)]).get(0, ()))
@@ -630,9 +630,9 @@ def test_the_budget_bounds_the_cost_of_overstated_probabilities() -> None:
         assert lost <= INITIAL + OVERDRAFT + ALLOWANCE * len(text) + 0.2
     assert lost > INITIAL, "it did try"
     assert found.finish(view(text)._replace(drafted=drafted)) < 0
-    assert not found.acceptance._trust or all(key[0] == -1 for key in found.acceptance._trust), (
-        "the text's own record is dropped"
-    )
+    assert not found.acceptance._calibration or all(
+        key[0] == -1 for key in found.acceptance._calibration
+    ), "the record of the sequence is dropped"
 
 
 # --- refusals
@@ -702,7 +702,7 @@ def test_the_reference_backend_and_other_files_are_refused_by_name(
     with pytest.raises(ParameterError, match=r"speculate.*head:FILE"):
         LLM(str(default_model), speculate="head:", context=64)
     write_head(tmp_path / "other.gguf", trained())
-    with pytest.raises(ModelError, match="states of 32, and the model's are of 576"):
+    with pytest.raises(ModelError, match="states of 32 values; the model's have 576"):
         LLM(str(default_model), speculate=f"head:{tmp_path / 'other.gguf'}", context=64)
 
 
