@@ -571,7 +571,7 @@ def test_closing_or_dropping_a_stream_aborts_it(llm: LLM, how: str) -> None:
     gc.collect()
     llm.generate(
         "next", SamplingParams(max_tokens=1)
-    )  # a dropped one is ended by whoever comes next
+    )  # the next call that takes the lock aborts a dropped one
     assert not llm.core.requests
     llm.check()
 
