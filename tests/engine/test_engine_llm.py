@@ -394,8 +394,10 @@ def test_n_choices_are_distinct_and_the_first_equals_that_of_n_1(llm: LLM) -> No
         seq = alone.core
         request = seq.request("hello", SamplingParams(max_tokens=12, seed=4))
         seq.add(request)
-        job = seq.jobs[request.id]
-        job.sequences[0].spec = type(job.sequences[0].spec)(request.params, noise_key(4, i), 6)
+        running = seq.requests[request.id]
+        running.sequences[0].spec = type(running.sequences[0].spec)(
+            request.params, noise_key(4, i), 6
+        )
         outs: list[Any] = []
         while seq.busy:
             outs += seq.step()
