@@ -41,7 +41,7 @@ pytestmark = pytest.mark.native
 
 FILE = Path(__file__).parent / "digests.json"
 VERSIONS = Path(__file__).parent / "versions.json"
-SOURCES = Path(cpu.__file__).parent
+SOURCES = Path(__file__).parents[3] / "src" / "verbatim" / "backend" / "cpu"
 INCLUDES = [f"-I{SOURCES / part}" for part in ("kernels", "sampler")]
 PROMPT = (1, 2683, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198)
 

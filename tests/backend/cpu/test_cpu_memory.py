@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +35,7 @@ def resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_the_weights_of_the_default_model_are_in_memory_once() -> None:
+def test_the_weights_of_the_default_model_are_in_memory_once(default_model: Path) -> None:
     """Resident: the model file's size, the KV cache, and at most 150 MB for Python, NumPy, the
     tokenizer and scratch memory. A second copy of the weights would exceed that."""
     done = subprocess.run([sys.executable, "-c", RESIDENT_BYTES], capture_output=True, text=True)

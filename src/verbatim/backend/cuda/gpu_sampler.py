@@ -113,7 +113,7 @@ class GpuSampler:
     def _send(
         self, specs: Sequence[DrawSpec], positions: Sequence[int], params: Sequence[RowParams]
     ) -> torch.Tensor:
-        """The `params` table [COLUMNS, rows] of jit.chunk_top2, in one copy to the device.
+        """The `row_params` table [COLUMNS, rows] of jit.chunk_top2, in one copy to the device.
 
         PyTorch does not reuse the pinned memory before the copy is done."""
         pinned = torch.empty(

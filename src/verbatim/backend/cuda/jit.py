@@ -355,15 +355,15 @@ def gumbel_noise(first, position, k0, k1, BV: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ROWS"])
 def chunk_top2(
-    logits, row_max, params, bests, seconds, ids, ROWS, VOCAB, CHUNKS,
+    logits, row_max, row_params, bests, seconds, ids, ROWS, VOCAB, CHUNKS,
     NOISE: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One chunk of BV ids of BR rows: the best key, the lowest id with that key, and the best key
     of all other ids.
 
-    A key is the logit, or (logit - row_max) * scale + noise if the row has a temperature. `params`
-    is [5, rows] int32: the two halves of the noise key, the position, scale and slack (float32
-    bits; a slack below 0 means argmax)."""
+    A key is the logit, or (logit - row_max) * scale + noise if the row has a temperature.
+    `row_params` is [5, rows] int32: the two halves of the noise key, the position, scale and slack
+    (float32 bits; a slack below 0 means argmax). Triton's launcher owns the name `params`."""
     row, chunk = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
     used = row < ROWS
     id = (chunk * BV + tl.arange(0, BV))[None, :]
@@ -373,17 +373,19 @@ def chunk_top2(
         other=float("-inf"),
     )
     if NOISE:
-        k0 = tl.load(params + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
-        k1 = tl.load(params + ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
-        position = tl.load(params + 2 * ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[
+        k0 = tl.load(row_params + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
+        k1 = tl.load(row_params + ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[
             :, None
         ]
-        scale = tl.load(params + 3 * ROWS + row, mask=used, other=0).to(tl.float32, bitcast=True)[
-            :, None
-        ]
-        slack = tl.load(params + 4 * ROWS + row, mask=used, other=0).to(tl.float32, bitcast=True)[
-            :, None
-        ]
+        position = tl.load(row_params + 2 * ROWS + row, mask=used, other=0).to(
+            tl.uint32, bitcast=True
+        )[:, None]
+        scale = tl.load(row_params + 3 * ROWS + row, mask=used, other=0).to(
+            tl.float32, bitcast=True
+        )[:, None]
+        slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(
+            tl.float32, bitcast=True
+        )[:, None]
         top = tl.load(row_max + row, mask=used, other=0.0)[:, None]
         noise = gumbel_noise(chunk * (BV // 2), position, k0, k1, BV)
         key = tl.where(slack < 0.0, key, (key - top) * scale + noise)
@@ -397,7 +399,7 @@ def chunk_top2(
 
 @triton.jit(do_not_specialize=["ROWS"])
 def select_token(
-    bests, seconds, ids, row_max, params, out, ROWS, VOCAB, CHUNKS,
+    bests, seconds, ids, row_max, row_params, out, ROWS, VOCAB, CHUNKS,
     BR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce the chunks of BR rows: the row's best id if every other key is more than `slack` below
@@ -413,7 +415,7 @@ def select_token(
     first = tl.min(tl.where(peaks == best[:, None], id, VOCAB), 1)
     others = tl.where(id == first[:, None], float("-inf"), peaks)
     second = tl.max(tl.maximum(others, tl.load(seconds + at, mask=inside, other=float("-inf"))), 1)
-    slack = tl.load(params + 4 * ROWS + row, mask=used, other=0).to(tl.float32, bitcast=True)
+    slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(tl.float32, bitcast=True)
     proven = (best - second > slack) & (
         tl.abs(tl.load(row_max + row, mask=used, other=0.0)) < float("inf")
     )
