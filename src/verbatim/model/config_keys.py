@@ -159,7 +159,6 @@ COMMON_KEYS: dict[str, Key] = {
 def _sizes(
     vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int | None, context: int
 ) -> dict[str, Key]:
-    same = "as many as query heads" if kv is None else ""
     return {
         "vocab_size": followed("rows of the embedding", vocab),
         "hidden_size": followed("width of the model", hidden),
@@ -167,7 +166,7 @@ def _sizes(
         "num_hidden_layers": followed("layers", layers),
         "num_attention_heads": followed("query heads", heads),
         "num_key_value_heads": followed(
-            f"key and value heads; null: {same or 'as many as query heads'}", kv, nullable=True
+            "key and value heads; null: as many as query heads", kv, nullable=True
         ),
         "max_position_embeddings": followed(
             "context, and the trained length of rope scalings", context

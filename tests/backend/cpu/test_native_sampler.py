@@ -448,3 +448,25 @@ def test_the_sampler_does_not_access_memory_out_of_bounds(isa: str, tmp_path: Pa
         *sets[isa],
     ]
     check_program([build(compiler, flags, tmp_path)], cases=300, seed=22)
+
+
+def test_a_parameter_without_a_native_kernel_is_sampled_by_the_pipeline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new parameter that no list of backend/cpu/sampler.py names must not be ignored."""
+    from verbatim.backend.cpu import sampler
+
+    assert [name for name, _ in sampler._PIPELINE_ONLY] == ["explain"], "add a native kernel"
+    assert not sampler.needs_pipeline(SamplingParams(min_p=0.2))
+    assert sampler.needs_pipeline(SamplingParams(explain=1))
+    monkeypatch.setattr(sampler, "_PIPELINE_ONLY", (("min_p", 0.0),))
+    logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
+    row = Row(DrawSpec(SamplingParams(min_p=0.9), 1, 0), 0)
+
+    class Engine:
+        """A native engine that must not be asked to sample."""
+
+        def logits(self) -> np.ndarray:
+            return logits
+
+    assert sampler.NativeSampler(native, Engine()).draw([row])[0].token == 0

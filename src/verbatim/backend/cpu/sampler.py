@@ -1,8 +1,8 @@
 """Sample rows of logits with the native implementation of sampling/pipeline.py.
 
 In: the engine's logits and one Row per row of logits. Out: one Drawn per row. Invariant: the same
-bits as sampling/pipeline.py. The pipeline itself samples rows with explain or beam search, which
-have no native kernel.
+bits as sampling/pipeline.py. The pipeline itself samples rows with beam search, and rows with a
+parameter that has no native kernel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verbatim.base.errors import BackendError
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
 from verbatim.sampling.pipeline import Row, sample_rows
 
@@ -23,8 +23,31 @@ _SAME = (
     "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "no_repeat_ngram",
     "min_tokens",
 )
+# fields that _build converts
+_CONVERTED = (
+    "logprobs", "logprobs_mode", "logit_bias", "allowed_token_ids", "banned_token_ids",
+    "dry_breakers", "best_of",
+)
+# fields that act outside the sampler, or reach it as a row's mask, key, beam or withheld ids
+_ELSEWHERE = (
+    "max_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop",
+    "seed", "n", "num_beams", "num_return_sequences", "length_penalty", "early_stopping",
+    "num_beam_groups", "diversity_penalty", "json_schema", "regex", "grammar", "choice",
+    "prompt_logprobs", "receipt", "speculate", "priority", "cache_salt",
+)
 # fmt: on
+# All other fields, with the default that leaves them off: rows that set one go to the pipeline, so
+# a new sampling parameter takes effect before it has a native kernel.
+_PIPELINE_ONLY = tuple(
+    (name, rule.default)
+    for name, rule in FIELDS.items()
+    if name not in {*_SAME, *_CONVERTED, *_ELSEWHERE}
+)
 _MAX_CACHED = 512  # requests whose native parameters are cached; a full cache is cleared
+
+
+def needs_pipeline(params: SamplingParams) -> bool:
+    return any(getattr(params, name) != default for name, default in _PIPELINE_ONLY)
 
 
 class NativeSampler:
@@ -40,7 +63,7 @@ class NativeSampler:
 
         Rows without a native kernel go to the pipeline; all other rows stay in one native call."""
         native_rows = [
-            None if row.spec.beam or row.spec.params.explain else self.native_row(row)
+            None if row.spec.beam or needs_pipeline(row.spec.params) else self.native_row(row)
             for row in rows
         ]
         fallback = [i for i, row in enumerate(native_rows) if row is None]
