@@ -224,7 +224,7 @@ def check_round_trip(
     for i, (a, b) in enumerate(zip(ours.layers, seen.layers, strict=True)):
         if a.window != b.window or a.experts != b.experts or not _same_rope(a.rope, b.rope):
             raise ModelError(
-                f"GGUF has no keys for what layer {i} of this {ours.family} model is", file=file
+                f"layer {i}: GGUF has no key for its window, experts or rope settings", file=file
             )
 
 

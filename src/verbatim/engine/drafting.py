@@ -143,8 +143,8 @@ class Drafting:
     # -------------------------------------------------------------------------------- per step
 
     def propose(self, requests: Mapping[int, RunningRequest]) -> None:
-        """Set drafts for the decoding sequences: those with one token left to compute. `requests`
-        are by sequence id."""
+        """Set drafts for the decoding sequences: those with one token left to compute. The keys of
+        `requests` are sequence ids."""
         decoding: dict[str, list[Sequence]] = {}
         for seq in self._scheduler.running:
             mode = seq.params.speculate or self.default

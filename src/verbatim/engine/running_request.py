@@ -100,7 +100,7 @@ class RunningRequest:
         self._unfinished = 0  # choices
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
-        """Create the sequences. The others fork off the first at the end of the prompt."""
+        """Create one sequence per choice; all fork from the first at the end of the prompt."""
         params = self.request.params
         for index in range(params.best_of or params.n):
             seq = self.sequence(new_id(), noise_key(self.request.seed, index))

@@ -36,7 +36,7 @@ from typing import Any
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 
-MEMORY = 1 << 30  # bytes of address space per worker; llguidance's limits allow some 50 MB
+MEMORY = 1 << 30  # bytes of address space per worker; a compile within the limits uses about 50 MB
 CPU_SECONDS = 0.75  # per compile; ordinary schemas take 0.5 to 3 ms, one of 70 KB 160 ms
 # Wall-clock seconds per compile. The CPU limit is the real bound: at nice 10 beside busy threads,
 # 0.75 s of CPU time may take ten times as long, and an ordinary compile must not time out.

@@ -32,7 +32,7 @@ _MANY_SCHEMAS = (
 
 
 def infinite_keyword(schema: Any) -> str | None:
-    """The keyword that makes every document contain itself; None if a finite document exists."""
+    """The keyword whose recursion has no end, so that every document is infinite, or None."""
     nodes = list(_nodes(schema))
     finite: dict[int, bool] = {id(node): False for node in nodes}
 

@@ -18,7 +18,7 @@ from typing import Any
 from verbatim.grammar.compile_pool import PoolBusy, TooExpensive
 
 CAPACITY = 64 << 20  # bytes of compiled structures, by Structure.size
-REFUSAL_SECONDS = 60.0  # until a structure that was too expensive is compiled again
+REFUSAL_SECONDS = 60.0  # a rejection for cost is cached this long, then the grammar is tried again
 MAX_REFUSALS = 256  # cached rejections
 
 

@@ -166,7 +166,7 @@ class PagedCache:
                 0 if w is None else max(k * self.block_size - w + 1, 0) // self.block_size
                 for w in self.windows
             ]
-            gap = -1  # last block that is needed and not cached: the hit ends before it
+            gap = -1  # last needed block that is not cached: the prefix hit must end before it
             for pool, first in zip(self.pools, firsts, strict=True):
                 gap = max(
                     gap,

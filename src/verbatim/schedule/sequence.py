@@ -1,6 +1,7 @@
 """A sequence: its known tokens, how many of them are computed, and the blocks that hold them.
 
-State, and the step that it yields. Only the scheduler changes it; the engine reads it.
+Holds the state and builds the sequence's part of a step plan. Only the scheduler changes it; the
+engine reads it.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ class Sequence:
     @property
     def unscored(self) -> bool:
         """Prompt log-probabilities are requested and incomplete. Every prompt position must then be
-        computed: a prefix hit has no logits."""
+        computed, because cached blocks hold keys and values but no logits."""
         return self.params.prompt_logprobs is not None and self.scored < self.prompt_len - 1
 
     def draw_spec(self) -> DrawSpec:
@@ -149,9 +150,9 @@ class Sequence:
         return self.frozen_blocks
 
     def chunk_length(self, want: int, max_tokens: int) -> int:
-        """Tokens to compute in the next step: of the `want` uncomputed ones at most `max_tokens`,
-        then drafts if all uncomputed ones fit."""
-        if self.siblings:  # stop before the last prompt token: the siblings fork there, each draws
+        """Tokens to compute in the next step: at most `max_tokens` of the `want` uncomputed tokens,
+        plus drafts if all uncomputed tokens fit."""
+        if self.siblings:  # stop before the last prompt token: the choices fork there
             return min(want, max_tokens, self.prompt_len - 1 - self.computed)
         if want > max_tokens:
             return max_tokens

@@ -31,7 +31,8 @@ class Acceptance:
     def __init__(self) -> None:
         self._shared: dict[str, list[float]] = {}  # by source, then by match_length
         self._own: dict[tuple[int, str], float] = {}
-        # Stated probs, by (sequence or -1 for all, source): (accepted, stated).
+        # Calibration of stated probabilities by (sequence or -1 for all, source): (sum of accepted
+        # drafts, sum of their stated probabilities).
         self._calibration: dict[tuple[int, str], tuple[float, float]] = {}
 
     def acceptance_probs(self, seq_id: int, draft: Draft, limit: int) -> list[float]:

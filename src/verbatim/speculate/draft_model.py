@@ -160,8 +160,8 @@ class DraftProposer:
 
 
 def _common_prefix(computed: Sequence[int], known: Sequence[int]) -> int:
-    """Length of the common prefix, without the last known token: that one is computed for the
-    draw."""
+    """Length of the common prefix, without the last known token: it must be computed again to
+    get the logits of the next token."""
     count = min(len(computed), len(known) - 1)
     if list(computed[:count]) == list(known[:count]):
         return count

@@ -31,8 +31,8 @@ MAX_DRAFTS = 15  # per sequence and step; with the token before them 16 rows, a 
 MAX_SLOWDOWN = 0.01  # of a step by drafts of others, for a sequence that expects no gain itself
 PROPOSER_BACKOFF = 8  # steps without a proposer whose drafts stopped paying: drafting costs time
 BUDGET_BACKOFF = 7  # steps without a lookup for a sequence whose budget is empty
-# Steps without drafts until a likely draft is submitted although it does not seem to pay: the cost
-# of rows is learnt only from steps that have them.
+# After this many steps without drafts, submit one likely draft even if the model says it does not
+# pay: the cost of extra rows is measured only in steps that have them.
 EXPLORE_STEPS = 64
 
 
@@ -236,7 +236,7 @@ class Speculator:
     def _decide(
         self, view: SeqView, record: _Record, draft: Draft, load: StepLoad, draft_cost: float
     ) -> tuple[int, tuple[int, ...], float]:
-        """(drafts that pay, the tokens of them to submit, expected number of accepted tokens)."""
+        """(number of drafts worth their cost, the draft tokens to submit, expected accepted)."""
         limit = min(len(draft.tokens), self.max_drafts)
         if not self.adaptive:
             return limit, draft.useful(limit, view.end_ids), 0.0

@@ -11,7 +11,7 @@ CURVE_WEIGHT = 0.05  # weight of the newest step in the curve over sizes, which 
 SIZE_WEIGHT = 0.12  # weight of the newest step in the mean rows of a size class
 SLOPE_ROWS = 3  # rows over which the cost of one more row is averaged
 MIN_ROW_COST = 0.08  # lower bound for one more row, as a fraction of a one-row step
-DEFAULT_ROW_COST = 0.15  # the same fraction before anything is measured
+DEFAULT_ROW_COST = 0.15  # as a fraction of a one-row step, until steps are measured
 
 
 class StepLoad(NamedTuple):
