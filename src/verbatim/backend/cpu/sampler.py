@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verbatim.base.errors import BackendError
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
 from verbatim.sampling.pipeline import Row, sample_rows
 
@@ -32,8 +32,8 @@ _CONVERTED = (
 _ELSEWHERE = (
     "max_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop",
     "seed", "n", "num_beams", "num_return_sequences", "length_penalty", "early_stopping",
-    "num_beam_groups", "diversity_penalty", "json_schema", "regex", "grammar", "choice",
-    "prompt_logprobs", "receipt", "speculate", "priority", "cache_salt",
+    "num_beam_groups", "diversity_penalty", "prompt_logprobs", "receipt", "speculate", "priority",
+    "cache_salt", *STRUCTURE,
 )
 # fmt: on
 # All other fields, with the default that leaves them off: rows that set one go to the pipeline, so
