@@ -92,5 +92,5 @@ $(VENV)/.installed: $(NATIVE) constraints.txt | $(BIN)/python
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what the tests need into $(VENV) (once; a few minutes)"
 	@$(PIP) torch==2.13.0
-	@$(PIP) "verbatim-engine[dev]"
+	@$(PIP) "verbatim-llm[dev]"
 	@touch $@

@@ -142,12 +142,12 @@ def too_large(fake_gpu: FakeGpu) -> None:
 
 
 CASES = [
-    (without_torch, "PyTorch and Triton are not installed; install verbatim-engine[cuda]"),
-    (without_triton, "Triton is not installed; install verbatim-engine[cuda]"),
+    (without_torch, "PyTorch and Triton are not installed; install verbatim-llm[cuda]"),
+    (without_triton, "Triton is not installed; install verbatim-llm[cuda]"),
     (
         cpu_build,
         "the installed PyTorch is a build without CUDA; "
-        "install verbatim-engine[cuda] with a CUDA build of PyTorch",
+        "install verbatim-llm[cuda] with a CUDA build of PyTorch",
     ),
     (
         broken_import,

@@ -55,12 +55,12 @@ def test_doctor_and_version_without_a_gpu(verbatim: Call, monkeypatch: pytest.Mo
 
 
 def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.MonkeyPatch) -> None:
-    card.setattr(gpu, "missing", lambda: "PyTorch is not installed; install verbatim-engine[cuda]")
+    card.setattr(gpu, "missing", lambda: "PyTorch is not installed; install verbatim-llm[cuda]")
     code, line = cuda_line(verbatim)
     assert code == 0
     assert line.startswith("note")
     assert (
-        "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-engine[cuda]" in line
+        "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-llm[cuda]" in line
     )
 
 
@@ -85,7 +85,7 @@ def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.Monk
         (
             OSError("libcudart.so.12"),
             "BAD",
-            "cannot be imported: libcudart.so.12; install verbatim-engine[cuda] again",
+            "cannot be imported: libcudart.so.12; install verbatim-llm[cuda] again",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
     again = subprocess.run([*dry, "run"], capture_output=True, text=True, check=True)
     assert "-c constraints.txt -e ." in again.stdout
     test = subprocess.run([*dry, "test"], capture_output=True, text=True, check=True).stdout
-    assert test.index("torch==") < test.index('"verbatim-engine[dev]"'), "torch comes first, pinned"
+    assert test.index("torch==") < test.index('"verbatim-llm[dev]"'), "torch comes first, pinned"
     assert test.index("ruff check") < test.index("-m pytest")
     assert test.count("/mypy") == 1, "a checker that must be asked twice is not a check"
 

@@ -76,7 +76,7 @@ def _cuda(model: Model, config: EngineConfig) -> Backend:
     except ModuleNotFoundError as error:
         raise BackendError(
             f"the cuda backend needs PyTorch and Triton, and {error.name} is not installed; "
-            "install verbatim-engine[cuda]"
+            "install verbatim-llm[cuda]"
         ) from None
     return opened
 

@@ -17,7 +17,7 @@ from verbatim.base.errors import BackendError
 DEVICES = Path("/dev")
 # the driver that Windows Subsystem for Linux mounts; there the GPU is the device file /dev/dxg
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
-EXTRA = "install verbatim-engine[cuda]"
+EXTRA = "install verbatim-llm[cuda]"
 
 
 class WrongResult(BackendError):
