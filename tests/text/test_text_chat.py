@@ -15,12 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError
-from verbatim.text.chat_template import (
-    ChatTemplate,
-    encode_chat,
-    template_from_directory,
-    template_from_gguf,
-)
+from verbatim.text.chat_template import ChatTemplate, encode_chat
+from verbatim.text.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_gguf
 from verbatim.text.vocabulary import BYTE_ALPHABET
 

@@ -428,7 +428,7 @@ def directory_case(index: int, directory: Path) -> Callable[[], object]:
 def whole_case(index: int, directory: Path) -> Callable[[], object]:
     """A whole model through load_model, tokenizer and chat template."""
     from verbatim.model.load import load_model
-    from verbatim.text.chat_template import template_from_gguf
+    from verbatim.text.template_files import template_from_gguf
     from verbatim.text.tokenizer import from_gguf
 
     rng = random.Random(index)

@@ -143,7 +143,7 @@ def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, T
     )
     from verbatim.convert.export_tokenizer import tokenizer_metadata
     from verbatim.model.load import load_model
-    from verbatim.text.chat_template import template_from_directory
+    from verbatim.text.template_files import template_from_directory
     from verbatim.text.tokenizer import from_directory
 
     model = load_model(path)

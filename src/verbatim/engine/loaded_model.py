@@ -114,14 +114,16 @@ def load_parts(
 
 def _read_text(source: Any) -> tuple[Any, Any]:
     """The tokenizer and the chat template of a GGUF file or a safetensors directory."""
-    from verbatim.text import chat_template, tokenizer
+    from verbatim.text import template_files, tokenizer
     from verbatim.weights.gguf_file import GGUFFile
 
     if isinstance(source, GGUFFile):
-        return tokenizer.from_gguf(source.metadata), chat_template.template_from_gguf(
+        return tokenizer.from_gguf(source.metadata), template_files.template_from_gguf(
             source.metadata
         )
-    return tokenizer.from_directory(source.path), chat_template.template_from_directory(source.path)
+    return tokenizer.from_directory(source.path), template_files.template_from_directory(
+        source.path
+    )
 
 
 class _BackgroundTask(threading.Thread):
