@@ -65,6 +65,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "explain": (["3"], 3),
     "priority": (["-1"], -1),
     "cache_salt": (["me"], "me"),
+    "thinking_budget": (["64"], 64),
 }
 
 

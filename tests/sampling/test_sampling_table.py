@@ -264,7 +264,7 @@ def table() -> list[list[str]]:
     )
     rows = [["parameter", *modes]]
     wrong = []
-    for name in FIELDS:
+    for name in VALUES:
         alone = engines.single(params_of(VALUES[name]))
         rest = {k: v for k, v in VALUES[name].items() if k != name}
         if name not in QUIET and name not in FINE and alone == engines.single(params_of(rest)):
@@ -285,8 +285,9 @@ def table() -> list[list[str]]:
 
 
 def test_every_parameter_has_a_row(table: list[list[str]]) -> None:
-    assert set(VALUES) == set(FIELDS)
-    assert [row[0] for row in table[1:]] == list(FIELDS)
+    # thinking_budget needs a chat with a reasoning model: tests/engine/test_engine_thoughts.py
+    assert set(VALUES) == set(FIELDS) - {"thinking_budget"}
+    assert {row[0] for row in table[1:]} == set(VALUES)
     refused = {row[0] for row in table[1:] if row[5] == "refused"}
     assert refused <= {*BEAM_REFUSES, "xtc_threshold"}  # xtc_threshold needs xtc_probability
 

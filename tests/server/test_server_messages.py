@@ -73,14 +73,14 @@ FROM_ENGINE: list[FromEngine] = [
     Accepted("r", "prompt"),
     Deltas(
         [
-            WireDelta("r", 0, "a", [8], None, [], []),
-            WireDelta("s", 1, "", [], FINISH, LOGPROBS, EXPLAIN),
+            WireDelta("r", 0, "a", [8], None, [], [], "so"),
+            WireDelta("s", 1, "", [], FINISH, LOGPROBS, EXPLAIN, ""),
         ]
     ),
     Generated(
         "r",
-        [WireChoice(0, "a", [8], FINISH, LOGPROBS[1:], EXPLAIN, None, 0)],
-        Usage(1, 2, 3, 4, 5),
+        [WireChoice(0, "a", [8], FINISH, LOGPROBS[1:], EXPLAIN, None, 0, "so")],
+        Usage(1, 2, 3, 4, 5, 6),
         Timings(0.5, 1.0, 2, 1, -0.5),
         2**63 - 1,
         "vb-1",
@@ -141,12 +141,12 @@ def test_a_wrong_type_or_number_of_fields_is_rejected(message: Any) -> None:
 
 
 WRONG: list[tuple[list[Any], str]] = [
-    (["Deltas", [["r", 0, "a", ["8"], None, [], []]]], "a list of .*int.* holds a str"),
-    (["Deltas", [["r", 0, "a", [8], None, [3], []]]], "holds a int"),
-    (["Deltas", [["r", "0", "a", [8], None, [], []]]], "WireDelta.choice cannot be a str"),
-    (["Deltas", [["r", 0, "a", [8], [], [], []]]], "WireFinish has 4 fields; received 0"),
+    (["Deltas", [["r", 0, "a", ["8"], None, [], [], ""]]], "a list of .*int.* holds a str"),
+    (["Deltas", [["r", 0, "a", [8], None, [3], [], ""]]], "holds a int"),
+    (["Deltas", [["r", "0", "a", [8], None, [], [], ""]]], "WireDelta.choice cannot be a str"),
+    (["Deltas", [["r", 0, "a", [8], [], [], [], ""]]], "WireFinish has 4 fields; received 0"),
     (
-        ["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], []]]],
+        ["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], [], ""]]],
         "TopLogprob has 3 fields",
     ),
     (["Deltas", [{}]], "holds a dict"),

@@ -73,6 +73,13 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = declared("ids", (), "token ids that end the answer")
     include_stop: bool = declared("bool", False, "keep the stop string in the text")
     ignore_eos: bool = declared("bool", False, "do not end at the model's end-of-sequence tokens")
+    thinking_budget: int | None = declared(
+        "int",
+        None,
+        "most tokens of a reasoning model's thought; then it is closed",
+        low=1,
+        high=MOST,
+    )
     skip_special: bool = declared("bool", True, "leave control tokens out of the text")
     on_loop: str = declared(
         "choice", "report", "what to do when the output repeats itself", choices=("report", "stop")

@@ -156,6 +156,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: tuple[dict[str, Any], ...] = ()
     finish: Finish | None = None
+    reasoning: str = ""  # a piece of the thought of a reasoning model; `text` is the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,7 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens from prefix hits
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    reasoning_tokens: int = 0  # output tokens of thoughts, markers included
 
     @property
     def total_tokens(self) -> int:
@@ -204,6 +206,7 @@ class Choice:
     explain: tuple[dict[str, Any], ...] = ()
     score: float | None = None  # beam score, or mean log-probability with best_of
     loop: int = 0  # length of the n-gram that repeats at the end (engine/loop_detector.py), or 0
+    reasoning: str = ""  # the thought of a reasoning model; `text` is the answer without it
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -229,6 +232,10 @@ class Completion:
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    @property
+    def reasoning(self) -> str:
+        return self.choices[0].reasoning
 
     @property
     def token_ids(self) -> tuple[int, ...]:

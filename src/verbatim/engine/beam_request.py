@@ -39,7 +39,8 @@ class BeamRequest(RunningRequest):
         return first
 
     def _stream(self, index: int) -> ChoiceStream:
-        return ChoiceStream(self.request.id, index, self.request.params, self.tokenizer)
+        request = self.request
+        return ChoiceStream(request.id, index, request.params, self.tokenizer, request.thoughts)
 
     def push(self, event: TokenEvent) -> bool:
         """Never True: the search decides which beams end."""

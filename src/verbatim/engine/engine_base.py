@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import cached_property
 from typing import Any, Self
 
 from verbatim.base.config import EngineConfig
@@ -14,10 +15,12 @@ from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.engine.core import EngineCore
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
 from verbatim.engine.request import EncodedText, encoded, lost_in
+from verbatim.text.thoughts import ThoughtFormat
 
 log = logging.getLogger("verbatim.engine")
 Message = Mapping[str, Any]
 RESERVED_OPTIONS = {"tokenizer", "template", "messages"}  # not allowed as template options
+TAIL = 64  # last tokens of a prompt that show whether it ends inside a thought
 # A message with one of these needs no content.
 CONTENT_SUBSTITUTES = (
     "tool_calls",
@@ -81,6 +84,15 @@ class EngineBase:
     def has_template(self) -> bool:
         return self.parts.template is not None
 
+    @cached_property
+    def thoughts(self) -> ThoughtFormat | None:
+        """How a reasoning model marks its thoughts, from its chat template; None without any."""
+        from verbatim.text.thoughts import find_format
+
+        if self.parts.template is None:
+            return None
+        return find_format(self.parts.template.sources.values(), self.parts.tokenizer)
+
     @property
     def fingerprint(self) -> str:
         """Digest of model, backend and numerics: equal fingerprints promise equal tokens."""
@@ -116,6 +128,8 @@ class EngineBase:
         tokenizer: Any = self.parts.tokenizer
         ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
         ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
+        if self.thoughts is not None:
+            ids.thoughts = self.thoughts.after(tokenizer.decode(ids[-TAIL:], skip_special=False))
         return ids
 
     def stats(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +16,9 @@ from weakref import WeakKeyDictionary
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.loaded_model import LoadedModel, Tokenizer
+from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
 from verbatim.grammar.compile_pool import Busy, never_busy
+from verbatim.text.thoughts import ThoughtFormat
 
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
 POOLINGS = ("mean", "cls", "last")
@@ -27,10 +29,12 @@ class EncodedText(list[int]):
     """Token ids of a text that was encoded before its Request is made.
 
     lost: characters of the text that the vocabulary cannot encode
-    plain: the text itself, when its literal control tokens were encoded as plain text"""
+    plain: the text itself, when its literal control tokens were encoded as plain text
+    thoughts: how the model marks its thoughts, in a conversation with a reasoning model"""
 
     lost: str = ""
     plain: str = ""
+    thoughts: ThoughtFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,16 @@ class Request:
     warnings: tuple[str, ...] = ()
     hidden: bool = False  # also collect the final hidden state of every prompt token
     pooling: str = "mean"  # how the hidden states become one embedding
+    thoughts: ThoughtFormat | None = None  # of a chat with a reasoning model
+
+    def matcher(self, tokenizer: Tokenizer, ends: Mapping[int, str]) -> Any:
+        """A new matcher for one sequence; None without a grammar and without a thought budget."""
+        inner = None if self.structure is None else self.structure.start()
+        budget = self.params.thinking_budget
+        if self.thoughts is None or (inner is None and budget is None):
+            return inner
+        vocab = tokenizer.vocab_size
+        return ThoughtMatcher(inner, self.thoughts, vocab, tuple(ends), budget)
 
 
 def make_request(
@@ -83,7 +97,10 @@ def make_request(
         raise ParameterError(
             "speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}"
         )
+    thoughts = getattr(prompt, "thoughts", None)
+    _check_thoughts(params, thoughts)
     return Request(
+        thoughts=thoughts,
         id=request_id or f"req-{secrets.token_hex(8)}",
         prompt_ids=ids,
         params=params,
@@ -96,6 +113,19 @@ def make_request(
         hidden=hidden,
         pooling=parts.pooling,
     )
+
+
+def _check_thoughts(params: SamplingParams, thoughts: ThoughtFormat | None) -> None:
+    if params.thinking_budget is not None and thoughts is None:
+        raise UnsupportedError(
+            "thinking_budget",
+            "only a chat with a reasoning model has thoughts; this chat template marks none",
+        )
+    if thoughts is None:
+        return
+    for field_name in ("thinking_budget", *STRUCTURE):
+        if getattr(params, field_name) is not None:
+            check_supported(thoughts, field_name)
 
 
 def read_prompt(

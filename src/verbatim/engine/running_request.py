@@ -105,9 +105,12 @@ class RunningRequest:
         for index in range(params.best_of or params.n):
             seq = self.sequence(new_id(), noise_key(self.request.seed, index))
             self.sequences.append(seq)
-            self.streams[seq.id] = ChoiceStream(self.request.id, index, params, self.tokenizer)
-            if self.request.structure is not None:
-                self.matchers[seq.id] = self.request.structure.start()
+            self.streams[seq.id] = ChoiceStream(
+                self.request.id, index, params, self.tokenizer, self.request.thoughts
+            )
+            matcher = self.request.matcher(self.tokenizer, self.ends)
+            if matcher is not None:
+                self.matchers[seq.id] = matcher
         self._unfinished = len(self.sequences)
         self.sequences[0].siblings = self.sequences[1:]
         return self.sequences[0]
@@ -239,6 +242,7 @@ class RunningRequest:
                 self.sequences[0].cached_tokens,
                 sum(s.drafted for s in self.sequences),
                 sum(s.accepted for s in self.sequences),
+                sum(s.reasoning_tokens for s in self.streams.values()),
             ),
             Timings(
                 (self.started_at or now) - request.arrival,

@@ -1,6 +1,7 @@
 """ChoiceStream: the drawn tokens of one choice come in; Deltas and finally a Choice go out.
 
-    Drawn -> TextDecoder (whole characters) -> StopMatcher (holds back partial stops) -> Delta
+    Drawn -> TextDecoder (whole characters) -> thoughts (reasoning models) ->
+    StopMatcher (holds back partial stops) -> Delta
 
 - `token_ids`, `logprobs` and usage count every drawn token, including the one that ends the choice.
 - `text` ends before the stop string or stop token, unless include_stop is set. So the text can be
@@ -8,6 +9,8 @@
 - `text` holds whole characters. A choice that ends inside a character ends before it; the token ids
   still hold its bytes.
 - Stop strings are searched only in the text after min_tokens tokens: earlier text is already sent.
+- `reasoning` is the thought of a reasoning model, without its markers. Stop strings do not apply to
+  it, and `text` does not contain it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from verbatim.engine.loaded_model import Tokenizer
 from verbatim.engine.loop_detector import LoopDetector
 from verbatim.text.decode import TextDecoder
 from verbatim.text.stop import StopMatcher
+from verbatim.text.tag_splitter import Piece
+from verbatim.text.thoughts import ThoughtFormat
 
 
 class ChoiceStream:
@@ -30,7 +35,10 @@ class ChoiceStream:
         "_finish_sent",
         "_loop",
         "_params",
+        "_reasoning",
+        "_reasoning_sent",
         "_sent",
+        "_splitter",
         "_stops",
         "_text",
         "_text_sent",
@@ -39,18 +47,29 @@ class ChoiceStream:
         "finish",
         "index",
         "logprobs",
+        "reasoning_tokens",
         "request_id",
         "score",
         "token_ids",
     )
 
     def __init__(
-        self, request_id: str, index: int, params: SamplingParams, tokenizer: Tokenizer
+        self,
+        request_id: str,
+        index: int,
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        thoughts: ThoughtFormat | None = None,
     ) -> None:
         self.request_id = request_id
         self.index = index
         self._params = params
-        self._decoder = TextDecoder(tokenizer, params.skip_special)
+        visible = frozenset() if thoughts is None else thoughts.marker_ids
+        self._decoder = TextDecoder(tokenizer, params.skip_special, visible=visible)
+        self._splitter = None if thoughts is None else thoughts.splitter()
+        self._reasoning: list[str] = []
+        self._reasoning_sent = 0  # pieces already in a Delta
+        self.reasoning_tokens = 0
         self._stops = StopMatcher(params.stop, params.include_stop)
         self._loop = LoopDetector()
         self._text: list[str] = []
@@ -77,7 +96,7 @@ class ChoiceStream:
         # The last token of a structured output is text; a stop token is not.
         hidden = finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
         if not hidden or self._params.include_stop:
-            stop = self._write(self._decoder.push(drawn.token))
+            stop = self._split(self._decoder.push(drawn.token))
             if stop is not None:
                 finish = Finish("stop", stop)
         if (
@@ -96,7 +115,27 @@ class ChoiceStream:
         dropped."""
         if self.finish is None:
             self.finish = finish
+            if self._splitter is not None and self._stops.matched is None:
+                self._sort(self._splitter.finish())
             self._text.append(self._stops.flush())
+
+    def _split(self, text: str) -> str | None:
+        """Separate the thought from the answer. Returns the stop string that ends the choice."""
+        if self._splitter is None:
+            return self._write(text)
+        thinking = self._splitter.thinking
+        pieces = self._splitter.push(text)
+        self.reasoning_tokens += thinking or self._splitter.thinking
+        return self._sort(pieces)
+
+    def _sort(self, pieces: list[Piece]) -> str | None:
+        stop = None
+        for kind, text in pieces:
+            if kind == "thought":
+                self._reasoning.append(text)
+            else:
+                stop = stop or self._write(text)
+        return stop
 
     def _write(self, text: str) -> str | None:
         if len(self.token_ids) <= self._params.min_tokens:
@@ -111,13 +150,18 @@ class ChoiceStream:
         sent = self._sent
         tokens = tuple(self.token_ids[sent:])
         text = "".join(self._text[self._text_sent :])
-        if not tokens and not text and (self.finish is None or self._finish_sent):
+        reasoning = "".join(self._reasoning[self._reasoning_sent :])
+        if not (tokens or text or reasoning) and (self.finish is None or self._finish_sent):
             return None
+        self._reasoning_sent = len(self._reasoning)
         self._finish_sent = self.finish is not None
         logprobs = tuple(self.logprobs[sent:]) if self.logprobs else ()
         explain = tuple(self.explain[sent:]) if self.explain else ()
         self._sent, self._text_sent = len(self.token_ids), len(self._text)
-        return Delta(self.request_id, self.index, text, tokens, logprobs, explain, self.finish)
+        finish = self.finish
+        return Delta(
+            self.request_id, self.index, text, tokens, logprobs, explain, finish, reasoning
+        )
 
     def choice(self, index: int) -> Choice:
         assert self.finish is not None, "the choice has not ended"
@@ -130,6 +174,7 @@ class ChoiceStream:
             tuple(self.explain),
             self.score,
             self._loop.length,
+            "".join(self._reasoning),
         )
 
     @property

@@ -30,20 +30,27 @@ class TextDecoder:
     With `skip_special`, control tokens produce no text. `start`: the ids are a text from its very
     beginning, so the space that a `space_prefix` tokenizer adds before the first word is removed.
     The default is a continuation, where the model wrote a leading space itself and it stays.
+    `visible`: control tokens that produce their text in any case.
     """
 
-    __slots__ = ("_skip", "_strip", "_tokenizer", "_utf8")
+    __slots__ = ("_skip", "_strip", "_tokenizer", "_utf8", "_visible")
 
     def __init__(
-        self, tokenizer: TokenBytes, skip_special: bool = True, *, start: bool = False
+        self,
+        tokenizer: TokenBytes,
+        skip_special: bool = True,
+        *,
+        start: bool = False,
+        visible: frozenset[int] = frozenset(),
     ) -> None:
+        self._visible = visible
         self._tokenizer = tokenizer
         self._skip = skip_special
         self._strip = start and bool(getattr(tokenizer, "space_prefix", False))
         self._utf8 = _UTF8("replace")
 
     def push(self, token: int) -> str:
-        if self._skip and self._tokenizer.is_control(token):
+        if self._skip and self._tokenizer.is_control(token) and token not in self._visible:
             return ""
         data = self._tokenizer.token_bytes(token)
         if self._strip and data and not self._tokenizer.is_control(token):

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
 from verbatim.text.pretokenize import normalizer_of, pre_tokenizer_of, split_rules_of
-from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes
+from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes, end_of_turn
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MAX_TOKENS = 4_000_000  # the largest vocabularies in use have some 260,000
@@ -189,7 +189,7 @@ class _Reader:
             eos,
             self.token_id("eot"),
             self.token_id("eom"),
-            *(control.get(text) for text in END_OF_TURN),
+            *end_of_turn(control),
         ]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
 from verbatim.text.spm import piece_bytes
-from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes
+from verbatim.text.vocabulary import SPACE, Vocabulary, byte_level_bytes, end_of_turn
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MAX_JSON = 256 * 2**20  # bytes; the largest tokenizer.json in use has some 35 MB
@@ -167,7 +167,7 @@ def _vocabulary(
             f"outside the vocabulary of {len(tokens)}"
         )
     eos = ids.get("eos_token")
-    ends = [eos, *(control.get(text) for text in END_OF_TURN)]
+    ends = [eos, *end_of_turn(control)]
     return Vocabulary(
         tokens=tokens,
         plain=plain,

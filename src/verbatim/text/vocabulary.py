@@ -23,6 +23,15 @@ END_OF_TURN = (
 )
 
 
+def end_of_turn(control: Mapping[str, int]) -> list[int]:
+    """The end-of-turn tokens among a model's control tokens. In the harmony format `<|end|>` ends a
+    message, not the turn."""
+    harmony = "<|channel|>" in control and "<|return|>" in control
+    names = [name for name in END_OF_TURN if not (harmony and name == "<|end|>")]
+    names += ["<|return|>", "<|call|>"] if harmony else []
+    return [control[name] for name in names if name in control]
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """Tokens, encoders and special ids of one model."""

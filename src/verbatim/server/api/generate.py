@@ -38,6 +38,7 @@ class ChoiceDelta:
     logprobs: Sequence[WireLogprob] = ()
     explain: Sequence[dict[str, Any]] = ()
     finish: WireFinish | None = None
+    reasoning: str = ""
 
 
 async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | None]:
@@ -75,12 +76,13 @@ async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | Non
 
 def _merged(run: int, deltas: Sequence[WireDelta]) -> list[ChoiceDelta]:
     if len(deltas) == 1:  # the common case: the client keeps up
-        _, index, text, _, finish, logprobs, explain = deltas[0]
-        return [ChoiceDelta(run, index, text, logprobs, explain, finish)]
+        _, index, text, _, finish, logprobs, explain, reasoning = deltas[0]
+        return [ChoiceDelta(run, index, text, logprobs, explain, finish, reasoning)]
     out: dict[int, ChoiceDelta] = {}
     for delta in deltas:
         piece = out.setdefault(delta.choice, ChoiceDelta(run, delta.choice))
         piece.text += delta.text
+        piece.reasoning += delta.reasoning
         piece.logprobs = [*piece.logprobs, *delta.logprobs]
         piece.explain = [*piece.explain, *delta.explain]
         piece.finish = delta.finish or piece.finish
@@ -117,7 +119,7 @@ def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": usage.accepted_tokens,
             "rejected_prediction_tokens": usage.drafted_tokens - usage.accepted_tokens,
-            "reasoning_tokens": 0,
+            "reasoning_tokens": usage.reasoning_tokens,
             "audio_tokens": 0,
             "mean_accepted_length": round(usage.mean_accepted_length, 3),
             "saved_seconds": round(saved, 6),

@@ -24,7 +24,7 @@ STATES = (
     "slow_reader",
     "done",
 )
-USAGE = ("prompt", "output", "cached", "drafted", "accepted")
+USAGE = ("prompt", "output", "cached", "drafted", "accepted", "reasoning")
 
 
 class Ledger:

@@ -206,6 +206,7 @@ class WireDelta(NamedTuple):
     finish: WireFinish | None
     logprobs: Sequence[WireLogprob]
     explain: Sequence[dict[str, Any]]
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +228,7 @@ class WireChoice:
     explain: Sequence[dict[str, Any]]
     score: float | None
     loop: int
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,7 @@ class ResultEncoder:
             None if delta.finish is None else self._finish(delta.finish, delta.token_ids, params),
             self._logprobs(delta.logprobs) if delta.logprobs else (),
             delta.explain,
+            delta.reasoning,
         )
 
     def completion(
@@ -122,6 +123,7 @@ class ResultEncoder:
             choice.explain,
             choice.score,
             choice.loop,
+            choice.reasoning,
         )
 
     def _finish(self, finish: Finish, ids: Sequence[int], params: SamplingParams) -> WireFinish:

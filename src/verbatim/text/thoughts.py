@@ -1,0 +1,118 @@
+"""Reasoning models: split an output into the thought and the answer.
+
+In: a model's chat templates and a prompt. Out: a ThoughtFormat, which makes the Splitter of an
+output. The markers are those of the chat template: a pair of tags such as `<think>` and `</think>`
+(tag_splitter.py), or the channels of the harmony format (harmony.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from verbatim.text.harmony import HarmonySplitter
+from verbatim.text.tag_splitter import Piece, TagSplitter
+
+# Opening and closing tag of each format. A model has the format whose closing tag its chat
+# template contains.
+TAGS = (
+    ("<think>", "</think>"),  # Qwen3, DeepSeek, SmolLM3, GLM, Granite 3.3, most others
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|channel>thought\n", "<channel|>"),  # Gemma 4
+    ("◁think▷", "◁/think▷"),  # Kimi
+    ("<thought>", "</thought>"),  # EXAONE Deep
+    ("Here is my thought process:", "Here is my response:"),  # Granite 3.2
+)
+HARMONY = "<|channel|>"  # the token that begins a channel's name
+HARMONY_TOKENS = ("<|start|>", HARMONY, "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
+
+
+class Splitter(Protocol):
+    """Splits the output of one choice."""
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends inside a thought."""
+        ...
+
+    def push(self, text: str) -> list[Piece]: ...
+
+    def finish(self) -> list[Piece]:
+        """End of the output: what was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """How a model marks its thoughts, and where the output of one prompt starts.
+
+    open_id: token that begins the opening tag; None where it is ordinary text
+    answer_ids: the tokens that the answer follows; empty where a tag is ordinary text
+    close_ids: the tokens that end a thought and begin the answer
+    marker_ids: control tokens that the splitter needs to see as text
+    start: "open" when the prompt ends inside a thought, "closed" when it ends behind one, ""
+    when the model decides"""
+
+    open: str
+    close: str
+    open_id: int | None = None
+    answer_ids: tuple[int, ...] = ()
+    close_ids: tuple[int, ...] = ()
+    marker_ids: frozenset[int] = frozenset()
+    start: Literal["", "open", "closed"] = ""
+
+    @property
+    def harmony(self) -> bool:
+        return self.open == HARMONY
+
+    def after(self, prompt: str) -> ThoughtFormat:
+        """The format for an output that follows this prompt text."""
+        tail = prompt.rstrip()
+        if self.harmony:
+            return self
+        if tail.endswith(self.open.rstrip()):
+            return replace(self, start="open")
+        return replace(self, start="closed") if tail.endswith(self.close) else self
+
+    def splitter(self) -> Splitter:
+        if self.harmony:
+            return HarmonySplitter()
+        return TagSplitter(self.open, self.close, self.start)
+
+
+def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
+    """The thought format of a model, from its chat templates; None if it has none."""
+    text = "\n".join(source for source in sources if isinstance(source, str))
+    if HARMONY in text and "analysis" in text:
+        return _harmony(tokenizer)
+    for open_tag, close in TAGS:
+        if close in text:
+            opening = tokenizer.encode(open_tag, special=True)
+            closing = tokenizer.encode(close, special=True)
+            single = len(opening) == 1 or tokenizer.is_control(opening[0])
+            ids = tuple(closing) if len(closing) == 1 else ()
+            markers = _control([*opening, *closing], tokenizer)
+            return ThoughtFormat(open_tag, close, opening[0] if single else None, ids, ids, markers)
+    return None
+
+
+def _harmony(tokenizer: Any) -> ThoughtFormat:
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(text, special=True))
+
+    final = f"{HARMONY}final<|message|>"
+    markers = _control(encode("".join(HARMONY_TOKENS)), tokenizer)
+    return ThoughtFormat(
+        HARMONY,
+        "<|message|>",
+        encode(HARMONY)[0],
+        encode(final),
+        encode(f"<|end|><|start|>assistant{final}"),
+        markers,
+    )
+
+
+def _control(ids: Iterable[int], tokenizer: Any) -> frozenset[int]:
+    return frozenset(i for i in ids if tokenizer.is_control(i))

@@ -1,0 +1,154 @@
+"""Reasoning models in the engine: the thought is split off, and grammars apply to the answer."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from verbatim import LLM, SamplingParams
+from verbatim.base.errors import UnsupportedError
+from verbatim.base.records import Drawn, Finish
+from verbatim.engine.stream import ChoiceStream
+from verbatim.engine.thought_matcher import ThoughtMatcher
+from verbatim.grammar.matcher import compile_structure
+from verbatim.testing import ByteTokenizer, ChatByteTokenizer, FakeBackend, fake_parts, fake_spec
+from verbatim.text.chat_template import ChatTemplate
+from verbatim.text.thoughts import ThoughtFormat, find_format
+
+OPEN, CLOSE, VOCAB = 260, 261, 262
+TEMPLATE = (
+    "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2, 3]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+class ThinkTokenizer(ChatByteTokenizer):
+    """Bytes, and the tags of a reasoning model as control tokens."""
+
+    NAMES = (*ByteTokenizer.NAMES, "<think>", "</think>")
+    vocab_size = VOCAB
+
+
+def think_format() -> ThoughtFormat:
+    found = find_format([TEMPLATE], ThinkTokenizer())
+    assert found is not None
+    return found
+
+
+def open_llm(source: str = TEMPLATE, **options: Any) -> LLM:
+    backend = FakeBackend(fake_spec(vocab=VOCAB), pipeline=True)
+    template = ChatTemplate(source, "<s>", "</s>")
+    parts = replace(fake_parts(backend), tokenizer=ThinkTokenizer(), template=template)
+    return LLM.from_parts(parts, **options)
+
+
+def test_streamed_deltas_concatenate_to_the_thought_and_the_answer() -> None:
+    tokenizer, rng = ThinkTokenizer(), random.Random(3)
+    output = [OPEN, *b"\nTwo and two.\n", CLOSE, *"\n\nFour é.".encode()]
+    for _ in range(200):
+        stream = ChoiceStream("r", 0, SamplingParams(), tokenizer, think_format())
+        deltas = []
+        for token in output:
+            stream.push(Drawn(token, 0.0), None)
+            if rng.random() < 0.4:
+                deltas.append(stream.take())
+        stream.push(Drawn(ByteTokenizer.EOS, 0.0), Finish("stop", "eos"))
+        deltas.append(stream.take())
+        choice = stream.choice(0)
+        assert (choice.reasoning, choice.text) == ("Two and two.", "Four é.")
+        assert "".join(d.reasoning for d in deltas if d) == choice.reasoning
+        assert "".join(d.text for d in deltas if d) == choice.text
+        assert stream.reasoning_tokens == 1 + len("\nTwo and two.\n") + 1
+
+
+def test_stop_strings_apply_to_the_answer_only() -> None:
+    stream = ChoiceStream("r", 0, SamplingParams(stop="x"), ThinkTokenizer(), think_format())
+    finish = None
+    for token in [OPEN, *b"a x b", CLOSE, *b"yes x no"]:
+        finish = finish or stream.push(Drawn(token, 0.0), None)
+    assert finish == Finish("stop", "x")
+    assert (stream.choice(0).reasoning, stream.choice(0).text) == ("a x b", "yes ")
+
+
+def allowed(mask: bytes | None, token: int) -> bool:
+    return mask is None or bool(mask[token // 8] >> token % 8 & 1)
+
+
+def test_a_grammar_binds_the_answer_and_not_the_thought() -> None:
+    """Random tokens under the masks of 120 sequences: every answer is valid."""
+    tokenizer, rng = ThinkTokenizer(), random.Random(4)
+    structure = compile_structure(SamplingParams(json_schema=SCHEMA), tokenizer)
+    assert structure is not None
+    for start in ("", "open", "closed"):
+        for _ in range(40):
+            thoughts = think_format().after(
+                {"open": "<think>", "closed": "</think>"}.get(start, "")
+            )
+            budget = rng.choice([None, 1, 7])
+            matcher = ThoughtMatcher(
+                structure.start(), thoughts, VOCAB, (ByteTokenizer.EOS,), budget
+            )
+            tokens: list[int] = []
+            while not matcher.finished:
+                mask = matcher.mask()
+                # The model likes to close its thoughts, so that each sequence ends soon.
+                wish = [CLOSE] * 40 if rng.random() < 0.2 else []
+                choices = [t for t in [*range(VOCAB), *wish] if allowed(mask, t)]
+                tokens.append(rng.choice(choices))
+                matcher.advance(tokens[-1])
+            stream = ChoiceStream("r", 0, SamplingParams(), tokenizer, thoughts)
+            for token in tokens:
+                stream.push(Drawn(token, 0.0), None)
+            stream.end(Finish("stop", "json_schema"))
+            assert json.loads(stream.choice(0).text)["n"] in (1, 2, 3)
+            thought = tokens.index(CLOSE) if CLOSE in tokens else 0
+            assert budget is None or thought <= budget + 1
+            assert ByteTokenizer.EOS not in tokens[:thought]
+
+
+@pytest.mark.parametrize("speculate", ["off", "ngram"])
+def test_a_structured_chat_has_a_valid_answer_and_a_thought_within_its_budget(
+    speculate: str,
+) -> None:
+    opening = TEMPLATE + "<think>"
+    with open_llm(opening) as llm:
+        params = SamplingParams(
+            json_schema=SCHEMA, thinking_budget=9, max_tokens=200, seed=5, speculate=speculate
+        )
+        done = llm.chat([{"role": "user", "content": "hi"}], params)
+    assert json.loads(done.text)["n"] in (1, 2, 3)
+    assert done.token_ids[9] == CLOSE
+    assert done.usage.reasoning_tokens == 10
+    assert "<think>" not in done.text + done.reasoning
+
+
+def test_thinking_switched_off_in_the_template_leaves_only_an_answer() -> None:
+    with open_llm() as llm:
+        params = SamplingParams(json_schema=SCHEMA, max_tokens=200, seed=1)
+        done = llm.chat([{"role": "user", "content": "hi"}], params, enable_thinking=False)
+        assert json.loads(done.text)
+        assert done.reasoning == ""
+
+
+def test_a_budget_without_thoughts_is_refused_by_name() -> None:
+    with open_llm("{{ messages[0].content }}<|assistant|>") as llm:
+        params = SamplingParams(thinking_budget=4)
+        for ask in (llm.generate, lambda p, s: llm.chat([{"role": "user", "content": p}], s)):
+            with pytest.raises(UnsupportedError, match="thinking_budget"):
+                ask("hi", params)  # type: ignore[operator]
+
+
+def test_a_grammar_is_refused_where_the_end_of_a_thought_is_not_a_token() -> None:
+    source = TEMPLATE.replace("<think></think>", "<thought></thought>")
+    with open_llm(source) as llm, pytest.raises(UnsupportedError, match="json_schema"):
+        llm.chat([{"role": "user", "content": "hi"}], SamplingParams(json_schema=SCHEMA))

@@ -1,0 +1,193 @@
+"""Splitting thoughts from answers: independent of the pieces, and no marker leaks."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from verbatim.text.harmony import HarmonySplitter
+from verbatim.text.tag_splitter import Piece, TagSplitter
+from verbatim.text.thoughts import TAGS, Splitter, ThoughtFormat, find_format
+
+WORDS = (
+    "So",
+    " 2",
+    "+",
+    "2",
+    "\n",
+    "\n\n",
+    " <",
+    "think",
+    ">",
+    "</",
+    "</th",
+    "é",
+    "🙂",
+    "<|",
+    "[",
+    "◁",
+)
+
+
+def split(splitter: Splitter, pieces: list[str]) -> tuple[str, str]:
+    found: list[Piece] = []
+    for piece in pieces:
+        found += splitter.push(piece)
+    found += splitter.finish()
+    return tuple("".join(t for k, t in found if k == kind) for kind in ("thought", "answer"))  # type: ignore[return-value]
+
+
+def cut(text: str, rng: random.Random) -> list[str]:
+    """The text in random pieces, as a model's tokens might cut it."""
+    at = sorted(rng.sample(range(len(text) + 1), min(len(text), rng.randrange(1, 12))))
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+def noise(rng: random.Random, without: tuple[str, ...]) -> str:
+    text = "".join(rng.choice(WORDS) for _ in range(rng.randrange(12)))
+    for marker in without:
+        text = text.replace(marker, "")
+    return text
+
+
+@pytest.mark.parametrize(("open_tag", "close"), TAGS)
+@pytest.mark.parametrize("start", ["", "open"])
+def test_thought_and_answer_of_random_streams(open_tag: str, close: str, start: str) -> None:
+    rng = random.Random(f"{open_tag}{start}")
+    for _ in range(5_000):
+        thought = noise(rng, (open_tag, close)).strip()
+        answer = noise(rng, (open_tag, close)).strip()
+        if close in thought + close[:-1] or close in close[1:] + answer:
+            continue
+        space = rng.choice(["", "\n", "\n\n"])
+        opening = "" if start else rng.choice(["", "\n"]) + open_tag
+        output = f"{opening}{space}{thought}{space}{close}{space}{answer}"
+        if output.find(close, len(opening)) != len(f"{opening}{space}{thought}{space}"):
+            continue  # the noise completed a marker by accident
+        got = split(TagSplitter(open_tag, close, start), cut(output, rng))
+        assert got == (thought, answer), output
+
+
+@pytest.mark.parametrize(("open_tag", "close"), TAGS)
+def test_any_text_gives_the_same_result_in_any_pieces(open_tag: str, close: str) -> None:
+    rng = random.Random(close)
+    parts = (*WORDS, open_tag, close, open_tag[:3], close[:-1])
+    for _ in range(2_000):
+        text = "".join(rng.choice(parts) for _ in range(rng.randrange(10)))
+        start = rng.choice(["", "open", "closed"])
+        whole = split(TagSplitter(open_tag, close, start), [text])
+        assert split(TagSplitter(open_tag, close, start), cut(text, rng)) == whole
+        assert split(TagSplitter(open_tag, close, start), list(text)) == whole
+
+
+def test_an_output_without_tags_is_the_answer() -> None:
+    for text in ("Paris.", " <b>", "", "  ", "</think> stays text", "<thin"):
+        assert split(TagSplitter("<think>", "</think>"), list(text)) == ("", text)
+
+
+def test_an_output_cut_inside_the_thought_has_no_answer() -> None:
+    assert split(TagSplitter("<think>", "</think>"), ["<think>\nLet me", " see"]) == (
+        "Let me see",
+        "",
+    )
+
+
+def test_a_tag_inside_the_answer_is_text() -> None:
+    text = "<think>a</think>Write <think>b</think>."
+    assert split(TagSplitter("<think>", "</think>"), list(text)) == (
+        "a",
+        "Write <think>b</think>.",
+    )
+
+
+def test_a_prompt_that_ends_inside_or_behind_a_thought() -> None:
+    tags = ThoughtFormat("<think>", "</think>")
+    assert tags.after("<|im_start|>assistant\n<think>\n").start == "open"
+    assert tags.after("<|im_start|>assistant\n<think>\n\n</think>\n\n").start == "closed"
+    assert tags.after("<|im_start|>assistant\n").start == ""
+    assert split(tags.after("<think>").splitter(), ["So.</think>\n4"]) == ("So.", "4")
+    assert split(tags.after("<think></think>").splitter(), ["4</think>"]) == ("", "4</think>")
+
+
+HARMONY = (
+    "<|channel|>analysis<|message|>Greet.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+    "One moment.<|end|><|start|>assistant<|channel|>final<|message|>Hello!<|return|>"
+)
+
+
+def test_harmony_channels_in_any_pieces() -> None:
+    rng = random.Random(1)
+    for _ in range(10_000):
+        assert split(HarmonySplitter(), cut(HARMONY, rng)) == ("Greet.", "One moment.Hello!")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>",
+        " to=functions.get_weather<|channel|>commentary json<|message|>",
+    ],
+)
+def test_a_harmony_tool_call_becomes_a_tool_call(header: str) -> None:
+    thought = "<|channel|>analysis<|message|>Call.<|end|><|start|>assistant"
+    text = f'{thought}{header}{{"city": "Rome"}}<|call|>'
+    want = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+    for pieces in ([text], list(text), re.split(r"(?=<)", text)):
+        assert split(HarmonySplitter(), pieces) == ("Call.", want)
+
+
+def test_harmony_markers_never_leak() -> None:
+    rng = random.Random(2)
+    parts = (
+        "<|channel|>",
+        "<|message|>",
+        "<|end|>",
+        "<|start|>",
+        "assistant",
+        "analysis",
+        "final",
+        "hi",
+    )
+    for _ in range(10_000):
+        text = "".join(rng.choice(parts) for _ in range(rng.randrange(14)))
+        whole = split(HarmonySplitter(), [text])
+        assert split(HarmonySplitter(), cut(text, rng)) == whole
+        assert "<|" not in "".join(whole), text
+
+
+class OneToken:
+    """A tokenizer in which some texts are control tokens, and every other character is a token."""
+
+    def __init__(self, control: dict[str, int]) -> None:
+        self._control = control
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        pattern = "|".join(map(re.escape, self._control)) or "$^"
+        out: list[int] = []
+        for piece in re.split(f"({pattern})", text):
+            out += [self._control[piece]] if piece in self._control else map(ord, piece)
+        return out
+
+    def is_control(self, token: int) -> bool:
+        return token in self._control.values()
+
+
+def test_the_format_comes_from_the_chat_template() -> None:
+    plain = OneToken({})
+    assert find_format(["{{ messages }}"], plain) is None
+    found = find_format(["{% if x %}<think></think>{% endif %}"], plain)
+    assert (found and found.open, found and found.answer_ids) == ("<think>", ())
+    control = OneToken({"<think>": 1000, "</think>": 1001})
+    found = find_format(["<think></think>"], control)
+    assert found is not None
+    assert (found.open_id, found.answer_ids, found.marker_ids) == (1000, (1001,), {1000, 1001})
+    gemma = find_format(["<channel|>"], OneToken({"<|channel>": 1000, "<channel|>": 1001}))
+    assert gemma is not None
+    assert (gemma.open_id, gemma.answer_ids) == (1000, (1001,))
+    tokens = {"<|start|>": 1, "<|channel|>": 2, "<|message|>": 3, "<|end|>": 4, "<|call|>": 5}
+    harmony = find_format(["<|channel|>analysis<|message|>"], OneToken(tokens))
+    assert harmony is not None
+    assert harmony.answer_ids == (2, *map(ord, "final"), 3)
+    assert harmony.close_ids == (4, 1, *map(ord, "assistant"), *harmony.answer_ids)
