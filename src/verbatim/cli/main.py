@@ -42,6 +42,7 @@ GROUPS = {
         "convert": "Write a model as a (quantised) GGUF file.",
     },
     "System": {
+        "plan": "What a model needs, and how fast any engine could run it, from its config.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, the kernels and the cache.",
         "version": "Print versions, backends and the instruction set.",
