@@ -36,7 +36,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lens": LOWEST,
     "convert": {"text"} | NUMBERS,
     "bench": {"engine"} | BELOW_ENGINE,
-    "cli": {"server", "engine", "lens", "convert", "bench"} | BELOW_ENGINE,
+    "diagnose": {"engine"} | BELOW_ENGINE,
+    "cli": {"server", "engine", "lens", "convert", "bench", "diagnose"} | BELOW_ENGINE,
 }
 # Top-level modules without a rule: public fakes and entry points.
 FREE = {"testing", "testing_models", "__main__", "__init__"}

@@ -1,4 +1,5 @@
-"""`verbatim doctor`: checks the installation and prints the facts that a bug report needs."""
+"""`verbatim doctor`: checks the installation and prints the facts that a bug report needs.
+`verbatim doctor MODEL`: checks a model's files, its weights and its behaviour."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import click
 
 from verbatim.backend import gpu
-from verbatim.cli.options import Command, Option
+from verbatim.cli.options import Command, Option, engine_options
 from verbatim.cli.terminal import GREEN, RED, YELLOW, paint, write_json
 from verbatim.cli.version import cpu_facts, cuda_facts
 
@@ -28,10 +30,38 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON array")
-def command(as_json: bool) -> int:
-    """Check Python, kernels, extras, cache and default model. Exit code 1 if something is
-    broken."""
+@click.argument("model", required=False, metavar="[MODEL]")
+@click.option(
+    "--live/--no-live",
+    cls=Option,
+    default=True,
+    help="with MODEL: also run it: does a turn end, does it loop, a quiz [on]",
+)
+@click.option(
+    "--seed", cls=Option, type=click.IntRange(0), default=0, metavar="N", help="of the live checks"
+)
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON value")
+@click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
+@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+@engine_options
+def command(
+    model: str | None,
+    live: bool,
+    seed: int,
+    as_json: bool,
+    revision: str | None,
+    offline: bool,
+    **flags: Any,
+) -> int:
+    """Check Python, kernels, extras, cache and default model; with MODEL, check that model: end of
+    sequence, special tokens, template, generation settings, rope and context, weights, and how it
+    answers. Exit code 1 if something is broken.
+    """
+    if model is not None:
+        from verbatim.cli.doctor_model import examine
+
+        flags |= {"model": model, "revision": revision, "offline": offline}
+        return examine(flags, live=live, seed=seed, as_json=as_json)
     found = list(findings())
     if as_json:
         rows = [{"state": state, "what": what, "finding": text} for state, what, text in found]

@@ -42,8 +42,9 @@ GROUPS = {
         "convert": "Write a model as a (quantised) GGUF file.",
     },
     "System": {
+        "plan": "Memory, speed limits and cost of a model, from its config.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
-        "doctor": "Check the installation, the kernels and the cache.",
+        "doctor": "Check the installation, or a model.",
         "version": "Print versions, backends and the instruction set.",
     },
 }

@@ -106,7 +106,7 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     def find(name: str) -> Source:
         return hf_source(spec.family, prefix, name, experts)
 
-    if spec.tied and _has_own_head(source.tensors, find("embed").names[0], find("head").names[0]):
+    if spec.tied and has_own_head(source.tensors, find("embed").names[0], find("head").names[0]):
         spec = replace(spec, tied=False)
         warnings = (
             *warnings,
@@ -123,7 +123,7 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     return Model(spec, Weights(weights, file, digest), source, eos, generation, warnings)
 
 
-def _has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
+def has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
     """Whether the file has an output head that differs from the embedding."""
     if head not in tensors or embed not in tensors:
         return False

@@ -1,0 +1,88 @@
+"""`verbatim doctor MODEL`: flags come in, findings with evidence and remedy go out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.errors import VerbatimError
+from verbatim.cli.options import engine_of
+from verbatim.cli.terminal import Progress, write_json
+
+if TYPE_CHECKING:
+    from verbatim.diagnose.findings import Finding
+    from verbatim.diagnose.model_files import ModelFiles
+
+MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
+
+
+def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> int:
+    from verbatim.diagnose.file_checks import check_files
+    from verbatim.diagnose.findings import is_sound
+    from verbatim.diagnose.model_files import read_files
+    from verbatim.diagnose.weight_checks import check_weights
+    from verbatim.weights.catalog import resolve
+
+    engine_of(flags)  # a wrong flag fails before the model is read
+    progress = Progress(quiet=as_json)
+    path = resolve(
+        flags["model"], revision=flags["revision"], offline=flags["offline"], progress=progress
+    )
+    progress.clear()
+    files = read_files(path)
+    found = [*check_files(files), *check_weights(files)]
+    if live:
+        found += _live(flags, files, seed, as_json)
+    sound = is_sound(found)
+    if as_json:
+        rows = [asdict(finding) for finding in found]
+        write_json({"model": flags["model"], "sound": sound, "seed": seed, "findings": rows})
+    else:
+        _print(flags["model"], files, found, sound)
+    return 0 if sound else 1
+
+
+def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) -> list[Finding]:
+    """The live checks, if the model can be loaded at all and its weights are numbers."""
+    from verbatim.cli.open_model import open_llm
+    from verbatim.diagnose.findings import bad
+    from verbatim.diagnose.live_checks import CONTEXT, check_live
+
+    if files.model is None:
+        return []  # the error is among the findings already
+    if flags.get("e_context") is None:
+        flags = {**flags, "e_context": min(CONTEXT, files.model.spec.context)}
+    try:
+        with open_llm(flags, quiet=as_json) as llm:
+            return check_live(llm, seed=seed)
+    except VerbatimError as error:
+        remedy = "repair what the other checks found, then run doctor again"
+        return [bad("live", "the model does not run", error.message, remedy)]
+
+
+def _print(name: str, files: ModelFiles, found: list[Finding], sound: bool) -> None:
+    from rich.text import Text
+
+    from verbatim.cli.tables import console, section
+
+    out = console()
+    size = sum(tensor.data.nbytes for tensor in files.tensors.values())
+    out.print(f"{name}: {files.kind}, {size / 1e6:,.0f} MB of weights", style="bold")
+    out.print()
+    rows = []
+    for finding in found:
+        mark, style = MARKS[finding.state]
+        text = Text(finding.text)
+        if finding.evidence:
+            text.append(f"\n{finding.evidence}", style="dim")
+        if finding.remedy:
+            text.append(f"\n→ {finding.remedy}", style="cyan")
+        rows.append((Text(mark, style=style), Text(finding.check), text))
+    section(out, "", rows, wide=2)
+    count = {state: sum(f.state == state for f in found) for state in MARKS}
+    verdict = "sound" if sound else "NOT SOUND"
+    out.print()
+    out.print(
+        f"{verdict}: {len(found)} checks, {count['bad']} faults, {count['note']} notes",
+        style="bold green" if sound else "bold red",
+    )

@@ -1,0 +1,263 @@
+"""`verbatim plan MODEL`: memory, roofline bounds and cost of a model on a device, from its config
+alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.cli.options import DEFAULT_MODEL, Command, Option
+from verbatim.cli.terminal import note, write_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from verbatim.diagnose.capacity import Bound, Plan
+    from verbatim.diagnose.devices import Device
+
+
+@click.command(cls=Command)
+@click.argument("model", required=False, metavar="[MODEL]")
+@click.option(
+    "--device",
+    cls=Option,
+    default="this",
+    metavar="NAME",
+    help="h200, h100, a100, a10, l4, 4090, this, or GB/s,TFLOPS[,GB] [this]",
+)
+@click.option("--context", cls=Option, type=int, metavar="N", help="prompt plus output [4096]")
+@click.option("--output", cls=Option, type=int, metavar="N", help="output tokens of these [256]")
+@click.option("--batch", cls=Option, type=int, default=1, metavar="N", help="sequences at once [1]")
+@click.option(
+    "--quant", cls=Option, metavar="TYPE", help="type of the weights [as the config or file says]"
+)
+@click.option(
+    "--kv-type", cls=Option, default="f16", metavar="TYPE", help="type of the KV cache [f16]"
+)
+@click.option(
+    "--tp", cls=Option, type=int, default=1, metavar="N", help="devices that share each matrix [1]"
+)
+@click.option(
+    "--price", cls=Option, type=float, metavar="X", help="price of one device for one hour"
+)
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+def command(
+    model: str | None,
+    device: str,
+    context: int | None,
+    output: int | None,
+    batch: int,
+    quant: str | None,
+    kv_type: str,
+    tp: int,
+    price: float | None,
+    as_json: bool,
+) -> int:
+    """What MODEL needs, and how fast any engine could run it: memory, roofline bounds, cost.
+
+    MODEL is a config.json, a directory with one, a .gguf file, a model in the cache, or a parameter
+    count such as 7B. No weight is read. All times are lower bounds, from the bytes that must be
+    read and the operations that must be done.
+    """
+    from verbatim.diagnose.capacity import make_plan
+    from verbatim.diagnose.footprint import read_footprint
+
+    if price is not None and not 0 < price < 1e9:
+        raise ParameterError("price", f"{price:g} is not a price above 0")
+    name = model or os.environ.get("VERBATIM_MODEL") or DEFAULT_MODEL
+    footprint = read_footprint(name, quant=quant, kv_type=kv_type, resolve=_local)
+    if context is None:
+        context = min(4096, footprint.context or 4096)
+    if output is None:
+        output = min(256, max(1, context // 2))
+    plan = make_plan(
+        footprint,
+        _device(device, quiet=as_json),
+        context=context,
+        output=output,
+        batch=batch,
+        tp=tp,
+        price=price,
+    )
+    if as_json:
+        write_json(plan_json(plan))
+    else:
+        _print(plan)
+    return 1 if plan.fits is False else 0
+
+
+def _local(model: str) -> Path:
+    """The path of a model in the cache. `plan` never downloads weights."""
+    from verbatim.weights.catalog import resolve
+
+    try:
+        return resolve(model, offline=True)
+    except ModelError as error:
+        raise ModelError(
+            f"{error.message}; plan downloads no weights: give its config.json instead"
+        ) from None
+
+
+def _device(name: str, *, quiet: bool) -> Device:
+    from verbatim.diagnose.devices import THIS, parse_device
+
+    if name.lower() != THIS:
+        return parse_device(name)
+    from verbatim.diagnose.this_device import this_device
+    from verbatim.weights.catalog import cache_dir
+
+    return this_device(cache_dir(), note=lambda text: None if quiet else note(text))
+
+
+# --------------------------------------------------------------------------------------- printing
+
+
+def _print(plan: Plan) -> None:
+    from verbatim.cli.tables import console, section
+
+    f, d, out = plan.footprint, plan.device, console()
+    peak = "peak unknown" if d.ops is None else f"{_number(d.ops / 1e12)} T{d.unit}"
+    size = "" if d.memory is None else f", {_number(d.memory / 1e9)} GB"
+    ridge = "" if d.ridge is None else f"; ridge at {_number(d.ridge)} operations per byte"
+    many = f"{d.count} × " if d.count > 1 else ""
+    together = " together" if d.count > 1 else ""
+    limits = f"{_number(d.read_bytes / 1e9)} GB/s, {peak}{size}{together}{ridge}"
+    head = [
+        ("model", f.name),
+        ("", f.shape),
+        ("device", f"{many}{d.name} ({d.kind})"),
+        ("", limits),
+    ]
+    section(out, "", head, wide=1)
+    section(out, "Memory", _memory_rows(plan), right=(1,), wide=2)
+    header = ("", "at least", "limit", "read", "compute", "op/byte")
+    section(out, "Time", _time_rows(plan), right=(1, 3, 4, 5), header=header)
+    section(out, "Hence", _derived_rows(plan), right=(1,), wide=2)
+
+
+def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    from verbatim.diagnose.capacity import USABLE
+
+    f, d = plan.footprint, plan.device
+    rows = [("weights", _bytes(f.weight_bytes), f"{_count(f.params)} parameters in {f.stored}")]
+    if not f.windows:
+        return [*rows, ("KV cache", "-", "unknown: a parameter count has no heads")]
+    windows = {w for w in f.windows if w is not None}
+    what = f"2 × {len(f.windows)} layers × {f.kv_heads} key heads × {f.head_dim} in {f.kv_type}"
+    what += f"; windows of {', '.join(map(str, sorted(windows)))}" if windows else ""
+    rows.append(("KV cache of a token", _bytes(f.kv_bytes(1)), what))
+    sequences = f"{plan.batch} sequence{'s' if plan.batch > 1 else ''}"
+    held = plan.kv_sequence * plan.batch
+    rows.append(("KV cache", _bytes(held), f"{sequences} of {plan.context:,} tokens"))
+    if plan.fits is not None and d.memory is not None:
+        needed = f.weight_bytes + held
+        rows.append(
+            (
+                "fits" if plan.fits else "DOES NOT FIT",
+                _bytes(needed),
+                f"of {_bytes(d.memory * USABLE)}, {USABLE:.0%} of {_bytes(d.memory)}; the rest"
+                " is for activations",
+            )
+        )
+        rows.append(
+            (
+                "room",
+                f"{plan.room_sequences:,}",
+                f"sequences of {plan.context:,} tokens ({plan.room_tokens:,.0f} tokens of KV)",
+            )
+        )
+    return rows
+
+
+def _time_rows(plan: Plan) -> list[tuple[str, ...]]:
+    step = f"decode step of {plan.batch}" if plan.batch > 1 else "decode step"
+    rows = [_bound_row(f"first token, prompt {plan.prompt:,}", plan.prefill)]
+    if plan.footprint.windows:
+        rows.append(_bound_row(f"{step} at context 0", plan.decode_empty))
+        rows.append(_bound_row(f"{step} at {plan.context:,}", plan.decode))
+    else:
+        rows.append(_bound_row(step, plan.decode))
+    return rows
+
+
+def _bound_row(name: str, bound: Bound) -> tuple[str, ...]:
+    compute = "-" if bound.ops_seconds is None else _time(bound.ops_seconds)
+    return (
+        name,
+        _time(bound.seconds),
+        bound.limit,
+        _time(bound.read_seconds),
+        compute,
+        _number(bound.intensity),
+    )
+
+
+def _derived_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    rate = plan.batch / plan.decode.seconds
+    each = f", {_number(rate / plan.batch)} per sequence" if plan.batch > 1 else ""
+    rows = [("at most", _number(rate), f"output tokens per second at the whole context{each}")]
+    if plan.device.ops is not None:
+        empty, full = plan.compute_bound_empty, plan.compute_bound
+        never = f"never at {plan.context:,}: reading the KV cache outgrows the work"
+        rows.append(
+            (
+                "compute-bound from",
+                "never" if empty is None else f"{empty:,}",
+                "sequences at context 0"
+                + (f"; {never if full is None else f'{full:,} at {plan.context:,}'}"),
+            )
+        )
+    rows.append(
+        (
+            "decode takes",
+            f"{plan.decode_share:.0%}",
+            f"of the time of {plan.prompt:,} prompt and {plan.output:,} output tokens",
+        )
+    )
+    if plan.input_price is not None and plan.output_price is not None:
+        rows.append(("input tokens cost", f"{plan.input_price:,.4f}", "per million, at least"))
+        rows.append(("output tokens cost", f"{plan.output_price:,.4f}", "per million, at least"))
+    return rows
+
+
+def _number(value: float) -> str:
+    """Three significant digits: 0.98, 12.3, 4,800."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _bytes(size: float) -> str:
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{_number(size / factor)} {unit}"
+    return f"{size:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= factor or unit == "µs":
+            return f"{_number(seconds / factor)} {unit}"
+    raise AssertionError
+
+
+def _count(params: int) -> str:
+    return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.1f} M"
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The Plan as plain data, with the properties that people read."""
+    out = asdict(plan)
+    out["footprint"].pop("windows")
+    out["footprint"]["layers"] = len(plan.footprint.windows)
+    for name in ("prefill", "decode_empty", "decode"):
+        bound: Bound = getattr(plan, name)
+        out[name] |= {"limit": bound.limit, "intensity": bound.intensity}
+    out["device"]["ridge"] = plan.device.ridge
+    out["prompt"] = plan.prompt
+    out["output_tokens_per_second"] = plan.batch / plan.decode.seconds
+    return out

@@ -1,0 +1,223 @@
+"""The cost of a model from its shape alone: bytes of weights and KV cache, operations per token.
+
+In: a config.json, a GGUF header, or a parameter count such as 7B. Out: a Footprint. No weight is
+read. The operation counts are those of `verbatim bench` (observe/roofline.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from verbatim.backend.protocol import BackendInfo
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.families import read_config
+from verbatim.model.gguf_families import read_header
+from verbatim.model.layout import is_quantisable, layout
+from verbatim.model.spec import ModelSpec
+from verbatim.observe.roofline import cost_card
+from verbatim.weights.gguf import read_gguf
+from verbatim.weights.names import gguf_source
+from verbatim.weights.safetensors import read_json
+from verbatim.weights.tensor import BLOCKS
+
+# Bytes per weight. fp8 is no type of ours, but a common way to serve on a GPU.
+WEIGHT_TYPES = {name: size / values for name, (values, size) in BLOCKS.items()} | {"fp8": 1.0}
+# Bytes per value of the KV cache, and per head and position: q8 has a float32 scale (backend/cpu).
+KV_TYPES = {"f16": (2, 0), "bf16": (2, 0), "f32": (4, 0), "fp8": (1, 0), "q8": (1, 4)}
+_DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([bm])", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes and operations of one model. `windows` is empty if only the parameter count is
+    known: then there is no KV cache and no attention in any number."""
+
+    name: str
+    shape: str  # for people
+    stored: str  # type of the weights
+    params: int
+    weight_bytes: float  # in memory
+    step_bytes: float  # read by every decode step, experts not counted
+    expert_bytes: float  # of all experts
+    experts: int
+    experts_used: int
+    kv_type: str
+    kv_layer_bytes: float  # keys and values of one position of one layer
+    kv_heads: int
+    heads: int
+    head_dim: int
+    windows: tuple[int | None, ...]  # per layer
+    context: int  # positions of the model; 0: unknown
+    ops_token: int
+    prompt_ops_token: int  # without the LM head
+    ops_position: int  # attention of one layer, per position attended to
+
+    def read_bytes(self, batch: float) -> float:
+        """Weight bytes that one decode step of `batch` sequences reads. Of the experts it reads
+        those that at least one row chooses: with E experts, k per row and even routing, a share of
+        1 - (1 - k/E) ** batch."""
+        if not self.experts:
+            return self.step_bytes
+        share = 1 - (1 - self.experts_used / self.experts) ** batch
+        return self.step_bytes + share * self.expert_bytes
+
+    def kv_bytes(self, tokens: float) -> float:
+        """KV cache of one sequence. Layers with a window keep at most that many positions."""
+        return self.kv_layer_bytes * self._positions(tokens)
+
+    def attention_ops(self, context: float) -> float:
+        """Operations in attention of one new token that sees `context` positions."""
+        return self.ops_position * self._positions(context)
+
+    def prompt_attention_ops(self, tokens: float) -> float:
+        """The same for all tokens of a prompt: token i sees i positions, or its window."""
+        total = 0.0
+        for window in self.windows:
+            seen = min(tokens, window or tokens)
+            total += seen * seen / 2 + (tokens - seen) * seen
+        return self.ops_position * total
+
+    def _positions(self, tokens: float) -> float:
+        return sum(min(tokens, window or tokens) for window in self.windows)
+
+
+def read_footprint(
+    model: str, *, quant: str | None, kv_type: str, resolve: Callable[[str], Path]
+) -> Footprint:
+    """The footprint of a config.json, a directory, a .gguf file, a parameter count (7B), or a
+    model name, which `resolve` turns into a path."""
+    if quant is not None and quant not in WEIGHT_TYPES:
+        raise ParameterError("quant", f"{quant!r:.40} is not one of {', '.join(WEIGHT_TYPES)}")
+    if kv_type not in KV_TYPES:
+        raise ParameterError("kv_type", f"{kv_type!r:.40} is not one of {', '.join(KV_TYPES)}")
+    path = Path(model).expanduser()
+    if not path.exists():
+        if count := _COUNT.fullmatch(model):
+            factor = 10**9 if count[2].lower() == "b" else 10**6
+            return _of_count(model, int(float(count[1]) * factor), quant or "f16", kv_type)
+        path = resolve(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        return footprint_of_config(read_json(path), str(path), quant=quant, kv_type=kv_type)
+    return _of_gguf(path, quant, kv_type)
+
+
+def footprint_of_config(
+    config: Mapping[str, Any], file: str, *, quant: str | None = None, kv_type: str = "f16"
+) -> Footprint:
+    spec, _ = read_config(config, file=file)
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float16"
+    stored = quant or _DTYPES.get(str(dtype))
+    if stored is None:
+        raise ModelError(f"dtype is {dtype!r:.40}; name a type with --quant", file=file)
+    path = Path(file)
+    name = config.get("_name_or_path") or (
+        path.parent.name if path.stem == "config" and path.parent.name else path.stem
+    )
+    return _of_spec(spec, str(name), stored, kv_type, lambda part: _type_of(part, stored))
+
+
+def _of_gguf(path: Path, quant: str | None, kv_type: str) -> Footprint:
+    source = read_gguf(path)
+    spec = read_header(source.metadata, source.tensors, file=str(path)).spec
+    architecture = source.metadata["general.architecture"]
+
+    def type_of(part: str) -> str:
+        names = gguf_source(architecture, part).names
+        tensor = source.tensors.get(names[0])
+        if tensor is None:
+            raise ModelError(f"tensor {names[0]} is missing", file=str(path))
+        return _type_of(part, quant) if quant else tensor.type
+
+    types = [type_of(part) for part in layout(spec) if is_quantisable(part)]
+    stored = quant or max(set(types), key=types.count)
+    return _of_spec(spec, path.stem, stored, kv_type, type_of)
+
+
+def _type_of(part: str, stored: str) -> str:
+    """Norms, biases and routers stay float32 when the matrices are quantised."""
+    return stored if is_quantisable(part) or WEIGHT_TYPES[stored] >= 2 else "f32"
+
+
+def _of_spec(
+    spec: ModelSpec, name: str, stored: str, kv_type: str, type_of: Callable[[str], str]
+) -> Footprint:
+    params, dense, expert_bytes, embed = 0, 0.0, 0.0, 0.0
+    for part, shape in layout(spec).items():
+        count, size = prod(shape), prod(shape) * WEIGHT_TYPES[type_of(part)]
+        params += count
+        if ".moe." in part and not part.endswith("router"):
+            expert_bytes += size
+        elif part == "positions" or (part == "embed" and not spec.tied):
+            embed += size  # one row per token is read, so it does not count in a step
+        else:
+            dense += size
+    info = BackendInfo("plan", "", 1, "", int(dense + expert_bytes), 0)
+    card = cost_card(spec, info)
+    return Footprint(
+        name=name,
+        shape=_shape(spec),
+        stored=stored,
+        params=params,
+        weight_bytes=dense + expert_bytes + embed,
+        step_bytes=dense,
+        expert_bytes=expert_bytes,
+        experts=max(layer.experts for layer in spec.layers),
+        experts_used=spec.experts_used,
+        kv_type=kv_type,
+        kv_layer_bytes=_kv_layer_bytes(spec, kv_type),
+        kv_heads=spec.kv_heads,
+        heads=spec.heads,
+        head_dim=spec.head_dim,
+        windows=tuple(layer.window for layer in spec.layers),
+        context=spec.context,
+        ops_token=card.ops_token,
+        prompt_ops_token=card.prompt_ops_token,
+        ops_position=card.ops_position // len(spec.layers),
+    )
+
+
+def _kv_layer_bytes(spec: ModelSpec, kv_type: str) -> int:
+    per_value, per_head = KV_TYPES[kv_type]
+    return 2 * spec.kv_heads * (spec.head_dim * per_value + per_head)
+
+
+def _of_count(name: str, params: int, stored: str, kv_type: str) -> Footprint:
+    """Two operations and one read per weight: what a parameter count alone tells."""
+    size = params * WEIGHT_TYPES[stored]
+    return Footprint(
+        name=name,
+        shape="a parameter count alone: no KV cache, no attention",
+        stored=stored,
+        params=params,
+        weight_bytes=size,
+        step_bytes=size,
+        expert_bytes=0.0,
+        experts=0,
+        experts_used=0,
+        kv_type=kv_type,
+        kv_layer_bytes=0.0,
+        kv_heads=0,
+        heads=0,
+        head_dim=0,
+        windows=(),
+        context=0,
+        ops_token=2 * params,
+        prompt_ops_token=2 * params,
+        ops_position=0,
+    )
+
+
+def _shape(spec: ModelSpec) -> str:
+    kind = {1: "MQA", spec.heads: "MHA"}.get(spec.kv_heads, "GQA")
+    heads = f"{spec.heads} query heads over {spec.kv_heads} key heads of {spec.head_dim} ({kind})"
+    experts = max(layer.experts for layer in spec.layers)
+    mixture = f", {spec.experts_used} of {experts} experts" if experts else ""
+    return f"{spec.family}, {len(spec.layers)} layers, hidden {spec.hidden}, {heads}{mixture}"

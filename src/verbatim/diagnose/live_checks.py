@@ -1,0 +1,144 @@
+"""Checks of a running model: does a chat turn end, does the output loop, does sampling cost
+accuracy. In: an LLM and a seed. Out: Findings.
+
+All requests have fixed prompts, seeds and lengths, so equal seeds give equal findings on every
+machine with the same numerics version. About 1,300 tokens: seconds for a small model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion
+from verbatim.diagnose.findings import Finding, bad, good, note
+from verbatim.diagnose.quiz import BUILT_IN, prompt_ids, run_quiz
+from verbatim.diagnose.statistics import wilson
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM
+
+# Questions with short answers: a sound chat model ends each within TURN_TOKENS.
+SHORT = ("Say hello.", "What is 2 + 2?", "Name a colour.", "Is the sun hot?")
+TURN_TOKENS = 48
+# Tasks with long answers, where loops appear.
+OPEN = (
+    "Write a story about a lighthouse.",
+    "Explain how rain forms.",
+    "Tell me about the history of bread.",
+    "How do I learn to play chess?",
+)
+LOOP_TOKENS = 112  # the loop detector needs at least 64 repeated tokens
+GREEDY_LOOPS = 0.75  # share of greedy outputs that loop, from which on the model is at fault
+SAMPLED_LOOPS = 0.25  # the same at temperature 1, where noise breaks most loops
+QUIZ_TOKENS = 12
+QUIZ_SAMPLES = 2
+CONTEXT = 1024  # tokens; enough for every request above
+
+
+def check_live(llm: LLM, *, seed: int = 0) -> list[Finding]:
+    return [*check_turns(llm, seed), *check_loops(llm, seed), *check_quiz(llm, seed)]
+
+
+def _run(llm: LLM, prompts: Sequence[str], tokens: int, seed: int) -> list[list[Completion]]:
+    """Each prompt greedily and at temperature 1, in one batch."""
+    base = SamplingParams(temperature=0, max_tokens=tokens, on_loop="stop")
+    sampled = [base.with_(temperature=1.0, seed=seed + i) for i in range(len(prompts))]
+    ids = [prompt_ids(llm, text) for text in prompts]
+    done = llm.generate(ids * 2, [base] * len(prompts) + sampled)
+    return [done[: len(prompts)], done[len(prompts) :]]
+
+
+def check_turns(llm: LLM, seed: int = 0) -> list[Finding]:
+    """Does a chat turn end by an end-of-sequence token, and not by length?"""
+    if not llm.has_template:
+        return []
+    done = [c for each in _run(llm, SHORT, TURN_TOKENS, seed) for c in each]
+    ended = sum(c.finish_reason == "stop" for c in done)
+    evidence = f"{ended} of {len(done)} short answers ended within {TURN_TOKENS} tokens"
+    if not ended:
+        last = done[0]
+        return [
+            bad(
+                "turn ends",
+                "no chat turn ended by itself: answers run to max_tokens",
+                f"{evidence}; {SHORT[0]!r} gave {last.text[:60]!r}",
+                "compare the end of turn of the template with eos_token_id; if they agree, the"
+                " model never learned to draw it",
+            )
+        ]
+    if ended < len(done) / 2:
+        return [
+            note(
+                "turn ends",
+                "most short chat turns did not end by themselves",
+                evidence,
+                "set max_tokens; a stop string may help",
+            )
+        ]
+    return [good("turn ends", "chat turns end by an end-of-sequence token", evidence)]
+
+
+def check_loops(llm: LLM, seed: int = 0, prompts: Sequence[str] = OPEN) -> list[Finding]:
+    """How often does the output end in a repetition loop, greedily and at temperature 1?"""
+    shares, words = [], []
+    runs = _run(llm, prompts, LOOP_TOKENS, seed)
+    for name, done in zip(("greedy", "temperature 1"), runs, strict=True):
+        loops = sum(c.choices[0].loop > 0 for c in done)
+        low, high = wilson(loops, len(done))
+        shares.append(loops / len(done))
+        words.append(f"{name} {loops} of {len(done)} (95 %: {low:.0%} to {high:.0%})")
+    evidence = f"loops in {LOOP_TOKENS} tokens: {', '.join(words)}"
+    if shares[1] >= SAMPLED_LOOPS:
+        return [
+            bad(
+                "loops",
+                "the output loops even at temperature 1: the distribution is degenerate",
+                evidence,
+                "check rope settings and quantisation against a float copy of the model",
+            )
+        ]
+    if shares[0] >= GREEDY_LOOPS:
+        return [
+            bad(
+                "loops",
+                "almost every greedy output loops",
+                evidence,
+                "sample (--temperature 0.7 --min-p 0.05), or add --dry-multiplier 0.8; --on-loop"
+                " stop ends a loop",
+            )
+        ]
+    return [good("loops", "few outputs loop", evidence)]
+
+
+def check_quiz(llm: LLM, seed: int = 0) -> list[Finding]:
+    """Accuracy of greedy and sampled answers on the built-in questions. A fault only if their
+    intervals do not overlap: then the setting matters more than chance explains."""
+    params = SamplingParams(temperature=1.0, max_tokens=QUIZ_TOKENS)
+    result = run_quiz(llm, BUILT_IN, samples=QUIZ_SAMPLES, params=params, seed=seed)
+    greedy, sampled = result.methods[:2]
+    words = [
+        f"{a.method} {a.share:.0%} (95 %: {a.interval[0]:.0%} to {a.interval[1]:.0%})"
+        for a in (greedy, sampled)
+    ]
+    evidence = f"{len(BUILT_IN)} questions: {', '.join(words)}"
+    if greedy.interval[0] > sampled.interval[1]:
+        return [
+            note(
+                "quiz",
+                "sampling at temperature 1 answers worse than greedy",
+                evidence,
+                "for facts, use temperature 0 or a small temperature",
+            )
+        ]
+    if sampled.interval[0] > greedy.interval[1]:
+        return [
+            note(
+                "quiz",
+                "greedy answers worse than sampling: the most likely token misleads",
+                evidence,
+                "compare the template with the published one",
+            )
+        ]
+    return [good("quiz", "greedy and sampled answers agree within chance", evidence)]

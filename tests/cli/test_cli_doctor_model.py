@@ -1,0 +1,265 @@
+"""`verbatim doctor MODEL` finds each of 14 planted faults in copies of a tiny model and of the
+default model, and calls the sound ones sound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_result import Call
+from faulty_models import FAULTS, LIVE, copy_of, default_directory, tiny_directory
+
+from verbatim.diagnose.file_checks import check_files
+from verbatim.diagnose.findings import Finding, is_sound
+from verbatim.diagnose.live_checks import OPEN, check_loops, check_turns
+from verbatim.diagnose.model_files import read_files
+from verbatim.diagnose.quiz import Question, read_quiz
+from verbatim.diagnose.statistics import distinct, repetition, wilson
+from verbatim.diagnose.weight_checks import check_weights, not_finite
+from verbatim.engine.llm import LLM
+from verbatim.weights.gguf import read_gguf
+from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.tensor import BLOCKS, Tensor
+
+
+@pytest.fixture(scope="session")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_directory(tmp_path_factory.mktemp("sound") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def sound_default(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return default_directory(default_model, tmp_path_factory.mktemp("sound") / "default")
+
+
+def complaints(findings: list[Finding]) -> dict[str, Finding]:
+    return {f.check: f for f in findings if f.state != "good"}
+
+
+def check_all(path: Path) -> list[Finding]:
+    files = read_files(path)
+    return [*check_files(files), *check_weights(files)]
+
+
+# ------------------------------------------------------------------------------------------ tiny
+
+
+def test_the_sound_tiny_model_is_called_sound(verbatim: Call, sound: Path) -> None:
+    result = verbatim("doctor", str(sound), "--json")
+    assert result.code == 0
+    assert result.json["sound"] is True
+    assert [f for f in result.json["findings"] if f["state"] != "good"] == []
+    checks = {f["check"] for f in result.json["findings"]}
+    assert {check for check, _ in FAULTS.values()} <= checks
+    assert verbatim("doctor", str(sound), "--json").out == result.out  # the same in every run
+    text = verbatim("doctor", str(sound)).out
+    assert "sound: 14 checks, 0 faults, 0 notes" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_of_the_tiny_model_is_found(
+    verbatim: Call, sound: Path, tmp_path: Path, fault: str
+) -> None:
+    check, plant = FAULTS[fault]
+    broken = copy_of(sound, tmp_path / "broken")
+    plant(broken)
+    result = verbatim("doctor", str(broken), "--json")
+    found = {f["check"]: f for f in result.json["findings"] if f["state"] != "good"}
+    assert check in found, found
+    assert found[check]["evidence"]
+    assert found[check]["remedy"]
+    notes = fault in ("pad equal to eos", "template missing", "generation config against defaults")
+    assert found[check]["state"] == ("note" if notes else "bad")
+    assert result.code == (0 if notes else 1)
+    assert result.json["sound"] is notes
+
+
+def test_there_are_fourteen_faults() -> None:
+    assert len(FAULTS) == 14
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_and_not_run(
+    verbatim: Call, sound: Path, tmp_path: Path
+) -> None:
+    broken = copy_of(sound, tmp_path / "broken")
+    (broken / "rest.safetensors").unlink()
+    result = verbatim("doctor", str(broken))
+    assert result.code == 1
+    assert "weights cannot be read" in " ".join(result.out.split())
+    assert verbatim("doctor", str(tmp_path / "nothing.gguf")).code == 3
+
+
+def test_no_live_checks_only_the_files(verbatim: Call, sound: Path) -> None:
+    checks = [
+        f["check"] for f in verbatim("doctor", str(sound), "--no-live", "--json").json["findings"]
+    ]
+    assert "weights" in checks
+    assert "loops" not in checks
+
+
+# ---------------------------------------------------------------------------------------- default
+
+
+@pytest.mark.model
+def test_the_default_model_is_called_sound(default_model: Path, sound_default: Path) -> None:
+    assert complaints(check_all(sound_default)) == {}
+    # The published file declares its end of turn as padding, too: a note, not a fault.
+    published = check_all(default_model)
+    assert is_sound(published)
+    assert set(complaints(published)) == {"pad"}
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in LIVE])
+def test_each_fault_of_the_default_model_is_found(
+    sound_default: Path, tmp_path: Path, fault: str
+) -> None:
+    check, plant = FAULTS[fault]
+    broken = copy_of(sound_default, tmp_path / "broken")
+    plant(broken)
+    assert check in complaints(check_all(broken))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_the_default_model_ends_its_turns_and_does_not_loop(default_model: Path) -> None:
+    with LLM(default_model, context=512) as llm:
+        assert complaints([*check_turns(llm), *check_loops(llm, prompts=OPEN[:2])]) == {}
+
+
+def changed(gguf: Path, target: Path, change: dict[str, np.ndarray]) -> Path:
+    """A copy of a GGUF file with other bytes in some tensors."""
+    source = read_gguf(gguf)
+    tensors = [
+        Tensor(t.name, t.type, t.shape, change.get(name, t.data))
+        for name, t in source.tensors.items()
+    ]
+    write_gguf(target, source.metadata, tensors, types=source.types)
+    return target
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_default_model_whose_end_was_never_trained(default_model: Path, tmp_path: Path) -> None:
+    embed = read_gguf(default_model).tensors["token_embd.weight"]
+    rows = embed.row_view().copy()
+    rows[2] = 0
+    path = changed(default_model, tmp_path / "x.gguf", {"token_embd.weight": rows.reshape(-1)})
+    with LLM(path, context=512) as llm:
+        assert [f.state for f in check_turns(llm)] == ["bad"]
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_a_default_model_without_attention_loops(default_model: Path, tmp_path: Path) -> None:
+    norms = {
+        name: np.zeros_like(tensor.data)
+        for name, tensor in read_gguf(default_model).tensors.items()
+        if name.endswith("attn_norm.weight")
+    }
+    with LLM(changed(default_model, tmp_path / "x.gguf", norms), context=512) as llm:
+        assert [f.state for f in check_loops(llm, prompts=OPEN[:2])] == ["bad"]
+
+
+# --------------------------------------------------------------------------------- GGUF, details
+
+
+def test_faults_of_a_gguf_header(tiny: Path, tmp_path: Path) -> None:
+    source = read_gguf(tiny)
+
+    def complaints_with(**changes: object) -> dict[str, Finding]:
+        meta = dict(source.metadata)
+        for name, value in changes.items():
+            key = name.replace("__", ".")
+            meta[key] = value
+            if value is None:
+                del meta[key]
+        write_gguf(tmp_path / "x.gguf", meta, source.tensors.values())
+        return complaints(check_all(tmp_path / "x.gguf"))
+
+    assert complaints_with() == {}
+    assert "eos" in complaints_with(tokenizer__ggml__eos_token_id=None)
+    assert "eos" in complaints_with(tokenizer__ggml__eos_token_id=100)
+    assert "special tokens" in complaints_with(tokenizer__ggml__bos_token_id=9999)
+    assert "template" in complaints_with(tokenizer__chat_template=None)
+    assert "template" in complaints_with(tokenizer__chat_template__default="{{ messages }}")
+    assert "generation" in complaints_with(general__sampling__temp=0.25)
+    assert "pad" in complaints_with(tokenizer__ggml__padding_token_id=0)
+    scaled = {
+        "llama__rope__scaling__type": "yarn",
+        "llama__rope__scaling__factor": 2.0,
+        "llama__rope__scaling__original_context_length": 512,
+    }
+    assert "context" in complaints_with(**scaled)
+    both = {"llama__rope__scale_linear": 2.0, "llama__rope__scaling__factor": 4.0}
+    assert "rope keys" in complaints_with(**both)
+
+
+@pytest.mark.parametrize("kind", sorted(BLOCKS))
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_one_bad_value_or_scale_is_found_in_every_type(kind: str, value: float) -> None:
+    values, size = BLOCKS[kind]
+    data = np.zeros(4 * size, np.uint8)
+    tensor = Tensor("x", kind, (4, values), data)
+    assert not_finite(tensor) == 0
+    if kind == "bf16":
+        raw = np.array([value], np.float32).view(np.uint8)[2:]
+    else:
+        raw = np.array([value], np.float32 if kind in ("f32", "q8_k") else np.float16).view(
+            np.uint8
+        )
+    scale = {"q2_k": 80, "q3_k": 108, "q6_k": 208}.get(kind, 0)
+    data[size + scale : size + scale + raw.size] = raw
+    assert not_finite(tensor) == 1
+    assert not np.isfinite(tensor.to_f32()).all()
+
+
+# -------------------------------------------------------------------------------- quiz, statistics
+
+
+def test_answers_are_found_in_texts() -> None:
+    choice = Question("Where?", "Rome", ("Paris", "Rome", "New York"))
+    assert choice.prompt == "Where? Answer with one of these: Paris, Rome or New York."
+    assert choice.is_right("It is Rome, not Paris.")
+    assert not choice.is_right("Paris, and then Rome.")
+    assert choice.extract("NEW  YORK!") == "New York"
+    assert choice.extract("Romeo") is None
+    number = Question("?", "1,200")
+    assert number.is_right("first 3, then 1200.")
+    assert not number.is_right("1200 or 7")
+    assert not number.is_right("none")
+    free = Question("?", "blue whale")
+    assert free.is_right("The Blue Whale.\nMore text")
+    assert not free.is_right("A whale that is blue")
+
+
+def test_quiz_files(tmp_path: Path) -> None:
+    lines = tmp_path / "q.jsonl"
+    lines.write_text('{"question": "a?", "answer": 4}\n\n{"question": "b?", "answer": "x"}\n')
+    table = tmp_path / "q.csv"
+    table.write_text("question,answer,choices\na?,4,\nb?,x,x|y\n")
+    assert read_quiz(str(lines)) == (Question("a?", "4"), Question("b?", "x"))
+    assert read_quiz(str(table))[1].choices == ("x", "y")
+
+
+def test_statistics() -> None:
+    assert wilson(0, 4) == (0.0, pytest.approx(0.4899, abs=1e-4))
+    assert wilson(4, 4) == (pytest.approx(0.5101, abs=1e-4), pytest.approx(1.0))
+    assert wilson(8, 10) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
+    assert repetition([1, 2, 3]) == 0.0
+    assert repetition([7] * 10) == pytest.approx(6 / 7)
+    assert distinct([[1, 2, 3], [1, 2, 4]]) == 3 / 4
+
+
+def test_findings_survive_a_file_that_breaks_a_check(sound: Path, tmp_path: Path) -> None:
+    broken = copy_of(sound, tmp_path / "broken")
+    words = json.loads((broken / "tokenizer_config.json").read_text())
+    (broken / "tokenizer_config.json").unlink()
+    words["chat_template"] = "{{ raise_exception('never') }}"
+    (broken / "tokenizer_config.json").write_text(json.dumps(words))
+    found = complaints(check_all(broken))
+    assert found["end_of_turn"].state == "bad"
+    assert "never" in found["end_of_turn"].evidence
