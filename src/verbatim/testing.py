@@ -12,8 +12,9 @@ every read: each slot records its position and token.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,9 @@ class ByteTokenizer:
     vocab_size = 260
     bos_id: int | None = BOS
     eos_ids: tuple[int, ...] = (EOS,)
+    special_tokens: Mapping[str, str] = MappingProxyType(
+        {"bos_token": NAMES[0], "eos_token": NAMES[1]}
+    )
     space_prefix = False
 
     def __init__(self) -> None:
@@ -276,7 +280,7 @@ CHAT_SOURCE = (
     "{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|assistant|>' }}"
     "{{ m.role }}: {{ m.content }}{% endfor %}"
     "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}<tool_call>{% endif %}"
-    "<|assistant|>"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

@@ -552,7 +552,7 @@ def test_gpu_sampler_gives_the_host_samplers_token_or_none(
     logits = logits.astype(np.float32)
     rows = rows_at(random, random.choice([0.0, 1e-20, 1e-3, 0.1, 0.6, 1.0, 1.5, 100.0], count))
     found = sampler(torch.from_numpy(logits).to(device), rows)
-    drawn = host_sampler(EngineConfig(threads=2))(logits, rows)
+    drawn = host_sampler(EngineConfig(threads=2))(logits).draw(rows)
     assert all(token in (-1, one.token) for token, one in zip(found, drawn, strict=True))
     assert all(token >= 0 for token, row in zip(found, rows, strict=True) if row.spec.params.greedy)
     assert all(one == Drawn(one.token, 0.0) for one in drawn)
@@ -582,7 +582,8 @@ def test_gpu_sampler_leaves_near_ties_to_the_host(
         ]
         gaps[i] = abs(scores[0] - scores[1])
     found = np.array(sampler(torch.from_numpy(logits).to(device), rows))
-    drawn = np.array([one.token for one in host_sampler(EngineConfig(threads=2))(logits, rows)])
+    host = host_sampler(EngineConfig(threads=2))(logits)
+    drawn = np.array([one.token for one in host.draw(rows)])
     assert ((found == -1) | (found == drawn)).all()
     assert (found[gaps < 0.8 * gpu_sampler.SLACK] == -1).all()
     assert (found[gaps > 1.2 * gpu_sampler.SLACK] >= 0).all()
@@ -660,7 +661,7 @@ def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
         return draw_on_host(logits, rows)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(backend, "_draw_on_host", record)
-    assert backend._draw(logits.to(device), rows) == backend._sampler(logits.numpy(), rows)
+    assert backend._draw(logits.to(device), rows) == backend._host_rows(logits.numpy()).draw(rows)
     assert on_host == [[1, 3, 5, 7, 8]]
     logits[2, 3] = torch.nan
     with pytest.raises(BackendError, match="not finite"):

@@ -150,7 +150,7 @@ WRONG: list[tuple[list[Any], str]] = [
         "TopLogprob has 3 fields",
     ),
     (["Deltas", [{}]], "holds a dict"),
-    (["Accepted", "r", True], "Accepted.text cannot be a bool"),
+    (["Accepted", "r", True, 3], "Accepted.text cannot be a bool"),
     (["Ready", []], "ModelFacts has 13 fields; received 0"),
     (["Failed", b"bytes"], "Failed.message cannot be a bytes"),
     (["Nothing", 1], "no such message here: 'Nothing'"),

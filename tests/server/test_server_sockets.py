@@ -336,6 +336,31 @@ def test_pipelined_requests_are_answered_in_order(quick: Live) -> None:
         assert read_answer(sock)[0] == 200
 
 
+# needs no step of the engine; white space is part of JSON
+LARGE = post(
+    b'{"prompt": "x"}' + b" " * 30_000, head=HEAD.replace(b"/v1/completions", b"/tokenize")
+)
+
+
+@pytest.mark.parametrize(
+    ("flood", "answered"),
+    [
+        (HEALTH * 40, 17),  # one runs and 16 wait
+        (LARGE * 5, 3),  # one runs and two wait within 64 KiB
+    ],
+)
+def test_too_many_pipelined_requests_get_an_error_after_the_answers(
+    stepped: Live, gate: Gate, flood: bytes, answered: int
+) -> None:
+    with open_socket(stepped) as sock:
+        stepped.send_and_wait(sock, post(body(max_tokens=1)) + flood)
+        gate.allow(1)
+        found = [read_answer(sock) for _ in range(answered + 1)]
+        assert [status for status, _ in found] == [200] * answered + [429]
+        assert json.loads(found[-1][1])["error"]["code"] == "overloaded"
+        assert read_all(sock) == b""
+
+
 @pytest.mark.parametrize("flood", [HEALTH * 500, post(body(prompt="x" * 3000)) * 30])
 def test_pipelined_requests_are_limited(quick: Live, flood: bytes) -> None:
     """Without a limit, a client that sends and never reads would fill the server's memory."""

@@ -7,8 +7,9 @@ inner rows need neither. `collect` samples and scores the computed logits. All b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -16,7 +17,27 @@ from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResul
 from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.pipeline import Row, rows_of, sample_rows
 
-Sampler = Callable[[np.ndarray, Sequence[Row]], list[Drawn]]
+
+class LogitRows(Protocol):
+    """The rows of logits of one step, to be sampled and scored from row `first` on."""
+
+    def draw(self, rows: Sequence[Row], first: int = 0) -> list[Drawn]: ...
+    def score(
+        self, targets: Sequence[int], top: int, first: int = 0
+    ) -> tuple[TokenLogprob, ...]: ...
+
+
+class HostRows:
+    """LogitRows in NumPy: the specification."""
+
+    def __init__(self, logits: np.ndarray) -> None:
+        self._logits = logits  # [logits, V]
+
+    def draw(self, rows: Sequence[Row], first: int = 0) -> list[Drawn]:
+        return sample_rows(self._logits[first : first + len(rows)], rows)
+
+    def score(self, targets: Sequence[int], top: int, first: int = 0) -> tuple[TokenLogprob, ...]:
+        return score_targets(self._logits[first : first + len(targets)], targets, top)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,24 +121,19 @@ def split_draws(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
     return StepResult(plan.step, tuple(results))
 
 
-def collect(
-    plan: StepPlan, hidden: np.ndarray, logits: np.ndarray, sampler: Sampler = sample_rows
-) -> StepResult:
-    """Sample and score a step whose plan make_batch flattened.
-
-    `hidden` is [outputs, H], `logits` is [logits, V]."""
+def collect(plan: StepPlan, hidden: np.ndarray, logits: LogitRows) -> StepResult:
+    """Sample and score a step whose plan make_batch flattened. `hidden` is [outputs, H]."""
     results: list[SeqResult] = []
     h = r = 0
     for s in plan.sequences:
         needed = needed_logits(s)
         outputs = len(s.tokens) if s.hidden else len(needed)
-        seq_logits = logits[r : r + len(needed)]
         drawn: tuple[Drawn, ...] = ()
         scored: tuple[TokenLogprob, ...] = ()
         if s.draws:
-            drawn = tuple(sampler(seq_logits[len(needed) - s.draws :], rows_of(s)))
+            drawn = tuple(logits.draw(rows_of(s), r + len(needed) - s.draws))
         if s.targets:
-            scored = score_targets(seq_logits[: len(s.targets)], s.targets, s.target_top)
+            scored = logits.score(s.targets, s.target_top, r)
         state = hidden[h : h + outputs].copy() if s.hidden else None
         results.append(SeqResult(s.seq_id, drawn, scored, state))
         h, r = h + outputs, r + len(needed)

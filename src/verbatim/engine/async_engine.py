@@ -189,6 +189,7 @@ class AsyncEngine(EngineBase):
         try:
             request = await self._prepare(make, params, tenant)
             reader = make_reader(request_id)
+            reader.prompt_tokens = len(request.prompt_ids)
             # One critical section: the loop must not fail or close between the check and the post.
             with self._lock:
                 self._check_open()

@@ -32,6 +32,7 @@ class AsyncStream:
 
     def __init__(self, engine: SupportsAbort, request_id: str) -> None:
         self.request_id = request_id
+        self.prompt_tokens = 0  # set when the request is accepted
         self.completion: Completion | None = None
         self._engine = engine
         self._loop = asyncio.get_running_loop()
@@ -168,6 +169,7 @@ class SinkRequest:
 
     def __init__(self, sink: OutputSink, request_id: str) -> None:
         self.sink = sink
+        self.prompt_tokens = 0  # set when the request is accepted
         self._id = request_id
         self._hidden = HiddenPool()
 

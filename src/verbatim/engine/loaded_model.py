@@ -6,9 +6,11 @@ run on the fakes of verbatim.testing.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -36,6 +38,9 @@ class Tokenizer(Protocol):
     @property
     def eos_ids(self) -> Sequence[int]: ...
 
+    @property
+    def special_tokens(self) -> Mapping[str, str]: ...
+
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
     def encode_prompt(self, text: str, *, special: bool = False) -> list[int]: ...
@@ -45,6 +50,18 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str: ...
 
     def is_control(self, token: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """What the file of a model says about it, for lists of models. A fake model has none of it."""
+
+    format: str = ""  # gguf or safetensors
+    bytes: int = 0
+    modified: int = 0  # Unix time of the file's last change
+    parameters: int = 0
+    quantisation: str = ""  # Q4_0, BF16: the type of most weights as they are loaded
+    license: str = ""  # as the file states it
 
 
 @dataclass(frozen=True)
@@ -65,6 +82,7 @@ class LoadedModel:
     # Keys of the model's files that are ignored, or that transformers reads differently.
     warnings: tuple[str, ...] = ()
     pooling: str = "mean"  # how the hidden states of a prompt become one embedding
+    file: ModelFile = field(default_factory=ModelFile)
 
 
 def load_parts(
@@ -109,6 +127,25 @@ def load_parts(
         generation_config=dict(loaded.generation_config),
         warnings=(*loaded.warnings, *draft_warnings),
         pooling=loaded.pooling,
+        file=_file_of(loaded),
+    )
+
+
+def _file_of(model: Model) -> ModelFile:
+    path = model.path
+    paths = list(path.glob("*.safetensors")) if path.is_dir() else [path]
+    stats = [p.stat() for p in paths]
+    counts: Counter[str] = Counter()
+    for tensor in model.weights.values():
+        counts[tensor.type] += math.prod(tensor.shape)
+    stated = getattr(model.source, "metadata", {}).get("general.license", "")
+    return ModelFile(
+        format="safetensors" if path.is_dir() else "gguf",
+        bytes=sum(s.st_size for s in stats),
+        modified=int(max((s.st_mtime for s in stats), default=0)),
+        parameters=sum(counts.values()),
+        quantisation=counts.most_common(1)[0][0].upper() if counts else "",
+        license=stated if isinstance(stated, str) else "",
     )
 
 

@@ -1,4 +1,4 @@
-"""In-memory store for completions that a client requested with `store: true`.
+"""In-memory store for responses and for chat completions with `store: true`.
 
 The store is a FIFO bounded by item count and by bytes; it evicts the oldest item first. A tenant
 (API key) can read only its own items.
@@ -23,8 +23,12 @@ class Store:
         # (tenant, kind, id) -> (item, size in bytes)
         self._items: OrderedDict[tuple[str, Kind, str], tuple[dict[str, Any], int]] = OrderedDict()
 
+    @property
+    def enabled(self) -> bool:
+        return self._capacity > 0
+
     def check_enabled(self, requested: bool) -> None:
-        if requested and not self._capacity:
+        if requested and not self.enabled:
             raise Problem(
                 "unsupported_parameter",
                 "store: this server stores no answers (--store-items 0)",
@@ -47,8 +51,8 @@ class Store:
         if found is None:
             raise Problem(
                 "not_found",
-                "no stored answer has this id; only requests with store: true are stored, and the"
-                " oldest answers are evicted first",
+                "no stored answer has this id; responses are stored unless store is false, chat"
+                " completions if it is true, and the oldest answers are evicted first",
             )
         return found[0]
 

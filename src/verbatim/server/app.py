@@ -23,10 +23,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from verbatim.server.api import anthropic, embed_score_tokenize, info, ollama, responses, stored
+from verbatim import __version__
+from verbatim.server.api import (
+    anthropic,
+    embed_score_tokenize,
+    info,
+    llama_cpp,
+    ollama,
+    ollama_models,
+    responses,
+    stored,
+)
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import chat
 from verbatim.server.api.completions import completions
+from verbatim.server.api.docs_page import POLICY, page
 from verbatim.server.api.openapi import document
 from verbatim.server.api.request_context import (
     ClientDisconnected,
@@ -44,6 +55,19 @@ from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
+# Routes of Ollama that change its set of models. Here the set is fixed when the server starts.
+OLLAMA_MANAGEMENT = (
+    "/api/blobs",
+    "/api/copy",
+    "/api/create",
+    "/api/delete",
+    "/api/pull",
+    "/api/push",
+)
+FIXED_MODELS = (
+    "a request cannot change the models of this server; `verbatim pull NAME` fetches one, and"
+    " `verbatim serve --model NAME` serves it"
+)
 AUTH_AND_CORS_HEADERS = (
     b"authorization",
     b"x-api-key",
@@ -56,6 +80,11 @@ RejectedResponse = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, heade
 
 async def _openapi(call: RequestContext) -> Response:
     return Json(await asyncio.to_thread(document, tuple(route_list()), call.state.names()))
+
+
+async def _docs(call: RequestContext) -> Response:
+    made = await asyncio.to_thread(page, tuple(route_list()), call.state.names(), __version__)
+    return Response(made, media_type="text/html", headers={"content-security-policy": POLICY})
 
 
 # path -> method -> (handler, counts against max_queue)
@@ -81,19 +110,26 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/v1/score": {"POST": (embed_score_tokenize.score, True)},
     "/tokenize": {"POST": (embed_score_tokenize.tokenize, True)},
     "/detokenize": {"POST": (embed_score_tokenize.detokenize, True)},
+    "/tokenizer_info": {"GET": (info.tokenizer, False)},
+    "/completion": {"POST": (llama_cpp.completion, True)},
+    "/apply-template": {"POST": (llama_cpp.apply_template, True)},
+    "/props": {"GET": (llama_cpp.props, False)},
     "/v1/messages": {"POST": (anthropic.create, True)},
     "/v1/messages/count_tokens": {"POST": (anthropic.count, True)},
     "/api/chat": {"POST": (ollama.chat, True)},
     "/api/generate": {"POST": (ollama.generate, True)},
-    "/api/show": {"POST": (ollama.show, False)},
-    "/api/tags": {"GET": (ollama.tags, False)},
-    "/api/ps": {"GET": (ollama.ps, False)},
-    "/api/version": {"GET": (ollama.version, False)},
+    "/api/embed": {"POST": (ollama_models.embeddings_of_list, True)},
+    "/api/embeddings": {"POST": (ollama_models.embedding_of_prompt, True)},
+    "/api/show": {"POST": (ollama_models.show, False)},
+    "/api/tags": {"GET": (ollama_models.tags, False)},
+    "/api/ps": {"GET": (ollama_models.ps, False)},
+    "/api/version": {"GET": (ollama_models.version, False)},
     "/health": {"GET": (info.health, False)},
     "/health/live": {"GET": (info.live, False)},
     "/health/ready": {"GET": (info.health, False)},
     "/metrics": {"GET": (info.metrics, False)},
     "/openapi.json": {"GET": (_openapi, False)},
+    "/docs": {"GET": (_docs, False)},
 }
 QUEUED_ROUTES = {
     path for path, methods in ROUTES.items() if any(is_queued for _, is_queued in methods.values())
@@ -156,6 +192,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     message = (
         "no such method on this route"
         if error.status_code == 405
+        else FIXED_MODELS
+        if request.url.path.startswith(OLLAMA_MANAGEMENT)
         else "no such route; /openapi.json lists them"
     )
     response = problem_response(request.url.path, Problem(code, message))

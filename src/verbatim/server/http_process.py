@@ -103,17 +103,9 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: drain_now.set() if stop.is_set() else stop.set())
     supervisor.start()
-    host, port = sock.getsockname()[:2]
-    scheme = "https" if settings.tls_cert else "http"
-    log.info(
-        "listening on %s://%s:%d (model names: %s)",
-        scheme,
-        f"[{host}]" if ":" in host else host,
-        port,
-        ", ".join(state.names()),
-    )
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     keepalives = asyncio.create_task(send_keepalives(state))
+    announcing = asyncio.create_task(announce(state, sock))
     try:
         await asyncio.wait(
             (asyncio.ensure_future(stop.wait()), supervisor.fatal, serving),
@@ -123,6 +115,7 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
             await drain(state, drain_now)
     finally:
         keepalives.cancel()
+        announcing.cancel()
         server.should_exit = True
         await serving
         await supervisor.close()
@@ -141,6 +134,20 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
         ),
     )
     return 0
+
+
+async def announce(state: State, sock: socket.socket) -> None:
+    """Log the address, once the model's name has turned out to be right: a server whose model does
+    not exist never says that it listens."""
+    await state.supervisor.found.wait()
+    host, port = sock.getsockname()[:2]
+    log.info(
+        "listening on %s://%s:%d (model names: %s)",
+        "https" if state.settings.tls_cert else "http",
+        f"[{host}]" if ":" in host else host,
+        port,
+        ", ".join(state.names()),
+    )
 
 
 async def drain(state: State, drain_now: asyncio.Event) -> None:

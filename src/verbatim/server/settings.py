@@ -105,7 +105,7 @@ class Limits:
     max_store_bytes: int = field(
         default=64 * MIB,
         metadata={
-            "help": "stored answers (store: true), all together",
+            "help": "stored answers, all together",
             "error": "the oldest are evicted",
         },
     )
@@ -164,7 +164,7 @@ class Settings:
     engine_silence_seconds: float = 60.0
     backoff_seconds: float = 0.5  # before the first restart; doubles up to backoff_limit
     backoff_limit: float = 30.0  # seconds
-    store_items: int = 1000  # answers stored for requests with store: true; 0 rejects store
+    store_items: int = 1000  # answers kept in memory; 0 rejects store: true
     log_format: str = "text"  # text | json
     log_prompts: bool = False
     test_engine: str = ""  # tests only: options of verbatim.testing.server_parts

@@ -21,6 +21,7 @@ from cpu_isas import every_isa
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import DrawSpec
+from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.pipeline import Row, sample_rows
 
 native = pytest.importorskip("verbatim.backend.cpu._native")
@@ -243,6 +244,23 @@ def test_log_probabilities_are_computed_only_if_requested() -> None:
             assert (drawn[1] < 0.0) == wanted, settings
 
 
+@pytest.mark.parametrize("isa", every_isa())
+def test_scored_rows_equal_those_of_the_specification_bit_for_bit(isa: str) -> None:
+    r = random.Random(7)
+    for _ in range(60):
+        vocab = r.choice((1, 2, 63, 64, 65, 1000, 5000))
+        logits = random_logits(r, 3, vocab)
+        targets = [r.randrange(vocab) for _ in range(3)]
+        top = r.choice((0, 1, 5, 70))
+        wanted = [(s.token, s.logprob, s.top) for s in score_targets(logits, targets, top)]
+        rows = [(target, top) for target in targets]
+        for with_maxes in (False, True):
+            found = native.RowSampler(isa, 2).draw(logits, rows, with_maxes)
+            assert list(found) == wanted
+    with pytest.raises(ValueError, match="vocabulary"):
+        native.RowSampler(isa, 1).draw(np.zeros((1, 8), np.float32), [(8, 0)])
+
+
 def test_only_explained_and_beam_rows_fall_back_to_the_pipeline() -> None:
     from verbatim.backend.cpu.sampler import NativeSampler
 
@@ -253,7 +271,7 @@ def test_only_explained_and_beam_rows_fall_back_to_the_pipeline() -> None:
         def logits(self) -> np.ndarray:
             return logits
 
-        def sample(self, rows: list[Any]) -> list[Any]:
+        def sample(self, rows: list[Any], first: int) -> list[Any]:
             seen.append([row is not None for row in rows])
             return list(native.RowSampler("", 2).draw(logits, rows))
 

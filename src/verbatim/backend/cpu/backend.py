@@ -113,7 +113,7 @@ class CpuBackend:
             self._engine.copy(group, source, target)
         self._engine.step(plan.sequences)
         if not only_draws(plan):
-            return collect(plan, self._engine.hidden(), self._engine.logits())
+            return collect(plan, self._engine.hidden(), self._sampler)
         # sample all sequences in one native call
         rows = [row for s in plan.sequences for row in rows_of(s)]
         return split_draws(plan, self._sampler.draw(rows))

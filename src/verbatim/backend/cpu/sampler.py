@@ -1,8 +1,8 @@
-"""Sample rows of logits with the native implementation of sampling/pipeline.py.
+"""Sample and score rows of logits with the native implementation of sampling/.
 
-In: the engine's logits and one Row per row of logits. Out: one Drawn per row. Invariant: the same
-bits as sampling/pipeline.py. The pipeline itself samples rows with beam search, and rows with a
-parameter that has no native kernel.
+In: the engine's logits, and one Row or one target per row of logits. Out: one Drawn or TokenLogprob
+per row. Invariant: the same bits as sampling/pipeline.py and sampling/logprobs.py. The
+pipeline itself samples rows with beam search, and rows with a parameter that has no native kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from verbatim.base.errors import BackendError
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
-from verbatim.base.records import Drawn, DrawSpec
+from verbatim.base.records import Drawn, DrawSpec, TokenLogprob
 from verbatim.sampling.pipeline import Row, sample_rows
 
 # fields of SamplingParams that the native SampleParams has under the same name and meaning
@@ -51,15 +51,16 @@ def needs_pipeline(params: SamplingParams) -> bool:
 
 
 class NativeSampler:
-    """Samples from the logits of the native engine's last step. One per backend."""
+    """Samples from the logits of the native engine's last step (step_rows.LogitRows). One per
+    backend."""
 
     def __init__(self, native: Any, engine: Any) -> None:
         self._native = native
         self._engine = engine
         self._cache: dict[tuple[int, tuple[int, ...], int], tuple[DrawSpec, Any]] = {}
 
-    def draw(self, rows: Sequence[Row]) -> list[Drawn]:
-        """Sample rows[i] from row i of the engine's logits.
+    def draw(self, rows: Sequence[Row], first: int = 0) -> list[Drawn]:
+        """Sample rows[i] from row first + i of the engine's logits.
 
         Rows without a native kernel go to the pipeline; all other rows stay in one native call."""
         native_rows = [
@@ -68,14 +69,24 @@ class NativeSampler:
         ]
         fallback = [i for i, row in enumerate(native_rows) if row is None]
         if len(fallback) == len(rows):
-            return sample_rows(self._engine.logits(), rows)
+            return sample_rows(self._engine.logits()[first : first + len(rows)], rows)
+        drawn = self._call(native_rows, first)
+        for i in fallback:
+            at = first + i
+            drawn[i] = sample_rows(self._engine.logits()[at : at + 1], [rows[i]])[0]
+        return [Drawn(*fields) for fields in drawn]
+
+    def score(self, targets: Sequence[int], top: int, first: int = 0) -> tuple[TokenLogprob, ...]:
+        """Score targets[i] with row first + i of the engine's logits, as score_targets() does."""
+        scored = self._call([(target, top) for target in targets], first)
+        return tuple(TokenLogprob(*fields) for fields in scored)
+
+    def _call(self, native_rows: list[Any], first: int) -> list[Any]:
         try:
-            drawn = self._engine.sample(native_rows)
+            results: list[Any] = self._engine.sample(native_rows, first)
         except ValueError as error:
             raise BackendError(str(error)) from None
-        for i in fallback:
-            drawn[i] = sample_rows(self._engine.logits()[i : i + 1], [rows[i]])[0]
-        return [Drawn(*fields) for fields in drawn]
+        return results
 
     def native_row(self, row: Row) -> tuple[Any, ...]:
         spec, position, history, mask = row

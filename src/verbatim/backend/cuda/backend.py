@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,21 @@ from verbatim.backend.cuda.kernels import QueryTiles
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.protocol import BackendInfo
-from verbatim.backend.step_rows import Batch, collect, make_batch, only_draws, split_draws
+from verbatim.backend.step_rows import (
+    Batch,
+    HostRows,
+    LogitRows,
+    collect,
+    make_batch,
+    only_draws,
+    split_draws,
+)
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
-from verbatim.sampling.pipeline import Row, rows_of, sample_rows
+from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-1"
 COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the following copies
@@ -64,7 +72,7 @@ class CudaBackend:
         # per cache group an extra block that no sequence owns: the padding rows of a graph use it
         self._padding_blocks: tuple[int, ...] = ()
         self._graphs: dict[tuple[int, int], StepGraph] = {}
-        self._sampler = host_sampler(config)
+        self._host_rows = host_sampler(config)
         self._host_logits: torch.Tensor | None = None  # pinned [rows, vocab]
         self.gpu_sampler = GpuSampler(model.spec.vocab, self.device)
         self._ahead = LaunchAhead()
@@ -135,18 +143,15 @@ class CudaBackend:
     def _step(self, plan: StepPlan) -> StepResult:
         """Execute a whole step without overlap."""
         if not plan.rows:
-            return collect(
-                plan,
-                np.zeros((0, self.spec.hidden), np.float32),
-                np.zeros((0, self.spec.vocab), np.float32),
-            )
+            none = np.zeros((0, self.spec.vocab), np.float32)
+            return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
         hidden, logits = self._forward(plan)
         if only_draws(plan):
             rows = [row for s in plan.sequences for row in rows_of(s)]
             return split_draws(plan, self._draw(logits, rows))
         if not any(s.hidden for s in plan.sequences):
             hidden = hidden[:0]
-        return collect(plan, hidden.cpu().numpy(), logits.cpu().numpy(), self._sampler)
+        return collect(plan, hidden.cpu().numpy(), self._host_rows(logits.cpu().numpy()))
 
     def _forward(
         self, plan: StepPlan, tokens: torch.Tensor | None = None
@@ -257,7 +262,7 @@ class CudaBackend:
         for chunk, event in zip(chunks, arrived, strict=True):
             if event is not None:
                 event.synchronize()
-            drawn += self._sampler(on_host[chunk].numpy(), rows[chunk])
+            drawn += self._host_rows(on_host[chunk].numpy()).draw(rows[chunk])
         return drawn
 
     def _record_event(self) -> torch.cuda.Event | None:
@@ -448,22 +453,22 @@ def weight_bytes(model: Model) -> int:
     return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
 
 
-def host_sampler(config: EngineConfig) -> Any:
-    """The native sampler if it is built, else sampling/pipeline.py."""
+def host_sampler(config: EngineConfig) -> Callable[[np.ndarray], LogitRows]:
+    """Wraps logits in host memory: in the native sampler if it is built, else in NumPy code."""
     try:
         from verbatim.backend.cpu.backend import native, physical_cores
         from verbatim.backend.cpu.sampler import NativeSampler
     except ImportError:
-        return sample_rows
+        return HostRows
     threads = config.threads or physical_cores()
     source = HostLogits(native.RowSampler(os.environ.get("VERBATIM_ISA", ""), threads))
     sampler = NativeSampler(native, source)
 
-    def draw(logits: np.ndarray, rows: Sequence[Row]) -> list[Drawn]:
+    def wrap(logits: np.ndarray) -> LogitRows:
         source.rows = np.ascontiguousarray(logits)
-        return sampler.draw(rows)
+        return sampler
 
-    return draw
+    return wrap
 
 
 class HostLogits:
@@ -477,5 +482,5 @@ class HostLogits:
     def logits(self) -> np.ndarray:
         return self.rows
 
-    def sample(self, native_rows: list[Any]) -> Any:
-        return self._sampler.draw(self.rows, native_rows)
+    def sample(self, native_rows: list[Any], first: int = 0) -> Any:
+        return self._sampler.draw(self.rows[first : first + len(native_rows)], native_rows)

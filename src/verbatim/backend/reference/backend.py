@@ -16,7 +16,7 @@ from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.reference.blas import one_thread
 from verbatim.backend.reference.canary import Canary
 from verbatim.backend.reference.ops import Cache, FloatWeights, ReferenceOps
-from verbatim.backend.step_rows import collect, make_batch
+from verbatim.backend.step_rows import HostRows, collect, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.decoder import forward
@@ -86,17 +86,14 @@ class ReferenceBackend:
             "the engine checks token ids"
         )
         if not batch.rows:
-            return collect(
-                plan,
-                np.zeros((0, self.spec.hidden), np.float32),
-                np.zeros((0, self.spec.vocab), np.float32),
-            )
+            none = np.zeros((0, self.spec.vocab), np.float32)
+            return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
         # exp(-x) may overflow to inf, and 1 / inf is the right 0. NaN is reported by the sampler.
         with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
             hidden, logits = forward(
                 self.spec, ReferenceOps(self.spec, self._weights, self._caches, batch)
             )
-        return collect(plan, hidden, logits)
+        return collect(plan, hidden, HostRows(logits))
 
     def close(self) -> None:
         self._caches = None

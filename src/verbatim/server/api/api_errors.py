@@ -96,6 +96,8 @@ class Problem(Exception):
         }
 
     def headers(self) -> dict[str, str]:
+        if self.status == 401:  # RFC 9110 requires it
+            return {"www-authenticate": 'Bearer realm="verbatim"'}
         if self.retry_after is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after)))}

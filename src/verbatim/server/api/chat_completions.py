@@ -16,10 +16,16 @@ from starlette.responses import Response
 from verbatim.base.params import STRUCTURE
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.completions import choice_reports, closing_events, stream_options
-from verbatim.server.api.field_table import CHAT, Rule
+from verbatim.server.api.completions import (
+    StreamOptions,
+    choice_reports,
+    closing_events,
+    stream_options,
+)
+from verbatim.server.api.field_table import CHAT, NO_LIMIT, Rule
 from verbatim.server.api.generate import (
     ChoiceDelta,
+    RunningUsage,
     chat_logprobs,
     choice_deltas,
     extra_fields,
@@ -118,8 +124,9 @@ class ChatRequest:
             )
         if new is not None:
             self.names = {"max_tokens": "max_completion_tokens", **self.names}
-        if old is not None or new is not None:
-            self.values["max_tokens"] = new if new is not None else old
+        length = new if new is not None else old
+        if length is not None and length != NO_LIMIT:
+            self.values["max_tokens"] = length
 
     def _logprobs(self) -> None:
         top = self.body.get("top_logprobs")
@@ -138,7 +145,7 @@ class ChatRequest:
         if form["type"] == "text":
             return
         self._check_single_grammar("response_format")
-        schema: Any = {"type": "object"}
+        schema: Any = form.get("schema", {"type": "object"})  # llama.cpp's json_object has one
         if form["type"] == "json_schema":
             schema = form["json_schema"].get("schema", True)
         self.values["json_schema"] = schema
@@ -299,6 +306,8 @@ def conversation(
         template["tools"] = tools
     if body.get("continue_final"):
         template["continue_final"] = True
+    elif body.get("add_generation_prompt") is False:
+        template["add_generation_prompt"] = False
     # The engine's prompt is made from the messages, so errors about it name that field.
     call.names = {"prompt": field_name, **names}
     call.shift = len(made) - len(messages)
@@ -315,6 +324,29 @@ async def count_tokens(
     call.submit(Tokenize(call.next_id(), call.tenant, messages=messages, template=template))
     (done,) = await call.results(Tokenized)
     return len(done.token_ids)
+
+
+def continued(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with `continue_final` set if the model continues the last message.
+
+    A last message of the assistant is continued, unless the request asks for a new turn."""
+    last = body["messages"][-1]
+    wanted, new_turn = body.get("continue_final_message"), body.get("add_generation_prompt")
+    if wanted and new_turn:
+        raise Problem(
+            "invalid_parameter",
+            "continue_final_message: cannot be combined with add_generation_prompt: true",
+            "continue_final_message",
+        )
+    if wanted and last["role"] != "assistant":
+        raise Problem(
+            "invalid_parameter",
+            "continue_final_message: the last message is not one of the assistant",
+            "continue_final_message",
+        )
+    if wanted is None and new_turn is None:
+        wanted = last["role"] == "assistant" and not last.get("tool_calls")
+    return {**body, "continue_final": bool(wanted)}
 
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -402,24 +434,26 @@ class ChatReply:
 
     # ---------------------------------------------------------------------------- streamed
 
-    async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
+    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         head = {**self.head, "object": "chat.completion.chunk"}
-        chunks = Chunks(head, {"usage": None} if with_usage else {})
+        chunks = Chunks(head, {"usage": None} if options.usage else {})
+        so_far = RunningUsage(self.call.runs)
         parsers: dict[int, ToolParser | None] = {}
         async for piece in choice_deltas(self.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
+            usage = so_far.after(piece) if options.running_usage else None
             for choice in self._deltas(piece, parsers):
-                yield chunks.serialise(
-                    choice, obfuscation(choice["delta"].get("content") or "") if pad else None
-                )
+                text = choice["delta"].get("content") or ""
+                padding = obfuscation(text) if options.padding else None
+                yield chunks.serialise(choice, padding, usage)
         done = self.call.runs[0].generated
         if done is not None:
             observe_latency(self.call)
             if self.ask.body.get("store"):
                 self._store(self._answer(done))
-            for last in closing_events(self.call, head, with_usage):
+            for last in closing_events(self.call, head, options.usage):
                 yield last
         yield DONE
 
@@ -479,10 +513,10 @@ def reason_with_calls(finish: WireFinish | None, called: bool) -> str | None:
 
 
 async def chat(call: RequestContext) -> Response:
-    body = await call.body()
+    body = continued(await call.body())
     model = call.state.check_model(body["model"])
     call.state.store.check_enabled(bool(body.get("store")))
-    with_usage, pad = stream_options(body)
+    options = stream_options(body)
     stream = bool(body.get("stream"))
     if stream and (body.get("best_of") or 1) > body.get("n", 1):
         raise Problem(
@@ -494,5 +528,5 @@ async def chat(call: RequestContext) -> Response:
     ask.submit(stream)
     await call.accepted()
     if stream:
-        return EventStream(call, made.events(with_usage, pad))
+        return EventStream(call, made.events(options))
     return await made.full_response()

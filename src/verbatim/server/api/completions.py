@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.field_table import COMPLETIONS
+from verbatim.server.api.field_table import COMPLETIONS, NO_LIMIT
 from verbatim.server.api.generate import (
     ChoiceDelta,
+    RunningUsage,
     TokenOffsets,
     choice_deltas,
     completion_logprobs,
@@ -80,15 +81,28 @@ def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool
     return bool(body.get("parse_special"))
 
 
-def stream_options(body: dict[str, Any]) -> tuple[bool, bool]:
-    """(include_usage, include_obfuscation)"""
+class StreamOptions(NamedTuple):
+    """What a stream has besides the text."""
+
+    usage: bool  # a last chunk with the usage
+    padding: bool  # obfuscation
+    running_usage: bool  # the usage so far in every chunk
+
+
+def stream_options(body: dict[str, Any]) -> StreamOptions:
     options = body.get("stream_options")
     if options is not None and not body.get("stream"):
         raise Problem(
             "invalid_parameter", "stream_options: only with stream: true", "stream_options"
         )
     options = options or {}
-    return bool(options.get("include_usage")), bool(options.get("include_obfuscation"))
+    running = bool(options.get("continuous_usage_stats"))
+    if running and not options.get("include_usage"):
+        where = "stream_options.continuous_usage_stats"
+        raise Problem("invalid_parameter", f"{where}: needs include_usage: true", where)
+    return StreamOptions(
+        bool(options.get("include_usage")), bool(options.get("include_obfuscation")), running
+    )
 
 
 class CompletionsReply:
@@ -120,7 +134,9 @@ class CompletionsReply:
 
     def prepare(self) -> None:
         values = to_params.sampling_values(self.body, COMPLETIONS)
-        values["max_tokens"] = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
+        length = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
+        if length != NO_LIMIT:
+            values["max_tokens"] = length
         if self.top is not None:
             values["logprobs"] = self.top
             if self.echo:
@@ -213,9 +229,10 @@ class CompletionsReply:
             }
         )
 
-    async def events(self, with_usage: bool, pad: bool) -> AsyncIterator[bytes]:
+    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         started: set[tuple[int, int]] = set()
-        chunks = Chunks(self.head, {"usage": None} if with_usage else {})
+        chunks = Chunks(self.head, {"usage": None} if options.usage else {})
+        so_far = RunningUsage(self.call.runs)
         async for piece in choice_deltas(self.call):
             if piece is None:
                 yield KEEP_ALIVE
@@ -224,9 +241,13 @@ class CompletionsReply:
             if self.echo and key not in started:
                 started.add(key)
                 piece.text = self.call.runs[piece.run].text + piece.text
-            yield chunks.serialise(self.delta(piece), obfuscation(piece.text) if pad else None)
+            yield chunks.serialise(
+                self.delta(piece),
+                obfuscation(piece.text) if options.padding else None,
+                so_far.after(piece) if options.running_usage else None,
+            )
         observe_latency(self.call)
-        for last in closing_events(self.call, self.head, with_usage):
+        for last in closing_events(self.call, self.head, options.usage):
             yield last
         yield DONE
 
@@ -273,7 +294,7 @@ def choice_reports(choice: WireChoice) -> dict[str, Any]:
 async def completions(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
-    with_usage, pad = stream_options(body)
+    options = stream_options(body)
     prompts = prompts_of(body["prompt"], "prompt", call)
     made = CompletionsReply(call, body, model, prompts)
     made.prepare()
@@ -292,5 +313,5 @@ async def completions(call: RequestContext) -> Response:
         call.submit(message)
     await call.accepted()
     if stream:
-        return EventStream(call, made.events(with_usage, pad))
+        return EventStream(call, made.events(options))
     return await made.full_response()

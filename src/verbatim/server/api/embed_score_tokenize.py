@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import conversation
+from verbatim.server.api.chat_completions import continued, conversation
 from verbatim.server.api.completions import parses_special, prompts_of
 from verbatim.server.api.generate import extra_fields, floor, observe_latency, token_text, usage_of
 from verbatim.server.api.request_context import Json, RequestContext
@@ -37,19 +37,12 @@ async def embeddings(call: RequestContext) -> Response:
             f"dimensions: {body['dimensions']} is above the model's {hidden}",
             "dimensions",
         )
-    state = call.state
-    params = to_params.finish_params(
-        {"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts
-    )
-    call.names = {"prompt": "input"}
-    for prompt in prompts:
-        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, embedding=True))
-    results = await call.results(Generated)
+    results = await embed(call, prompts, "input")
     data = [
         {
             "object": "embedding",
             "index": i,
-            "embedding": _spell_vector(_unit(r.embedding or [], body.get("dimensions")), body),
+            "embedding": _spell_vector(r.embedding or [], body),
         }
         for i, r in enumerate(results)
     ]
@@ -60,13 +53,27 @@ async def embeddings(call: RequestContext) -> Response:
     )
 
 
-def _unit(vector: list[float], dimensions: int | None) -> list[float]:
+async def embed(call: RequestContext, prompts: list[str | list[int]], name: str) -> list[Generated]:
+    """Results that carry the mean hidden state of each prompt. `name`: the client's field."""
+    state = call.state
+    params = to_params.finish_params(
+        {"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts
+    )
+    call.names = {"prompt": name}
+    for prompt in prompts:
+        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, embedding=True))
+    return await call.results(Generated)
+
+
+def unit_vector(vector: list[float], dimensions: int | None) -> list[float]:
+    """The first `dimensions` numbers (None: all), scaled to length 1."""
     kept = vector[:dimensions]
     length = math.sqrt(sum(x * x for x in kept))
     return [x / length for x in kept] if length else kept
 
 
-def _spell_vector(vector: list[float], body: dict[str, Any]) -> Any:
+def _spell_vector(hidden: list[float], body: dict[str, Any]) -> Any:
+    vector = unit_vector(hidden, body.get("dimensions"))
     if body.get("encoding_format") == "base64":
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
     return vector
@@ -129,6 +136,9 @@ async def tokenize(call: RequestContext) -> Response:
     call.state.check_model(body.get("model"))
     if ("prompt" in body) == ("messages" in body):
         raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if "prompt" in body and name in body:
+            raise Problem("invalid_parameter", f"{name}: only with messages", name)
     for name in ("add_special_tokens", "parse_special"):
         if "messages" in body and name in body:
             raise Problem(
@@ -138,13 +148,15 @@ async def tokenize(call: RequestContext) -> Response:
             )
     if "prompt" in body:
         to_params.check_text_length("prompt", body["prompt"], call.state.facts)
-        parse = body.get("parse_special", False)
+        # lm-eval asks for the id of a special token by its text
+        alone = body["prompt"] in call.state.facts.special_tokens.values()
+        parse = body.get("parse_special", alone)
         special = body.get("add_special_tokens", True)
         message = Tokenize(
             call.next_id(), call.tenant, body["prompt"], add_special=special, parse_special=parse
         )
     else:
-        messages, template = conversation(call, body, [], {})
+        messages, template = conversation(call, continued(body), [], {})
         message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)
     call.submit(message)
     (done,) = await call.results(Tokenized)

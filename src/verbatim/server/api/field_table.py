@@ -11,7 +11,7 @@ docs/api-fields.md are generated from these tables, so they cannot disagree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field as P
@@ -48,12 +48,18 @@ def sampling(name: str, param: str | None = None) -> Rule:
 
 def extensions(*taken: str) -> dict[str, Rule]:
     """Verbatim's parameters as extra fields of OpenAI's routes, except those in `taken`."""
-    return {name: sampling(name) for name in FIELDS if name not in taken} | {"explain_rows": ROWS}
+    top_k = sampling("top_k")
+    own = {
+        "top_k": replace(top_k, help=f"{top_k.help}, and so is -1", type=top_k.type | Literal[-1])
+    }
+    made = {name: own.get(name) or sampling(name) for name in FIELDS if name not in taken}
+    return made | {"explain_rows": ROWS}
 
 
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
 TRUE_FALSE = Annotated[bool, P(strict=True)]
 LENGTH = Annotated[int, P(strict=True, ge=1, le=MOST)]
+NO_LIMIT = -1  # max_tokens of llama.cpp's clients: up to the context length
 MODEL = Rule(
     "honoured", "a name from the start-up table (see /v1/models)", schemas.Label, required=True
 )
@@ -71,6 +77,12 @@ LIST_SEED = Rule(
 )
 STREAM = Rule("honoured", "stream the output as events", TRUE_FALSE)
 USER = Rule("label", "written to the log", schemas.Label)
+STREAM_OPTIONS = Rule(
+    "honoured",
+    "include_usage, include_obfuscation, continuous_usage_stats (the usage so far in every chunk, "
+    "as vLLM sends it; needs include_usage)",
+    schemas.StreamOptions,
+)
 STOP = Rule("honoured", FIELDS["stop"].help, schemas.type_of("stop"))
 TIER = Rule("refused", "there is one tier", schemas.Text, only=("auto", "default"))
 CACHE_KEY = Rule(
@@ -97,6 +109,19 @@ NO_PARSE = Rule(
     "refused",
     "the chat template adds the control tokens; message text stays text",
     only=(False,),
+)
+ADD_PROMPT = Rule(
+    "honoured",
+    "false: the template starts no answer after the last message; true, also after a last message "
+    "of the assistant",
+    TRUE_FALSE,
+)
+CONTINUE = Rule(
+    "honoured",
+    "true: the model continues the last message, which is one of the assistant, and the answer is "
+    "the continuation; missing: true for a last message of the assistant without tool calls, "
+    "unless add_generation_prompt is set",
+    TRUE_FALSE,
 )
 KWARGS = Rule(
     "honoured",
@@ -126,13 +151,14 @@ COMPLETIONS: dict[str, Rule] = {
     ),
     "max_tokens": Rule(
         "honoured",
-        "maximum number of output tokens; missing: 16, as in OpenAI's API",
-        schemas.type_of("max_tokens"),
+        "maximum number of output tokens; missing: 16, as in OpenAI's API; -1: up to the context "
+        "length",
+        schemas.type_of("max_tokens") | Literal[-1],
     ),
     "seed": LIST_SEED,
     "stop": STOP,
     "stream": STREAM,
-    "stream_options": Rule("honoured", "include_usage, include_obfuscation", schemas.StreamOptions),
+    "stream_options": STREAM_OPTIONS,
     "suffix": Rule("refused", "infilling needs a model trained for it"),
     "parse_special": PARSE,
     "user": USER,
@@ -150,6 +176,8 @@ CHAT: dict[str, Rule] = {
         required=True,
     ),
     "audio": Rule("refused", "only text output is supported"),
+    "add_generation_prompt": ADD_PROMPT,
+    "continue_final_message": CONTINUE,
     "chat_template_kwargs": KWARGS,
     "function_call": Rule(
         "refused", "deprecated by OpenAI; use tool_choice", only=("none", "auto")
@@ -157,10 +185,14 @@ CHAT: dict[str, Rule] = {
     "functions": Rule("refused", "deprecated by OpenAI; use tools", only=([],)),
     "logprobs": Rule("honoured", "report each token's log-probability", TRUE_FALSE),
     "max_completion_tokens": Rule(
-        "honoured", "maximum number of output tokens; missing: up to the context length", LENGTH
+        "honoured",
+        "maximum number of output tokens; missing or -1: up to the context length",
+        LENGTH | Literal[-1],
     ),
     "max_tokens": Rule(
-        "honoured", "the older name of max_completion_tokens; not both, unless equal", LENGTH
+        "honoured",
+        "the older name of max_completion_tokens; not both, unless equal",
+        LENGTH | Literal[-1],
     ),
     "metadata": METADATA,
     "modalities": Rule("refused", "only text output is supported", only=(["text"],)),
@@ -179,7 +211,7 @@ CHAT: dict[str, Rule] = {
     "response_format": Rule(
         "honoured",
         "text, json_object, json_schema (the schema is enforced while sampling; its name and "
-        "description are labels)",
+        "description are labels); json_object may have a schema, as llama.cpp's clients send it",
         schemas.ResponseFormat,
     ),
     "safety_identifier": SAFETY,
@@ -190,7 +222,7 @@ CHAT: dict[str, Rule] = {
         "honoured", "true: store the response in memory for /v1/chat/completions/{id}", TRUE_FALSE
     ),
     "stream": STREAM,
-    "stream_options": Rule("honoured", "include_usage, include_obfuscation", schemas.StreamOptions),
+    "stream_options": STREAM_OPTIONS,
     "tool_choice": Rule(
         "honoured",
         "none, auto, required, or one function (the last two enforced by a grammar)",
@@ -243,7 +275,8 @@ RESPONSES: dict[str, Rule] = {
     "service_tier": TIER,
     "store": Rule(
         "honoured",
-        "true: store the response in memory for GET and previous_response_id; missing: false",
+        "store the response in memory for GET and previous_response_id, until newer ones evict it; "
+        "missing: true, unless the server stores nothing (--store-items 0)",
         TRUE_FALSE,
     ),
     "stream": STREAM,
@@ -309,10 +342,17 @@ TOKENIZE: dict[str, Rule] = {
         "/v1/chat/completions",
         Annotated[list[schemas.Message], P(min_length=1)],
     ),
+    "add_generation_prompt": ADD_PROMPT,
+    "continue_final_message": CONTINUE,
     "add_special_tokens": Rule(
         "honoured", "add the special tokens of a prompt (default true)", TRUE_FALSE
     ),
-    "parse_special": PARSE,
+    "parse_special": Rule(
+        "honoured",
+        f"{PARSE.help}; a prompt that is the text of one special token (bos_token, eos_token, ...) "
+        "and nothing else is that token, unless this is false",
+        TRUE_FALSE,
+    ),
     "return_token_strs": Rule("honoured", "also return each token's text", TRUE_FALSE),
 }
 DETOKENIZE: dict[str, Rule] = {
@@ -383,10 +423,18 @@ MESSAGES: dict[str, Rule] = {
 }
 
 OLLAMA_OPTIONS = (
-    "sampling options by Ollama's names; machine options are refused. num_ctx: maximum number of "
+    "sampling options by Ollama's names. Machine options (num_gpu, num_thread, use_mmap, ...) are "
+    "accepted without effect, because no token depends on the machine here, and the answer has a "
+    "warning for each. num_ctx: maximum number of "
     "prompt and output tokens together, up to the server's context; a prompt that does not fit, "
     "alone or with num_predict, is refused, and nothing is truncated. seed: -1 or missing: the "
     "server chooses; any other negative seed is taken modulo 2**63"
+)
+KEEP_ALIVE = Rule(
+    "label",
+    "seconds, or a duration such as 5m; the model stays loaded as long as the server runs, so a "
+    "duration has no effect; 0 without a prompt, which asks to unload the model, is refused",
+    schemas.KeepAlive,
 )
 _OLLAMA: dict[str, Rule] = {
     "model": MODEL,
@@ -397,7 +445,7 @@ _OLLAMA: dict[str, Rule] = {
         Literal["json", ""] | dict[str, Any],
     ),
     "options": Rule("honoured", OLLAMA_OPTIONS, schemas.OllamaOptions),
-    "keep_alive": Rule("refused", "the model stays loaded", only=(-1, "-1", "-1m")),
+    "keep_alive": KEEP_ALIVE,
     "think": Rule("refused", "reasoning has no switch here", only=(False,)),
     "logprobs": Rule("refused", "use /v1/chat/completions", only=(False,)),
     "top_logprobs": Rule("refused", "use /v1/chat/completions", only=(0,)),
@@ -409,8 +457,9 @@ OLLAMA_CHAT: dict[str, Rule] = {
     **_OLLAMA,
     "messages": Rule(
         "honoured",
-        "roles system, user, assistant, tool; thinking that the model's template does not read is "
-        "refused, and so is a tool_name that it does not read and that differs from its call's",
+        "roles system, user, assistant, tool; a last message of the assistant is continued; "
+        "thinking that the model's template does not read is refused, and so is a tool_name that "
+        "it does not read and that differs from its call's",
         list[schemas.OllamaMessage],
         required=True,
     ),
@@ -436,9 +485,131 @@ OLLAMA_GENERATE: dict[str, Rule] = {
     "height": Rule("refused", "only text output is supported"),
     "steps": Rule("refused", "only text output is supported"),
 }
+_OLLAMA_EMBED: dict[str, Rule] = {
+    "model": MODEL,
+    "options": Rule(
+        "honoured",
+        "machine options have no effect, and the answer has a warning for each; an embedding is "
+        "not sampled, so all other options are refused",
+        schemas.OllamaEmbedOptions,
+    ),
+    "keep_alive": KEEP_ALIVE,
+}
+OLLAMA_EMBED: dict[str, Rule] = {
+    **_OLLAMA_EMBED,
+    "input": Rule(
+        "honoured",
+        "a text or a list of texts",
+        schemas.Text | Annotated[list[schemas.Text], P(min_length=1)],
+        required=True,
+    ),
+    "dimensions": Rule(
+        "honoured", "keep this many leading dimensions and normalise to length 1", LENGTH
+    ),
+    "truncate": Rule("refused", "the server never truncates a prompt", only=(False,)),
+}
+OLLAMA_EMBEDDINGS: dict[str, Rule] = {
+    **_OLLAMA_EMBED,
+    "prompt": Rule("honoured", "a text", schemas.Text, required=True),
+}
 OLLAMA_SHOW: dict[str, Rule] = {
     "model": Rule("honoured", "a name from the start-up table", schemas.Label, required=True),
     "verbose": Rule("refused", "it would change nothing", only=(False,)),
+}
+
+# llama.cpp's name -> ours, where the value is passed on unchanged
+_LLAMA_PARAMS = {
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_p",
+            "min_p",
+            "typical_p",
+            "top_n_sigma",
+            "xtc_probability",
+            "xtc_threshold",
+            "presence_penalty",
+            "frequency_penalty",
+            "dry_multiplier",
+            "dry_base",
+            "dry_allowed_length",
+            "ignore_eos",
+            "json_schema",
+            "grammar",
+        )
+    },
+    "repeat_penalty": "repetition_penalty",
+    "dry_sequence_breakers": "dry_breakers",
+}
+LLAMA_COMPLETION: dict[str, Rule] = {
+    "model": Rule("honoured", "missing: the served model", schemas.Label),
+    "prompt": Rule(
+        "honoured",
+        "a string in the model's own format, or token ids",
+        schemas.Text | schemas.PromptIds,
+        required=True,
+    ),
+    "n_predict": Rule(
+        "honoured",
+        "maximum number of output tokens; missing or -1: up to the context length",
+        Annotated[int, P(strict=True, ge=-1, le=MOST)],
+    ),
+    "stream": STREAM,
+    "stop": Rule("honoured", FIELDS["stop"].help, list[schemas.Text]),
+    "seed": Rule(
+        "honoured",
+        "makes sampling repeatable; -1 or missing: the server chooses; the response reports the "
+        "seed used",
+        INT64,
+    ),
+    "n_probs": Rule(
+        "honoured",
+        "report each token's log-probability and this many alternatives",
+        schemas.type_of("logprobs"),
+    ),
+    "logit_bias": Rule(
+        "honoured",
+        "pairs of a token id and a number added to its logit; false: the id is never drawn",
+        list[schemas.BiasPair],
+    ),
+    "top_k": extensions()["top_k"],
+    **{theirs: sampling(ours) for theirs, ours in _LLAMA_PARAMS.items()},
+    "repeat_last_n": Rule("refused", "repeat_penalty looks at all tokens", only=(-1,)),
+    "dry_penalty_last_n": Rule("refused", "DRY looks at all tokens", only=(-1,)),
+    "parse_special": Rule(
+        "honoured",
+        "false: the text of a control token (<|im_start|>) in the prompt stays plain text; "
+        "missing: it becomes that token, as in llama.cpp",
+        TRUE_FALSE,
+    ),
+    "return_tokens": Rule("honoured", "the token ids of the output (not streamed)", TRUE_FALSE),
+    "cache_prompt": Rule(
+        "refused", "the prefix cache is always on, and changes no token", only=(True,)
+    ),
+    "id_slot": Rule("refused", "the scheduler has no slots to choose from", only=(-1,)),
+    "n_keep": Rule("label", "the server never truncates a prompt", INT64),
+    "samplers": Rule("refused", "the order of the samplers is fixed (docs/sampling.md)"),
+    "mirostat": Rule("refused", "this sampler is not here", only=(0,)),
+    "mirostat_tau": Rule("label", "without mirostat it has no effect", float),
+    "mirostat_eta": Rule("label", "without mirostat it has no effect", float),
+    "dynatemp_range": Rule("refused", "the temperature is fixed", only=(0, 0.0)),
+    "dynatemp_exponent": Rule("label", "without dynatemp_range it has no effect", float),
+    "min_keep": Rule("refused", "the filters keep at least one token", only=(0, 1)),
+    "post_sampling_probs": Rule("refused", "use logprobs_mode on /v1/completions", only=(False,)),
+    "timings_per_token": Rule("refused", "the last event has the timings", only=(False,)),
+    "response_fields": Rule("refused", "a response has all its fields", only=([],)),
+    "t_max_predict_ms": Rule("refused", "the time limit is the server's", only=(0, -1)),
+    "n_indent": Rule("refused", "use a regex or a grammar", only=(0,)),
+    "lora": Rule("refused", "adapters are chosen when the server starts", only=([],)),
+}
+LLAMA_TEMPLATE: dict[str, Rule] = {
+    "model": Rule("honoured", "missing: the served model", schemas.Label),
+    "messages": CHAT["messages"],
+    "tools": CHAT["tools"],
+    "add_generation_prompt": ADD_PROMPT,
+    "continue_final_message": CONTINUE,
+    "chat_template_kwargs": KWARGS,
 }
 
 INPUT_TOKENS: dict[str, Rule] = {
@@ -493,10 +664,14 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Rule]]] = {
     "/v1/score": ("Score", SCORE),
     "/tokenize": ("Tokenize", TOKENIZE),
     "/detokenize": ("Detokenize", DETOKENIZE),
+    "/completion": ("LlamaCompletion", LLAMA_COMPLETION),
+    "/apply-template": ("LlamaApplyTemplate", LLAMA_TEMPLATE),
     "/v1/messages": ("AnthropicMessages", MESSAGES),
     "/v1/messages/count_tokens": ("AnthropicCountTokens", COUNT_TOKENS),
     "/api/chat": ("OllamaChat", OLLAMA_CHAT),
     "/api/generate": ("OllamaGenerate", OLLAMA_GENERATE),
+    "/api/embed": ("OllamaEmbed", OLLAMA_EMBED),
+    "/api/embeddings": ("OllamaEmbeddings", OLLAMA_EMBEDDINGS),
     "/api/show": ("OllamaShow", OLLAMA_SHOW),
 }
 
@@ -543,4 +718,4 @@ QUERIES: dict[str, dict[str, Query]] = {
     "POST /v1/messages/count_tokens": {"beta": Query("as above", "true")},
 }
 # These routes ignore query parameters, which probes and browsers add.
-ANY_QUERY = ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json")
+ANY_QUERY = ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/docs")

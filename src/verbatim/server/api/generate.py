@@ -38,6 +38,7 @@ class ChoiceDelta:
     logprobs: Sequence[WireLogprob] = ()
     explain: Sequence[dict[str, Any]] = ()
     finish: WireFinish | None = None
+    tokens: int = 0
     reasoning: str = ""
 
 
@@ -76,8 +77,8 @@ async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | Non
 
 def _merged(run: int, deltas: Sequence[WireDelta]) -> list[ChoiceDelta]:
     if len(deltas) == 1:  # the common case: the client keeps up
-        _, index, text, _, finish, logprobs, explain, reasoning = deltas[0]
-        return [ChoiceDelta(run, index, text, logprobs, explain, finish, reasoning)]
+        _, index, text, ids, finish, logprobs, explain, reasoning = deltas[0]
+        return [ChoiceDelta(run, index, text, logprobs, explain, finish, len(ids), reasoning)]
     out: dict[int, ChoiceDelta] = {}
     for delta in deltas:
         piece = out.setdefault(delta.choice, ChoiceDelta(run, delta.choice))
@@ -86,6 +87,7 @@ def _merged(run: int, deltas: Sequence[WireDelta]) -> list[ChoiceDelta]:
         piece.logprobs = [*piece.logprobs, *delta.logprobs]
         piece.explain = [*piece.explain, *delta.explain]
         piece.finish = delta.finish or piece.finish
+        piece.tokens += len(delta.token_ids)
     return list(out.values())
 
 
@@ -125,6 +127,23 @@ def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
             "saved_seconds": round(saved, 6),
         },
     }
+
+
+class RunningUsage:
+    """Usage so far, for the chunks of a stream (stream_options.continuous_usage_stats)."""
+
+    def __init__(self, runs: Sequence[Running]) -> None:
+        self._runs = runs
+        self._output = 0
+
+    def after(self, piece: ChoiceDelta) -> dict[str, int]:
+        self._output += piece.tokens
+        prompt = sum(run.prompt_tokens for run in self._runs)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._output,
+            "total_tokens": prompt + self._output,
+        }
 
 
 def speculation(runs: Sequence[Running]) -> dict[str, Any]:

@@ -30,6 +30,23 @@ async def model(call: RequestContext) -> Response:
     return Json(_model(call, call.state.check_model(call.request.path_params["id"])))
 
 
+async def tokenizer(call: RequestContext) -> Response:
+    """vLLM's /tokenizer_info: what a client needs to render the chat template itself."""
+    facts = call.state.facts
+    return Json(
+        {
+            "tokenizer_class": "Verbatim",
+            "bos_token": None,
+            "eos_token": None,
+            "pad_token": None,
+            "unk_token": None,
+            **facts.special_tokens,
+            "chat_template": facts.template or None,
+            "model_max_length": facts.context,
+        }
+    )
+
+
 async def live(call: RequestContext) -> Response:
     return Json({"live": True})
 

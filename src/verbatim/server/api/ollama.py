@@ -1,8 +1,9 @@
-"""Ollama's /api/chat, /api/generate, /api/tags, /api/ps, /api/show and /api/version.
+"""Ollama's /api/chat and /api/generate.
 
 In: a checked Ollama request, translated into OpenAI chat fields. Out: Ollama's JSON objects, one
 per line when streamed. Sampling defaults are this server's (temperature 1, no penalty), not
-Ollama's. Machine options (num_gpu, num_thread, ...) are rejected.
+Ollama's. Machine options (num_gpu, num_thread, ...) cannot change a token here: they are accepted,
+and the answer has a warning that they have no effect.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from typing import Any
 
 from starlette.responses import Response
 
-from verbatim import __version__
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import ChatRequest
@@ -27,12 +27,11 @@ from verbatim.server.api.generate import (
     speculation,
 )
 from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id
-from verbatim.server.api.schemas import OLLAMA_PARAMS
+from verbatim.server.api.schemas import OLLAMA_MACHINE_OPTIONS, OLLAMA_PARAMS
 from verbatim.server.json_io import dumps, loads_lossless
 from verbatim.server.process.messages import Generate, Generated, WireFinish
 
 OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama option -> SamplingParams field
-NEVER = "9999-12-31T23:59:59Z"  # expiry time: the model is never unloaded
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "max_tokens": "options.num_predict",
     "seed": "options.seed",
@@ -103,13 +102,42 @@ def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
+def warnings_of(body: dict[str, Any]) -> list[str]:
+    """What the request asks for and does not change anything here."""
+    options = body.get("options") or {}
+    return [
+        f"options.{name}: has no effect; {OLLAMA_MACHINE_OPTIONS[name]}"
+        for name in options
+        if name in OLLAMA_MACHINE_OPTIONS
+    ]
+
+
+def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
+    """The answer to a request without a prompt, by which clients load or unload a model."""
+    if is_zero(body.get("keep_alive")):
+        raise Problem(
+            "unsupported_parameter",
+            "keep_alive: this server does not unload its model; stop the server to free the memory",
+            "keep_alive",
+        )
+    return Json({**_head(model), **empty, "done": True, "done_reason": "load"})
+
+
+def is_zero(duration: Any) -> bool:
+    """Whether a keep_alive asks for no time at all: 0, "0" or "0s"."""
+    return duration is not None and not any(digit in str(duration) for digit in "123456789")
+
+
 class OllamaReply:
     """Builds the response lines. The text is in message.content (chat) or response (generate)."""
 
-    def __init__(self, call: RequestContext, model: str, ask: ChatRequest | None) -> None:
+    def __init__(
+        self, call: RequestContext, body: dict[str, Any], model: str, ask: ChatRequest | None
+    ) -> None:
         self.call = call
         self.model = model
         self.ask = ask
+        self.warnings = warnings_of(body)
 
     def line(self, text: str, calls: list[Any], done: bool) -> dict[str, Any]:
         head = {
@@ -131,6 +159,9 @@ class OllamaReply:
         assert done is not None
         usage, times = done.usage, done.timings
         observe_latency(self.call)
+        more = extra_fields(self.call.runs)
+        if self.warnings:
+            more["warnings"] = [*more.get("warnings", []), *self.warnings]
         return {
             "done_reason": finish_reason(finish) or "stop",
             "total_duration": int(times.total * 1e9),
@@ -142,7 +173,7 @@ class OllamaReply:
             "seed": done.seed,
             "system_fingerprint": done.fingerprint,
             **speculation(self.call.runs),
-            **extra_fields(self.call.runs),
+            **more,
         }
 
     async def full_response(self) -> Response:
@@ -193,24 +224,19 @@ async def chat(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     if not body["messages"]:
-        return Json(
-            {
-                **_head(model),
-                "message": {"role": "assistant", "content": ""},
-                "done": True,
-                "done_reason": "load",
-            }
-        )
+        return load_only(call, body, model, {"message": {"role": "assistant", "content": ""}})
     fields = {
         **sampling(body.get("options") or {}),
         **structure(body),
         "messages": messages_of(body["messages"]),
     }
+    last = fields["messages"][-1]
+    fields["continue_final"] = last["role"] == "assistant" and not last.get("tool_calls")
     if body.get("tools"):
         fields["tools"] = body["tools"]
     ask = ChatRequest(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
     return await _reply(
-        call, body, OllamaReply(call, model, ask), window(call, body.get("options") or {})
+        call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
     )
 
 
@@ -219,7 +245,7 @@ async def generate(call: RequestContext) -> Response:
     model = call.state.check_model(body["model"])
     prompt = body.get("prompt", "")
     if not prompt:
-        return Json({**_head(model), "response": "", "done": True, "done_reason": "load"})
+        return load_only(call, body, model, {"response": ""})
     values = sampling(body.get("options") or {})
     if body.get("raw"):
         return await _raw(call, body, model, prompt, values)
@@ -238,7 +264,7 @@ async def generate(call: RequestContext) -> Response:
     }
     ask = ChatRequest(call, fields, _params(), {**NAMES, "messages": "prompt"})
     return await _reply(
-        call, body, OllamaReply(call, model, ask), window(call, body.get("options") or {})
+        call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
     )
 
 
@@ -271,7 +297,7 @@ async def _raw(
     )
     call.submit(message)
     await call.accepted()
-    return await _reply(call, body, OllamaReply(call, model, None))
+    return await _reply(call, body, OllamaReply(call, body, model, None))
 
 
 async def _reply(
@@ -299,72 +325,3 @@ def _params() -> dict[str, Any]:
 
 def _head(model: str) -> dict[str, Any]:
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
-
-
-def _details(call: RequestContext) -> dict[str, Any]:
-    return {
-        "parent_model": "",
-        "format": "",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
-
-
-async def tags(call: RequestContext) -> Response:
-    when = datetime.fromtimestamp(call.state.started, UTC).isoformat().replace("+00:00", "Z")
-    facts = call.state.supervisor.facts
-    digest = "" if facts is None else facts.digest
-    rows = [
-        {
-            "name": name,
-            "model": name,
-            "modified_at": when,
-            "size": 0,
-            "digest": digest,
-            "details": _details(call),
-        }
-        for name in call.state.names()
-    ]
-    return Json({"models": rows})
-
-
-async def ps(call: RequestContext) -> Response:
-    """The loaded model. A server has one, and never unloads it."""
-    facts, name = call.state.facts, next(iter(call.state.names()))
-    row = {
-        "name": name,
-        "model": name,
-        "size": 0,
-        "digest": facts.digest,
-        "details": _details(call),
-    }
-    return Json(
-        {"models": [{**row, "expires_at": NEVER, "size_vram": 0, "context_length": facts.context}]}
-    )
-
-
-async def show(call: RequestContext) -> Response:
-    body = await call.body()
-    call.state.check_model(body["model"])
-    facts = call.state.facts
-    capabilities = [
-        "completion",
-        *(["tools"] if facts.has_template else []),
-        "embedding",
-    ]
-    info = {"general.fingerprint": facts.fingerprint, "general.context_length": facts.context}
-    return Json(
-        {
-            "details": _details(call),
-            "model_info": info,
-            "capabilities": capabilities,
-            "template": "",
-            "parameters": "",
-        }
-    )
-
-
-async def version(call: RequestContext) -> Response:
-    return Json({"version": __version__})

@@ -27,6 +27,7 @@ from verbatim.server.server_state import State
 
 log = logging.getLogger("verbatim.server")
 R = TypeVar("R", bound=Result)
+CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # accepted on /api/ routes
 WRITE_GRACE = 10.0  # seconds a client has to read the last bytes before it is disconnected
 SLOW_GRACE = 1.0  # seconds, for a client that has already proved to read too slowly
 
@@ -75,7 +76,10 @@ class RequestContext:
     async def read_raw(self) -> bytes:
         limit = self.state.limits.max_body_bytes
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
+        # Ollama's documentation calls curl without a content type. A web page of another site can
+        # send such a body without asking first, but never without its Origin.
+        curl = self.route.startswith("/api/") and "origin" not in self.request.headers
+        if kind != "application/json" and not (curl and kind in CURL_TYPES):
             raise Problem(
                 "unsupported_media_type", "send the body as application/json", "content-type"
             )
@@ -281,7 +285,8 @@ class EventStream(Response):
 
 
 class Chunks:
-    """Serialises the chunks of one stream. Everything but the choice is serialised once."""
+    """Serialises the chunks of one stream. Everything but the choice and the running usage is
+    serialised once."""
 
     def __init__(self, head: dict[str, Any], tail: dict[str, Any]) -> None:
         self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
@@ -289,9 +294,15 @@ class Chunks:
             b"," + dumps(name) + b":" + dumps(value) for name, value in tail.items()
         )
 
-    def serialise(self, choice: dict[str, Any], padding: str | None = None) -> bytes:
+    def serialise(
+        self,
+        choice: dict[str, Any],
+        padding: str | None = None,
+        usage: dict[str, int] | None = None,
+    ) -> bytes:
         pad = b"" if padding is None else b',"obfuscation":' + dumps(padding)
-        return b"%s%s]%s%s}\n\n" % (self._before, dumps(choice), self._after, pad)
+        after = self._after if usage is None else b',"usage":' + dumps(usage)
+        return b"%s%s]%s%s}\n\n" % (self._before, dumps(choice), after, pad)
 
 
 Handler = Callable[[RequestContext], Awaitable[Response]]

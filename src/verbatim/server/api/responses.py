@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses API.
 
 In: a checked request, translated into chat fields for `ChatRequest`. Out: a response object with
-output items, or a stream of typed events. With store true the response is kept in memory.
+output items, or a stream of typed events. The response is kept in memory unless store is false.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class ResponsesReply:
         self.call = ask.call
         self.body = body
         self.id = new_id("resp_")
+        # OpenAI's default is true; a server that stores nothing reports false
+        self.stored: bool = body.get("store", self.call.state.store.enabled)
         self.output: list[dict[str, Any]] = []
         self.base: dict[str, Any] = {
             "id": self.id,
@@ -176,7 +178,7 @@ class ResponsesReply:
             "previous_response_id": body.get("previous_response_id"),
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
-            "store": bool(body.get("store")),
+            "store": self.stored,
             "temperature": body.get("temperature", 1.0),
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice", "auto"),
@@ -248,7 +250,7 @@ class ResponsesReply:
         return choice_reports(done.choices[0])
 
     def _store(self, made: dict[str, Any]) -> None:
-        if self.body.get("store"):
+        if self.stored:
             # Instructions are not stored: they apply to one response only.
             messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
             item = {

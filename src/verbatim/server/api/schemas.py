@@ -162,6 +162,7 @@ class TextFormat(Strict):
 
 class JsonFormat(Strict):
     type: Literal["json_object"]
+    schema_: JsonObject | None = Field(None, alias="schema")
 
 
 class JsonSchemaFormat(Strict):
@@ -175,6 +176,7 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(dis
 class StreamOptions(Strict):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 Metadata = Annotated[
@@ -189,6 +191,15 @@ Prompt = (
     | Annotated[list[Text], Field(min_length=1, fail_fast=True)]
     | Annotated[list[PromptIds], Field(min_length=1, fail_fast=True)]
 )
+
+# llama.cpp's logit_bias
+BiasPair = Annotated[
+    tuple[
+        TokenId,
+        Annotated[float, Field(strict=True, allow_inf_nan=False, ge=-100, le=100)] | Literal[False],
+    ],
+    Field(strict=False),  # JSON has no tuples
+]
 
 # ------------------------------------------------------------------------------- responses
 
@@ -353,6 +364,26 @@ class OllamaMessage(Strict):
     tool_call_id: Text | None = None
 
 
+# Ollama options that say how a machine loads and runs a model -> where that is decided here. No
+# thread count, batch size or device changes a token, so they are accepted, with a warning.
+_AT_START = "the server's flags decide it at its start"
+OLLAMA_MACHINE_OPTIONS = {
+    "num_gpu": f"{_AT_START} (--backend)",
+    "main_gpu": _AT_START,
+    "num_thread": f"{_AT_START} (--threads)",
+    "num_batch": _AT_START,
+    "numa": _AT_START,
+    "use_mmap": _AT_START,
+    "use_mlock": _AT_START,
+    "low_vram": _AT_START,
+    "f16_kv": f"{_AT_START} (--kv-type)",
+    "vocab_only": "the whole model is loaded",
+    "logits_all": "logits are computed where they are needed",
+    "embedding_only": "every model generates and embeds",
+    "num_keep": "the server never truncates a prompt, so no token has to be kept",
+}
+
+
 class _OllamaOptions(Strict):
     """Ollama options that are not SamplingParams fields, or have another range."""
 
@@ -362,6 +393,18 @@ class _OllamaOptions(Strict):
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
 
 
-# Ollama's sampling options. Machine options (num_gpu, ...) are rejected as unknown.
 _ollama: Any = {theirs: (type_of(ours) | None, None) for theirs, ours in OLLAMA_PARAMS.items()}
+_ollama |= dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None))
 OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama)
+OllamaEmbedOptions = create_model(
+    "OllamaEmbedOptions",
+    __base__=Strict,
+    **dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None)),
+)
+# Seconds, or a duration as Go writes it ("5m", "1h30m"); negative: for ever
+KeepAlive = (
+    Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
+    | Annotated[float, Field(strict=True, allow_inf_nan=False)]
+    | Annotated[str, Field(pattern=r"^-?[0-9]{1,9}([.][0-9]{1,9})?$")]
+    | Annotated[str, Field(pattern=r"^-?([0-9]{1,9}([.][0-9]{1,9})?(ns|us|µs|ms|s|m|h))+$")]
+)

@@ -25,6 +25,8 @@ MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
 def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[str, Any]:
     """The fields that map directly to SamplingParams, plus seed and stop."""
     values = {rule.param: body[name] for name, rule in table.items() if rule.param and name in body}
+    if values.get("top_k") == -1:  # vLLM's clients: off
+        values["top_k"] = 0
     if "seed" in body:
         values["seed"] = positive_seed(body["seed"])
     if "stop" in body:

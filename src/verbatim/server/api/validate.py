@@ -165,6 +165,9 @@ TYPE_MISMATCHES = (
     "literal_error",
 )
 
+# Fields whose members may be null, which means "not given" as at the top.
+NULLS_INSIDE = ("messages", "input", "tools", "options")
+
 # content part types that are not text, in all protocols
 MEDIA = (
     "image_url",
@@ -238,7 +241,7 @@ def check(route: str, data: Any) -> dict[str, Any]:
             raise Problem(
                 "unsupported_parameter", f"{name}: not supported; {rule.help}", param=name
             )
-        given[name] = _without_nulls(value) if name in ("messages", "input", "tools") else value
+        given[name] = _without_nulls(value) if name in NULLS_INSIDE else value
     for name, rule in table.items():
         if rule.required and name not in given:
             raise Problem("missing_parameter", f"{name}: is required", param=name)
@@ -368,13 +371,8 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
     location = error["loc"]
     for i, step in enumerate(location):
         last = i == len(location) - 1
-        if (
-            isinstance(here, dict)
-            and not last
-            and step == here.get("type")
-            and isinstance(here.get(step), str)
-        ):
-            continue  # a union branch tag ("text"), not a field
+        if isinstance(here, dict) and not last and _is_tag(here, step, location[i + 1]):
+            continue
         if (isinstance(here, dict) and step in here) or (
             isinstance(here, list) and isinstance(step, int) and step < len(here)
         ):
@@ -383,6 +381,16 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
         elif error["type"] == "missing" and last:
             out.append(step)
     return out
+
+
+def _is_tag(here: dict[str, Any], step: int | str, following: int | str) -> bool:
+    """Whether a step of pydantic's location is the tag of a union's branch, and not a field. A part
+    {"type": "text", "text": ..} has both; the value of the field shows where the next step is."""
+    if step != here.get("type"):
+        return False
+    value = here.get(step)
+    inside = isinstance(value, dict) and following in value
+    return isinstance(value, str) or (following in here and not inside)
 
 
 def _message(error: ErrorDetails) -> str:

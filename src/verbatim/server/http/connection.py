@@ -11,7 +11,8 @@ time they take, nor the bytes a client sends after a response or ahead of it (pi
     closing     the client closes after reading the error        as leftover
 
 Reading never pauses, so that a disconnect is noticed at once. Pipelined requests are limited
-instead (MAX_PIPELINED, MAX_PIPELINED_BYTES).
+instead (MAX_PIPELINED, MAX_PIPELINED_BYTES): those within the limit are answered, then an error is
+sent and the connection closes.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class HttpProtocol(asyncio.Protocol):
         self._latest: Exchange | None = None  # the exchange whose request is being read
         self._pipelined: deque[Exchange] = deque()
         self._pipelined_bytes = 0
+        self._too_many = False  # the client pipelined more than the limit; its input is ignored
         # Bytes outside the body since the request began or its last chunk: head, chunk headers and
         # trailers. Limited by max_header_bytes.
         self._non_body_bytes = 0
@@ -131,7 +133,7 @@ class HttpProtocol(asyncio.Protocol):
     # --------------------------------------------------------------------------- parser callbacks
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
+        if self._closing or self._too_many:
             return
         self._non_body_bytes += len(data)
         try:
@@ -144,7 +146,10 @@ class HttpProtocol(asyncio.Protocol):
                 "500 Internal Server Error", "internal_error", "the server failed on this request"
             )
         except httptools.HttpParserError:
-            self.refuse("400 Bad Request", "invalid_request", "this is not HTTP")
+            if not self._too_many:
+                self.refuse("400 Bad Request", "invalid_request", "this is not HTTP")
+        if self._too_many:
+            return
         if self._non_body_bytes > self.limits.max_header_bytes and not self._closing:
             self._refuse_head()
         if self._in_head and not self._head_timed and not self._busy() and not self._closing:
@@ -154,7 +159,7 @@ class HttpProtocol(asyncio.Protocol):
     def _decline_upgrade(self, rest: bytes) -> None:
         """Answer a request that offers HTTP/2 or a WebSocket in HTTP/1.1. httptools stops after the
         head of such a request, so a second parser reads its body."""
-        if self._latest is None or self._closing:
+        if self._latest is None or self._closing or self._too_many:
             return
         framing = [h for h in self._headers if h[0] in (b"content-length", b"transfer-encoding")]
         self._parser = self._new_parser()
@@ -184,7 +189,7 @@ class HttpProtocol(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if self._resumed or self._closing:
+        if self._resumed or self._closing or self._too_many:
             return
         self._non_body_bytes, self._in_head, self._head_timed = 0, False, False
         if (
@@ -205,8 +210,18 @@ class HttpProtocol(asyncio.Protocol):
                 "too many connections are open",
                 retry_after=1,
             )
+        elif self._busy() and len(self._pipelined) >= MAX_PIPELINED:
+            self._stop_reading()
         else:
             self._new_exchange()
+
+    def _stop_reading(self) -> None:
+        """Ignore further input after too many pipelined requests. `answered` sends the error after
+        the responses to the requests within the limit."""
+        self._too_many, self._non_body_bytes, self._in_head = True, 0, False
+        if self._latest is not None and self._latest.more_body:  # its body will not be read
+            self._pipelined.remove(self._latest)
+        self._latest = self._pipelined[-1] if self._pipelined else self._active
 
     def _new_exchange(self) -> None:
         try:
@@ -223,22 +238,20 @@ class HttpProtocol(asyncio.Protocol):
             reject_early = type(self).reject_early
             rejected = None if reject_early is None else reject_early(scope)
             self._start(self._latest) if rejected is None else self._latest.answer(*rejected)
-        elif len(self._pipelined) < MAX_PIPELINED:
-            self._pipelined.append(self._latest)
         else:
-            self.abort()
+            self._pipelined.append(self._latest)
 
     def on_chunk_header(self) -> None:
         self._non_body_bytes = 0
 
     def on_body(self, body: bytes) -> None:
         self._non_body_bytes -= len(body)
-        if self._latest is None or self._closing:
+        if self._latest is None or self._closing or self._too_many:
             return
         if self._latest is not self._active:
             self._pipelined_bytes += len(body)
             if self._pipelined_bytes > MAX_PIPELINED_BYTES:
-                self.abort()
+                self._stop_reading()
                 return
         self._latest.feed_body(body)
 
@@ -246,6 +259,7 @@ class HttpProtocol(asyncio.Protocol):
         if (
             self._latest is None
             or self._closing
+            or self._too_many
             or (self._parser.should_upgrade() and not self._resumed)
         ):
             return
@@ -299,6 +313,14 @@ class HttpProtocol(asyncio.Protocol):
             if not self._pipelined:
                 self._pipelined_bytes = 0
             self._start(following)
+        elif self._too_many:
+            self.refuse(
+                "429 Too Many Requests",
+                "overloaded",
+                f"at most {MAX_PIPELINED} requests with {MAX_PIPELINED_BYTES} bytes of bodies may "
+                "wait behind the running one; those before this error are answered",
+                retry_after=1,
+            )
         else:
             self._set_timeout(self._linger() if exchange.more_body else self.limits.idle_seconds)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from verbatim.server.logs import JsonLines
@@ -44,18 +46,26 @@ BEAT_SECONDS = 0.25  # heartbeat interval; also the age of the statistics in /me
 log = logging.getLogger("verbatim.engine")
 
 
-def open_engine(start: Start) -> AsyncEngine:
-    """Load the model; blocks. `test_engine` is a hidden flag for tests: a fake engine of
+def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
+    """Load the model; blocks. Calls `found` when the name turns out to be a model's: its file
+    exists, or a download starts. `test_engine` is a hidden flag for tests: a fake engine of
     verbatim.testing."""
     from verbatim.engine.async_engine import AsyncEngine
 
     if start.test_engine:
         from verbatim import testing
 
+        found()
         return AsyncEngine.from_parts(testing.server_parts(start.test_engine), **start.engine)
     before = native_threads()
+    if os.path.exists(os.path.expanduser(start.model)):
+        found()
     engine = AsyncEngine(
-        start.model, revision=start.revision, offline=start.offline, **start.engine
+        start.model,
+        revision=start.revision,
+        offline=start.offline,
+        progress=lambda *_: found(),
+        **start.engine,
     )
     info = engine.parts.backend.info
     log.info("backend %s %s", info.name, info.detail)
@@ -127,8 +137,13 @@ async def serve(fd: int) -> int:
     if start is None:
         return 0
     assert isinstance(start, Start), f"the first message is a {type(start).__name__}"
-    outbox.put(Loading())
-    opening = asyncio.ensure_future(asyncio.to_thread(open_engine, start))
+    once = itertools.count()
+
+    def found() -> None:  # in the thread that loads the model
+        if next(once) == 0:
+            loop.call_soon_threadsafe(outbox.put, Loading())
+
+    opening = asyncio.ensure_future(asyncio.to_thread(open_engine, start, found))
     try:
         engine = await opening
     except Exception as error:

@@ -231,7 +231,7 @@ class EngineSession:
         if request.aborted:
             self._engine.abort(message.request_id)
         text = self._text_of(message.prompt) if message.echo else ""
-        self._outbox.put(Accepted(message.request_id, text))
+        self._outbox.put(Accepted(message.request_id, text, handle.prompt_tokens))
         completion = await end
         complete = message.embedding and completion.choices[0].finish.reason != "cancel"
         embedding = handle.embedding().tolist() if complete else None
@@ -292,10 +292,21 @@ class EngineSession:
         assert message.messages is not None, "neither a text nor a conversation"
         return self._engine.encode_chat(message.messages, **(message.template or {}))
 
+    def _render_chat(self, message: Tokenize) -> str:
+        template = self._engine.parts.template
+        if template is None:
+            raise UnsupportedError("messages", "this model has no chat template")
+        text: str = template.render(message.messages, **(message.template or {}))
+        return text
+
     # ---------------------------------------------------------------------- tokenize and detokenize
 
     async def _tokenize(self, message: Tokenize) -> None:
         tokenizer, text = self._engine.tokenizer, message.text
+        if message.render:
+            prompt = await asyncio.to_thread(self._render_chat, message)
+            self._outbox.put(Detokenized(message.request_id, prompt))
+            return
         ids = await asyncio.to_thread(self._encode_text, message)
         warnings: Sequence[str] = ()
         if text is not None and not message.parse_special and len(ids) <= self._engine.context:

@@ -72,7 +72,8 @@ class Generate:
 
 @dataclass(frozen=True, slots=True)
 class Tokenize:
-    """Encode a text, or a conversation through the chat template, to token ids."""
+    """Encode a text, or a conversation through the chat template, to token ids. With `render` the
+    result is Detokenized: the conversation as a text."""
 
     request_id: str
     tenant: str
@@ -81,6 +82,7 @@ class Tokenize:
     template: dict[str, Any] | None = None
     add_special: bool = True  # put the tokens around the text that a prompt gets (BOS, EOS)
     parse_special: bool = False
+    render: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """The engine process runs and reads the model."""
+    """The model's name is right: the engine process reads its file or downloads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,16 @@ class ModelFacts:
     control: frozenset[int]  # ids of control tokens
     space_prefix: bool  # the tokenizer puts a space before the first word
     longest_token: int  # bytes
+    slots: int = 0  # sequences that run at once
+    device: str = ""  # the backend: cpu, cuda, reference
+    family: str = ""  # of ModelSpec
+    # of ModelSpec, by the names of GGUF headers (block_count, ...)
+    sizes: dict[str, int] = field(default_factory=dict)
+    template: str = ""  # source of the chat template; empty: none
+    # text of each special token, by the names of chat templates (bos_token, ...)
+    special_tokens: dict[str, str] = field(default_factory=dict)
+    # fields of engine.loaded_model.ModelFile
+    file: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "control", frozenset(self.control))  # a list on the wire
@@ -163,6 +175,7 @@ class Accepted:
 
     request_id: str
     text: str = ""
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

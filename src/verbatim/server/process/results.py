@@ -5,6 +5,7 @@ WireDelta, Generated and ModelFacts go out. Runs in the engine process, which ha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
@@ -58,13 +59,14 @@ def drop_rows(records: Sequence[dict[str, Any]]) -> None:
 def facts_of(engine: AsyncEngine) -> ModelFacts:
     tokenizer, template = engine.tokenizer, engine.parts.template
     ids = range(tokenizer.vocab_size)
+    spec = engine.parts.backend.spec
     return ModelFacts(
         name=engine.parts.name,
         digest=engine.parts.digest,
         fingerprint=engine.fingerprint,
         context=engine.context,
         vocab=tokenizer.vocab_size,
-        hidden=engine.parts.backend.spec.hidden,
+        hidden=spec.hidden,
         has_template=engine.has_template,
         template_tools=template is not None and template.takes_tools,
         template_calls=template is not None and template.takes_calls,
@@ -74,6 +76,21 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         control=frozenset(t for t in ids if tokenizer.is_control(t)),
         space_prefix=tokenizer.space_prefix,
         longest_token=max((len(tokenizer.token_bytes(t)) for t in ids), default=1) or 1,
+        slots=engine.config.max_running,
+        device=engine.parts.backend.info.name,
+        family=spec.family,
+        sizes={
+            "block_count": len(spec.layers),
+            "context_length": engine.context,
+            "embedding_length": spec.hidden,
+            "feed_forward_length": spec.mlp or spec.expert_mlp,
+            "attention.head_count": spec.heads,
+            "attention.head_count_kv": spec.kv_heads,
+            "vocab_size": tokenizer.vocab_size,
+        },
+        template=template.source if template is not None else "",
+        special_tokens=dict(tokenizer.special_tokens),
+        file=asdict(engine.parts.file),
     )
 
 

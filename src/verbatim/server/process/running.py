@@ -61,6 +61,7 @@ class Running:
         self.id = request_id
         self.tenant = tenant
         self.text = ""  # the echoed prompt
+        self.prompt_tokens = 0  # known once the engine has accepted the request
         self.done: Result | None = None
         self.problem: Problem | None = None
         self.accepted = False
@@ -76,8 +77,8 @@ class Running:
 
     # ------------------------------------------------------------------- called by the supervisor
 
-    def accept(self, text: str) -> None:
-        self.accepted, self.text = True, text
+    def accept(self, text: str, prompt_tokens: int) -> None:
+        self.accepted, self.text, self.prompt_tokens = True, text, prompt_tokens
         self.wake()
 
     def push(self, delta: WireDelta) -> None:

@@ -59,6 +59,7 @@ class Supervisor:
         self.pid: int | None = None
         self.restarts = 0
         self.ready = asyncio.Event()
+        self.found = asyncio.Event()  # the model exists: its file is read, or a download started
         # Resolved with an error text if the first engine process cannot load the model.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._running: dict[str, Running] = {}
@@ -243,11 +244,13 @@ class Supervisor:
                     self.reports += 1
             case Accepted():
                 if message.request_id in self._running:
-                    self._running[message.request_id].accept(message.text)
+                    running = self._running[message.request_id]
+                    running.accept(message.text, message.prompt_tokens)
             case Refused():
                 self._refused(message)
             case Ready(facts=facts):
                 self.facts = facts
+                self.found.set()
                 self._last_progress = (self._clock(), -1)
                 self.ready.set()
                 log.info(
@@ -260,7 +263,7 @@ class Supervisor:
                 if self.facts is None and not self.fatal.done():
                     self.fatal.set_result(message.message)
             case Loading():
-                pass
+                self.found.set()
             case _:
                 self._finished(message)
 

@@ -342,13 +342,21 @@ NB_MODULE(_native, m) {
         .def("start_draft", &PyEngine::start_draft)
         .def("draft", &PyEngine::draft)
         .def("argmax", &PyEngine::argmax)
-        .def("sample",
-             [](PyEngine& e, nb::list rows) {
-                 if (nb::len(rows) != e.engine_.step.logits.size())
-                     throw std::invalid_argument("sample() needs one entry per row of logits");
-                 return sample_rows(e.engine_.pool(), e.engine_.kernels.sample, e.engine_.logits(),
-                                    e.engine_.chunk_maxes(), e.engine_.shape.vocab, rows);
-             })
+        .def(
+            "sample",
+            [](PyEngine& e, nb::list rows, size_t first) {
+                const Engine& engine = e.engine_;
+                if (first > engine.step.logits.size() ||
+                    nb::len(rows) > engine.step.logits.size() - first)
+                    throw std::invalid_argument("sample() has more entries than rows of logits");
+                const int64_t vocab = engine.shape.vocab;
+                const int64_t chunks = (vocab + vb::CHUNK - 1) / vb::CHUNK;
+                return sample_rows(e.engine_.pool(), engine.kernels.sample,
+                                   engine.logits() + (int64_t)first * vocab,
+                                   engine.chunk_maxes() + (int64_t)first * chunks, vocab, rows);
+            },
+            nb::arg("rows"), nb::arg("first") = 0,
+            "Samples or scores rows of the last step's logits, from row `first` on.")
         .def_prop_ro("threads", [](PyEngine& e) { return e.engine_.threads(); })
         .def_prop_ro("isa", [](PyEngine& e) { return std::string(e.engine_.kernels.name); })
         .def_prop_ro("weight_bytes", [](PyEngine& e) { return e.engine_.weight_bytes(); });

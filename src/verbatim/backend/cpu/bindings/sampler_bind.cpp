@@ -54,13 +54,21 @@ std::vector<int32_t> read_history(nb::handle ids, int64_t vocab) {
 }
 
 struct RowRequest {
-    SampleRow row{};  // params == nullptr: skip the row
+    SampleRow row{};  // no parameters and no target: skip the row
     std::vector<int32_t> history;
+    bool skipped() const { return !row.params && row.target < 0; }
 };
 
 RowRequest read_row(nb::tuple t, int64_t vocab) {
     RowRequest out;
     SampleRow& row = out.row;
+    if (nb::len(t) == 2) {
+        row.target = nb::cast<int64_t>(t[0]);
+        row.target_top = nb::cast<int64_t>(t[1]);
+        if (row.target < 0 || row.target >= vocab)
+            throw std::invalid_argument("a scored token is outside the vocabulary");
+        return out;
+    }
     row.params = nb::cast<const SampleParams*>(t[0]);
     row.key = nb::cast<uint64_t>(t[1]);
     row.position = nb::cast<int64_t>(t[2]);
@@ -101,7 +109,7 @@ nb::list sample_rows(ThreadPool& pool, vb::SampleFn sample, const float* logits,
     {
         nb::gil_scoped_release nogil;
         auto draw = [&](int i, int) {
-            if (requests[i].row.params)
+            if (!requests[i].skipped())
                 sample(logits + (int64_t)i * vocab,
                        chunk_maxes ? chunk_maxes + i * chunks : nullptr, vocab, requests[i].row,
                        outs[i]);
@@ -111,7 +119,7 @@ nb::list sample_rows(ThreadPool& pool, vb::SampleFn sample, const float* logits,
     }
     nb::list out;
     for (size_t i = 0; i < outs.size(); i++)
-        out.append(requests[i].row.params ? to_tuple(outs[i]) : nb::none());
+        out.append(requests[i].skipped() ? nb::none() : to_tuple(outs[i]));
     return out;
 }
 

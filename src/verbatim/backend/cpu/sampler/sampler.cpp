@@ -1,5 +1,5 @@
-// Samples one token from one row of logits, bit for bit as sampling/pipeline.py. Compiled once per
-// instruction set (VB_NS). The stages, in order: sampler_math.h (arithmetic), _logits.h (the row),
+// Samples one token from one row of logits, or scores a given token, bit for bit as
+// sampling/pipeline.py and sampling/logprobs.py. Compiled once per instruction set (VB_NS). The stages, in order: sampler_math.h (arithmetic), _logits.h (the row),
 // _edits.h (bias, bans, penalties), _filters.h, _draw.h.
 #include "sampler.h"
 
@@ -52,10 +52,14 @@ void report_raw(const Logits& x, SampleOut& out, int64_t count, Scratch& w) {
 
 void run(const float* logits, const float* chunk_maxes, int64_t vocab, const SampleRow& row,
          SampleOut& out, Scratch& w) {
-    const SampleParams& p = *row.params;
     Logits x(logits, chunk_maxes, vocab, w);
     out.finite = x.scan();
     if (!out.finite) return;
+    if (row.target >= 0) {
+        out.token = row.target;
+        return report_raw(x, out, row.target_top, w);
+    }
+    const SampleParams& p = *row.params;
     Edits edits(x, row, w);
     if (edits.needed()) edits.run();
     if (!(x.top() > NEG_INF)) {

@@ -33,6 +33,10 @@ struct SampleRow {
     int64_t history_len;
     const uint8_t* mask;  // nullptr: no grammar
     int64_t mask_bytes;
+    // >= 0: score this id of a prompt instead of sampling; params is not read. The distribution is
+    // the model's own.
+    int64_t target = -1;
+    int64_t target_top = 0;  // best ids to report with the target
 };
 
 struct SampleOut {

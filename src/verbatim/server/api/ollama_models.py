@@ -1,0 +1,158 @@
+"""Ollama's /api/tags, /api/ps, /api/show, /api/version, /api/embed and /api/embeddings.
+
+In: the facts of the served model, or texts. Out: Ollama's JSON objects. The server has one model
+and keeps it loaded, so the lists of installed and of loaded models are the same.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim import __version__
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.completions import prompts_of
+from verbatim.server.api.embed_score_tokenize import embed, unit_vector
+from verbatim.server.api.generate import extra_fields
+from verbatim.server.api.ollama import warnings_of
+from verbatim.server.api.request_context import Json, RequestContext
+from verbatim.server.process.messages import Generated, ModelFacts
+
+NEVER = "9999-12-31T23:59:59Z"  # expiry time: the model is never unloaded
+
+
+def time_text(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def size_text(parameters: int) -> str:
+    """The number of parameters as Ollama writes it.
+
+    >>> size_text(134_515_008), size_text(7_615_616_512), size_text(0)
+    ('134.52M', '7.6B', '')
+    """
+    for unit, letter, digits in ((10**9, "B", 1), (10**6, "M", 2), (10**3, "K", 2)):
+        if parameters >= unit:
+            return f"{parameters / unit:.{digits}f}{letter}"
+    return str(parameters or "")
+
+
+def details(facts: ModelFacts | None) -> dict[str, Any]:
+    file = {} if facts is None else facts.file
+    family = "" if facts is None else facts.family
+    return {
+        "parent_model": "",
+        "format": file.get("format", ""),
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": size_text(file.get("parameters", 0)),
+        "quantization_level": file.get("quantisation", ""),
+    }
+
+
+def row(facts: ModelFacts | None, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": name,
+        "size": 0 if facts is None else facts.file.get("bytes", 0),
+        "digest": "" if facts is None else facts.digest,
+        "details": details(facts),
+    }
+
+
+def modified(call: RequestContext, facts: ModelFacts | None) -> str:
+    """When the model's file changed; the server's start for a model without a file."""
+    found = 0 if facts is None else facts.file.get("modified", 0)
+    return time_text(found or call.state.started)
+
+
+async def tags(call: RequestContext) -> Response:
+    facts = call.state.supervisor.facts
+    when = modified(call, facts)
+    return Json(
+        {"models": [{**row(facts, name), "modified_at": when} for name in call.state.names()]}
+    )
+
+
+async def ps(call: RequestContext) -> Response:
+    """The loaded model. A server has one, and never unloads it."""
+    facts = call.state.facts
+    in_gpu = facts.file.get("bytes", 0) if facts.device == "cuda" else 0
+    more = {"expires_at": NEVER, "size_vram": in_gpu, "context_length": facts.context}
+    return Json({"models": [{**row(facts, name), **more} for name in call.state.names()]})
+
+
+async def show(call: RequestContext) -> Response:
+    body = await call.body()
+    name = call.state.check_model(body["model"])
+    facts = call.state.facts
+    info = {
+        "general.architecture": facts.family,
+        "general.parameter_count": facts.file.get("parameters", 0),
+        "general.fingerprint": facts.fingerprint,
+        **{f"{facts.family}.{size}": value for size, value in facts.sizes.items()},
+        **{f"tokenizer.{token}": text for token, text in facts.special_tokens.items()},
+    }
+    return Json(
+        {
+            "modelfile": f"FROM {name}\n",
+            "parameters": "",
+            "template": facts.template,
+            "license": facts.file.get("license", ""),
+            "modified_at": modified(call, facts),
+            "details": details(facts),
+            "model_info": info,
+            "capabilities": [
+                "completion",
+                *(["tools"] if facts.has_template else []),
+                "embedding",
+            ],
+        }
+    )
+
+
+async def version(call: RequestContext) -> Response:
+    return Json({"version": __version__})
+
+
+async def embeddings_of_list(call: RequestContext) -> Response:
+    """/api/embed: one vector of length 1 per text."""
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    results = await _run(call, body, body["input"], "input")
+    vectors = [unit_vector(done.embedding or [], body.get("dimensions")) for done in results]
+    return Json(
+        {
+            "model": model,
+            "embeddings": vectors,
+            "total_duration": int((call.state.clock() - call.arrived) * 1e9),
+            "load_duration": 0,
+            "prompt_eval_count": sum(done.usage.prompt_tokens for done in results),
+            **_more(call, body),
+        }
+    )
+
+
+async def embedding_of_prompt(call: RequestContext) -> Response:
+    """/api/embeddings, which /api/embed replaces: one vector, not normalised."""
+    body = await call.body()
+    call.state.check_model(body["model"])
+    (done,) = await _run(call, body, body["prompt"], "prompt")
+    return Json({"embedding": done.embedding or [], **_more(call, body)})
+
+
+async def _run(
+    call: RequestContext, body: dict[str, Any], texts: Any, name: str
+) -> list[Generated]:
+    hidden = call.state.facts.hidden
+    if body.get("dimensions", 1) > hidden:
+        why = f"dimensions: {body['dimensions']} is above the model's {hidden}"
+        raise Problem("invalid_parameter", why, "dimensions")
+    return await embed(call, prompts_of(texts, name, call), name)
+
+
+def _more(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
+    more, warnings = extra_fields(call.runs), warnings_of(body)
+    return {**more, "warnings": [*more.get("warnings", []), *warnings]} if warnings else more
