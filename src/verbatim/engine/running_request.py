@@ -251,4 +251,5 @@ class RunningRequest:
             fingerprint,
             request.warnings,
             prompt,
+            params=request.params,
         )

@@ -42,13 +42,22 @@ ROWS = Rule(
 )
 
 
+REPORT = Rule(
+    "honoured",
+    "true: the response ends with params, the parameters in force and where each came from "
+    "(request, model, protocol, default)",
+    Annotated[bool, P(strict=True)],
+)
+
+
 def sampling(name: str, param: str | None = None) -> Rule:
     return Rule("honoured", FIELDS[name].help, schemas.type_of(name), param=param or name)
 
 
 def extensions(*taken: str) -> dict[str, Rule]:
     """Verbatim's parameters as extra fields of OpenAI's routes, except those in `taken`."""
-    return {name: sampling(name) for name in FIELDS if name not in taken} | {"explain_rows": ROWS}
+    own = {"explain_rows": ROWS, "report_params": REPORT}
+    return {name: sampling(name) for name in FIELDS if name not in taken} | own
 
 
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
@@ -380,6 +389,7 @@ MESSAGES: dict[str, Rule] = {
     ),
     "top_k": sampling("top_k"),
     "top_p": sampling("top_p"),
+    "report_params": REPORT,
 }
 
 OLLAMA_OPTIONS = (
@@ -404,6 +414,7 @@ _OLLAMA: dict[str, Rule] = {
     "truncate": Rule("refused", "the server never truncates a prompt", only=(False,)),
     "shift": Rule("refused", "the server never truncates a prompt", only=(False,)),
     "_debug_render_only": Rule("refused", "use /tokenize", only=(False,)),
+    "report_params": REPORT,
 }
 OLLAMA_CHAT: dict[str, Rule] = {
     **_OLLAMA,

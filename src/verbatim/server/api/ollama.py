@@ -1,8 +1,8 @@
 """Ollama's /api/chat, /api/generate, /api/tags, /api/ps, /api/show and /api/version.
 
 In: a checked Ollama request, translated into OpenAI chat fields. Out: Ollama's JSON objects, one
-per line when streamed. Sampling defaults are this server's (temperature 1, no penalty), not
-Ollama's. Machine options (num_gpu, num_thread, ...) are rejected.
+per line when streamed. Sampling defaults are the model's, else Ollama's documented ones
+(base/defaults.py). Machine options (num_gpu, num_thread, ...) are rejected.
 """
 
 from __future__ import annotations

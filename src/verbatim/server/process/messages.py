@@ -68,6 +68,9 @@ class Generate:
     )
     embedding: bool = False  # Generated carries the mean hidden state of the prompt
     explain_rows: bool = False  # explanations carry their rows of logits
+    # where parameters came from that the client did not give (base/defaults.py)
+    origins: dict[str, str] = field(default_factory=dict)
+    report_params: bool = False  # Generated carries the parameters in force and their origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,9 @@ class ModelFacts:
     control: frozenset[int]  # ids of control tokens
     space_prefix: bool  # the tokenizer puts a space before the first word
     longest_token: int  # bytes
+    # sampling parameters that the model states, and where (base.defaults.ModelDefaults)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling_source: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "control", frozenset(self.control))  # a list on the wire
@@ -243,6 +249,8 @@ class Generated:
     prompt_logprobs: list[WireLogprob]
     receipt: dict[str, Any] | None
     embedding: list[float] | None
+    # base.defaults.report, if the client asked for it
+    params: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,8 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         control=frozenset(t for t in ids if tokenizer.is_control(t)),
         space_prefix=tokenizer.space_prefix,
         longest_token=max((len(tokenizer.token_bytes(t)) for t in ids), default=1) or 1,
+        sampling=dict(engine.parts.defaults.values),
+        sampling_source=engine.parts.defaults.source,
     )
 
 
