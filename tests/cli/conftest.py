@@ -63,6 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     metadata, extra = model_metadata(model, "tiny")
     metadata |= tokenizer_metadata(directory, words, model.spec.vocab, "llama")
     metadata["tokenizer.chat_template"] = TEMPLATE
+    metadata["general.sampling.temp"] = 0.0  # the text of a random model is stable at temperature 0
     write_gguf(directory / "tiny.gguf", metadata, [*extra, *model_tensors(model)])
     return directory / "tiny.gguf"
 

@@ -487,3 +487,66 @@ def test_warnings_of_the_loader_are_shown(
     with LLM(odd) as opened:
         assert any("llama.mystery" in line for line in opened.warnings)
     assert any("llama.mystery" in record.getMessage() for record in caplog.records)
+
+
+WORD = ["--raw", "--regex", "[a-z]{200}", "the"]
+
+
+def test_structured_output_is_whole_or_an_error(verbatim: Call) -> None:
+    """In a pipe: valid text and code 0, or no text and code 1."""
+    whole = verbatim("run", "--max-tokens", "200", *WORD)
+    assert (whole.code, len(whole.out)) == (0, 201)
+    cut = verbatim("run", "--max-tokens", "8", *WORD)
+    assert (cut.code, cut.out) == (1, "")
+    assert "regex: the answer is not complete: it was cut after 8 tokens" in cut.err
+    as_json = verbatim("run", "--json", "--max-tokens", "8", *WORD)
+    assert (as_json.code, as_json.json["finish_reason"]) == (1, "length")
+    several = verbatim("run", "--n", "2", "--max-tokens", "8", *WORD)
+    assert (several.code, several.out) == (1, "")
+    stopped = verbatim("run", "--max-tokens", "200", "--stop", whole.out[3:6], *WORD)
+    assert (stopped.code, stopped.out) == (1, "")
+    assert "a stop string or token ended it" in stopped.err
+
+
+def test_a_loop_in_a_structure_is_an_error(verbatim: Call) -> None:
+    """An answer such as {"name": "aaaa must not look like a result."""
+    result = verbatim("run", "--raw", "--regex", "a{3000}b", "--max-tokens", "3100", "the")
+    assert (result.code, result.out) == (1, "")
+    assert "its end repeats a run of 1 token" in result.err
+
+
+def test_an_answer_cut_at_its_length_says_so(verbatim: Call) -> None:
+    result = verbatim("run", "--raw", "--max-tokens", "4", "the")
+    assert result.code == 0
+    told = "warning: the answer was cut after 4 tokens; a larger --max-tokens allows more"
+    assert told in result.err.splitlines()
+    assert told not in verbatim("run", "-q", "--raw", "--max-tokens", "4", "the").err
+
+
+def test_verbose_lists_the_parameters_and_their_origins(verbatim: Call) -> None:
+    err = verbatim("run", "-v", "--raw", "--max-tokens", "4", "--top-p", "0.5", "the").err
+    line = err.splitlines()[-1]
+    for part in (
+        "temperature 0 (model: GGUF metadata)",
+        "top_p 0.5 (request)",
+        "max_tokens 4 (request)",
+        "seed 0 (command line)",
+        "min_p 0 (default)",
+    ):
+        assert part in line.split(" · "), part
+    data = verbatim("run", "--json", "--raw", "--max-tokens", "4", "the").json["params"]
+    assert data["temperature"] == {"value": 0.0, "origin": "model: GGUF metadata"}
+
+
+def test_the_defaults_flag(verbatim: Call) -> None:
+    words = ["run", "--json", "--raw", "--max-tokens", "4", "the"]
+    assert verbatim(*words, "--defaults", "protocol").json["params"]["temperature"] == {
+        "value": 1.0,
+        "origin": "default",
+    }
+    assert (
+        verbatim(*words, "--defaults", "protocol").json["tokens"]
+        == (verbatim(*words, "--temperature", "1").json["tokens"])
+    )
+    wrong = verbatim(*words, "--defaults", "hot")
+    assert (wrong.code, "defaults: 'hot' is not one of" in wrong.err) == (2, True)

@@ -69,8 +69,9 @@ def test_ollamas_options_have_the_same_ranges(theirs: str, ours: str) -> None:
 
 
 def test_the_table_is_made_from_the_dataclass() -> None:
-    assert list(FIELDS) == [f.name for f in fields(SamplingParams)]
-    for f in fields(SamplingParams):
+    declared = [f for f in fields(SamplingParams) if f.name != "origins"]
+    assert list(FIELDS) == [f.name for f in declared]
+    for f in declared:
         assert f.default == FIELDS[f.name].default
         assert FIELDS[f.name].optional == str(f.type).endswith("| None"), f.name
 

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 from verbatim.base.errors import ParameterError
 
+DEFAULTS = ("model", "protocol", "greedy")
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
 
@@ -33,6 +34,8 @@ class EngineConfig:
     # tenants whose recent outputs the suffix proposer may reuse for them; "*": every tenant
     suffix_tenants: tuple[str, ...] = ()
     quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
+    # model | protocol | greedy: sampling parameters that a request does not give (base/defaults.py)
+    defaults: str = "model"
     check: bool = False  # check the block accounting after every step
 
     def __post_init__(self) -> None:
@@ -45,6 +48,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(name, f"{value} is below 1")
+        if self.defaults not in DEFAULTS:
+            raise ParameterError(
+                "defaults", f"{self.defaults!r} is not one of {', '.join(DEFAULTS)}"
+            )
         processors = os.cpu_count() or 1
         max_threads = max(64, 4 * processors)
         if self.threads is not None and self.threads > max_threads:

@@ -12,7 +12,8 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
@@ -51,11 +52,22 @@ def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
 
 
 STRUCTURE = ("json_schema", "regex", "grammar", "choice")
+# Parameters that the model or the protocol supplies where a request is silent (base/defaults.py).
+# fmt: off
+DEFAULTED = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma",
+    "xtc_probability", "xtc_threshold", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "no_repeat_ngram", "on_loop",
+)
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """What to generate and how to sample. Immutable; `with_(...)` returns a changed copy.
+
+    A sampling parameter that is not given takes the model's own default where the model states one
+    (base/defaults.py); `Completion.params` holds the values in force and `origins` their sources.
 
     >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop="\\n\\n")
     """
@@ -82,7 +94,10 @@ class SamplingParams:
     )
     skip_special: bool = declared("bool", True, "leave control tokens out of the text")
     on_loop: str = declared(
-        "choice", "report", "what to do when the output repeats itself", choices=("report", "stop")
+        "choice",
+        "report",
+        "what to do when the output repeats itself; missing: stop without max_tokens, else report",
+        choices=("report", "stop"),
     )
     # the distribution, in the order in which it is applied
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = declared(
@@ -241,6 +256,9 @@ class SamplingParams:
     )
     priority: int = declared("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1)
     cache_salt: str = declared("str", "", "requests share cached prefixes only under the same salt")
+    # (name, origin) of each parameter in DEFAULTED that was given: "request". base/defaults.py adds
+    # the others: "model: generation_config.json", "protocol: ollama", ...
+    origins: tuple[tuple[str, str], ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, rule in FIELDS.items():
@@ -309,7 +327,26 @@ class SamplingParams:
             )
 
     def with_(self, **changes: Any) -> SamplingParams:
-        return replace(self, **changes)
+        """A copy with these parameters changed. The others keep their values and origins."""
+        kept = {
+            name: getattr(self, name)
+            for name, rule in FIELDS.items()
+            if name in self._known or getattr(self, name) != rule.default
+        }
+        made = SamplingParams(**{**kept, **changes})
+        return made.with_origins({n: o for n, o in self.origins if n not in changes})
+
+    def with_origins(self, origins: Mapping[str, str]) -> SamplingParams:
+        """A copy that names where these parameters came from."""
+        made = copy(self)
+        object.__setattr__(
+            made, "origins", tuple(sorted({**dict(self.origins), **origins}.items()))
+        )
+        return made
+
+    @property
+    def _known(self) -> set[str]:
+        return {name for name, _ in self.origins}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -317,14 +354,15 @@ class SamplingParams:
         return cls().with_(**values)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The parameters that differ from their defaults, as JSON-ready values."""
+        """The parameters that were given or differ from their defaults, as JSON-ready values."""
         out: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != FIELDS[f.name].default:
-                out[f.name] = (
+        known = self._known
+        for name, rule in FIELDS.items():
+            value = getattr(self, name)
+            if value != rule.default or name in known:
+                out[name] = (
                     dict(value)
-                    if f.name == "logit_bias"
+                    if name == "logit_bias"
                     else list(value)
                     if isinstance(value, tuple)
                     else value
@@ -354,7 +392,9 @@ class SamplingParams:
         return self.num_beams if self.num_beams > 1 else (self.best_of or self.n)
 
 
-FIELDS: dict[str, Field] = {f.name: f.metadata["rule"] for f in fields(SamplingParams)}
+FIELDS: dict[str, Field] = {
+    f.name: f.metadata["rule"] for f in fields(SamplingParams) if "rule" in f.metadata
+}
 
 # Read for every row of every step, hence built once.
 _HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
@@ -370,6 +410,9 @@ def _checked_init(self: SamplingParams, *args: Any, **values: Any) -> None:
         if name not in FIELDS:
             raise UnknownParameterError(name, FIELDS)
     _generated_init(self, *args, **values)
+    given = {*values, *tuple(FIELDS)[: len(args)]}
+    origins = tuple((name, "request") for name in sorted(DEFAULTED) if name in given)
+    object.__setattr__(self, "origins", origins)
 
 
 SamplingParams.__init__ = _checked_init  # type: ignore[method-assign]

@@ -228,6 +228,8 @@ class Completion:
     # one per prompt token; the first is None
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     receipt: dict[str, Any] | None = field(default=None, repr=False)
+    # the parameters in force; base.defaults.report() lists them with their origins
+    params: SamplingParams | None = field(default=None, repr=False)
 
     @property
     def text(self) -> str:

@@ -49,8 +49,8 @@ COMMANDS = [line[1:].split()[0] for line in HELP.splitlines() if line.startswith
 def command(system: str | None, quiet: bool, **flags: Any) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.
 
-    Temperature is 0 unless set: the same conversation gives the same answers. With a pipe, each
-    line of stdin is one turn.
+    Sampling parameters that are not given are the model's own, and the seed is 0: the same
+    conversation gives the same answers. With a pipe, each line of stdin is one turn.
     """
     from verbatim.cli.open_model import decode_argument, open_llm
 
@@ -154,7 +154,13 @@ class Conversation:
 
     def _turn(self, text: str) -> None:
         from verbatim.cli.open_model import speed_limit
-        from verbatim.cli.report import closing_line, loop_line
+        from verbatim.cli.report import (
+            broken_structure,
+            closing_line,
+            is_sampled,
+            length_line,
+            loop_line,
+        )
         from verbatim.cli.run import collect
 
         messages = [*self.messages, {"role": "user", "content": text}]
@@ -164,13 +170,14 @@ class Conversation:
         self.turns += [messages[-1], {"role": "assistant", "content": completion.text}]
         self.last = messages, self.params, completion
         loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")
-        for line in (*completion.warnings, *([loop] if loop else [])):
+        cut = broken_structure(completion) or loop or length_line(completion)
+        for line in (*completion.warnings, *([cut] if cut else [])):
             warn(line)
         if code and self.quiet:
             note("(stopped)")
         if not self.quiet:
             limit = speed_limit(self.llm, len(completion.prompt_ids))
-            sampled = not self.params.greedy and self.params.num_beams == 1
+            sampled = is_sampled(completion)
             note(closing_line(self.llm, completion, sampled=sampled, limit=limit))
 
     # ----------------------------------------------------------------------------------- commands

@@ -86,7 +86,8 @@ def command(
             start(llm, text, params, raw=raw, system=system, parse_special=parse_special),
             show=False,
         )
-        results = [_what_if(llm, completion, params, change) for change in changes]
+        assert completion.params is not None, "the engine reports the parameters in force"
+        results = [_what_if(llm, completion, completion.params, change) for change in changes]
         if as_json:
             _print_json(llm, completion, list(zip(what_ifs, results, strict=True)))
         else:

@@ -19,16 +19,17 @@ import click
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
-from verbatim.base.params import FIELDS, Field, SamplingParams
+from verbatim.base.params import DEFAULTED, FIELDS, Field, SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
 Values = dict[str, Any]
 
 DEFAULT_MODEL = "smollm2"
-# Defaults of the command line, which differ from those of the library and the server (ADR 10).
-# Temperature 0 gives the same answer every time. on_loop=stop, because a small model at temperature
-# 0 may otherwise fill its whole context with a repeated passage.
-DEFAULTS: Values = {"temperature": 0.0, "on_loop": "stop"}
+# Defaults of the command line, which differ from those of the library and the server (ADR 10). A
+# fixed seed: the same command gives the same text. on_loop=stop, because a small model may
+# otherwise fill its whole context with a repeated passage.
+DEFAULTS: Values = {"seed": 0, "on_loop": "stop"}
+COMMAND_LINE = "command line"  # the origin of these defaults
 
 # Help of the engine flags. base.config documents the same fields for programmers.
 ENGINE_HELP = {
@@ -48,6 +49,8 @@ ENGINE_HELP = {
     " changes the speed, never the output",
     "suffix_tenants": "tenant whose recent outputs suffix (and auto) may reuse for its drafts;"
     " *: every tenant, at most 256 (may be repeated)",
+    "defaults": "sampling parameters that are not given: model (what the model states, else the"
+    " protocol's), protocol, or greedy (temperature 0)",
     "quant": "quantise float weights while loading: q8_0 or q4_0",
     "check": "verify the KV block accounting after every step",
 }
@@ -93,10 +96,13 @@ def sampling_options(command: F) -> F:
 def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
     flag, dest = "--" + name.replace("_", "-"), "p_" + name
     shown = DEFAULTS.get(name, rule.default)
-    text = rule.help + (
-        f" [{shown:g}]" if isinstance(shown, (int, float)) and not isinstance(shown, bool) else ""
-    )
-    text += f" [{shown}]" if name in DEFAULTS and isinstance(shown, str) else ""
+    text = rule.help.partition("; missing:")[0] if name in DEFAULTS else rule.help
+    if name in DEFAULTED and name not in DEFAULTS:
+        text += f" [the model's, else {shown:g}]"
+    elif isinstance(shown, (int, float)) and not isinstance(shown, bool):
+        text += f" [{shown:g}]"
+    elif name in DEFAULTS:
+        text += f" [{shown}]"
     common: Values = {"cls": Option, "section": "Sampling", "default": None, "help": text}
     match rule.kind:
         case "int":
@@ -138,7 +144,8 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
         }
     if "on_loop" not in given and (given.get("ignore_eos") or given.get("min_tokens")):
         values.pop("on_loop", None)  # the user asks for output beyond the model's own end
-    params = SamplingParams.from_mapping(values)
+    filled = {name: COMMAND_LINE for name in DEFAULTS if name in values and name not in given}
+    params = SamplingParams.from_mapping(values).with_origins(filled)
     if params.num_beams > 1 and flags.get("e_speculate") not in (None, "off"):
         # Raises the error that beam search cannot use speculative decoding.
         params.with_(speculate=flags["e_speculate"])

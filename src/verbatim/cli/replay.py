@@ -29,7 +29,7 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     model is the receipt's own unless --model names another. Exit code 0: identical; 1: a token
     differs.
     """
-    from verbatim.base.params import SamplingParams
+    from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
     from verbatim.cli.open_model import open_llm
     from verbatim.observe.receipt import compare, read_receipt
 
@@ -40,7 +40,9 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     flags["e_context"] = flags["e_context"] or receipt["context"]
     if flags["e_backend"] in (None, "auto") and receipt["backend"] == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU has other numerics than the receipt's cpu
-    params = SamplingParams.from_mapping(receipt["params"])
+    # A receipt holds every value that is not the declared default: no model default may fill in.
+    declared = {name: FIELDS[name].default for name in DEFAULTED}
+    params = SamplingParams.from_mapping({**declared, **receipt["params"]})
     with open_llm(flags, quiet=as_json) as llm:
         info = llm.parts.backend.info
         done = llm.generate(list(receipt["prompt_ids"]), params)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from verbatim.base.defaults import report
+from verbatim.base.params import STRUCTURE
 from verbatim.base.records import Choice, Completion, Finish, TokenLogprob
 
 if TYPE_CHECKING:
@@ -52,6 +54,28 @@ def closing_line(
     return " · ".join(parts)
 
 
+def is_sampled(completion: Completion) -> bool:
+    """Whether the seed decided anything."""
+    params = completion.params
+    return params is not None and not params.greedy and params.num_beams == 1
+
+
+def params_line(completion: Completion) -> str:
+    """The parameters in force and where each came from, in one line (--verbose, /stats)."""
+    assert completion.params is not None, "the engine reports the parameters"
+    rows = report(completion.params, completion.seed)
+    return " · ".join(
+        f"{name} {_value(row['value'])} ({row['origin']})" for name, row in rows.items()
+    )
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "unlimited"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
 def loop_line(completion: Completion, report_flag: str, stop_flag: str) -> str | None:
     """The notice about an answer that ends in a loop; None without one. `report_flag` and
     `stop_flag` are what the user types to choose the other behaviour."""
@@ -67,6 +91,47 @@ def loop_line(completion: Completion, report_flag: str, stop_flag: str) -> str |
     if not loop:
         return None
     return f"the end repeats a run of {_tokens(loop)}; {stop_flag} ends such an answer"
+
+
+def length_line(completion: Completion) -> str | None:
+    """The notice about an answer that a limit cut; None without one."""
+    cut = [choice for choice in completion.choices if choice.finish.reason == "length"]
+    if not cut:
+        return None
+    if cut[0].finish.detail == "context":
+        return (
+            "the answer was cut where the context ends "
+            f"({len(completion.prompt_ids)} prompt + {len(cut[0].token_ids)} output tokens)"
+        )
+    allowed = completion.params.max_tokens if completion.params else len(cut[0].token_ids)
+    return f"the answer was cut after {_tokens(allowed or 0)}; a larger --max-tokens allows more"
+
+
+def broken_structure(completion: Completion) -> str | None:
+    """Why structured output is not complete, and so not valid; None if every answer is.
+
+    An answer is complete when its grammar allows the end: by the grammar itself, or by the model's
+    end-of-sequence token, which the grammar masks elsewhere."""
+    params = completion.params
+    if params is None or not params.structured:
+        return None
+    field = next(name for name in STRUCTURE if getattr(params, name) is not None)
+    for choice in completion.choices:
+        finish = choice.finish
+        if finish.reason == "stop" and finish.detail in (field, "eos"):
+            continue
+        why = {
+            "length": "it was cut at the context's end"
+            if finish.detail == "context"
+            else f"it was cut after {_tokens(len(choice.token_ids))}; allow more with --max-tokens",
+            "loop": f"its end repeats a run of {_tokens(choice.loop)}, and it was stopped; another "
+            "--seed, or a schema with maxLength and maxItems, may help",
+            "stop": "a stop string or token ended it; leave out --stop and --stop-token-ids",
+            "cancel": "it was interrupted",
+            "error": finish.detail,
+        }[finish.reason]
+        return f"{field}: the answer is not complete: {why}"
+    return None
 
 
 def _tokens(count: int) -> str:
@@ -104,6 +169,7 @@ def completion_json(
             "mean_accepted_length": completion.usage.mean_accepted_length,
         },
         "seed": completion.seed,
+        "params": report(completion.params, completion.seed) if completion.params else {},
         "timings": {**asdict(completion.timings), "tokens_per_second": rate},
         "model": llm.parts.name,
         "backend": {

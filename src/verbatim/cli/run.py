@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import click
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.main import OS_REMEDIES
+from verbatim.cli.main import FAILED, OK, OS_REMEDIES, print_error
 from verbatim.cli.options import (
     PARSE_HELP,
     Command,
@@ -54,6 +55,13 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
     "-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress, no warnings"
 )
 @click.option(
+    "-v",
+    "--verbose",
+    cls=Option,
+    is_flag=True,
+    help="also print the parameters in force and where each came from",
+)
+@click.option(
     "--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`"
 )
 @model_options
@@ -66,17 +74,22 @@ def command(
     system: str | None,
     as_json: bool,
     quiet: bool,
+    verbose: bool,
     save_receipt: str | None,
     **flags: Any,
 ) -> int:
     """Answer PROMPT, streamed: as a chat turn if the model has a chat template, else as a
     continuation.
 
-    PROMPT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. The command
-    line's temperature is 0: the same answer every time. An answer that ends in a repeating loop is
-    stopped; --on-loop report lets it go on.
+    PROMPT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. Sampling
+    parameters that are not given are the model's own, and the seed is 0: the same command gives the
+    same answer every time. --seed N gives others; --verbose lists the values in force. An answer
+    that ends in a repeating loop is stopped; --on-loop report lets it continue.
     """
+    if quiet and verbose:
+        raise ParameterError("verbose", "--quiet and --verbose contradict each other")
     from verbatim.cli.open_model import open_llm, read_prompt
+    from verbatim.cli.report import broken_structure
 
     params = sampling_of(flags, receipt=save_receipt is not None)
     if save_receipt is not None and not params.receipt:
@@ -94,21 +107,25 @@ def command(
         if not (raw or llm.has_template or quiet or as_json):
             note(NO_TEMPLATE)
         stream = start(llm, text, params, raw=raw, system=system, parse_special=parse_special)
-        if as_json:
-            code, completion = collect(stream, show=False)
-        else:
-            code, completion = collect(stream, show=_streams(params))
+        # In a pipe, structured output is printed whole: valid, or not at all.
+        shown = _streams(params) and not as_json and not _held_back(params)
+        code, completion = collect(stream, show=shown)
+        broken = broken_structure(completion)
         notices = () if raw or llm.has_template else (NO_TEMPLATE,)
         _finish(
             llm,
             completion,
-            params,
+            shown=shown,
+            broken=broken is not None,
             as_json=as_json,
             quiet=quiet,
+            verbose=verbose,
             save_receipt=save_receipt,
             notices=notices,
         )
-        return code
+        if broken is not None:
+            print_error(broken)
+        return code or (FAILED if broken is not None else OK)
 
 
 def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
@@ -181,6 +198,10 @@ def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
     return code, stream.completion
 
 
+def _held_back(params: SamplingParams) -> bool:
+    return params.structured and not sys.stdout.isatty()
+
+
 def _streams(params: SamplingParams) -> bool:
     """Whether the first answer can be streamed: not with several answers, nor with best_of, whose
     winner is known only at the end."""
@@ -190,22 +211,33 @@ def _streams(params: SamplingParams) -> bool:
 def _finish(
     llm: LLM,
     completion: Completion,
-    params: SamplingParams,
     *,
+    shown: bool,
+    broken: bool,
     as_json: bool,
     quiet: bool,
+    verbose: bool,
     save_receipt: str | None,
     notices: Sequence[str] = (),
 ) -> None:
     from verbatim.cli.open_model import speed_limit
-    from verbatim.cli.report import closing_line, completion_json, loop_line
+    from verbatim.cli.report import (
+        closing_line,
+        completion_json,
+        is_sampled,
+        length_line,
+        loop_line,
+        params_line,
+    )
 
     if as_json:
         write_json(completion_json(llm, completion, notices))
+    elif broken and not shown:
+        pass
     elif len(completion.choices) > 1:
-        _show_choices(completion, shown=_streams(params))
+        _show_choices(completion, shown=shown)
     else:
-        if not _streams(params):
+        if not shown:
             write(completion.text)
         if not completion.text.endswith("\n"):
             write("\n")
@@ -216,16 +248,15 @@ def _finish(
     for line in completion.warnings:
         warn(line)
     loop = loop_line(completion, "--on-loop report", "--on-loop stop")
-    if loop:
-        warn(loop)
+    for line in (loop, length_line(completion)):
+        if line and not broken:
+            warn(line)
     limit = (
         speed_limit(llm, len(completion.prompt_ids)) if completion.usage.output_tokens > 1 else None
     )
-    note(
-        closing_line(
-            llm, completion, sampled=not params.greedy and params.num_beams == 1, limit=limit
-        )
-    )
+    note(closing_line(llm, completion, sampled=is_sampled(completion), limit=limit))
+    if verbose:
+        note(params_line(completion))
 
 
 def _show_choices(completion: Completion, *, shown: bool) -> None:

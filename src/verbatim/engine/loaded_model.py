@@ -11,11 +11,19 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
+from verbatim.base.defaults import (
+    NO_DEFAULTS,
+    ModelDefaults,
+    catalog_defaults,
+    read_generation_config,
+    read_gguf,
+)
 from verbatim.base.errors import ParameterError
 
 if TYPE_CHECKING:
@@ -77,8 +85,8 @@ class LoadedModel:
     template: Any = None  # text.chat_template.ChatTemplate
     draft: Backend | None = None  # draft model of speculative decoding, with the same vocabulary
     head: DraftHead | None = None  # drafts from the target model's hidden states
-    # The model authors' suggested sampling parameters. Never applied silently.
-    generation_config: dict[str, Any] = field(default_factory=dict)
+    # Sampling parameters that the model states; requests take those that they do not give.
+    defaults: ModelDefaults = NO_DEFAULTS
     # Keys of the model's files that are ignored, or that transformers reads differently.
     warnings: tuple[str, ...] = ()
     pooling: str = "mean"  # how the hidden states of a prompt become one embedding
@@ -114,6 +122,7 @@ def load_parts(
     except BaseException:
         backend.close()
         raise
+    defaults = _sampling_defaults(os.fspath(model), path, loaded)
     return LoadedModel(
         draft=draft,
         head=head,
@@ -124,8 +133,8 @@ def load_parts(
         digest=loaded.weights.digest,
         context=config.context or loaded.spec.context,
         template=template,
-        generation_config=dict(loaded.generation_config),
-        warnings=(*loaded.warnings, *draft_warnings),
+        defaults=defaults,
+        warnings=(*loaded.warnings, *defaults.warnings, *draft_warnings),
         pooling=loaded.pooling,
         file=_file_of(loaded),
     )
@@ -146,6 +155,24 @@ def _file_of(model: Model) -> ModelFile:
         parameters=sum(counts.values()),
         quantisation=counts.most_common(1)[0][0].upper() if counts else "",
         license=stated if isinstance(stated, str) else "",
+    )
+
+
+def _sampling_defaults(name: str, path: Path, model: Model) -> ModelDefaults:
+    """What the model's file states, else what the catalog knows about it."""
+    from verbatim.weights.catalog import sampling_defaults
+    from verbatim.weights.gguf_file import GGUFFile
+
+    source = model.source
+    stated = (
+        read_gguf(source.metadata)
+        if isinstance(source, GGUFFile)
+        else read_generation_config(model.generation_config)
+    )
+    return (
+        stated
+        if stated.source
+        else replace(catalog_defaults(sampling_defaults(name, path)), warnings=stated.warnings)
     )
 
 

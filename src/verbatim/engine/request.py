@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from verbatim.base.defaults import resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.loaded_model import LoadedModel, Tokenizer
@@ -70,6 +71,7 @@ def make_request(
     prompt: str | Sequence[int],
     params: SamplingParams | None = None,
     *,
+    defaults: str = "model",
     request_id: str | None = None,
     tenant: str = "",
     hidden: bool = False,
@@ -77,12 +79,13 @@ def make_request(
     deadline: float | None = None,
 ) -> Request:
     """Tokenise and validate. A long text or a grammar compile takes long, so servers never call
-    this on the engine's thread. `engine_busy` and `deadline` are for the grammar compile
-    (grammar/matcher.py)."""
+    this on the engine's thread. `defaults` is EngineConfig's. `engine_busy` and `deadline` are for
+    the grammar compile (grammar/matcher.py)."""
     arrival = time.perf_counter()
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
+    params = resolve(params, parts.defaults, defaults)
     if hidden and parts.pooling not in POOLINGS:
         raise UnsupportedError(
             "pooling_type",

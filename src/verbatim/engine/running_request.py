@@ -255,4 +255,5 @@ class RunningRequest:
             fingerprint,
             request.warnings,
             prompt,
+            params=request.params,
         )

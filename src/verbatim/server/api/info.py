@@ -6,6 +6,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.defaults import report
+from verbatim.server.api.default_params import default_params
 from verbatim.server.api.request_context import Json, RequestContext
 
 
@@ -19,7 +21,11 @@ def _model(call: RequestContext, name: str) -> dict[str, Any]:
     facts = call.state.supervisor.facts
     if facts is None:
         return out
-    return out | {"context_length": facts.context, "fingerprint": facts.fingerprint}
+    return out | {
+        "context_length": facts.context,
+        "fingerprint": facts.fingerprint,
+        "sampling": report(default_params(call.state)),
+    }
 
 
 async def models(call: RequestContext) -> Response:

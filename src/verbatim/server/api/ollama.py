@@ -1,9 +1,9 @@
 """Ollama's /api/chat and /api/generate.
 
 In: a checked Ollama request, translated into OpenAI chat fields. Out: Ollama's JSON objects, one
-per line when streamed. Sampling defaults are this server's (temperature 1, no penalty), not
-Ollama's. Machine options (num_gpu, num_thread, ...) cannot change a token here: they are accepted,
-and the answer has a warning that they have no effect.
+per line when streamed. Sampling defaults are the model's, else Ollama's documented ones
+(base/defaults.py). Machine options (num_gpu, num_thread, ...) cannot change a token here: they are
+accepted, and the answer has a warning that they have no effect.
 """
 
 from __future__ import annotations

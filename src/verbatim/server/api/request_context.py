@@ -18,10 +18,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.server.api.api_errors import Problem, problem_of
+from verbatim.server.api.default_params import with_defaults
 from verbatim.server.api.to_params import check_finish, with_client_names
 from verbatim.server.api.validate import check, parse_json
 from verbatim.server.json_io import dumps
-from verbatim.server.process.messages import Generated, Result, Work
+from verbatim.server.process.messages import Generate, Generated, Result, Work
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.server_state import State
 
@@ -55,6 +56,7 @@ class RequestContext:
         # engine parameter name -> client field name, for errors that the engine reports
         self.names: Mapping[str, str] = {}
         self.shift = 0  # number of messages that the server put before the client's messages
+        self.given: Mapping[str, Any] = {}  # the validated body
         self.signal = Signal()
         self.runs: list[Running] = []
         self.deadline: asyncio.Timeout | None = None  # of the open event stream
@@ -71,6 +73,7 @@ class RequestContext:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
         body = check(route or self.route, data)
         self.request.scope["verbatim.labels"] = labels_of(body)
+        self.given = body
         return body
 
     async def read_raw(self) -> bytes:
@@ -113,6 +116,8 @@ class RequestContext:
         if self._timer is None:
             wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
             self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
+        if isinstance(message, Generate):
+            message = with_defaults(message, self.given, self.state, self.route)
         running = self.state.supervisor.submit(message, self.signal)
         running.on_fail, running.localize = self._failed, self._with_client_names
         self.runs.append(running)

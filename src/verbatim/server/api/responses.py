@@ -15,6 +15,7 @@ from starlette.responses import Response
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import ChatRequest, count_tokens
 from verbatim.server.api.completions import choice_reports
+from verbatim.server.api.default_params import default_params
 from verbatim.server.api.field_table import RESPONSES
 from verbatim.server.api.generate import (
     ChoiceDelta,
@@ -164,6 +165,7 @@ class ResponsesReply:
         # OpenAI's default is true; a server that stores nothing reports false
         self.stored: bool = body.get("store", self.call.state.store.enabled)
         self.output: list[dict[str, Any]] = []
+        defaults = default_params(self.call.state)
         self.base: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -179,12 +181,12 @@ class ResponsesReply:
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": self.stored,
-            "temperature": body.get("temperature", 1.0),
+            "temperature": body.get("temperature", defaults.temperature),
             "text": body.get("text") or {"format": {"type": "text"}},
             "tool_choice": body.get("tool_choice", "auto"),
             "tools": body.get("tools", []),
             "top_logprobs": body.get("top_logprobs", 0),
-            "top_p": body.get("top_p", 1.0),
+            "top_p": body.get("top_p", defaults.top_p),
             "truncation": "disabled",
             "user": body.get("user"),
             "background": False,

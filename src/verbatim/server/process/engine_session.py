@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from verbatim.base.defaults import report
 from verbatim.base.errors import (
     BackendError,
     ContextError,
@@ -69,7 +70,7 @@ def fit_num_ctx(
         )
     if params.max_tokens is None or open_end:
         fitting = room if params.max_tokens is None else min(params.max_tokens, room)
-        return replace(params, max_tokens=fitting)
+        return params.with_(max_tokens=fitting)
     if params.max_tokens > room:
         raise ContextError(
             f"the prompt has {prompt} tokens, and with {params.max_tokens} tokens of answer it"
@@ -168,7 +169,8 @@ class EngineSession:
     # ------------------------------------------------------------------------------------- generate
 
     async def _generate(self, request: OpenRequest, message: Generate) -> None:
-        request.params = params = SamplingParams.from_mapping(message.params)
+        params = SamplingParams.from_mapping(message.params).with_origins(message.origins)
+        request.params = params
         entry = await self._wait_in_queue(request, message, params)
         try:
             await self._run_in_engine(request, message)
@@ -238,7 +240,10 @@ class EngineSession:
         if not request.explain_rows:  # records that came with the completion, in no delta
             for choice in completion.choices:
                 drop_rows(choice.explain)
-        self._outbox.put(self._results.completion(completion, request.params, embedding))
+        done = self._results.completion(completion, request.params, embedding)
+        if message.report_params:
+            done = replace(done, params=report(request.params, completion.seed))
+        self._outbox.put(done)
 
     async def _prompt(self, request: OpenRequest, message: Generate) -> str | Sequence[int] | None:
         """The prompt for the engine; None: it encodes the conversation itself. A prompt is encoded

@@ -68,6 +68,9 @@ class Generate:
     )
     embedding: bool = False  # Generated carries the mean hidden state of the prompt
     explain_rows: bool = False  # explanations carry their rows of logits
+    # where parameters came from that the client did not give (base/defaults.py)
+    origins: dict[str, str] = field(default_factory=dict)
+    report_params: bool = False  # Generated carries the parameters in force and their origins
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,9 @@ class ModelFacts:
     special_tokens: dict[str, str] = field(default_factory=dict)
     # fields of engine.loaded_model.ModelFile
     file: dict[str, Any] = field(default_factory=dict)
+    # sampling parameters that the model states, and where (base.defaults.ModelDefaults)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling_source: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "control", frozenset(self.control))  # a list on the wire
@@ -258,6 +264,8 @@ class Generated:
     prompt_logprobs: list[WireLogprob]
     receipt: dict[str, Any] | None
     embedding: list[float] | None
+    # base.defaults.report, if the client asked for it
+    params: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

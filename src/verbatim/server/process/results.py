@@ -91,6 +91,8 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         template=template.source if template is not None else "",
         special_tokens=dict(tokenizer.special_tokens),
         file=asdict(engine.parts.file),
+        sampling=dict(engine.parts.defaults.values),
+        sampling_source=engine.parts.defaults.source,
     )
 
 

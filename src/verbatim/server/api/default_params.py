@@ -1,0 +1,61 @@
+"""Sampling defaults of a request over HTTP: the parameters that a client gave come in; the Generate
+message with all parameters in force and their origins goes out (base/defaults.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.defaults import ModelDefaults, resolve
+from verbatim.base.params import SamplingParams
+from verbatim.server.process.messages import Generate
+
+if TYPE_CHECKING:
+    from verbatim.server.server_state import State
+
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def protocol_of(route: str) -> str:
+    if route.startswith("/api/"):
+        return "ollama"
+    return "anthropic" if route.startswith("/v1/messages") else "openai"
+
+
+def default_params(state: State, params: SamplingParams | None = None, route: str = "") -> Any:
+    """The parameters in force for a request that gives only `params`."""
+    facts = state.facts
+    stated = ModelDefaults(tuple(facts.sampling.items()), facts.sampling_source)
+    mode = state.settings.engine.get("defaults", "model")
+    return resolve(params or SamplingParams(), stated, mode, protocol_of(route))
+
+
+def with_defaults(message: Generate, body: Mapping[str, Any], state: State, route: str) -> Generate:
+    """The message with the defaults of model and protocol, and the origins of what the server
+    filled in."""
+    params = default_params(state, SamplingParams.from_mapping(message.params), route)
+    params = params.with_origins(_filled_in(params, body, state.limits.max_output_tokens, route))
+    return replace(
+        message,
+        params=params.to_mapping(),
+        origins=dict(params.origins),
+        report_params=bool(body.get("report_params")),
+    )
+
+
+def _filled_in(
+    params: SamplingParams, body: Mapping[str, Any], longest: int, route: str
+) -> dict[str, str]:
+    """Origins of the seed and the length limit, where the client gave none."""
+    options = body.get("options") or {}
+    out: dict[str, str] = {}
+    if params.seed is not None and body.get("seed", options.get("seed", -1)) in (None, -1):
+        out["seed"] = "server: random"
+    given = any(body.get(name) is not None for name in LENGTHS) or "num_predict" in options
+    if params.max_tokens is not None and not given:
+        limited = params.max_tokens == longest
+        out["max_tokens"] = (
+            "server: --max-output-tokens" if limited else f"protocol: {protocol_of(route)}"
+        )
+    return out
