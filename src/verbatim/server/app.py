@@ -23,7 +23,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from verbatim.server.api import anthropic, embed_score_tokenize, info, ollama, responses, stored
+from verbatim.server.api import (
+    anthropic,
+    embed_score_tokenize,
+    info,
+    lens_api,
+    ollama,
+    responses,
+    stored,
+)
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import chat
 from verbatim.server.api.completions import completions
@@ -94,6 +102,13 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/health/ready": {"GET": (info.health, False)},
     "/metrics": {"GET": (info.metrics, False)},
     "/openapi.json": {"GET": (_openapi, False)},
+    "/lens/api/info": {"GET": (lens_api.info, True)},
+    "/lens/api/vocab": {"GET": (lens_api.vocab, True)},
+    "/lens/api/engine": {"GET": (lens_api.engine, True)},
+    "/lens/api/step": {"POST": (lens_api.step, True)},
+    "/lens/api/replay": {"POST": (lens_api.replay, True)},
+    "/": {"GET": (lens_api.page, False)},
+    "/lens/{id:path}": {"GET": (lens_api.page, False)},
 }
 QUEUED_ROUTES = {
     path for path, methods in ROUTES.items() if any(is_queued for _, is_queued in methods.values())
@@ -282,6 +297,7 @@ class Middleware:
         if (
             not self._keys
             or scope["path"] in OPEN_ROUTES
+            or lens_api.is_page(scope["path"])
             or (scope["method"] == "OPTIONS" and self._state.settings.cors_origins)
         ):
             return None
