@@ -19,13 +19,27 @@ from hypothesis import strategies as st
 from live_server import Live
 
 from eventually import HANG_SECONDS
-from verbatim.base.params import FIELDS
+from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.observe.receipt import make_receipt
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_table import PROTOCOLS
 from verbatim.server.api.validate import check, parse_json, request_model, too_many_values
 
 pytestmark = pytest.mark.server
 
+RECEIPT = make_receipt(
+    model="m",
+    digest="fake",
+    backend="fake",
+    detail="",
+    numerics="",
+    fingerprint="",
+    context=1,
+    prompt_ids=[65],
+    params=SamplingParams(max_tokens=2),
+    seed=1,
+    choices=[],
+)
 BASE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "m", "prompt": "x", "max_tokens": 2},
     "/v1/chat/completions": {
@@ -50,6 +64,8 @@ BASE: dict[str, dict[str, Any]] = {
     },
     "/api/generate": {"model": "m", "prompt": "x", "stream": False, "options": {"num_predict": 2}},
     "/api/show": {"model": "m"},
+    "/lens/api/step": {"prompt": [65]},
+    "/lens/api/replay": {"receipt": RECEIPT},
 }
 # 24 values as JSON text: Python's json cannot write some of them
 NUMBERS = [
@@ -162,6 +178,8 @@ def id_fields() -> list[tuple[str, str, str]]:
         ("/v1/completions", "prompt", "[65, %s]"),
         ("/v1/completions", "prompt", "[[65], [%s]]"),
         ("/v1/embeddings", "input", "[65, %s]"),
+        ("/lens/api/step", "prompt", "[65, %s]"),
+        ("/lens/api/step", "output", "[%s]"),
     ]
     return [*rows, ("/v1/score", "prompt", "[65, %s]"), ("/detokenize", "tokens", "[65, %s]")]
 

@@ -27,6 +27,7 @@ from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request, make_request
 from verbatim.engine.running_request import Output, RunningRequest
 from verbatim.observe.engine_metrics import EngineMetrics
+from verbatim.observe.step_log import StepLog, StepPart
 from verbatim.schedule.invariants import check_scheduler
 
 
@@ -41,6 +42,7 @@ class EngineCore:
         self.scheduler = make_scheduler(parts, config, self.cache_plan)
         self.fingerprint = fingerprint_of(parts)
         self.metrics = EngineMetrics()
+        self.step_log = StepLog()
         self.drafting = Drafting(parts, config, self.scheduler)
         self.requests: dict[str, RunningRequest] = {}  # by request id, waiting ones included
         self._by_seq: dict[int, RunningRequest] = {}
@@ -136,6 +138,8 @@ class EngineCore:
         self._before_commit(plan, result, planned)
         events = self.scheduler.commit(plan, result, self._read)
         self._after_commit(plan, started, planned, executed)
+        if self.step_log.watched:
+            self._log_step(plan, events, started, executed)
         return self._outputs(events)
 
     def _before_plan(self) -> None:
@@ -180,6 +184,31 @@ class EngineCore:
             self.check()
         self.drafting.learn(plan, executed - planned)
         self.metrics.step(plan, started, planned, executed)
+
+    def _log_step(
+        self, plan: StepPlan, events: Seq[TokenEvent], started: float, executed: float
+    ) -> None:
+        """Record the step for the Lens. Only while a page watches: a record of 256 sequences takes
+        about 0.1 ms."""
+        drawn: dict[int, int] = {}
+        for event in events:
+            drawn[event.seq_id] = drawn.get(event.seq_id, 0) + (event.drawn is not None)
+        parts = []
+        for step in plan.sequences:
+            request = self._by_seq[step.seq_id].request
+            source = self.drafting.source(step.seq_id, request.params) if step.draws > 1 else ""
+            parts.append(
+                StepPart(
+                    request.id,
+                    request.tenant,
+                    step.start,
+                    len(step.tokens),
+                    step.draws,
+                    drawn.get(step.seq_id, 0),
+                    source,
+                )
+            )
+        self.step_log.add(started, executed, tuple(parts))
 
     def _read(self, event: TokenEvent) -> bool:
         """Pass a token event to its request. True: the sequence ends with this token."""

@@ -188,6 +188,11 @@ class Drafting:
             accepted=seq.accepted,
         )
 
+    def source(self, seq_id: int, params: SamplingParams) -> str:
+        """The proposer of the drafts that the sequence's last step submitted."""
+        speculator = self._speculators.get(self._mode(params))
+        return speculator.source(seq_id) if speculator is not None else ""
+
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Called after execute and before commit: the draft head overlaps with the commit."""
         if self._head is not None:

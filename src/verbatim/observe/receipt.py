@@ -96,6 +96,7 @@ def read_receipt(data: Any) -> dict[str, Any]:
         isinstance(c, dict) and _ids(c.get("token_ids")) for c in data["choices"]
     ):
         raise ParameterError("receipt", "holds token ids that are not whole numbers")
+    data = {**data, "params": _with_floats(data["params"])}
     if data.get("sha256") != digest_of(data):
         raise ParameterError(
             "receipt", "was changed after it was written (its sha256 does not match)"
@@ -161,6 +162,18 @@ def compare(
             reasons,
         )
     return Verdict(True)
+
+
+def _with_floats(params: Mapping[str, Any]) -> dict[str, Any]:
+    """JavaScript and jq write 2.0 as 2, which would change the digest."""
+    out = dict(params)
+    for name, value in params.items():
+        kind = FIELDS[name].kind if name in FIELDS else ""
+        if kind == "float" and type(value) is int:
+            out[name] = float(value)
+        elif kind == "bias" and isinstance(value, dict):
+            out[name] = {k: float(v) if type(v) is int else v for k, v in value.items()}
+    return out
 
 
 def _ids(value: Any) -> bool:

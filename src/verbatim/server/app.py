@@ -28,6 +28,7 @@ from verbatim.server.api import (
     anthropic,
     embed_score_tokenize,
     info,
+    lens_api,
     llama_cpp,
     ollama,
     ollama_models,
@@ -130,6 +131,13 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/metrics": {"GET": (info.metrics, False)},
     "/openapi.json": {"GET": (_openapi, False)},
     "/docs": {"GET": (_docs, False)},
+    "/lens/api/info": {"GET": (lens_api.info, True)},
+    "/lens/api/vocab": {"GET": (lens_api.vocab, True)},
+    "/lens/api/engine": {"GET": (lens_api.engine, True)},
+    "/lens/api/step": {"POST": (lens_api.step, True)},
+    "/lens/api/replay": {"POST": (lens_api.replay, True)},
+    "/": {"GET": (lens_api.page, False)},
+    "/lens/{id:path}": {"GET": (lens_api.page, False)},
 }
 QUEUED_ROUTES = {
     path for path, methods in ROUTES.items() if any(is_queued for _, is_queued in methods.values())
@@ -320,6 +328,7 @@ class Middleware:
         if (
             not self._keys
             or scope["path"] in OPEN_ROUTES
+            or lens_api.is_page(scope["path"])
             or (scope["method"] == "OPTIONS" and self._state.settings.cors_origins)
         ):
             return None

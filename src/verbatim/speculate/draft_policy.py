@@ -321,6 +321,12 @@ class Speculator:
             backoff[seq_id] = left - 1
         return left > 0
 
+    def source(self, seq_id: int) -> str:
+        """The proposer whose draft was submitted last; empty if none is pending."""
+        record = self._records.get(seq_id)
+        names = [p.draft.source for p in record.pending if p.submitted] if record else []
+        return names[-1] if names else ""
+
     def _settle(self, view: SeqView) -> None:
         """Compare the pending drafts with what the target drew."""
         record = self._records[view.seq_id]

@@ -659,6 +659,33 @@ COUNT_TOKENS: dict[str, Rule] = {
     )
 }
 
+LENS_STEP: dict[str, Rule] = {
+    "prompt": Rule("honoured", "the prompt as token ids", schemas.PromptIds, required=True),
+    "output": Rule("honoured", "the output before the step, as token ids", list[schemas.TokenId]),
+    "params": Rule(
+        "honoured",
+        "sampling parameters by name, as in a receipt; max_tokens has no effect on a step",
+        dict[str, Any],
+    ),
+    "choice": Rule(
+        "honoured",
+        "index of the choice, for its noise (default 0)",
+        Annotated[int, P(strict=True, ge=0, le=1023)],
+    ),
+    "rest": Rule(
+        "honoured",
+        "also return every logit after bias, masks and penalties (base64, row_type f4 or f8); at "
+        "most 4 such requests at once",
+        TRUE_FALSE,
+    ),
+}
+LENS_REPLAY: dict[str, Rule] = {
+    "receipt": Rule("honoured", "a receipt of this server", dict[str, Any], required=True),
+    "explain": Rule(
+        "honoured", "also explain each token with this many candidates", schemas.type_of("explain")
+    ),
+}
+
 CHAT_UPDATE: dict[str, Rule] = {
     "metadata": Rule("label", "replaces the stored metadata", schemas.Metadata, required=True),
 }
@@ -683,6 +710,8 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Rule]]] = {
     "/api/embed": ("OllamaEmbed", OLLAMA_EMBED),
     "/api/embeddings": ("OllamaEmbeddings", OLLAMA_EMBEDDINGS),
     "/api/show": ("OllamaShow", OLLAMA_SHOW),
+    "/lens/api/step": ("LensStep", LENS_STEP),
+    "/lens/api/replay": ("LensReplay", LENS_REPLAY),
 }
 
 # --------------------------------------------------------------------------------- queries
@@ -726,6 +755,9 @@ QUERIES: dict[str, dict[str, Query]] = {
         "beta": Query("set by Anthropic's clients on beta calls; has no effect", "true")
     },
     "POST /v1/messages/count_tokens": {"beta": Query("as above", "true")},
+    "GET /lens/api/engine": {
+        "after": Query("only steps with a higher number; missing: all that are kept", "[0-9]{1,15}")
+    },
 }
 # These routes ignore query parameters, which probes and browsers add.
-ANY_QUERY = ("/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/docs")
+ANY_QUERY = ("/", "/health", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/docs")

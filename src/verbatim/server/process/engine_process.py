@@ -31,6 +31,7 @@ from verbatim.server.process.messages import (
     Failed,
     Generate,
     Heartbeat,
+    Inspect,
     Loading,
     Ready,
     Start,
@@ -176,7 +177,7 @@ async def dispatch(reader: asyncio.StreamReader, session: EngineSession) -> None
     """Handle the parent's messages until it sends Close or closes the socket."""
     while (message := await wire.read(reader, decode_to_engine)) is not None:
         match message:
-            case Generate() | Tokenize() | Detokenize():
+            case Generate() | Tokenize() | Detokenize() | Inspect():
                 session.submit(message)
             case Abort():
                 session.abort(message.request_id)

@@ -1,8 +1,9 @@
 """The requests of the engine process.
 
-A Generate, Tokenize or Detokenize message comes in; Accepted, Deltas and exactly one result
-(Generated, Tokenized, Detokenized or Refused) go out. A Generate waits in the fair queue, then runs
-in the engine. All requests share one OutputSink, so the deltas of a step leave in one message.
+A Generate, Tokenize, Detokenize or Inspect message comes in; Accepted, Deltas and exactly one
+result (Generated, Tokenized, Detokenized, Inspected or Refused) go out. A Generate waits in the
+fair queue, then runs in the engine. All requests share one OutputSink, so the deltas of a step
+leave in one message.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ from verbatim.engine.request import encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 from verbatim.server.api.api_errors import Problem, problem_of
 from verbatim.server.process import wire
+from verbatim.server.process.inspector import Inspector
 from verbatim.server.process.messages import (
     Accepted,
     Deltas,
     Detokenize,
     Detokenized,
     Generate,
+    Inspect,
+    Inspected,
     ModelFacts,
     Refused,
     Start,
@@ -100,6 +104,7 @@ class EngineSession:
         self._engine = engine
         self._outbox = outbox
         self._results = ResultEncoder(engine, start.served_name)
+        self._inspector = Inspector(engine)
         self._open: dict[str, OpenRequest] = {}
         running = engine.config.max_running
         # A reserve of an eighth waits in the engine, so the batch refills as soon as a sequence
@@ -165,6 +170,8 @@ class EngineSession:
                 return self._tokenize(message)
             case Detokenize():
                 return self._detokenize(message)
+            case Inspect():
+                return self._inspect(message)
 
     # ------------------------------------------------------------------------------------- generate
 
@@ -335,3 +342,7 @@ class EngineSession:
                 )
         text = await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
         self._outbox.put(Detokenized(message.request_id, text))
+
+    async def _inspect(self, message: Inspect) -> None:
+        data = await self._inspector.answer(message.what, message.arguments, message.tenant)
+        self._outbox.put(Inspected(message.request_id, data))

@@ -4,9 +4,9 @@ One frozen dataclass per message. On the wire a message is an array: the class n
 of the fields in order; a nested record is an array of its values. Both processes run the same
 installation, so the positions need no version.
 
-    to the engine     Start, Generate, Tokenize, Detokenize, Abort, Close
+    to the engine     Start, Generate, Tokenize, Detokenize, Inspect, Abort, Close
     from the engine   Loading, Ready, Failed, Heartbeat, Accepted, Deltas,
-                      Generated, Tokenized, Detokenized, Refused
+                      Generated, Tokenized, Detokenized, Inspected, Refused
 
 decode_*() checks the name, the number of fields and the type of each field, and raises WireError
 for anything else. A message holds numbers, text, bytes, lists and maps only.
@@ -95,6 +95,16 @@ class Detokenize:
     request_id: str
     tenant: str
     token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """A read-only question of the Lens (process/inspector.py): it computes no token."""
+
+    request_id: str
+    tenant: str
+    what: str  # facts, vocab, step or engine
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +297,14 @@ class Detokenized:
 
 
 @dataclass(frozen=True, slots=True)
+class Inspected:
+    """The end of an Inspect."""
+
+    request_id: str
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Refused:
     """The end of a request that failed; the fields are those of a Problem."""
 
@@ -304,8 +322,8 @@ class Refused:
         return Problem(self.code, self.message, self.param, self.retry_after)
 
 
-Work = Generate | Tokenize | Detokenize
-Result = Generated | Tokenized | Detokenized
+Work = Generate | Tokenize | Detokenize | Inspect
+Result = Generated | Tokenized | Detokenized | Inspected
 ToEngine = Start | Work | Abort | Close
 FromEngine = Loading | Ready | Failed | Heartbeat | Accepted | Deltas | Result | Refused
 Message = ToEngine | FromEngine

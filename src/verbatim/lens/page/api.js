@@ -1,0 +1,73 @@
+// Requests to this server. In: plain objects. Out: plain objects, or a Trouble with the server's
+// own words. No other host is ever contacted.
+
+export class Trouble extends Error {
+  constructor(message, { status = 0, code = "", param = null, retry = null } = {}) {
+    super(message);
+    Object.assign(this, { status, code, param, retry });
+  }
+}
+
+let key = "";
+try {
+  key = sessionStorage.getItem("verbatim-key") ?? "";
+} catch {
+  // a saved file may have no storage
+}
+
+export function setKey(value) {
+  key = value;
+  sessionStorage.setItem("verbatim-key", value);
+}
+
+const headers = () => ({
+  "content-type": "application/json",
+  ...(key ? { authorization: `Bearer ${key}` } : {}),
+});
+
+async function call(path, options = {}) {
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers: headers() });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Trouble("The server does not answer. Is `verbatim serve` still running?");
+  }
+  if (answer.ok) return answer;
+  let problem = {};
+  try {
+    problem = (await answer.json()).error ?? {};
+  } catch {
+    // not JSON: the status line must do
+  }
+  throw new Trouble(problem.message ?? `The server answered ${answer.status}.`, {
+    status: answer.status, code: problem.code, param: problem.param,
+    retry: Number(answer.headers.get("retry-after")) || null,
+  });
+}
+
+export const get = async (path) => (await call(path)).json();
+
+export const post = async (path, body, signal) =>
+  (await call(path, { method: "POST", body: JSON.stringify(body), signal })).json();
+
+// Server-sent events of a POST. Yields the parsed data of each; the request id comes first.
+export async function* stream(path, body, signal) {
+  const answer = await call(path, { method: "POST", body: JSON.stringify(body), signal });
+  yield { request: answer.headers.get("x-request-id") };
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let buffer = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    buffer += value;
+    const events = buffer.split("\n\n");
+    buffer = events.pop();
+    for (const event of events) {
+      if (!event.startsWith("data: ") || event === "data: [DONE]") continue;
+      const data = JSON.parse(event.slice(6));
+      if (data.error) throw new Trouble(data.error.message, data.error);
+      yield data;
+    }
+  }
+}

@@ -1,0 +1,134 @@
+// Every sampling parameter, made from the server's own table (base/params.py), with its value and
+// where the value comes from.
+
+import { html, nothing } from "./vendor/lit-html.js";
+import { LENS } from "./run.js";
+import { changed, state } from "./store.js";
+
+const GROUPS = {
+  Distribution: ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed"],
+  "Length and stops": ["max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop"],
+  "Penalties and bans": ["repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "logit_bias", "allowed_token_ids", "banned_token_ids"],
+  Structure: ["json_schema", "regex", "grammar", "choice"],
+  "Several answers": ["n", "best_of", "num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"],
+  Engine: ["speculate", "priority", "cache_salt", "logprobs_mode"],
+};
+// The page sets these itself.
+const OWN = { explain: "the Lens", receipt: "the Lens", logprobs: "the Lens", prompt_logprobs: "the Lens" };
+const SLIDERS = {
+  temperature: [0, 2, 0.05], top_p: [0.01, 1, 0.01], min_p: [0, 0.5, 0.005], typical_p: [0.01, 1, 0.01],
+  top_n_sigma: [0, 5, 0.05], xtc_probability: [0, 1, 0.05], xtc_threshold: [0, 0.5, 0.01],
+  top_k: [0, 256, 1], repetition_penalty: [0.5, 2, 0.01], frequency_penalty: [-2, 2, 0.05],
+  presence_penalty: [-2, 2, 0.05],
+};
+export const sliderRange = (name) => SLIDERS[name];
+
+export const valueOf = (name) =>
+  state.params[name] ?? LENS[name] ?? state.info.parameters[name].default;
+
+export function originOf(name) {
+  if (state.params[name] !== undefined) return "you";
+  return LENS[name] !== undefined ? "the Lens" : "default";
+}
+
+export function setParam(name, value) {
+  const rule = state.info.parameters[name];
+  const same = JSON.stringify(value) === JSON.stringify(LENS[name] ?? rule.default);
+  if (value === undefined || same) delete state.params[name];
+  else state.params[name] = value;
+  if (state.trouble?.param === name) state.trouble = null;
+  changed();
+}
+
+// text of an input -> value; undefined: not set. Throws with a sentence for people.
+function parse(rule, text) {
+  const trimmed = text.trim();
+  if (trimmed === "") return undefined;
+  switch (rule.kind) {
+    case "int":
+    case "float": {
+      const value = Number(trimmed);
+      if (!Number.isFinite(value)) throw new Error("a number, please");
+      if (rule.kind === "int" && !Number.isSafeInteger(value)) throw new Error("a whole number below 2⁵³");
+      return value;
+    }
+    case "ids":
+      return trimmed.split(/[\s,]+/).map(Number);
+    case "strings":
+      return JSON.parse(trimmed.startsWith("[") ? trimmed : JSON.stringify([trimmed]));
+    case "schema":
+    case "bias":
+      return JSON.parse(trimmed);
+    default:
+      return text;
+  }
+}
+
+function written(rule, value) {
+  if (value === null || value === undefined) return "";
+  if (rule.kind === "ids") return value.join(", ");
+  if (Array.isArray(value) || typeof value === "object") return value.length === 0 ? "" : JSON.stringify(value);
+  return String(value);
+}
+
+function input(name, rule) {
+  const value = valueOf(name), id = `p-${name}`;
+  const take = (event) => {
+    const box = event.target;
+    try {
+      setParam(name, parse(rule, box.value));
+      box.setCustomValidity("");
+    } catch (error) {
+      box.setCustomValidity(error instanceof SyntaxError ? "this is not JSON" : error.message);
+      box.reportValidity();
+    }
+  };
+  if (rule.kind === "bool")
+    return html`<input id=${id} type="checkbox" .checked=${value} @change=${(e) => setParam(name, e.target.checked)} />`;
+  if (rule.kind === "choice")
+    return html`<select id=${id} @change=${(e) => setParam(name, rule.choices[e.target.selectedIndex])}>
+      ${rule.choices.map((choice) => html`<option ?selected=${choice === value}>${choice}</option>`)}
+    </select>`;
+  if (["schema", "str"].includes(rule.kind) && ["json_schema", "grammar", "regex"].includes(name))
+    return html`<textarea id=${id} rows="2" spellcheck="false" placeholder=${name === "json_schema" ? '{"type": "object"}' : ""} .value=${written(rule, value)} @change=${take}></textarea>`;
+  return html`<input id=${id} inputmode=${["int", "float"].includes(rule.kind) ? "decimal" : "text"} spellcheck="false" autocomplete="off"
+    placeholder=${name === "seed" ? "server chooses" : ""} .value=${written(rule, value)} @change=${take} />`;
+}
+
+function control(name) {
+  const rule = state.info.parameters[name], range = SLIDERS[name];
+  if (!rule) return nothing;
+  const wrong = state.trouble?.param === name;
+  return html`<div class="control ${wrong ? "wrong" : ""}" title=${rule.help}>
+    <label for=${`p-${name}`}>${name}</label>
+    <span class="origin ${originOf(name) === "you" ? "mine" : ""}">${originOf(name)}</span>
+    ${input(name, rule)}
+    ${range
+      ? html`<input type="range" aria-label=${`${name} slider`} min=${range[0]} max=${range[1]} step=${range[2]}
+          .value=${String(valueOf(name))} @input=${(e) => setParam(name, Number(e.target.value))} />`
+      : nothing}
+  </div>`;
+}
+
+export function controls() {
+  const mine = Object.keys(state.params).length;
+  return html`${Object.entries(GROUPS).map(
+      ([title, names], i) => html`<details class="group" ?open=${i === 0}>
+        <summary>${title} ${names.some((n) => state.params[n] !== undefined) ? html`<b class="dot" title="changed"></b>` : nothing}</summary>
+        ${names.map(control)}
+      </details>`,
+    )}
+    <details class="group">
+      <summary>Effective parameters</summary>
+      <table class="plain">
+        <tbody>
+          ${Object.keys(state.info.parameters).map((name) => {
+            const shown = name in OWN ? { explain: state.info.max_logprobs, receipt: true }[name] : valueOf(name);
+            return html`<tr><th scope="row">${name}</th><td>${written(state.info.parameters[name], shown) || "–"}</td>
+              <td class="origin">${OWN[name] ?? (name === "seed" && state.params.seed === undefined ? "server" : originOf(name))}</td></tr>`;
+          })}
+        </tbody>
+      </table>
+    </details>
+    ${mine ? html`<button class="link" @click=${() => { state.params = {}; changed(); }}>Reset ${mine} to defaults</button>` : nothing}`;
+}

@@ -1,0 +1,138 @@
+// The engine view: steps on a time axis beside the roofline, drafts, cache blocks, running
+// requests of this key. Polls /lens/api/engine; the server records steps only while it is polled.
+
+import { html, nothing } from "./vendor/lit-html.js";
+import { get } from "./api.js";
+import { bytes, count, seconds } from "./format.js";
+import { changed, fail, state } from "./store.js";
+
+const KEEP = 1500; // steps kept in the page
+let timer = null, plot = null, last = 0, failures = 0;
+
+export function watch() {
+  clearTimeout(timer);
+  const soon = state.view === "engine" || state.branches.some((b) => b.status === "running" || b.status === "waiting");
+  timer = setTimeout(poll, soon ? 500 : 5000);
+}
+
+async function poll() {
+  try {
+    const report = await get(`/lens/api/engine?after=${last}`);
+    const steps = [...(state.engine?.steps ?? []), ...report.steps].slice(-KEEP);
+    last = steps.at(-1)?.step ?? 0;
+    state.engine = { ...report, steps };
+    failures = 0;
+    if (state.view === "engine") changed();
+  } catch (error) {
+    last = 0; // a restarted engine counts from 1 again
+    if (++failures === 3 && state.view === "engine") fail(error);
+  }
+  watch();
+}
+
+const kindOf = (step) =>
+  step.parts.some((p) => p.drafts) ? "draft" : step.parts.some((p) => p.kind === "prefill") ? "prefill" : step.parts.length ? "decode" : "others";
+
+// ------------------------------------------------------------------------------------------ strips
+
+function timeline(steps) {
+  if (!steps.length) return html`<p class="hint">No step was recorded yet. Generate something, and watch it here.</p>`;
+  const shown = steps.slice(-160);
+  const most = Math.max(...shown.map((s) => s.seconds));
+  return html`<div class="timeline" role="img" aria-label="the last ${shown.length} steps">
+    ${shown.map((s) => {
+      const own = s.parts.reduce((n, p) => n + p.tokens, 0);
+      const drafts = s.parts.reduce((n, p) => n + p.drafts, 0), won = s.parts.reduce((n, p) => n + p.accepted, 0);
+      const from = [...new Set(s.parts.map((p) => p.source).filter(Boolean))].join(", ");
+      const title = `step ${s.step}: ${seconds(s.seconds)}, ${own} tokens${s.others ? ` + ${s.others} of other keys` : ""}${drafts ? `, ${won} of ${drafts} drafts accepted (${from})` : ""}`;
+      return html`<i class=${kindOf(s)} title=${title} .style=${`block-size:${(8 + (92 * s.seconds) / most).toFixed(1)}%`}>
+        ${drafts ? html`<b .style=${`block-size:${((100 * won) / drafts).toFixed(0)}%`}></b>` : nothing}</i>`;
+    })}</div>
+    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts (filled: accepted) <i class="others"></i>other keys only</p>`;
+}
+
+const NAMES = { o: "own", s: "shared", x: "of other keys", c: "cached", ".": "free" };
+
+function strip(pool) {
+  // runs of equal blocks, so that 4,096 blocks are a few elements
+  const runs = [], used = pool.strip.replace(/\.+$/, "").length;
+  const shown = pool.strip.slice(0, Math.max(64, Math.ceil(used * 1.5)));
+  for (const letter of shown) {
+    if (runs.at(-1)?.letter === letter) runs.at(-1).length++;
+    else runs.push({ letter, length: 1 });
+  }
+  return html`<div class="strip" role="img" aria-label="${pool.own} own, ${pool.shared} shared, ${pool.cached} cached, ${pool.free} free blocks">
+      ${runs.map(({ letter, length }) => html`<i class=${`b-${letter === "." ? "free" : letter}`} title="${length} ${NAMES[letter]}" .style=${`flex-grow:${length}`}></i>`)}</div>
+    <p class="legend"><i class="b-o"></i>own ${count(pool.own)} <i class="b-s"></i>shared ${count(pool.shared)} <i class="b-x"></i>other keys
+      <i class="b-c"></i>cached ${count(pool.cached)} <i class="b-free"></i>free ${count(pool.free)} of ${count(pool.total)} · evicted ${count(pool.evictions)} so far${shown.length < pool.total ? ` · the first ${count(shown.length)} blocks are drawn` : ""}</p>`;
+}
+
+function requests(report) {
+  return html`<table class="plain"><caption class="quiet">running requests of this key</caption>
+    <thead><tr><th scope="col">request</th><th scope="col">prompt</th><th scope="col">cached</th><th scope="col">written</th><th scope="col">since</th><th scope="col">state</th></tr></thead>
+    <tbody>${report.requests.map((r) => html`<tr><td>${r.id.slice(0, 12)}</td><td>${count(r.prompt_tokens)}</td><td>${count(r.cached_tokens)}</td>
+      <td>${count(r.output_tokens)}</td><td>${seconds(r.seconds)}</td><td>${r.waiting ? "queued" : r.preemptions ? `running, preempted ${r.preemptions}×` : "running"}</td></tr>`)}
+    ${report.requests.length ? nothing : html`<tr><td colspan="6" class="hint">none now</td></tr>`}</tbody></table>`;
+}
+
+function proposers(steps) {
+  const by = new Map();
+  for (const s of steps)
+    for (const p of s.parts) {
+      if (!p.drafts) continue;
+      const sum = by.get(p.source) ?? { drafts: 0, accepted: 0 };
+      by.set(p.source, { drafts: sum.drafts + p.drafts, accepted: sum.accepted + p.accepted });
+    }
+  if (!by.size) return nothing;
+  return html`<p class="facts">${[...by].map(([name, s]) => html`<span>${name || "drafts"}: ${count(s.accepted)} of ${count(s.drafts)} drafts accepted</span>`)}</p>`;
+}
+
+export function engineView() {
+  const { info, engine } = state;
+  if (!engine) return html`<section class="card"><p class="hint">reading the engine …</p></section>`;
+  const decode = engine.steps.filter((s) => s.parts.length && s.parts.every((p) => p.kind === "decode" && !p.drafts));
+  const median = [...decode].sort((a, b) => a.seconds - b.seconds)[decode.length >> 1]?.seconds;
+  return html`<section class="card wide" aria-label="timeline"><h3>Steps <small>each bar is one step of the engine</small></h3>${timeline(engine.steps)}${proposers(engine.steps)}</section>
+    <section class="card wide" aria-label="roofline"><h3>Beside the roofline</h3><div id="plot"></div>
+      <p class="facts"><span>${bytes(info.weight_bytes)} of weights per step</span>
+        <span>${info.floor_seconds ? html`at least ${seconds(info.floor_seconds)} per decode step on this machine` : "run `verbatim bench` once for this machine's limit"}</span>
+        ${median ? html`<span>median decode step ${seconds(median)}${info.floor_seconds ? `, ${((100 * info.floor_seconds) / median).toFixed(0)} % of the limit's speed` : ""}</span>` : nothing}</p></section>
+    <section class="card wide" aria-label="cache"><h3>KV cache <small>blocks of ${info.block_size} tokens, ${bytes(info.kv_token_bytes)} per token</small></h3>
+      ${engine.pools.map(strip)}
+      <p class="facts"><span>${count(engine.prefix_hits)} of ${count(engine.prefix_queries)} prompt tokens came from the prefix cache</span><span>${count(engine.preemptions)} preemptions</span></p></section>
+    <section class="card wide" aria-label="requests"><h3>Requests of this key <small>${engine.others ? `${engine.others} of other keys run too` : ""}</small></h3>${requests(engine)}</section>`;
+}
+
+// ---------------------------------------------------------------------------------------- the plot
+
+export function drawPlot() {
+  const box = document.getElementById("plot");
+  if (!box || !globalThis.uPlot) {
+    plot?.destroy();
+    plot = null;
+    return;
+  }
+  const steps = (state.engine?.steps ?? []).slice(-400);
+  const zero = steps[0]?.at ?? 0;
+  const pick = (kind) => steps.map((s) => (kindOf(s) === kind ? 1000 * s.seconds : null));
+  const floor = state.info.floor_seconds ? 1000 * state.info.floor_seconds : null;
+  const data = [steps.map((s) => s.at - zero), pick("prefill"), pick("decode"), pick("draft"), steps.map(() => floor)];
+  if (plot && plot.root.parentElement === box && plot.width0 === box.clientWidth) return plot.setData(data);
+  plot?.destroy();
+  const style = getComputedStyle(document.documentElement);
+  const colour = (name) => style.getPropertyValue(name).trim();
+  const dots = (label, name) => ({ label, stroke: colour(name), paths: () => null, points: { show: true, size: 5, fill: colour(name) } });
+  const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
+  plot = new globalThis.uPlot(
+    {
+      width: box.clientWidth, height: 220, scales: { x: { time: false }, y: { range: (_, __, high) => [0, (high || 1) * 1.1] } },
+      axes: [{ ...axis, label: "seconds" }, { ...axis, label: "ms per step", size: 56 }],
+      series: [{ label: "time" }, dots("prefill", "--prefill"), dots("decode", "--accent"), dots("with drafts", "--draft"),
+        { label: "roofline", stroke: colour("--bad"), dash: [6, 4], width: 2, points: { show: false } }],
+      cursor: { drag: { x: true, y: false } }, legend: { live: false },
+    },
+    data, box,
+  );
+  plot.width0 = box.clientWidth;
+  return undefined;
+}

@@ -1,0 +1,123 @@
+// The sampler of one step, drawn stage by stage: bars of what is left and of what was cut, then
+// the noise and the draw.
+
+import { html, nothing } from "./vendor/lit-html.js";
+import { count, number, percent } from "./format.js";
+import { DEFAULTS, sample } from "./sampler.js";
+import { exp } from "./numerics.js";
+import { state } from "./store.js";
+
+const TITLES = {
+  raw: "softmax of the logits", logit_bias: "logit bias", structure: "grammar", allowed_token_ids: "allowed ids",
+  banned_token_ids: "banned ids", min_tokens: "minimum length", repetition_penalty: "repetition penalty",
+  frequency_penalty: "frequency penalty", presence_penalty: "presence penalty", dry_multiplier: "DRY",
+  no_repeat_ngram: "no repeated n-gram", temperature: "temperature", top_k: "top-k", top_p: "top-p",
+  min_p: "min-p", typical_p: "typical-p", top_n_sigma: "top-n-sigma", xtc_probability: "XTC",
+};
+const SEGMENTS = 24;
+
+export const settingsOf = (params) =>
+  Object.fromEntries(Object.entries(DEFAULTS).map(([name, value]) => [name, params[name] ?? value]));
+
+// the model's own probability of a candidate: bit for bit the API's logprob
+export const logprobOf = (row, logit) => logit - row.data.peak - row.data.log_total;
+
+function bar(parts, left, drawn) {
+  // parts: [{id, share}] in order; `left`: the share of the whole that is left
+  return html`<div class="bar" aria-hidden="true">
+    ${parts.filter((part) => part.share > 0.004).map(
+      ({ id, share }) => html`<i class=${id === drawn ? "drawn" : ""} .style=${`flex-basis:${(100 * share).toFixed(3)}%`}
+        title="${state.vocab.show(id)} ${percent(share)}"><span>${share > 0.045 ? state.vocab.show(id) : ""}</span></i>`,
+    )}
+    <i class="rest" .style=${`flex-basis:${(100 * Math.max(0, left - parts.reduce((s, p) => s + (p.share > 0.004 ? p.share : 0), 0))).toFixed(3)}%`}></i>
+    ${left < 0.99995 ? html`<i class="cut" .style=${`flex-basis:${(100 * (1 - left)).toFixed(3)}%`}></i>` : nothing}
+  </div>`;
+}
+
+function stage(name, { left, removed, mass, exact = true, note = "" }, parts, drawn, setting) {
+  const share = exact ? percent(mass) : `≈ ${percent(mass)}`;
+  return html`<li class="stage" data-stage=${name}>
+    <div class="head"><b>${TITLES[name] ?? name}</b> <span class="setting">${setting}</span>
+      <span class="numbers"><span class="left">${count(left)}</span> ids, <span class="mass">${share}</span></span></div>
+    ${bar(parts, mass, drawn)}
+    <div class="note">${removed ? html`cuts ${count(removed)} ids` : nothing} ${note}</div>
+  </li>`;
+}
+
+// all stages: those before the temperature as the server ran them, the others as drawn here
+export function stages(row, result, settings, params) {
+  const { data } = row;
+  const own = data.top.slice(0, SEGMENTS).map(([id, raw]) => ({ id, share: exp(Math.min(0, logprobOf(row, raw))) }));
+  const lost = data.cut.map(([id, raw, by]) => ({ id, by, share: exp(Math.min(0, logprobOf(row, raw))) }));
+  const all = [...own, ...lost].sort((a, b) => b.share - a.share).slice(0, SEGMENTS);
+  const out = [stage("raw", { left: data.vocab, removed: 0, mass: 1 }, all, result.token, `entropy ${number(data.entropy, 2)} nats`)];
+  for (const s of data.stages) {
+    const gone = lost.filter((c) => c.by === s.name).slice(0, 4);
+    const note = gone.length
+      ? html`first: ${gone.map((c) => html`<q>${state.vocab.show(c.id)}</q> `)}`
+      : s.changed ? html`changes ${count(s.changed)} logits` : "";
+    const live = all.filter((c) => !c.by || data.stages.findIndex((x) => x.name === c.by) > data.stages.indexOf(s));
+    out.push(stage(s.name, { ...s, note }, live, result.token, shown(params[s.name])));
+  }
+  if (result.greedy) {
+    out.push(html`<li class="stage" data-stage="greedy"><div class="head"><b>temperature 0</b> <span class="setting">the most likely id</span>
+      <span class="numbers"><span class="left">1</span> id</span></div>${bar([{ id: result.token, share: 1 }], 1, result.token)}</li>`);
+    return html`<ol class="stages">${out}</ol>`;
+  }
+  const warm = sample(row, { temperature: settings.temperature });
+  for (const s of result.stages) {
+    const kept = new Set(result.kept.map((c) => c.id));
+    const last = s === result.stages.at(-1);
+    const parts = warm.kept.slice(0, last ? 64 : s.left).filter((c) => !last || kept.has(c.id)).slice(0, SEGMENTS)
+      .map((c) => ({ id: c.id, share: c.probability }));
+    const after = warm.kept[s.left];
+    const note = s.removed && after && s.left < 512 ? html`first cut: <q>${state.vocab.show(after.id)}</q> ${percent(after.probability)}` : "";
+    out.push(stage(s.name, { ...s, note }, parts, result.token, shown(settings[s.name])));
+  }
+  return html`<ol class="stages">${out}</ol>`;
+}
+
+const shown = (value) =>
+  value === undefined || value === null ? "" : typeof value === "object" ? "set" : String(value).slice(0, 24);
+
+// the draw: final probability, noise, score of the leading candidates
+export function draw(result) {
+  if (result.greedy) return html`<p class="hint">Temperature 0 takes the largest logit. No noise is made.</p>`;
+  const rows = [...result.kept].sort((a, b) => b.score - a.score).slice(0, 8);
+  const low = Math.min(...rows.map((c) => c.score)), high = rows[0].score;
+  const width = (score) => 8 + (92 * (score - low)) / Math.max(high - low, 1e-9);
+  return html`<table class="draw">
+    <thead><tr><th scope="col">token</th><th scope="col">left with</th><th scope="col">noise</th><th scope="col">score</th><th></th></tr></thead>
+    <tbody>
+      ${rows.map((c, i) => html`<tr class=${i === 0 ? "winner" : ""}>
+        <td><q>${state.vocab.show(c.id)}</q></td><td>${percent(c.probability)}</td>
+        <td>${c.noise >= 0 ? "+" : ""}${number(c.noise, 2)}</td><td>${number(c.score, 2)}</td>
+        <td class="meter"><i .style=${`inline-size:${width(c.score).toFixed(1)}%`}></i></td></tr>`)}
+    </tbody></table>
+    <p class="hint">score = logit distance ÷ temperature + noise; the largest wins${
+      result.lead === null ? "" : html`, here by ${number(result.lead, 2)}`}. The noise is a function of seed, position and id.</p>`;
+}
+
+// the same logits and noise under five samplers
+export function sideBySide(row, settings) {
+  const t = settings.temperature || 1;
+  const kinds = {
+    greedy: { temperature: 0 },
+    temperature: { temperature: t },
+    "top-k": { temperature: t, top_k: settings.top_k || 40 },
+    "top-p": { temperature: t, top_p: settings.top_p < 1 ? settings.top_p : 0.9 },
+    "min-p": { temperature: t, min_p: settings.min_p || 0.05 },
+  };
+  return html`<div class="five">
+    ${Object.entries(kinds).map(([name, wanted]) => {
+      const result = sample(row, wanted, row.usedKey ?? row.key);
+      const setting = Object.entries(wanted).map(([k, v]) => `${k === "temperature" ? "T" : ""}${v}`).join(" · ");
+      return html`<figure data-sampler=${name}>
+        <figcaption><b>${name}</b> <span class="setting">${setting}</span></figcaption>
+        ${result.kept.slice(0, 6).map((c) => html`<div class="mini ${c.id === result.token ? "drawn" : ""}">
+          <i .style=${`inline-size:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
+        <div class="out">${count(result.left)} left → <q>${result.undecided ? "…" : state.vocab.show(result.token)}</q></div>
+      </figure>`;
+    })}
+  </div>`;
+}

@@ -1,0 +1,164 @@
+// The chosen step: the loop, its candidates, sliders that redraw with the same noise, the funnel.
+
+import { html, nothing } from "./vendor/lit-html.js";
+import { sliderRange } from "./controls.js";
+import { count, number, percent } from "./format.js";
+import { draw, logprobOf, settingsOf, sideBySide, stages } from "./funnel.js";
+import { noiseKey } from "./noise.js";
+import { branchFrom, branchWith, extend, isStructured, rowOf, rowKey } from "./run.js";
+import { sample } from "./sampler.js";
+import { changed, current, fail, select, selectedToken, state } from "./store.js";
+import { play } from "./tiles.js";
+
+const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
+let listed = 12;
+const pending = new Set();
+
+function whatIf(name, value) {
+  const own = name === "seed" ? selectedToken().segment.params.seed : settingsOf(selectedToken().segment.params)[name];
+  if (value === own || Number.isNaN(value)) delete state.whatIf[name];
+  else state.whatIf[name] = value;
+  changed();
+}
+
+const isRunning = (branch) => branch.status === "running" || branch.status === "waiting";
+
+// Request a row once; the view redraws when it is there.
+function want(branch, index, rest) {
+  const key = `${rowKey(branch.tokens[index], index)} ${rest}`;
+  if (pending.has(key) || state.offline) return;
+  pending.add(key);
+  rowOf(branch, index, { rest }).then(changed, fail).finally(() => pending.delete(key));
+}
+
+// {row, settings, result, own}: the step under the sliders and under its own settings
+export function computeStep(branch, index) {
+  const token = branch.tokens[index];
+  const row = state.rows.get(rowKey(token, index));
+  if (!row) {
+    // While the text grows, its end is followed with the stream's own numbers only.
+    const follows = isRunning(branch) && index === branch.tokens.length - 1;
+    if (token.record && !follows) want(branch, index, false);
+    return null;
+  }
+  const own = settingsOf(token.segment.params);
+  const { seed, ...changes } = state.whatIf;
+  const settings = { ...own, ...changes };
+  row.usedKey = seed === undefined ? row.key : noiseKey(BigInt(seed), token.choice ?? 0);
+  const result = sample(row, settings, row.usedKey);
+  if (result.undecided) want(branch, index, true);
+  return { row, settings, own, result };
+}
+
+function loop(branch, index, step) {
+  const token = branch.tokens[index], { record } = token;
+  const before = [...branch.promptIds, ...branch.tokens.slice(0, index).map((t) => t.id)];
+  const top = record?.top.slice(0, 5) ?? [];
+  const low = Math.min(...top.map((c) => c.logit)) - 1, high = Math.max(...top.map((c) => c.logit));
+  const drawn = (step && !step.result.greedy ? step.result.kept : top).filter((c) => c.noise !== null).slice(0, 5);
+  const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`inline-size:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
+  return html`<ol class="loop" aria-label="the loop of this token">
+    <li><h4>context</h4><div class="tail">${before.slice(-6).map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(before.length)} tokens</small></li>
+    <li><h4>logits</h4>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
+    <li><h4>softmax</h4>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
+    <li><h4>sample</h4>${drawn.map((c) => mini(Math.max(0, Math.min(1, 1 + c.score / 12)), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
+      <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
+    <li class="append"><h4>append</h4><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? before.length}</small></li>
+  </ol>`;
+}
+
+function candidates(branch, index, step) {
+  const token = branch.tokens[index];
+  const known = step
+    ? [...step.row.data.top.map(([id, raw]) => ({ id, logprob: logprobOf(step.row, raw) })),
+       ...step.row.data.cut.map(([id, raw, by]) => ({ id, by, logprob: logprobOf(step.row, raw) }))].sort((a, b) => b.logprob - a.logprob)
+    : (token.record?.top ?? []);
+  const structured = isStructured(token.segment.params);
+  return html`<table class="candidates"><caption class="quiet">The most likely tokens; a button continues from one of them</caption>
+    <tbody>${known.slice(0, listed).map((c, rank) => {
+      const p = Math.exp(c.logprob), taken = c.id === token.id;
+      return html`<tr class=${taken ? "drawn" : ""} data-id=${c.id}>
+        <td class="rank">${rank + 1}</td>
+        <td class="word"><q>${state.vocab.show(c.id)}</q><small>${c.id}${state.bytes ? ` · ${state.vocab.hex(c.id)}` : ""}</small></td>
+        <td class="meter"><i .style=${`inline-size:${(100 * p).toFixed(2)}%`}></i></td>
+        <td class="p" data-logprob=${c.logprob}>${percent(p)}</td>
+        <td>${c.by ? html`<span class="tag">${c.by}</span>` : taken ? html`<span class="tag drawn">drawn</span>` : state.offline || structured ? nothing
+          : html`<button class="small" aria-label="branch from ${state.vocab.show(c.id)}" @click=${() => branchFrom(branch, index, c.id)}>branch</button>`}</td></tr>`;
+    })}</tbody></table>
+    <p class="row">${known.length > listed ? html`<button class="link" @click=${() => { listed += 52; changed(); }}>Show more of ${known.length}</button>` : nothing}
+      ${listed > 12 ? html`<button class="link" @click=${() => { listed = 12; changed(); }}>Show fewer</button>` : nothing}</p>`;
+}
+
+function sliders(branch, index, step) {
+  const { settings, own, result } = step, token = branch.tokens[index];
+  const changes = Object.keys(state.whatIf).length;
+  const fork = () => branchWith(branch, index, { ...state.whatIf });
+  const outcome = result.undecided
+    ? html`<span class="tag">${state.offline ? "cannot say: " : "asking for every logit: "}${result.undecided}</span>`
+    : result.token === token.id
+      ? html`still <q>${state.vocab.show(result.token)}</q>`
+      : html`would draw <q class="other">${state.vocab.show(result.token)}</q>`;
+  return html`<section class="card" aria-label="what if">
+    <h3>What if? <small>the same logits, the same noise</small></h3>
+    <div class="sliders">
+      ${SLIDERS.map((name) => {
+        const [low, high, by] = sliderRange(name);
+        return html`<label class=${name in state.whatIf ? "moved" : ""}><span>${name} <output>${settings[name]}</output></span>
+          <input type="range" data-what=${name} min=${low} max=${high} step=${by} .value=${String(settings[name])}
+            @input=${(e) => whatIf(name, Number(e.target.value))} /></label>`;
+      })}
+      <label class=${"seed" in state.whatIf ? "moved" : ""}><span>seed</span>
+        <input data-what="seed" inputmode="numeric" .value=${String(state.whatIf.seed ?? token.segment.params.seed ?? "")}
+          @change=${(e) => whatIf("seed", Math.max(0, Math.floor(Number(e.target.value))))} /></label>
+    </div>
+    <p class="row"><strong id="outcome" role="status" data-token=${result.undecided ? "" : result.token}>${outcome}</strong>
+      ${changes && !state.offline ? html`<button @click=${fork}>Branch here with these settings</button>
+        <button class="link" @click=${() => { state.whatIf = {}; changed(); }}>Reset</button>` : nothing}</p>
+    ${JSON.stringify(settings) === JSON.stringify(own) && !changes && !result.undecided && !token.forced && token.record?.token !== result.token
+      ? html`<p class="alarm">The page draws ${state.vocab.quoted(result.token)} where the server drew ${state.vocab.quoted(token.id)}. Please report this.</p>` : nothing}
+  </section>`;
+}
+
+// the step under the sliders, computed once per redraw for both columns
+let step = null;
+
+export function loopView() {
+  const branch = current();
+  if (!branch?.tokens.length) return nothing;
+  const index = state.selected;
+  const running = isRunning(branch);
+  step = index < 0 ? null : computeStep(branch, index);
+  return html`<section class="card" aria-label="the loop"><h3>The loop <small>context → logits → softmax → sample → append</small></h3>
+    <div class="steps row" role="toolbar" aria-label="steps">
+      <button class="small" ?disabled=${index < 1} @click=${() => select(index - 1)} aria-label="previous token">◀</button>
+      <button class="small" @click=${() => play(!state.playing)} aria-pressed=${state.playing}>${state.playing ? "Pause" : "Play"}</button>
+      <button class="small" ?disabled=${(state.offline || running) && index >= branch.tokens.length - 1} aria-label="next token" @click=${forward}>▶</button>
+      <span class="hint">${index < 0 ? "choose a token, or step with ▶" : html`token ${index + 1} of ${branch.tokens.length}${running ? " so far" : ""}`}</span>
+    </div>
+    ${index < 0 ? nothing : loop(branch, index, step)}
+    ${branch.tokens[index]?.forced ? html`<p class="hint">You chose this token; the sampler did not draw it.</p>` : nothing}</section>`;
+}
+
+// the next token; at the end, one more is generated
+function forward() {
+  const branch = current();
+  if (state.selected < branch.tokens.length - 1) return select(state.selected + 1);
+  return extend().then(() => select(branch.tokens.length - 1));
+}
+
+export function inspector() {
+  const branch = current(), index = state.selected;
+  if (!branch?.tokens.length || index < 0) return nothing;
+  return html`<section class="card" aria-label="candidates"><h3>Candidates <small>the model's own distribution</small></h3>${candidates(branch, index, step)}</section>
+    ${step
+      ? html`${sliders(branch, index, step)}
+        <section class="card funnel" aria-label="the funnel"><h3>The funnel <small>what each stage leaves</small></h3>
+          ${stages(step.row, step.result, step.settings, branch.tokens[index].segment.params)}
+          <h4>The draw</h4>${draw(step.result)}</section>`
+      : html`<section class="card"><p class="hint">${!branch.tokens[index].record ? "Beam search draws no token, so there is no noise to show." : state.offline ? "This step was not opened before the run was saved." : isRunning(branch) ? "The funnel opens when the text ends, or on any earlier token." : "reading the logits …"}</p></section>`}`;
+}
+
+export function fiveSamplers() {
+  if (!step || state.selected < 0) return nothing;
+  return html`<section class="card" aria-label="side by side"><h3>Side by side <small>five samplers, the same logits, the same noise</small></h3>${sideBySide(step.row, step.settings)}</section>`;
+}

@@ -1,0 +1,219 @@
+// Generation: prompts to branches. Chat and raw text take one path: /tokenize, then
+// /v1/completions with token ids, so the page always knows the ids that the model reads.
+//
+// Noise is a function of (seed, position, id). A branch therefore sends prompt + tokens so far as
+// its prompt, and everything it does not change is drawn as before.
+
+import { post, stream } from "./api.js";
+import { Row } from "./sampler.js";
+import {
+  announce, changed, current, fail, newBranch, newId, remember, show, state,
+} from "./store.js";
+
+export const LENS = { max_tokens: 200 }; // chosen by the page where the server's default is 16
+const STRUCTURE = ["json_schema", "regex", "grammar", "choice"];
+
+export const isStructured = (params) => STRUCTURE.some((name) => params[name] !== undefined);
+
+export function messages() {
+  const all = state.system ? [{ role: "system", content: state.system }] : [];
+  return [...all, ...state.turns, { role: "user", content: state.input }];
+}
+
+async function promptIds() {
+  const body = state.mode === "chat" ? { messages: messages() } : { prompt: state.input };
+  const { tokens } = await post("/tokenize", body);
+  return tokens;
+}
+
+// Send what the composer holds, as a new run.
+export async function send(more = {}) {
+  state.trouble = null;
+  state.asking = true;
+  changed();
+  try {
+    const answered = current();
+    if (state.mode === "chat" && answered?.asked && answered.tokens.length) {
+      const said = state.vocab.text(answered.tokens.map((token) => token.id));
+      state.turns = [...answered.asked, { role: "assistant", content: said }];
+    }
+    const asked = state.mode === "chat" ? [...state.turns, { role: "user", content: state.input }] : null;
+    const ids = await promptIds();
+    remember();
+    stopAll();
+    state.branches = [];
+    state.rows.clear();
+    const params = { ...state.params, ...more };
+    const count = params.num_return_sequences ?? params.n ?? 1;
+    const label = (i) => (count > 1 ? `answer ${i + 1}` : "run");
+    const made = Array.from({ length: count }, (_, i) => newBranch({ promptIds: ids, label: label(i) }));
+    for (const branch of made) branch.asked = asked;
+    show(made[0].id, -1);
+    await generate(made, params);
+  } catch (error) {
+    fail(error);
+  } finally {
+    state.asking = false;
+    changed();
+  }
+}
+
+// Continue `branches` (one per choice, equal so far) with one request.
+export async function generate(branches, params) {
+  const [first] = branches;
+  const given = { ...LENS, ...params };
+  const ids = [...first.promptIds, ...first.tokens.map((token) => token.id)];
+  const segment = { id: newId(), promptIds: ids, params: given, from: first.tokens.length };
+  const stop = new AbortController();
+  for (const branch of branches)
+    Object.assign(branch, {
+      stop, status: "waiting", error: null, started: performance.now(), finish: null,
+    });
+  const streamed = (given.best_of ?? 1) <= (given.n ?? 1);
+  const body = {
+    model: state.info.model, prompt: ids, ...given, explain: state.info.max_logprobs,
+    receipt: true, ...(streamed ? { stream: true, stream_options: { include_usage: true } } : {}),
+  };
+  try {
+    if (streamed)
+      for await (const event of stream("/v1/completions", body, stop.signal))
+        read(event, branches, segment);
+    else {
+      const answer = await post("/v1/completions", body, stop.signal);
+      read({ ...answer, usage: null, receipt: undefined }, branches, segment);
+      read({ ...answer, choices: [] }, branches, segment);
+    }
+    for (const branch of branches) branch.status = "done";
+    announce(`${first.tokens.length} tokens`);
+  } catch (error) {
+    for (const branch of branches) branch.status = stop.signal.aborted ? "stopped" : "error";
+    first.error = error.message;
+    fail(error);
+  } finally {
+    for (const branch of branches) branch.ended = performance.now();
+    changed();
+  }
+}
+
+function read(event, branches, segment) {
+  if (event.request) {
+    for (const branch of branches) branch.request = event.request;
+    return changed();
+  }
+  if (event.seed !== undefined && event.seed !== null) segment.params.seed ??= event.seed;
+  for (const choice of event.choices) {
+    const branch = branches[choice.index];
+    branch.status = "running";
+    for (const record of choice.explain ?? []) {
+      if (record.token === null) continue; // beam search: no draw; the receipt holds the tokens
+      if (!branch.firstToken) branch.firstToken = performance.now();
+      push(branch, { id: record.token, record, segment, choice: choice.index });
+    }
+    if (choice.finish_reason) branch.finish = choice.finish_reason;
+    if (choice.loop) branch.loop = choice.loop;
+  }
+  if (event.receipt) close(event, branches, segment);
+  changed();
+}
+
+function push(branch, token) {
+  branch.tokens.push(token);
+  // follow the end of the text unless the user looks at an earlier token
+  if (branch.id === state.current && state.selected === branch.tokens.length - 2)
+    state.selected = branch.tokens.length - 1;
+}
+
+function close(event, branches, segment) {
+  Object.assign(segment, { receipt: event.receipt, usage: event.usage });
+  const loops = event.loops ?? [];
+  for (const choice of event.receipt.choices) {
+    const branch = branches[choice.index];
+    const known = branch.tokens.length - segment.from;
+    for (const id of choice.token_ids.slice(known))
+      push(branch, { id, record: null, segment, choice: choice.index });
+    branch.finish = choice.finish.join(": ");
+    Object.assign(branch, { usage: event.usage, warnings: event.warnings ?? [] });
+    branch.loop = loops[choice.index] ?? branch.loop;
+  }
+}
+
+export function stopAll() {
+  for (const branch of state.branches) branch.stop?.abort();
+}
+
+// ---------------------------------------------------------------------------------------- branches
+
+function fork(parent, index, tokens, label) {
+  remember();
+  const { promptIds, asked } = parent;
+  const branch = newBranch({ parent: parent.id, forkAt: index, tokens, promptIds, label });
+  branch.asked = asked;
+  state.other ??= parent.id;
+  show(branch.id, index);
+  state.other = parent.id;
+  return branch;
+}
+
+// Take another candidate at `index` and continue from it.
+export async function branchFrom(parent, index, id) {
+  const before = parent.tokens[index];
+  const { segment } = before;
+  if (isStructured(segment.params))
+    return fail({ message: "A branch would start the structure anew: its grammar counts from the first output token. Send the request without it to branch.", param: null, status: 400 });
+  const forced = { ...before, id, record: recordOf(before.record, id), forced: true };
+  const branch = fork(parent, index, [...parent.tokens.slice(0, index), forced], state.vocab.quoted(id));
+  const { n, best_of, ...params } = segment.params;
+  await generate([branch], params);
+}
+
+// Draw the token at `index` and everything after it under other settings.
+export async function branchWith(parent, index, changes) {
+  const { segment } = parent.tokens[index];
+  const label = Object.entries(changes).map(([name, value]) => `${name} ${value}`).join(", ");
+  const branch = fork(parent, index, parent.tokens.slice(0, index), label || "again");
+  const { n, best_of, ...params } = segment.params;
+  await generate([branch], { ...params, ...changes });
+}
+
+// One more token at the end of the current branch.
+export async function extend(count = 1) {
+  const branch = current();
+  if (!branch) return send({ max_tokens: count });
+  if (branch.status === "running" || branch.status === "waiting") return undefined;
+  const params = { ...(branch.tokens.at(-1)?.segment.params ?? state.params), max_tokens: count };
+  state.trouble = null;
+  return generate([branch], params);
+}
+
+// the record of the step, seen from another candidate
+function recordOf(record, id) {
+  const rank = record?.top.findIndex((candidate) => candidate.id === id) ?? -1;
+  if (rank < 0) return null;
+  const { logit, logprob, final_prob } = record.top[rank];
+  const rival = record.top[rank === 0 ? 1 : 0];
+  return { ...record, token: id, logit, logprob, final_prob, rank, margin: logit - rival.logit, lead: null };
+}
+
+// ------------------------------------------------------------------------------------------- steps
+
+export const rowKey = (token, index) => `${token.segment.id}:${token.choice}:${index}`;
+
+// The Row of one step; `rest`: with every logit. null: it cannot be known (offline).
+export async function rowOf(branch, index, { rest = false, changes = {} } = {}) {
+  const token = branch.tokens[index];
+  const plain = Object.keys(changes).length === 0;
+  const key = rowKey(token, index) + (plain ? "" : JSON.stringify(changes));
+  const known = state.rows.get(key);
+  if (known && (known.whole || !rest)) return known;
+  if (state.offline) return known ?? null;
+  const { segment } = token;
+  const { explain, receipt, stream: _, ...params } = segment.params;
+  const data = await post("/lens/api/step", {
+    prompt: segment.promptIds, params: { ...params, ...changes }, choice: token.choice ?? 0, rest,
+    output: branch.tokens.slice(segment.from, index).map((t) => t.id),
+  });
+  const row = new Row(data);
+  if (known) known.fill(data.row, data.row_type);
+  else state.rows.set(key, row);
+  return known ?? row;
+}

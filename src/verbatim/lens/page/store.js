@@ -1,0 +1,111 @@
+// The state of the page, and the only place that holds it. Views read it and call changed().
+//
+// A run is a tree of branches. A branch is a list of tokens; each token belongs to a segment, the
+// request that drew it:  {id, promptIds, params, from, receipt, usage}. Tokens that two branches
+// share are the same objects, so their numbers and rows are shared too.
+
+function stored(name) {
+  try {
+    return localStorage.getItem(name);
+  } catch {
+    return null; // a saved file may have no storage
+  }
+}
+
+export const state = {
+  info: null, vocab: null, offline: false, loading: "connecting to the server …",
+  view: "generate", theme: stored("verbatim-theme") ?? "auto",
+  mode: "chat", system: "", input: "Name the capital of France.", turns: [],
+  params: {}, // set by the user; everything else is a default
+  branches: [], current: null, other: null, // ids; `other` is compared with `current`
+  selected: -1, colour: "probability", bytes: false, playing: false,
+  whatIf: {}, // settings of the sliders that differ from the segment's own
+  trouble: null, proof: null, asking: false, askKey: false,
+  rows: new Map(), // "segment:index" -> Row
+  engine: null,
+};
+
+const listeners = [];
+let scheduled = false;
+
+export const onChange = (listener) => listeners.push(listener);
+
+// Redraw once per frame, however many changes there were.
+export function changed() {
+  if (scheduled) return;
+  scheduled = true;
+  requestAnimationFrame(() => {
+    scheduled = false;
+    for (const listener of listeners) listener();
+  });
+}
+
+let ids = 0;
+export const newId = () => ++ids;
+export const keepIdsAbove = (id) => (ids = Math.max(ids, id));
+
+export const branchOf = (id) => state.branches.find((branch) => branch.id === id) ?? null;
+export const current = () => branchOf(state.current);
+
+export const selectedToken = () => current()?.tokens[state.selected] ?? null;
+
+export function newBranch({ parent = null, forkAt = 0, tokens = [], promptIds, label = "" }) {
+  const branch = {
+    id: newId(), parent, forkAt, tokens: [...tokens], promptIds, label,
+    status: "waiting", finish: null, usage: null, warnings: [], loop: 0,
+    started: 0, firstToken: 0, ended: 0, request: null, error: null,
+  };
+  state.branches.push(branch);
+  return branch;
+}
+
+export function select(index) {
+  const last = (current()?.tokens.length ?? 0) - 1;
+  state.selected = Math.max(-1, Math.min(index, last));
+  state.whatIf = {};
+  changed();
+}
+
+export function show(id, index = null) {
+  state.current = id;
+  state.proof = null;
+  if (state.other === id) state.other = null;
+  const last = (current()?.tokens.length ?? 0) - 1;
+  state.selected = index === null ? Math.min(state.selected, last) : index;
+  state.whatIf = {};
+  changed();
+}
+
+// ---------------------------------------------------------------------------------------- undo
+
+const past = [];
+
+export function remember() {
+  const { branches, current, other, selected, turns } = state;
+  past.push({ branches: [...branches], current, other, selected, turns: [...turns] });
+  if (past.length > 50) past.shift();
+}
+
+export const canUndo = () => past.length > 0;
+
+export function undo() {
+  const before = past.pop();
+  if (!before) return;
+  for (const branch of state.branches)
+    if (!before.branches.includes(branch)) branch.stop?.abort();
+  Object.assign(state, before, { proof: null, whatIf: {} });
+  changed();
+}
+
+export function fail(error) {
+  if (error?.name === "AbortError") return;
+  if (error?.status === 401) state.askKey = true;
+  state.trouble = { message: error.message, param: error.param ?? null, status: error.status };
+  if (!error.status && !("param" in error)) console.error(error);
+  changed();
+}
+
+export function announce(text) {
+  const live = document.getElementById("live");
+  if (live) live.textContent = text;
+}

@@ -1,0 +1,63 @@
+// Token ids to bytes and text. The table comes from the server once, or from a saved run.
+
+const utf8 = new TextDecoder("utf-8", { fatal: true });
+const loose = new TextDecoder();
+
+export class Vocab {
+  constructor(bytesOf, control = []) {
+    this.bytesOf = bytesOf; // id -> Uint8Array
+    this.control = new Set(control);
+  }
+
+  static fromServer({ bytes, lengths, control }) {
+    const all = Uint8Array.from(atob(bytes), (c) => c.charCodeAt(0));
+    const starts = new Uint32Array(lengths.length + 1);
+    lengths.forEach((length, id) => (starts[id + 1] = starts[id] + length));
+    return new Vocab((id) => all.subarray(starts[id], starts[id + 1]), control);
+  }
+
+  static fromSaved({ tokens, control }) {
+    return new Vocab((id) => Uint8Array.from(tokens[id] ?? []), control);
+  }
+
+  saved(ids) {
+    const tokens = {};
+    for (const id of ids) tokens[id] = [...this.bytesOf(id)];
+    return { tokens, control: ids.filter((id) => this.control.has(id)) };
+  }
+
+  isControl(id) {
+    return this.control.has(id);
+  }
+
+  // a token for people: line breaks and bytes that are no character are made visible
+  show(id) {
+    const bytes = this.bytesOf(id);
+    try {
+      const text = utf8.decode(bytes);
+      return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
+    } catch {
+      return `⟨${this.hex(id)}⟩`;
+    }
+  }
+
+  quoted(id) {
+    return `“${this.show(id)}”`;
+  }
+
+  hex(id) {
+    return [...this.bytesOf(id)].map((b) => b.toString(16).padStart(2, "0")).join(" ");
+  }
+
+  // the text of many tokens, as the server would write it (control tokens left out)
+  text(ids) {
+    const parts = ids.filter((id) => !this.isControl(id)).map((id) => this.bytesOf(id));
+    const all = new Uint8Array(parts.reduce((sum, part) => sum + part.length, 0));
+    let at = 0;
+    for (const part of parts) {
+      all.set(part, at);
+      at += part.length;
+    }
+    return loose.decode(all);
+  }
+}

@@ -1,0 +1,321 @@
+"""Read-only questions of the Lens, answered in the engine process.
+
+In: an Inspect message. Out: plain data for Inspected.
+
+    facts    model, backend, numerics, cache and the roofline's limit of a decode step
+    vocab    the bytes of every token
+    step     one draw, stage by stage: the logits after bias, masks and penalties, and what each of
+             these stages removed; the page runs the stages from the temperature on itself
+    engine   running requests of the tenant, cache blocks, the last steps
+
+Invariant: an answer changes no state, and shows a tenant no request of another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec
+from verbatim.engine.request import Request
+
+if TYPE_CHECKING:
+    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.core import EngineCore
+
+TOP = 256  # candidates sent with a step; the page requests the rest when a cut lies outside
+CUT = 64  # most likely ids that bias, masks or bans removed
+BIN = 0.25  # width of a bin of the tail's histogram, in logits
+MAX_STRIP = 4096  # blocks drawn one by one
+COMPILE_SECONDS = 10.0  # deadline of a grammar compile; the request itself has compiled it before
+
+
+class Inspector:
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def answer(self, what: str, arguments: Mapping[str, Any], tenant: str) -> dict[str, Any]:
+        match what:
+            case "facts":
+                return await asyncio.to_thread(self._facts)
+            case "vocab":
+                return await asyncio.to_thread(self._vocab)
+            case "step":
+                return await asyncio.to_thread(self._step, **arguments)
+            case "engine":
+                after = int(arguments.get("after", 0))
+                report: dict[str, Any] = await self._engine.call(
+                    lambda core: engine_report(core, tenant, after)
+                )
+                return report
+            case _:
+                raise AssertionError(f"no such question: {what}")
+
+    # --------------------------------------------------------------------------------------- facts
+
+    def _facts(self) -> dict[str, Any]:
+        from verbatim.observe.roofline import cost_card, load_limits
+        from verbatim.weights.catalog import cache_dir
+
+        engine, backend = self._engine, self._engine.parts.backend
+        info, spec = backend.info, backend.spec
+        card = cost_card(spec, info)
+        limits = load_limits(cache_dir()) if info.name != "cuda" else None
+        return {
+            "model": engine.parts.name,
+            "digest": engine.parts.digest,
+            "fingerprint": engine.fingerprint,
+            "backend": info.name,
+            "detail": info.detail,
+            "threads": info.threads,
+            "numerics": info.numerics,
+            "context": engine.context,
+            "vocab": engine.tokenizer.vocab_size,
+            "layers": len(spec.layers),
+            "hidden": spec.hidden,
+            "has_template": engine.has_template,
+            "speculate": engine.config.speculate,
+            "step_tokens": engine.config.step_tokens,
+            "block_size": backend.block_size,
+            "weight_bytes": info.weight_bytes,
+            "kv_token_bytes": info.kv_token_bytes,
+            # seconds of one decode step at context 0; None: `verbatim bench` has not measured
+            "floor_seconds": card.step_seconds(limits, 0) if limits is not None else None,
+        }
+
+    def _vocab(self) -> dict[str, Any]:
+        tokenizer = self._engine.tokenizer
+        ids = range(tokenizer.vocab_size)
+        raw = [tokenizer.token_bytes(i) for i in ids]
+        return {
+            "lengths": [len(piece) for piece in raw],
+            "bytes": b"".join(raw),
+            "control": [i for i in ids if tokenizer.is_control(i)],
+        }
+
+    # ---------------------------------------------------------------------------------------- step
+
+    def _step(
+        self,
+        row: bytes,
+        prompt: list[int],
+        output: list[int],
+        params: dict[str, Any],
+        choice: int,
+        rest: bool,
+    ) -> dict[str, Any]:
+        """`row`: the raw float32 logits that follow prompt + output."""
+        from verbatim.sampling.logprobs import as_row
+
+        wanted = SamplingParams.from_mapping(params)
+        request = self._engine.core.request(
+            prompt, wanted, deadline=time.monotonic() + COMPILE_SECONDS
+        )
+        raw = as_row(np.frombuffer(row, "<f4"))
+        state, stages, cut = self._before_temperature(raw, request, output, choice)
+        return step_report(raw, state, stages, cut, rest)
+
+    def _before_temperature(
+        self, raw: Any, request: Request, output: list[int], choice: int
+    ) -> tuple[Any, list[dict[str, Any]], list[list[Any]]]:
+        """Run bias, masks and penalties: (state, stages, [id, raw logit, stage] of removed ids)."""
+        from verbatim.sampling.draw import noise_key
+        from verbatim.sampling.numerics import best, masses
+        from verbatim.sampling.pipeline import Row, state_of
+        from verbatim.sampling.processors import BEFORE, REMOVED
+
+        params, prompt = request.params, request.prompt_ids
+        spec = DrawSpec(
+            params,
+            noise_key(request.seed, choice),
+            len(prompt),
+            withheld=self._withheld(params, len(output)),
+            breakers=request.breakers,
+        )
+        known = (*prompt, *output)
+        state = state_of(raw, Row(spec, len(known), known, mask_after(request, output)))
+        mass = masses(raw - raw.max())
+        total = float(int(mass.sum()))
+        stages, cut = [], []
+        live = raw > REMOVED
+        likely = best(raw, min(4 * CUT, len(raw)))
+        for stage in BEFORE:
+            if not stage.active(state):
+                continue
+            before = state.logits.copy()
+            stage.apply(state)
+            after = state.logits > REMOVED
+            changed = np.count_nonzero((before != state.logits) & after)
+            cut += [[int(i), float(raw[i]), stage.name] for i in likely if live[i] and not after[i]]
+            stages.append(
+                {
+                    "name": stage.name,
+                    "removed": int(np.count_nonzero(live & ~after)),
+                    "left": int(np.count_nonzero(after)),
+                    "changed": int(changed),
+                    "mass": float(int(mass[after].sum())) / total,
+                }
+            )
+            live = after
+        return state, stages, cut[:CUT]
+
+    def _withheld(self, params: SamplingParams, written: int) -> tuple[int, ...]:
+        if written >= params.min_tokens:
+            return ()
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= set(self._engine.parts.eos_ids)
+        return tuple(sorted(ends))
+
+
+def mask_after(request: Request, output: list[int]) -> bytes | None:
+    """The grammar's mask after `output`; None without a grammar."""
+    if request.structure is None:
+        return None
+    matcher = request.structure.start()
+    for token in output:
+        mask = matcher.mask() if not matcher.finished else b""
+        if not (token // 8 < len(mask) and mask[token // 8] >> (token % 8) & 1):
+            raise ParameterError("output", f"the grammar does not allow token {token} here")
+        matcher.advance(token)
+    if matcher.finished:
+        raise ParameterError("output", "the structure is complete; nothing follows it")
+    return bytes(matcher.mask())
+
+
+def step_report(
+    raw: Any, state: Any, stages: list[dict[str, Any]], cut: list[list[Any]], rest: bool
+) -> dict[str, Any]:
+    from verbatim.sampling.numerics import best, log_mass, masses, spreads
+    from verbatim.sampling.processors import REMOVED
+
+    d = raw - raw.max()
+    mass = masses(d)
+    total = int(mass.sum())
+    live = np.flatnonzero(state.logits > REMOVED)
+    first = live[best(state.logits[live], min(TOP, len(live)))]
+    out: dict[str, Any] = {
+        "position": state.position,
+        "prompt_len": state.prompt_len,
+        "vocab": len(raw),
+        "key": f"{state.key:016x}",
+        "peak": float(raw.max()),
+        "log_total": log_mass(total),  # logprob = logit - peak - log_total
+        "entropy": log_mass(total) + float(int(spreads(d).sum())) / float(total),
+        "stages": stages,
+        "cut": cut,
+        "top": [[int(i), float(raw[i]), float(state.logits[i])] for i in first],
+        "live": len(live),
+        "sigma": sigma_of(state.logits) if len(live) else 0.0,
+        "tail": tail_of(state.logits, live, first),
+    }
+    if rest:
+        same = np.array_equal(raw, state.logits)
+        out["row"] = state.logits.astype("<f4" if same else "<f8").tobytes()
+        out["row_type"] = "f4" if same else "f8"
+    return out
+
+
+def sigma_of(logits: Any) -> float:
+    """The standard deviation that TopNSigma uses, in its order of additions."""
+    from verbatim.sampling.numerics import lane_sum
+    from verbatim.sampling.processors import REMOVED
+
+    live = logits > REMOVED
+    z = np.where(live, logits - logits.max(), 0.0)
+    count = float(np.count_nonzero(live))
+    off = np.where(live, z - lane_sum(z) / count, 0.0)
+    return float(np.sqrt(lane_sum(off * off) / count))
+
+
+def tail_of(logits: Any, live: Any, first: Any) -> dict[str, Any]:
+    """Histogram of the live logits that are not sent. Bin i holds start + i * width and more."""
+    rest = np.setdiff1d(live, first, assume_unique=True)
+    if not len(rest):
+        return {"count": 0, "best": None, "start": 0.0, "width": BIN, "counts": []}
+    values = logits[rest]
+    start = float(np.floor(values.min() / BIN) * BIN)
+    counts = np.bincount(np.floor((values - start) / BIN).astype(np.int64))
+    return {
+        "count": len(rest),
+        "best": float(values.max()),
+        "start": start,
+        "width": BIN,
+        "counts": counts.tolist(),
+    }
+
+
+# ------------------------------------------------------------------------------------------ engine
+
+
+def engine_report(core: EngineCore, tenant: str, after: int) -> dict[str, Any]:
+    """Runs on the engine's thread, between two steps."""
+    scheduler = core.scheduler
+    mine = [running for running in core.requests.values() if running.request.tenant == tenant]
+    own = {id(seq) for running in mine for seq in running.sequences}
+    requests = [
+        {
+            "id": running.request.id,
+            "prompt_tokens": len(running.request.prompt_ids),
+            "output_tokens": running.output_tokens,
+            "cached_tokens": running.sequences[0].cached_tokens,
+            "sequences": len(running.sequences),
+            "waiting": running.started_at is None,
+            "preemptions": running.preemptions,
+            "seconds": time.perf_counter() - running.request.arrival,
+        }
+        for running in mine
+        if running.sequences
+    ]
+    pools = []
+    for group, pool in enumerate(scheduler.cache.pools):
+        blocks = {
+            block
+            for seq in scheduler.sequences.values()
+            if id(seq) in own and len(seq.blocks) > group
+            for block in seq.blocks[group]
+            if block >= 0
+        }
+        pools.append(
+            {
+                "total": pool.total,
+                "used": pool.used,
+                "cached": len(pool.cached),
+                "free": len(pool.free),
+                "own": len(blocks),
+                "shared": sum(count > 1 for count in pool.refs),
+                "evictions": pool.evictions,
+                "strip": strip_of(pool, blocks),
+            }
+        )
+    return {
+        "now": time.perf_counter(),
+        "requests": requests,
+        "others": len(core.requests) - len(mine),
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "preemptions": scheduler.preemptions,
+        "prefix_queries": scheduler.prefix_queries,
+        "prefix_hits": scheduler.prefix_hits,
+        "pools": pools,
+        "steps": core.step_log.read(tenant, after),
+    }
+
+
+def strip_of(pool: Any, own: set[int]) -> str:
+    """One letter per block: own (o), shared between sequences (s), of other keys (x), cached (c),
+    free (.)."""
+    letters = []
+    for block in range(min(pool.total, MAX_STRIP)):
+        refs = pool.refs[block]
+        if refs:
+            letters.append("s" if refs > 1 else "o" if block in own else "x")
+        else:
+            letters.append("c" if block in pool.cached else ".")
+    return "".join(letters)
