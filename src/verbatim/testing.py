@@ -326,22 +326,42 @@ class ChatByteTokenizer(ByteTokenizer):
         ]
 
 
+class ThinkByteTokenizer(ChatByteTokenizer):
+    """Bytes, and the tags of a reasoning model as control tokens."""
+
+    OPEN, CLOSE = 260, 261
+    NAMES = (*ByteTokenizer.NAMES, "<think>", "</think>")
+    vocab_size = 262
+
+
+# A template like Qwen3's: the model opens its thought itself, and a switch closes it at once.
+THINK_SOURCE = (
+    "{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|assistant|>' }}"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}<|assistant|>"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>"
+    "{% else %}<think>{% endif %}"
+)
+
+
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
-    then pause=SECONDS, gate=FILE, context=TOKENS."""
+    then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model)."""
     from verbatim.text.chat_template import ChatTemplate
 
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
-    spec = fake_spec(context=int(values.get("context", 4096)))
+    thinks = "think" in values
+    tokenizer = ThinkByteTokenizer() if thinks else ChatByteTokenizer()
+    context = int(values.get("context", 4096))
+    spec = fake_spec(vocab=tokenizer.vocab_size, context=context)
     backend = PacedBackend(
         spec,
         pipeline=kind == "pipeline",
         pause=float(values.get("pause", 0)),
         gate=values.get("gate"),
     )
-    template = ChatTemplate(CHAT_SOURCE, "<s>", "</s>")
-    tokenizer = ChatByteTokenizer()
+    template = ChatTemplate(THINK_SOURCE if thinks else CHAT_SOURCE, "<s>", "</s>")
     return LoadedModel(
         backend,
         tokenizer,

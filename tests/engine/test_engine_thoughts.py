@@ -15,7 +15,7 @@ from verbatim.base.records import Drawn, Finish
 from verbatim.engine.stream import ChoiceStream
 from verbatim.engine.thought_matcher import ThoughtMatcher
 from verbatim.grammar.matcher import compile_structure
-from verbatim.testing import ByteTokenizer, ChatByteTokenizer, FakeBackend, fake_parts, fake_spec
+from verbatim.testing import ByteTokenizer, FakeBackend, ThinkByteTokenizer, fake_parts, fake_spec
 from verbatim.text.chat_template import ChatTemplate
 from verbatim.text.thoughts import ThoughtFormat, find_format
 
@@ -32,15 +32,8 @@ SCHEMA = {
 }
 
 
-class ThinkTokenizer(ChatByteTokenizer):
-    """Bytes, and the tags of a reasoning model as control tokens."""
-
-    NAMES = (*ByteTokenizer.NAMES, "<think>", "</think>")
-    vocab_size = VOCAB
-
-
 def think_format() -> ThoughtFormat:
-    found = find_format([TEMPLATE], ThinkTokenizer())
+    found = find_format([TEMPLATE], ThinkByteTokenizer())
     assert found is not None
     return found
 
@@ -48,12 +41,12 @@ def think_format() -> ThoughtFormat:
 def open_llm(source: str = TEMPLATE, **options: Any) -> LLM:
     backend = FakeBackend(fake_spec(vocab=VOCAB), pipeline=True)
     template = ChatTemplate(source, "<s>", "</s>")
-    parts = replace(fake_parts(backend), tokenizer=ThinkTokenizer(), template=template)
+    parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
     return LLM.from_parts(parts, **options)
 
 
 def test_streamed_deltas_concatenate_to_the_thought_and_the_answer() -> None:
-    tokenizer, rng = ThinkTokenizer(), random.Random(3)
+    tokenizer, rng = ThinkByteTokenizer(), random.Random(3)
     output = [OPEN, *b"\nTwo and two.\n", CLOSE, *"\n\nFour é.".encode()]
     for _ in range(200):
         stream = ChoiceStream("r", 0, SamplingParams(), tokenizer, think_format())
@@ -72,7 +65,7 @@ def test_streamed_deltas_concatenate_to_the_thought_and_the_answer() -> None:
 
 
 def test_stop_strings_apply_to_the_answer_only() -> None:
-    stream = ChoiceStream("r", 0, SamplingParams(stop="x"), ThinkTokenizer(), think_format())
+    stream = ChoiceStream("r", 0, SamplingParams(stop="x"), ThinkByteTokenizer(), think_format())
     finish = None
     for token in [OPEN, *b"a x b", CLOSE, *b"yes x no"]:
         finish = finish or stream.push(Drawn(token, 0.0), None)
@@ -86,7 +79,7 @@ def allowed(mask: bytes | None, token: int) -> bool:
 
 def test_a_grammar_binds_the_answer_and_not_the_thought() -> None:
     """Random tokens under the masks of 120 sequences: every answer is valid."""
-    tokenizer, rng = ThinkTokenizer(), random.Random(4)
+    tokenizer, rng = ThinkByteTokenizer(), random.Random(4)
     structure = compile_structure(SamplingParams(json_schema=SCHEMA), tokenizer)
     assert structure is not None
     for start in ("", "open", "closed"):

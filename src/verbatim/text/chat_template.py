@@ -164,6 +164,11 @@ class ChatTemplate:
         ]
         return all(own.may_read("tool_calls") for own in found if own is not None)
 
+    def reads(self, variable: str) -> bool:
+        """Whether a template reads this variable."""
+        found = [self._reads_or_none(name) for name in self.sources]
+        return any(variable in own.variables for own in found if own is not None)
+
     def _reads_or_none(self, name: str) -> TemplateReads | None:
         """None: the template is broken. That is no error until a request uses it."""
         try:

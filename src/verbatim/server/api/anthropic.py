@@ -2,7 +2,7 @@
 
 In: a checked Anthropic request, translated into OpenAI chat fields. Out: a message object, or
 Anthropic's stream events. If the last message has the assistant role, the model continues it.
-Images, documents, thinking and server tools are not supported; a request that sends one gets a
+Images, documents and server tools are not supported; a request that sends one gets a
 400 that names the field.
 """
 
@@ -31,7 +31,11 @@ from verbatim.server.json_io import loads_lossless
 from verbatim.server.process.messages import Generated, WireFinish
 
 FAILED = "Error: "  # prefix of a tool result with is_error
-NAMES = {"stop": "stop_sequences"}
+NAMES = {
+    "stop": "stop_sequences",
+    "think": "thinking",
+    "thinking_budget": "thinking.budget_tokens",
+}
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -88,6 +92,9 @@ def _template_messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str
     Text after a call starts a new message, so that the order of text and calls is kept."""
     out: list[dict[str, Any]] = []
     for block in blocks:
+        if block["type"] == "thinking":
+            out.append({"role": role, "content": "", "reasoning_content": block["thinking"]})
+            continue
         if block["type"] == "text":
             if not block["text"]:
                 continue
@@ -110,17 +117,17 @@ def _template_messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str
 def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
     """Enforce Anthropic's rules about block order and roles. A chat template would drop or reorder
     blocks that break them."""
-    wrong_type, reason = (
-        ("tool_use", "belongs to the assistant")
+    wrong_types, reason = (
+        (("tool_use", "thinking"), "belongs to the assistant")
         if role == "user"
-        else ("tool_result", "belongs to the user")
+        else (("tool_result",), "belongs to the user")
     )
     text_seen = False
     for number, block in enumerate(blocks):
-        if block["type"] == wrong_type:
+        if block["type"] in wrong_types:
             raise Problem(
                 "invalid_parameter",
-                f"{where}[{number}]: a {wrong_type} block {reason}",
+                f"{where}[{number}]: a {block['type']} block {reason}",
                 f"{where}[{number}]",
             )
         if block["type"] == "tool_result" and text_seen:
@@ -167,6 +174,10 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
         chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
+    if thinking := body.get("thinking"):
+        chat["think"] = thinking["type"] != "disabled"
+        if "budget_tokens" in thinking:
+            chat["thinking_budget"] = thinking["budget_tokens"]
     form = (body.get("output_config") or {}).get("format")
     if form and "output_format" in body:
         raise Problem(
@@ -255,9 +266,11 @@ class MessagesReply:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         text, calls = self.ask.read(choice.text)
-        content: list[dict[str, Any]] = (
-            [{"type": "text", "text": text}] if text.strip() or not calls else []
-        )
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+        if text.strip() or not (calls or choice.reasoning):
+            content.append({"type": "text", "text": text})
         content += [
             {"type": "tool_use", "id": c.id, "name": c.name, "input": loads_lossless(c.arguments)}
             for c in calls
@@ -292,6 +305,8 @@ class MessagesReply:
                 yield sse({"type": "ping"}, "ping")
                 continue
             finish = piece.finish or finish
+            for made in blocks.thought(piece.reasoning):
+                yield made
             found = [("text", piece.text)] if parser is None else parser.push(piece.text)
             if parser is not None and piece.finish is not None:
                 found += parser.finish()
@@ -319,24 +334,28 @@ class BlockEvents:
 
     def __init__(self) -> None:
         self.number = 0
-        self.in_text = False
+        self.kind = ""  # of the open block: text or thinking; empty: none is open
 
     def _event(self, kind: str, **data: Any) -> bytes:
         return sse({"type": kind, "index": self.number, **data}, kind)
 
     def text(self, text: str) -> list[bytes]:
+        return self._add("text", {"type": "text", "text": ""}, {"type": "text_delta"}, text)
+
+    def thought(self, text: str) -> list[bytes]:
+        blank = {"type": "thinking", "thinking": "", "signature": ""}
+        return self._add("thinking", blank, {"type": "thinking_delta"}, text)
+
+    def _add(
+        self, kind: str, blank: dict[str, Any], delta: dict[str, Any], text: str
+    ) -> list[bytes]:
         if not text:
             return []
-        out = (
-            []
-            if self.in_text
-            else [self._event("content_block_start", content_block={"type": "text", "text": ""})]
-        )
-        self.in_text = True
-        return [
-            *out,
-            self._event("content_block_delta", delta={"type": "text_delta", "text": text}),
-        ]
+        out: list[bytes] = []
+        if self.kind != kind:
+            out = [*self.close(), self._event("content_block_start", content_block=blank)]
+            self.kind = kind
+        return [*out, self._event("content_block_delta", delta={**delta, kind: text})]
 
     def call(self, call: Any) -> list[bytes]:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
@@ -353,10 +372,10 @@ class BlockEvents:
         return out
 
     def close(self) -> list[bytes]:
-        if not self.in_text:
+        if not self.kind:
             return []
         out = [self._event("content_block_stop")]
-        self.in_text = False
+        self.kind = ""
         self.number += 1
         return out
 

@@ -43,6 +43,7 @@ from verbatim.server.api.request_context import (
     RequestContext,
     new_id,
 )
+from verbatim.server.api.thinking import thinking_variables
 from verbatim.server.api.tools import (
     ParsedCall,
     ToolParser,
@@ -301,7 +302,7 @@ def conversation(
     made = template_messages(messages, tools, facts)
     for message in made:
         to_params.check_text_length(field_name, message["content"] or "", facts)
-    template = template_options(body)
+    template = template_options(body) | thinking_variables(facts, body, names)
     if tools and facts.template_tools:
         template["tools"] = tools
     if body.get("continue_final"):
@@ -419,6 +420,8 @@ class ChatReply:
             "content": text if text.strip() or not calls else None,
             "refusal": None,
         }
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
         if calls:
             message["tool_calls"] = [tool_call_object(c) for c in calls]
         out = {
@@ -466,6 +469,8 @@ class ChatReply:
         if piece.index not in parsers:
             parsers[piece.index] = self.ask.parser()
             deltas.append({"role": "assistant", "content": "", "refusal": None})
+        if piece.reasoning:
+            deltas.append({"reasoning_content": piece.reasoning})
         parser = parsers[piece.index]
         if parser is None:
             deltas += (

@@ -211,10 +211,10 @@ CHAT: dict[str, Rule] = {
     "prompt_cache_options": Rule("refused", "the prefix cache has no per-request options"),
     "prompt_cache_retention": RETENTION,
     "reasoning_effort": Rule(
-        "refused",
-        "not supported by the server; use chat_template_kwargs if the template has a switch",
-        schemas.Text,
-        only=("none",),
+        "honoured",
+        "passed to a chat template that reads it; else none switches thinking off and any other "
+        "level on; refused where the template has no such switch",
+        schemas.Effort,
     ),
     "response_format": Rule(
         "honoured",
@@ -278,7 +278,12 @@ RESPONSES: dict[str, Rule] = {
     "prompt_cache_key": CACHE_KEY,
     "prompt_cache_options": Rule("refused", "the prefix cache has no per-request options"),
     "prompt_cache_retention": RETENTION,
-    "reasoning": Rule("refused", "reasoning has no switch here", only=({"effort": "none"}, {})),
+    "reasoning": Rule(
+        "honoured",
+        "effort as reasoning_effort of chat completions; the whole thought is returned as a "
+        "reasoning item, so a summary is never written",
+        schemas.ResponseReasoning,
+    ),
     "safety_identifier": SAFETY,
     "service_tier": TIER,
     "store": Rule(
@@ -419,7 +424,12 @@ MESSAGES: dict[str, Rule] = {
         "honoured", "a string or text blocks", schemas.Text | list[schemas.AnthropicText]
     ),
     "temperature": sampling("temperature"),
-    "thinking": Rule("refused", "reasoning has no switch here", only=({"type": "disabled"},)),
+    "thinking": Rule(
+        "honoured",
+        "enabled and adaptive switch thinking on, disabled off, where the chat template has the "
+        "switch; budget_tokens: most tokens of the thought",
+        schemas.AnthropicThinking,
+    ),
     "tool_choice": Rule("honoured", "auto, any, tool, none", schemas.AnthropicChoice),
     "tools": Rule(
         "honoured",
@@ -455,7 +465,11 @@ _OLLAMA: dict[str, Rule] = {
     ),
     "options": Rule("honoured", OLLAMA_OPTIONS, schemas.OllamaOptions),
     "keep_alive": KEEP_ALIVE,
-    "think": Rule("refused", "reasoning has no switch here", only=(False,)),
+    "think": Rule(
+        "honoured",
+        "true or a level switches thinking on, false off, where the chat template has the switch",
+        TRUE_FALSE | Literal["low", "medium", "high"],
+    ),
     "logprobs": Rule("refused", "use /v1/chat/completions", only=(False,)),
     "top_logprobs": Rule("refused", "use /v1/chat/completions", only=(0,)),
     "truncate": Rule("refused", "the server never truncates a prompt", only=(False,)),

@@ -39,6 +39,7 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "response_format": "format",
     "messages.name": "tool_name",
     "messages.reasoning_content": "thinking",
+    "reasoning_effort": "think",
 }
 
 
@@ -139,14 +140,15 @@ class OllamaReply:
         self.ask = ask
         self.warnings = warnings_of(body)
 
-    def line(self, text: str, calls: list[Any], done: bool) -> dict[str, Any]:
+    def line(self, text: str, calls: list[Any], done: bool, thought: str = "") -> dict[str, Any]:
+        thinking = {"thinking": thought} if thought else {}
         head = {
             "model": self.model,
             "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
         }
         if self.ask is None or "prompt" in self.ask.body:
-            return {**head, "response": text, "done": done}
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+            return {**head, "response": text, **thinking, "done": done}
+        message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
         if calls:
             message["tool_calls"] = [
                 {"id": c.id, "function": {"name": c.name, "arguments": loads_lossless(c.arguments)}}
@@ -180,7 +182,8 @@ class OllamaReply:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         text, calls = self.ask.read(choice.text) if self.ask is not None else (choice.text, [])
-        return Json({**self.line(text, calls, True), **self.closing(choice.finish)})
+        line = self.line(text, calls, True, choice.reasoning)
+        return Json({**line, **self.closing(choice.finish)})
 
     async def events(self) -> AsyncIterator[bytes]:
         parser = self.ask.parser() if self.ask is not None else None
@@ -189,6 +192,8 @@ class OllamaReply:
             if piece is None:
                 continue  # a keep-alive: JSON lines have no comment syntax for it
             finish = piece.finish or finish
+            if piece.reasoning:
+                yield dumps(self.line("", [], False, piece.reasoning)) + b"\n"
             found = [("text", piece.text)] if parser is None else parser.push(piece.text)
             if parser is not None and piece.finish is not None:
                 found += parser.finish()
@@ -220,6 +225,14 @@ def structure(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def thinking(body: dict[str, Any]) -> dict[str, Any]:
+    """`think` in chat fields: true, false, or a level."""
+    think = body.get("think")
+    if isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {} if think is None else {"think": think}
+
+
 async def chat(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
@@ -228,6 +241,7 @@ async def chat(call: RequestContext) -> Response:
     fields = {
         **sampling(body.get("options") or {}),
         **structure(body),
+        **thinking(body),
         "messages": messages_of(body["messages"]),
     }
     last = fields["messages"][-1]
@@ -259,6 +273,7 @@ async def generate(call: RequestContext) -> Response:
     fields = {
         **values,
         **structure(body),
+        **thinking(body),
         "messages": [*system, {"role": "user", "content": prompt}],
         "prompt": prompt,
     }

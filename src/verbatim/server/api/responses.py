@@ -44,6 +44,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "json_schema": "text",
     "response_format": "text",
+    "reasoning_effort": "reasoning.effort",
 }
 
 
@@ -52,10 +53,17 @@ def chat_messages(items: Any) -> list[dict[str, Any]]:
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     out: list[dict[str, Any]] = []
+    thought: dict[str, Any] = {}  # of the assistant message that follows
     for item in items:
         kind = item.get("type", "message")
-        if kind == "message":
-            out.append({"role": item["role"], "content": plain_text(item["content"])})
+        if kind == "reasoning":
+            text = "".join(part["text"] for part in item.get("content") or [])
+            thought = {"reasoning_content": text} if text else {}
+        elif kind == "message":
+            message = {"role": item["role"], "content": plain_text(item["content"])}
+            if item["role"] == "assistant":
+                message, thought = message | thought, {}
+            out.append(message)
         elif kind == "function_call":
             call = {
                 "id": item["call_id"],
@@ -65,7 +73,9 @@ def chat_messages(items: Any) -> list[dict[str, Any]]:
             if out and out[-1]["role"] == "assistant" and "tool_calls" in out[-1]:
                 out[-1]["tool_calls"].append(call)
             else:
-                out.append({"role": "assistant", "content": "", "tool_calls": [call]})
+                message = {"role": "assistant", "content": "", "tool_calls": [call]}
+                out.append(message | thought)
+                thought = {}
         else:
             out.append(
                 {
@@ -120,6 +130,9 @@ def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
         if isinstance(choice, dict)
         else choice
     )
+    effort = (body.get("reasoning") or {}).get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
     form = (body.get("text") or {}).get("format") or {"type": "text"}
     if form["type"] == "json_schema":
         form = {
@@ -178,7 +191,7 @@ class ResponsesReply:
             "metadata": body.get("metadata", {}),
             "parallel_tool_calls": body.get("parallel_tool_calls", True),
             "previous_response_id": body.get("previous_response_id"),
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
             "service_tier": "default",
             "store": self.stored,
             "temperature": body.get("temperature", defaults.temperature),
@@ -228,7 +241,7 @@ class ResponsesReply:
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0, **usage["completion_tokens_details"]},
+            "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
         }
         cut = finish_reason(finish) == "length"
@@ -269,7 +282,9 @@ class ResponsesReply:
         choice = done.choices[0]
         text, calls, logprobs = self._read(choice)
         status = "incomplete" if choice.finish.reason == "length" else "completed"
-        if text.strip() or not calls:
+        if choice.reasoning:
+            self.output.append(reasoning_item(choice.reasoning, "completed" if text else status))
+        if text.strip() or not (calls or choice.reasoning):
             self.output.append(self.message(text, logprobs, status))
         self.output += [function_call_item(c, status) for c in calls]
         observe_latency(self.call)
@@ -286,6 +301,17 @@ class ResponsesReply:
         if not found or found[-1][0] == "text":
             logprobs += tokens.rest()
         return *text_and_calls(found), logprobs
+
+
+def reasoning_item(text: str, status: str) -> dict[str, Any]:
+    """The thought of a reasoning model as an output item."""
+    return {
+        "id": new_id("rs_"),
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+        "status": status,
+    }
 
 
 def function_call_item(call: Any, status: str) -> dict[str, Any]:
@@ -328,6 +354,7 @@ class Events:
         self.number = 0
         self.open: dict[str, Any] | None = None  # the message item that is being streamed
         self.text = ""
+        self.thought: dict[str, Any] | None = None  # the reasoning item that is being streamed
         self.logprobs: list[WireLogprob] = []
         self.parser = answer.ask.parser()
         self.tokens = TextLogprobs(answer.ask)
@@ -366,6 +393,44 @@ class Events:
         return self.event("error", **fields) + self.event("response.failed", response=response)
 
     def _delta_events(self, piece: ChoiceDelta) -> list[bytes]:
+        out = self._reasoning(piece.reasoning)
+        if self.thought is not None and not piece.text:
+            return out  # log-probabilities of a thought belong to no message
+        out += self._close_thought("completed")
+        return out + self._answer_events(piece)
+
+    def _reasoning(self, text: str) -> list[bytes]:
+        if not text:
+            return []
+        out: list[bytes] = []
+        at = {"output_index": len(self.answer.output), "content_index": 0}
+        if self.thought is None:
+            self.thought = reasoning_item("", "in_progress")
+            blank = {**self.thought, "content": []}
+            out.append(
+                self.event(
+                    "response.output_item.added", output_index=at["output_index"], item=blank
+                )
+            )
+        self.thought["content"][0]["text"] += text
+        kind = "response.reasoning_text.delta"
+        return [*out, self.event(kind, item_id=self.thought["id"], **at, delta=text)]
+
+    def _close_thought(self, status: str) -> list[bytes]:
+        if self.thought is None:
+            return []
+        item, self.thought = {**self.thought, "status": status}, None
+        at = {"output_index": len(self.answer.output)}
+        text = item["content"][0]["text"]
+        self.answer.output.append(item)
+        return [
+            self.event(
+                "response.reasoning_text.done", item_id=item["id"], content_index=0, **at, text=text
+            ),
+            self.event("response.output_item.done", **at, item=item),
+        ]
+
+    def _answer_events(self, piece: ChoiceDelta) -> list[bytes]:
         parser = self.parser
         if parser is None:
             return self._text(piece.text, piece.logprobs)
@@ -460,7 +525,7 @@ class Events:
 
     def _end(self, finish: WireFinish | None) -> list[bytes]:
         status = "incomplete" if finish_reason(finish) == "length" else "completed"
-        out: list[bytes] = []
+        out = self._close_thought(status)
         if self.open is None and not self.answer.output:  # an empty output is one empty message
             out += self._begin()
         out += self._close(status)

@@ -99,6 +99,9 @@ class ToolCall(Strict):
     index: Annotated[int, Field(ge=0, le=4096)] | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
 class SystemMessage(Strict):
     role: Literal["system", "developer", "user"]
     content: Text | Parts
@@ -232,8 +235,24 @@ class InputCallOutput(Strict):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
+class ReasoningText(Strict):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class InputReasoning(Strict):
+    type: Literal["reasoning"]
+    id: Text | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: list[ReasoningText] | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
 ResponseInput = (
-    Text | Annotated[list[InputMessage | InputCall | InputCallOutput], Field(max_length=4096)]
+    Text
+    | Annotated[
+        list[InputMessage | InputCall | InputCallOutput | InputReasoning], Field(max_length=4096)
+    ]
 )
 
 
@@ -263,6 +282,12 @@ class ResponseText(Strict):
         Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None
     ) = None
     verbosity: Literal["medium"] | None = None
+
+
+class ResponseReasoning(Strict):
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
 
 
 class ResponseStreamOptions(Strict):
@@ -301,8 +326,15 @@ class AnthropicToolResult(Strict):
     cache_control: CacheControl | None = None
 
 
+class AnthropicThought(Strict):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
 AnthropicBlock = Annotated[
-    AnthropicText | AnthropicToolUse | AnthropicToolResult, Field(discriminator="type")
+    AnthropicText | AnthropicToolUse | AnthropicToolResult | AnthropicThought,
+    Field(discriminator="type"),
 ]
 
 
@@ -324,6 +356,12 @@ class AnthropicChoice(Strict):
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
     disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicThinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
 
 
 class AnthropicMetadata(Strict):

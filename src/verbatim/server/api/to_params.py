@@ -29,8 +29,9 @@ def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[
         values["top_k"] = 0
     if "seed" in body:
         values["seed"] = positive_seed(body["seed"])
-    if "stop" in body:
-        values["stop"] = body["stop"]
+    for name in ("stop", "thinking_budget"):
+        if name in body:
+            values[name] = body[name]
     return values
 
 

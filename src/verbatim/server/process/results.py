@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, TokenLogprob
 from verbatim.observe.receipt import digest_of
+from verbatim.server.api.thinking import SWITCHES
 from verbatim.server.api.tool_format import detect_format
 from verbatim.server.process.messages import (
     Generated,
@@ -76,6 +77,8 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         control=frozenset(t for t in ids if tokenizer.is_control(t)),
         space_prefix=tokenizer.space_prefix,
         longest_token=max((len(tokenizer.token_bytes(t)) for t in ids), default=1) or 1,
+        thinks=engine.thoughts is not None,
+        thinking_switches=_switches(template),
         slots=engine.config.max_running,
         device=engine.parts.backend.info.name,
         family=spec.family,
@@ -94,6 +97,10 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         sampling=dict(engine.parts.defaults.values),
         sampling_source=engine.parts.defaults.source,
     )
+
+
+def _switches(template: Any) -> list[str]:
+    return [] if template is None else [name for name in SWITCHES if template.reads(name)]
 
 
 class ResultEncoder:

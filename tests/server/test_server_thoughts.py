@@ -1,0 +1,187 @@
+"""Thoughts of a reasoning model over every chat protocol: streamed and whole are equal, no marker
+leaks, and the switches of each protocol are honoured or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from live_server import Live
+
+pytestmark = pytest.mark.server
+ASK = [{"role": "user", "content": "hi"}]
+SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def thinker() -> Iterator[Live]:
+    live = Live("--max-output-tokens", "512", engine="pipeline,think=yes").wait_ready()
+    yield live
+    assert live.stop() == 0, live.log_text()
+
+
+def lines(live: Live, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    answer = live.post(path, body)
+    assert answer.status_code == 200, answer.text
+    return [json.loads(line) for line in answer.text.splitlines() if line]
+
+
+def chat(live: Live, body: dict[str, Any]) -> tuple[str, str]:
+    whole = live.post("/v1/chat/completions", body).json()
+    message = whole["choices"][0]["message"]
+    events = live.events("/v1/chat/completions", {**body, "stream": True})
+    deltas = [e["choices"][0]["delta"] for e in events if isinstance(e, dict) and e["choices"]]
+    thought = "".join(d.get("reasoning_content") or "" for d in deltas)
+    text = "".join(d.get("content") or "" for d in deltas)
+    assert (thought, text) == (message.get("reasoning_content", ""), message["content"])
+    counted = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert (counted > 0) == bool(thought)
+    return thought, text
+
+
+def responses(live: Live, body: dict[str, Any]) -> tuple[str, str]:
+    body = {"input": "hi", **body}
+    whole = live.post("/v1/responses", body).json()
+    events = [e for e in live.events("/v1/responses", {**body, "stream": True}) if e != "[DONE]"]
+    parts = {
+        kind: "".join(e["delta"] for e in events if e["type"] == f"response.{kind}.delta")
+        for kind in ("reasoning_text", "output_text")
+    }
+    items = [[item["type"], item["content"][0]["text"]] for item in whole["output"]]
+    last = events[-1]["response"]["output"]
+    assert [[item["type"], item["content"][0]["text"]] for item in last] == items
+    found = dict(items)
+    assert (found.get("reasoning", ""), found.get("message", "")) == tuple(parts.values())
+    return parts["reasoning_text"], parts["output_text"]
+
+
+def anthropic(live: Live, body: dict[str, Any]) -> tuple[str, str]:
+    whole = live.post("/v1/messages", {"messages": ASK, **body}).json()
+    found = {block["type"]: block.get("thinking", block.get("text")) for block in whole["content"]}
+    events = live.events("/v1/messages", {"messages": ASK, **body, "stream": True})
+    deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+    thought = "".join(d.get("thinking", "") for d in deltas)
+    text = "".join(d.get("text", "") for d in deltas)
+    assert (thought, text) == (found.get("thinking", ""), found.get("text", ""))
+    starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert starts == [block["type"] for block in whole["content"]]
+    return thought, text
+
+
+def ollama(live: Live, body: dict[str, Any]) -> tuple[str, str]:
+    body = {"messages": ASK, **body}
+    (whole,) = lines(live, "/api/chat", {**body, "stream": False})
+    found = [line["message"] for line in lines(live, "/api/chat", {**body, "stream": True})]
+    thought = "".join(m.get("thinking", "") for m in found)
+    text = "".join(m["content"] for m in found)
+    assert (thought, text) == (whole["message"].get("thinking", ""), whole["message"]["content"])
+    return thought, text
+
+
+# (protocol, a structured answer after a thought of at most 7 tokens, thinking switched off)
+CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (
+        chat,
+        {"messages": ASK, "response_format": FORMAT, "thinking_budget": 7, "seed": 1},
+        {"reasoning_effort": "none", "thinking_budget": None},
+    ),
+    (
+        responses,
+        {
+            "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}},
+            "thinking_budget": 7,
+            "seed": 1,
+        },
+        {"reasoning": {"effort": "none"}, "thinking_budget": None},
+    ),
+    (
+        anthropic,
+        {
+            "max_tokens": 300,
+            "output_format": {"type": "json_schema", "schema": SCHEMA},
+            "thinking": {"type": "enabled", "budget_tokens": 7},
+            "temperature": 0,
+        },
+        {"thinking": {"type": "disabled"}},
+    ),
+    (ollama, {"format": SCHEMA, "options": {"seed": 1, "num_predict": 500}}, {"think": False}),
+]
+
+
+@pytest.mark.parametrize(("protocol", "body", "off"), CASES)
+def test_thought_and_structured_answer(
+    thinker: Live, protocol: Any, body: dict[str, Any], off: dict[str, Any]
+) -> None:
+    if protocol is not ollama:  # Ollama has no budget: the random model may think to the end
+        thought, text = protocol(thinker, body)
+        assert thought
+        assert json.loads(text) == {}
+        assert "think>" not in thought + text
+    thought, text = protocol(thinker, {k: v for k, v in (body | off).items() if v is not None})
+    assert (thought, json.loads(text)) == ("", {})
+
+
+def test_thoughts_are_streamed_as_they_come(thinker: Live) -> None:
+    body = {"messages": ASK, "max_tokens": 40, "seed": 3, "thinking_budget": 20}
+    thought, _ = chat(thinker, body)
+    assert thought
+    ollama(thinker, {"options": {"seed": 3, "num_predict": 30}, "think": True})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": ASK, "reasoning_effort": "high"}, "reasoning_effort"),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+        (
+            "/v1/messages",
+            {"messages": ASK, "max_tokens": 9, "thinking": {"type": "enabled"}},
+            "thinking",
+        ),
+        ("/api/chat", {"messages": ASK, "think": True}, "think"),
+        ("/v1/chat/completions", {"messages": ASK, "thinking_budget": 3}, "thinking_budget"),
+    ],
+)
+def test_a_model_without_thoughts_refuses_the_switch_by_name(
+    fake: Live, path: str, body: dict[str, Any], field: str
+) -> None:
+    answer = fake.post(path, body)
+    assert answer.status_code == 400
+    assert field in answer.text
+
+
+def test_off_is_accepted_where_there_is_nothing_to_switch_off(fake: Live) -> None:
+    body = {"messages": ASK, "reasoning_effort": "none", "max_tokens": 2}
+    assert fake.post("/v1/chat/completions", body).status_code == 200
+    assert fake.post("/api/chat", {"messages": ASK, "think": False}).status_code == 200
+
+
+def test_a_contradiction_with_the_template_variable_is_refused(thinker: Live) -> None:
+    body = {"messages": ASK, "reasoning_effort": "none"}
+    answer = thinker.post(
+        "/v1/chat/completions", {**body, "chat_template_kwargs": {"enable_thinking": True}}
+    )
+    assert answer.status_code == 400
+    assert "chat_template_kwargs.enable_thinking" in answer.text
+
+
+def test_earlier_thoughts_are_passed_to_the_template(thinker: Live) -> None:
+    turn = {"type": "thinking", "thinking": "So.", "signature": ""}
+    history = [
+        *ASK,
+        {"role": "assistant", "content": [turn, {"type": "text", "text": "Four."}]},
+        *ASK,
+    ]
+    body = {"messages": history, "max_tokens": 4}
+    assert thinker.post("/v1/messages", body).status_code == 200
+    item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "So."}]}
+    answer = {"type": "message", "role": "assistant", "content": "Four."}
+    ask = {"type": "message", "role": "user", "content": "hi"}
+    body = {"input": [ask, item, answer, ask], "max_output_tokens": 4}
+    made = thinker.post("/v1/responses", {**body, "store": True})
+    assert made.status_code == 200, made.text
+    more = {"input": "on", "previous_response_id": made.json()["id"], "max_output_tokens": 4}
+    assert thinker.post("/v1/responses", more).status_code == 200
