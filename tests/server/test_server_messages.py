@@ -151,7 +151,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ),
     (["Deltas", [{}]], "holds a dict"),
     (["Accepted", "r", True, 3], "Accepted.text cannot be a bool"),
-    (["Ready", []], "ModelFacts has 13 fields; received 0"),
+    (["Ready", []], "ModelFacts has 20 fields; received 0"),
     (["Failed", b"bytes"], "Failed.message cannot be a bytes"),
     (["Nothing", 1], "no such message here: 'Nothing'"),
 ]
