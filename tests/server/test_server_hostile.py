@@ -49,7 +49,11 @@ BASE: dict[str, dict[str, Any]] = {
         "options": {"num_predict": 2},
     },
     "/api/generate": {"model": "m", "prompt": "x", "stream": False, "options": {"num_predict": 2}},
+    "/api/embed": {"model": "m", "input": "x"},
+    "/api/embeddings": {"model": "m", "prompt": "x"},
     "/api/show": {"model": "m"},
+    "/completion": {"prompt": "x", "n_predict": 2},
+    "/apply-template": {"messages": [{"role": "user", "content": "x"}]},
 }
 # 24 values as JSON text: Python's json cannot write some of them
 NUMBERS = [
