@@ -766,11 +766,11 @@ def test_ollama_lines_equal_the_whole(fake: Any) -> None:
     assert fake.post(
         "/api/generate", {"prompt": "hi", "stream": False, "options": {"num_predict": 9, "seed": 3}}
     ).json()["response"]
-    refused = fake.post("/api/chat", {**body, "options": {"num_gpu": 1}})
+    refused = fake.post("/api/chat", {**body, "options": {"num_gpus": 1}})
     assert refused.status_code == 400
     assert "num_gpu" in refused.json()["error"]
     assert any(m["name"] == "m" for m in fake.client.get("/api/tags").json()["models"])
-    (loaded,) = fake.client.get("/api/ps").json()["models"]
+    (loaded, *_) = fake.client.get("/api/ps").json()["models"]
     assert (loaded["model"], loaded["context_length"]) == ("m", 4096)
 
 

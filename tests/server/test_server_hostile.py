@@ -63,9 +63,13 @@ BASE: dict[str, dict[str, Any]] = {
         "options": {"num_predict": 2},
     },
     "/api/generate": {"model": "m", "prompt": "x", "stream": False, "options": {"num_predict": 2}},
+    "/api/embed": {"model": "m", "input": "x"},
+    "/api/embeddings": {"model": "m", "prompt": "x"},
     "/api/show": {"model": "m"},
     "/lens/api/step": {"prompt": [65]},
     "/lens/api/replay": {"receipt": RECEIPT},
+    "/completion": {"prompt": "x", "n_predict": 2},
+    "/apply-template": {"messages": [{"role": "user", "content": "x"}]},
 }
 # 24 values as JSON text: Python's json cannot write some of them
 NUMBERS = [

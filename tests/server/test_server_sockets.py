@@ -366,7 +366,7 @@ def test_pipelined_requests_are_limited(quick: Live, flood: bytes) -> None:
     """Without a limit, a client that sends and never reads would fill the server's memory."""
     before = resident(quick.process.pid)
     with open_socket(quick) as sock:
-        push_until_cut(quick, sock, flood)
+        push_until_cut(quick, sock, flood, 1)
     assert resident(quick.process.pid) < before + (32 << 20)
 
 

@@ -67,6 +67,7 @@ def extensions(*taken: str) -> dict[str, Rule]:
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
 TRUE_FALSE = Annotated[bool, P(strict=True)]
 LENGTH = Annotated[int, P(strict=True, ge=1, le=MOST)]
+NUMBER = Annotated[float, P(strict=True, allow_inf_nan=False)]
 NO_LIMIT = -1  # max_tokens of llama.cpp's clients: up to the context length
 MODEL = Rule(
     "honoured", "a name from the start-up table (see /v1/models)", schemas.Label, required=True
@@ -615,10 +616,10 @@ LLAMA_COMPLETION: dict[str, Rule] = {
     "n_keep": Rule("label", "the server never truncates a prompt", INT64),
     "samplers": Rule("refused", "the order of the samplers is fixed (docs/sampling.md)"),
     "mirostat": Rule("refused", "this sampler is not here", only=(0,)),
-    "mirostat_tau": Rule("label", "without mirostat it has no effect", float),
-    "mirostat_eta": Rule("label", "without mirostat it has no effect", float),
+    "mirostat_tau": Rule("label", "without mirostat it has no effect", NUMBER),
+    "mirostat_eta": Rule("label", "without mirostat it has no effect", NUMBER),
     "dynatemp_range": Rule("refused", "the temperature is fixed", only=(0, 0.0)),
-    "dynatemp_exponent": Rule("label", "without dynatemp_range it has no effect", float),
+    "dynatemp_exponent": Rule("label", "without dynatemp_range it has no effect", NUMBER),
     "min_keep": Rule("refused", "the filters keep at least one token", only=(0, 1)),
     "post_sampling_probs": Rule("refused", "use logprobs_mode on /v1/completions", only=(False,)),
     "timings_per_token": Rule("refused", "the last event has the timings", only=(False,)),

@@ -133,9 +133,11 @@ class HttpProtocol(asyncio.Protocol):
     # --------------------------------------------------------------------------- parser callbacks
 
     def data_received(self, data: bytes) -> None:
+        self._non_body_bytes += len(data)
+        if self._too_many and self._non_body_bytes > self.limits.max_body_bytes:
+            self.abort()
         if self._closing or self._too_many:
             return
-        self._non_body_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
