@@ -81,7 +81,10 @@ K0 = "model.layers.0.self_attn.k_proj.weight"
         (put(rms_norm_eps=float("inf")), "rms_norm_eps is inf"),
         (put(rope_scaling={"type": "magic"}), "rope scaling 'magic' is unknown"),
         (put(rope_scaling=[1, 2]), "rope_scaling is"),
-        (put(quantization_config={"quant_method": "awq"}), "quantization_config is"),
+        (
+            put(quantization_config={"quant_method": "awq"}),
+            "quantization_config: awq: bits is None",
+        ),
         (put(tie_word_embeddings=1), "tie_word_embeddings is 1"),
         (put(vocab_size=261), r"embed_tokens.weight has shape \(260, 32\), \(261, 32\) is needed"),
         (

@@ -46,7 +46,8 @@ def test_a_directory_with_one_file_is_read(tmp_path: Path) -> None:
     assert found.config == {"model_type": "llama"}
     assert found.generation_config == {"eos_token_id": [1, 2]}
     assert set(found.tensors) == {"a", "b"}
-    assert found.others == {"mask": "BOOL", "ids": "I64"}
+    types = {name: tensor.dtype for name, tensor in found.others.items()}
+    assert types == {"mask": "BOOL", "ids": "I64"}
     assert (found.tensors["a"].type, found.tensors["b"].type) == ("f32", "f16")
     np.testing.assert_array_equal(found.tensors["a"].to_f32(), A)
     np.testing.assert_array_equal(found.tensors["b"].to_f32(), B.astype(np.float32))

@@ -112,7 +112,7 @@ COMMON_KEYS: dict[str, Key] = {
     ),
     "per_layer_config": must_equal({}, note="all layers share the config's numbers"),
     "quantization_config": must_equal(
-        note="the weights are read as they are; use a float or GGUF file"
+        note="an object is followed when the weights are read; nothing else has a meaning"
     ),
     "fusion_config": must_equal(note="the weights are read under their usual names"),
     "transformers_weights": must_equal(note="the weights are read from the usual files"),

@@ -31,6 +31,7 @@ from verbatim.model.layout import (
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import GGUFFile, read_gguf
 from verbatim.weights.names import Source, find_prefix, gguf_source, hf_source, ignorable
+from verbatim.weights.packed_checkpoint import RawTensor
 from verbatim.weights.quant import requantise
 from verbatim.weights.safetensors import SafetensorsDir, read_directory
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
@@ -98,6 +99,7 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     source = read_directory(path)
     file = str(path)
     spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
+    warnings = (*warnings, *source.warnings)
     prefix = find_prefix(source.tensors, spec.family)
     if prefix is None:
         raise ModelError("no embedding weight was found under any known name", file=file)
@@ -114,13 +116,17 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
             "other values than the embedding; the file's head is used, as in transformers",
         )
     key_names = GPT2_KEY_NAMES if spec.family == "gpt2" else HF_KEY_NAMES
-    collector = _Collector(spec, source.tensors, file, quant, key_names, source.others)
+    collector = _Collector(spec, source.tensors, file, quant, key_names, _types(source.others))
     nested = source.config.get("model_type") == "gemma3"
     weights = collector.collect(find, ignorable("hf", tied=spec.tied, nested=nested))
     generation = dict(source.generation_config or {})
     digest = _digest(source.digest, spec, quant)
     eos = _config_eos(source.config, generation)
     return Model(spec, Weights(weights, file, digest), source, eos, generation, warnings)
+
+
+def _types(others: Mapping[str, RawTensor]) -> dict[str, str]:
+    return {name: tensor.dtype for name, tensor in others.items()}
 
 
 def has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:

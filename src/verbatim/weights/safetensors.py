@@ -5,8 +5,9 @@ dtype, shape, two offsets), the data.
 
 Files are untrusted. The header length is checked against the file, its memory is estimated before
 it is parsed, and the tensors must cover the data exactly, without gaps or overlaps. Only float
-tensors become weights. Others (masks, position ids) are listed in `others` by name and dtype for
-error texts. Pickle checkpoints (pytorch_model.bin) are never read: unpickling runs code.
+tensors become weights. Others (masks, position ids) are listed in `others`. With a
+`quantization_config`, packed_checkpoint.py makes float weights of them. Pickle checkpoints
+(pytorch_model.bin) are never read: unpickling runs code.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.gguf import hash_samples, map_file, samples_per_tensor
+from verbatim.weights.packed_checkpoint import RawTensor, unpack_checkpoint
 from verbatim.weights.split import group_parts
 from verbatim.weights.tensor import BLOCKS, Tensor
 
@@ -67,7 +69,8 @@ class SafetensorsDir:
     generation_config: dict[str, Any] = field(repr=False)
     tensors: dict[str, Tensor] = field(repr=False)
     digest: str
-    others: dict[str, str] = field(default_factory=dict, repr=False)
+    others: dict[str, RawTensor] = field(default_factory=dict, repr=False)
+    warnings: tuple[str, ...] = ()  # about a quantised checkpoint
 
 
 def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
@@ -90,7 +93,7 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
     generation = directory / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
     tensors: dict[str, Tensor] = {}
-    others: dict[str, str] = {}
+    others: dict[str, RawTensor] = {}
     shards = _shards(directory)
     for shard, expected in shards.items():
         found, passed = read_safetensors(directory / shard)
@@ -107,9 +110,24 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
                 )
         tensors |= found
         others |= passed
-    return SafetensorsDir(
-        directory, config, generation_config, tensors, _digest(config, tensors), others
-    )
+    digest = _digest(config, tensors)
+    warnings: tuple[str, ...] = ()
+    packing = config.pop("quantization_config", None)
+    if isinstance(packing, dict):
+        for name, tensor in sorted(others.items()):
+            digest = hashlib.sha256(
+                f"{digest}{name}{tensor.shape}".encode() + _sample(tensor)
+            ).hexdigest()
+        file = str(directory / "config.json")
+        tensors, others, warnings = unpack_checkpoint(packing, tensors, others, file)
+    elif packing is not None:
+        config["quantization_config"] = packing
+    return SafetensorsDir(directory, config, generation_config, tensors, digest, others, warnings)
+
+
+def _sample(tensor: RawTensor) -> bytes:
+    """The first 4 KiB of a tensor, for the digest."""
+    return bytes(tensor.data[:4096])
 
 
 def _no_model(directory: Path) -> str:
@@ -186,8 +204,8 @@ def _check_shard_name(shard: object, name: str, index: Path) -> None:
 # ------------------------------------------------------------------------------------- one file
 
 
-def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(float tensors as views of the memory map, dtypes of other tensors), in order of offset."""
+def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, RawTensor]]:
+    """(float tensors, other tensors) as views of the memory map, in order of offset."""
     view = map_file(file, min_size=10)
     size = len(view)
     length = int.from_bytes(view[:8], "little")
@@ -203,7 +221,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         key=lambda item: item[0][:2],
     )
     tensors: dict[str, Tensor] = {}
-    others: dict[str, str] = {}
+    others: dict[str, RawTensor] = {}
     position = 0
     for (begin, end, dtype, shape), name in entries:
         if begin != position:
@@ -220,7 +238,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         if dtype in FLOATS:
             tensors[name] = Tensor(name, FLOATS[dtype], shape or (1,), data[begin:end])
         else:
-            others[name] = dtype
+            others[name] = RawTensor(dtype, shape, data[begin:end])
     if position != data.size:
         raise ModelError(
             f"{data.size - position} bytes after the last tensor belong to none", file=str(file)

@@ -1,0 +1,306 @@
+"""Quantised safetensors checkpoints: dequantise them when they are loaded.
+
+In: the tensors of a model directory and the `quantization_config` of its config.json. Out: the
+same weights as float tensors under their usual names. Formats: block FP8, compressed-tensors
+(float-, int-, naive- and pack-quantized), AWQ, GPTQ, MXFP4. Others are refused by name.
+
+Every value has the bits of the format's own dequantiser: integers times scale in float32, rounded
+once to the type of the scale. Activations are not quantised, whatever the config says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+from verbatim.weights.block_formats import dequantise
+from verbatim.weights.tensor import Tensor
+
+_INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble that holds column 0, 1, 2, … of eight
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawTensor:
+    """A tensor that is not a float weight: integers, FP8, packed nibbles."""
+
+    dtype: str  # of safetensors
+    shape: tuple[int, ...]
+    data: np.ndarray  # flat uint8
+
+    def array(self) -> np.ndarray:
+        if self.dtype not in _INTEGERS:
+            raise ModelError(f"the type {self.dtype} is not supported in a quantised weight")
+        return self.data.view(_INTEGERS[self.dtype]).reshape(self.shape)
+
+
+def unpack_checkpoint(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    raw: Mapping[str, RawTensor],
+    file: str,
+) -> tuple[dict[str, Tensor], dict[str, RawTensor], tuple[str, ...]]:
+    """(float tensors, the rest, warnings). Weights that are not quantised stay as they are."""
+    method = config.get("quant_method")
+    reader = _METHODS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        known = ", ".join(_METHODS)
+        raise ModelError(
+            f"quantization_config.quant_method is {method!r:.60}; supported: {known}; "
+            "use a float or GGUF file of this model",
+            file=file,
+        )
+    checkpoint = _Checkpoint(dict(tensors), dict(raw), config)
+    try:
+        reader(checkpoint)
+    except (ModelError, ValueError, IndexError) as error:
+        where = f", {checkpoint.current}" if checkpoint.current else ""
+        raise ModelError(f"quantization_config: {method}{where}: {error}", file=file) from None
+    return checkpoint.floats, checkpoint.raw, tuple(checkpoint.warnings)
+
+
+class _Checkpoint:
+    def __init__(
+        self, floats: dict[str, Tensor], raw: dict[str, RawTensor], config: Mapping[str, Any]
+    ) -> None:
+        self.floats, self.raw, self.config = floats, raw, config
+        self.warnings: list[str] = []
+        self.current = ""  # the weight in work, for error texts
+
+    def modules(self, suffix: str) -> list[str]:
+        """Names of the modules that have a raw tensor with this suffix."""
+        end = f".{suffix}"
+        return [name.removesuffix(end) for name in sorted(self.raw) if name.endswith(end)]
+
+    def take(self, name: str) -> np.ndarray:
+        """The integers of a raw tensor, which leaves the checkpoint."""
+        self.current = name
+        if name not in self.raw:
+            raise ModelError(f"{name} is missing")
+        return self.raw.pop(name).array()
+
+    def take_scale(self, name: str) -> tuple[np.ndarray, str]:
+        """A scale as float32, and its type."""
+        self.current = name
+        if name in self.raw and self.raw[name].dtype == "F8_E8M0":
+            return np.exp2(self.take(name).astype(np.float32) - 127), "bf16"
+        if name not in self.floats:
+            raise ModelError(f"{name} is missing")
+        tensor = self.floats.pop(name)
+        return dequantise(tensor.type, tensor.data, tensor.shape), tensor.type
+
+    def put(self, name: str, values: np.ndarray, type: str) -> None:
+        self.floats[name] = Tensor(name, type, values.shape, to_type(values, type))
+
+    def drop(self, *suffixes: str) -> None:
+        """Remove tensors that concern activations or repeat what is known."""
+        ends = tuple(f".{suffix}" for suffix in suffixes)
+        for group in (self.floats, self.raw):
+            for name in [name for name in group if name.endswith(ends)]:
+                del group[name]
+
+
+def to_type(values: np.ndarray, type: str) -> np.ndarray:
+    """float32 -> flat bytes of f32, f16 or bf16, rounded to nearest even."""
+    values = np.ascontiguousarray(values, dtype=np.float32)
+    if type == "f32":
+        return values.reshape(-1).view(np.uint8)
+    if type == "f16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).reshape(-1).view(np.uint8)
+    bits = values.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    rounded = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
+    return rounded.astype(np.uint16).reshape(-1).view(np.uint8)
+
+
+def _e4m3_table() -> np.ndarray:
+    """float32 of every FP8 E4M3 byte: 4 exponent bits with bias 7, 3 mantissa bits, no infinity."""
+    byte = np.arange(256)
+    exponent, mantissa = (byte >> 3) & 15, byte & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
+    value = np.where((byte & 127) == 127, np.nan, value)
+    return np.where(byte & 128, -value, value).astype(np.float32)
+
+
+E4M3 = _e4m3_table()
+
+
+def _nibbles(packed: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [..., n] -> the values of `bits` bits in it [..., n, 32 / bits], lowest first."""
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    return (packed.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+
+
+# --------------------------------------------------------------------------------- the formats
+
+
+def _fp8(checkpoint: _Checkpoint) -> None:
+    """`weight` (E4M3) and `weight_scale_inv`, one scale per block of 128 × 128."""
+    for module in checkpoint.modules("weight"):
+        if checkpoint.raw[f"{module}.weight"].dtype != "F8_E4M3":
+            continue
+        values = E4M3[checkpoint.take(f"{module}.weight")]
+        name = f"{module}.weight_scale_inv"
+        name = (
+            name
+            if name in checkpoint.floats or name in checkpoint.raw
+            else f"{module}.weight_scale"
+        )
+        scale, type = checkpoint.take_scale(name)
+        type = "bf16" if type == "f32" else type
+        block = checkpoint.config.get("weight_block_size") or [values.shape[0], values.shape[1]]
+        checkpoint.put(f"{module}.weight", values * _spread(scale, values.shape, block), type)
+    checkpoint.drop("input_scale", "activation_scale")
+
+
+def _spread(scale: np.ndarray, shape: tuple[int, ...], block: list[int]) -> np.ndarray:
+    """Repeat a scale per block to the shape of the weight."""
+    if scale.ndim != 2:
+        return scale.reshape(-1, 1) if scale.size in (1, shape[0]) else scale
+    rows = np.repeat(scale, block[0], axis=0)[: shape[0]]
+    return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
+
+
+def _compressed(checkpoint: _Checkpoint) -> None:
+    config = checkpoint.config
+    if config.get("kv_cache_scheme"):
+        raise ModelError("kv_cache_scheme is not supported: the KV cache is not quantised")
+    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise ModelError("sparsity_config is not supported")
+    for module in checkpoint.modules("weight_packed"):
+        if f"{module}.weight_shape" not in checkpoint.raw:
+            raise ModelError("only pack-quantized integers are supported; nvfp4 and mxfp are not")
+        _compressed_packed(checkpoint, module)
+    for module in checkpoint.modules("weight"):
+        tensor = checkpoint.raw[f"{module}.weight"]
+        values = checkpoint.take(f"{module}.weight")
+        floats = E4M3[values] if tensor.dtype == "F8_E4M3" else values.astype(np.float32)
+        _compressed_scaled(checkpoint, module, floats, None)
+    if any(
+        (group or {}).get("input_activations")
+        for group in (config.get("config_groups") or {}).values()
+    ):
+        checkpoint.warnings.append(
+            "quantization_config asks for quantised activations; they are not quantised here, so "
+            "the logits are closer to the float model's"
+        )
+    checkpoint.drop("input_scale", "input_zero_point", "output_scale")
+
+
+def _compressed_packed(checkpoint: _Checkpoint, module: str) -> None:
+    rows, columns = (int(n) for n in checkpoint.take(f"{module}.weight_shape").reshape(-1))
+    packed = checkpoint.take(f"{module}.weight_packed")
+    bits = next((b for b in (4, 8) if -(-columns // (32 // b)) == packed.shape[-1]), None)
+    if bits is None or packed.shape[0] != rows:
+        raise ModelError(
+            f"{packed.shape} words do not hold {rows} × {columns} values of 4 or 8 bits"
+        )
+    offset = 1 << (bits - 1)
+    values = _nibbles(packed, bits).reshape(rows, -1)[:, :columns].astype(np.float32) - offset
+    zero = None
+    if f"{module}.weight_zero_point" in checkpoint.raw:
+        words = checkpoint.take(f"{module}.weight_zero_point")  # packed along the rows
+        zero = _nibbles(np.ascontiguousarray(words.T), bits).reshape(words.shape[1], -1).T
+        zero = zero[:rows].astype(np.float32) - offset
+    _compressed_scaled(checkpoint, module, values, zero)
+
+
+def _compressed_scaled(
+    checkpoint: _Checkpoint, module: str, values: np.ndarray, zero: np.ndarray | None
+) -> None:
+    """Multiply by a scale per tensor, per row, per group of columns (`weight_g_idx` orders them) or
+    per block."""
+    scale, type = checkpoint.take_scale(f"{module}.weight_scale")
+    if zero is None and f"{module}.weight_zero_point" in checkpoint.raw:
+        zero = checkpoint.take(f"{module}.weight_zero_point").astype(np.float32)
+    rows, columns = values.shape
+    if scale.ndim == 2 and scale.shape[1] > 1:
+        if f"{module}.weight_g_idx" in checkpoint.raw:
+            groups = checkpoint.take(f"{module}.weight_g_idx")
+        else:
+            groups = np.arange(columns) // -(-columns // scale.shape[1])
+        high = -(-rows // scale.shape[0])
+        lines = np.arange(rows) // high
+        scale = scale[lines][:, groups]
+        zero = None if zero is None else zero[lines][:, groups]
+    else:
+        scale = scale.reshape(-1, 1)
+        zero = None if zero is None else zero.reshape(-1, 1)
+    checkpoint.put(f"{module}.weight", (values if zero is None else values - zero) * scale, type)
+
+
+def _awq(checkpoint: _Checkpoint) -> None:
+    """`qweight` int32 [k, n / 8], `qzeros`, `scales` [k / group, n]; the weight is transposed."""
+    _check_bits(checkpoint, (4,))
+    if checkpoint.config.get("version", "gemm") != "gemm":
+        raise ModelError(
+            f"version {checkpoint.config['version']!r:.40} is not supported, only gemm"
+        )
+
+    def columns(words: np.ndarray) -> np.ndarray:
+        return _nibbles(words, 4)[..., _AWQ_ORDER].reshape(len(words), -1).astype(np.float32)
+
+    for module in checkpoint.modules("qweight"):
+        values = columns(checkpoint.take(f"{module}.qweight"))
+        zero = columns(checkpoint.take(f"{module}.qzeros"))
+        scale, type = checkpoint.take_scale(f"{module}.scales")
+        group = np.arange(len(values)) // -(-len(values) // len(scale))
+        checkpoint.put(f"{module}.weight", ((values - zero[group]) * scale[group]).T, type)
+
+
+def _gptq(checkpoint: _Checkpoint) -> None:
+    """`qweight` int32 [k / 8, n], `qzeros` [k / group, n / 8], `scales`, `g_idx` [k]. The format
+    `gptq` stores the zeros minus one, `gptq_v2` as they are."""
+    bits = _check_bits(checkpoint, (2, 4, 8))
+    add = 0 if checkpoint.config.get("checkpoint_format") == "gptq_v2" else 1
+    for module in checkpoint.modules("qweight"):
+        words = checkpoint.take(f"{module}.qweight")
+        values = _nibbles(np.ascontiguousarray(words.T), bits).reshape(words.shape[1], -1).T
+        zeros = checkpoint.take(f"{module}.qzeros")
+        zero = (_nibbles(zeros, bits).reshape(len(zeros), -1) + add) & ((1 << bits) - 1)
+        scale, type = checkpoint.take_scale(f"{module}.scales")
+        if f"{module}.g_idx" in checkpoint.raw:
+            group = checkpoint.take(f"{module}.g_idx")
+        else:
+            group = np.arange(len(values)) // -(-len(values) // len(scale))
+        difference = values.astype(np.float32) - zero.astype(np.float32)[group]
+        checkpoint.put(f"{module}.weight", (difference * scale[group]).T, type)
+
+
+def _check_bits(checkpoint: _Checkpoint, known: tuple[int, ...]) -> int:
+    bits = checkpoint.config.get("bits", checkpoint.config.get("w_bit"))
+    if bits not in known:
+        raise ModelError(f"bits is {bits!r:.20}; supported: {', '.join(map(str, known))}")
+    return int(bits)
+
+
+def _mxfp4(checkpoint: _Checkpoint) -> None:
+    """`NAME_blocks` (two E2M1 values per byte, blocks of 32) and `NAME_scales` (powers of two), as
+    gpt-oss stores its experts: [experts, outputs, inputs]. The usual weight has inputs first."""
+    for name in [name for name in sorted(checkpoint.raw) if name.endswith("_blocks")]:
+        base = name.removesuffix("_blocks")
+        blocks = checkpoint.take(name)
+        scale = checkpoint.take(f"{base}_scales").astype(np.int32) - 127
+        if blocks.shape[:-1] != scale.shape:
+            raise ModelError(f"blocks {blocks.shape} do not match scales {scale.shape}")
+        values = _E2M1[np.stack([blocks & 15, blocks >> 4], axis=-1)]
+        values = np.ldexp(values.reshape(*blocks.shape[:-1], -1), scale[..., None])
+        flat = values.reshape(*blocks.shape[:-2], -1)
+        checkpoint.put(base, flat.swapaxes(-1, -2), "bf16")
+
+
+_METHODS: dict[str, Callable[[_Checkpoint], None]] = {
+    "fp8": _fp8,
+    "compressed-tensors": _compressed,
+    "awq": _awq,
+    "gptq": _gptq,
+    "mxfp4": _mxfp4,
+}

@@ -1,0 +1,210 @@
+"""Quantised safetensors checkpoints: every weight has the bits of its format's own dequantiser.
+
+tests/data/awq.npz was made by AutoAWQ 0.2.9 (`dequantize_gemm`), gptq.npz by auto-round 0.16.1
+(the PyTorch QuantLinear of each version of the format, applied to the identity), both from random
+words and scales. The other oracles run here: transformers and compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verbatim.base.errors import ModelError
+from verbatim.weights.packed_checkpoint import E4M3, RawTensor, to_type, unpack_checkpoint
+from verbatim.weights.safetensors import read_directory
+from verbatim.weights.tensor import Tensor
+
+DATA = Path(__file__).parents[1] / "data"
+TYPES = {"float16": "f16", "float32": "f32", "bfloat16": "bf16"}
+RAW = {"int32": "I32", "int8": "I8", "uint8": "U8", "int64": "I64"}
+
+
+def split(arrays: dict[str, np.ndarray]) -> tuple[dict[str, Tensor], dict[str, RawTensor]]:
+    floats, raw = {}, {}
+    for name, array in arrays.items():
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if array.dtype.name in TYPES:
+            floats[name] = Tensor(name, TYPES[array.dtype.name], array.shape, flat)
+        else:
+            raw[name] = RawTensor(RAW[array.dtype.name], array.shape, flat)
+    return floats, raw
+
+
+def from_torch(tensors: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, RawTensor]]:
+    """Tensors of PyTorch as the reader of safetensors gives them."""
+    import torch
+
+    names = {
+        torch.float32: "f32",
+        torch.float16: "f16",
+        torch.bfloat16: "bf16",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.int32: "I32",
+        torch.int64: "I64",
+    }
+    floats, raw = {}, {}
+    for name, tensor in tensors.items():
+        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+        kind, shape = names[tensor.dtype], tuple(tensor.shape)
+        if kind in TYPES.values():
+            floats[name] = Tensor(name, kind, shape, data)
+        else:
+            raw[name] = RawTensor(kind, shape, data)
+    return floats, raw
+
+
+def unpack(config: dict[str, Any], parts: Any) -> dict[str, Tensor]:
+    floats, rest, _ = unpack_checkpoint(config, *parts, "config.json")
+    assert not rest, f"left over: {sorted(rest)}"
+    return floats
+
+
+def test_awq_equals_autoawq() -> None:
+    with np.load(DATA / "awq.npz") as found:
+        arrays = {f"m.{name}": found[name] for name in ("qweight", "qzeros", "scales")}
+        made = unpack({"quant_method": "awq", "bits": 4, "group_size": 16}, split(arrays))
+        assert made["m.weight"].shape == found["weight"].shape
+        assert made["m.weight"].data.tobytes() == found["weight"].tobytes()
+
+
+@pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("act_order", [0, 1])
+def test_gptq_equals_auto_round(version: str, bits: int, act_order: int) -> None:
+    with np.load(DATA / "gptq.npz") as found:
+        key = f"{version}_{bits}_{act_order}_"
+        mine = {name.removeprefix(key): found[name] for name in found.files if name.startswith(key)}
+    weight = mine.pop("weight")
+    config = {"quant_method": "gptq", "bits": bits, "checkpoint_format": version}
+    made = unpack(config, split({f"m.{name}": array for name, array in mine.items()}))
+    assert made["m.weight"].data.tobytes() == weight.tobytes()
+
+
+def test_every_fp8_byte_equals_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    np.testing.assert_array_equal(E4M3, bytes_.view(torch.float8_e4m3fn).float().numpy())
+
+
+def test_rounding_to_bf16_equals_pytorch() -> None:
+    torch = pytest.importorskip("torch")
+    bits = np.random.default_rng(0).integers(0, 2**32, 20_000, dtype=np.uint32)
+    values = bits.view(np.float32)
+    want = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy()
+    got = to_type(values, "bf16").view(np.int16)
+    finite = ~np.isnan(values)
+    np.testing.assert_array_equal(got[finite], want[finite])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("shape", [(256, 384), (128, 128)])
+def test_block_fp8_equals_transformers(shape: tuple[int, int]) -> None:
+    import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    torch.manual_seed(0)
+    weight = torch.randn(shape).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape[0] // 128, shape[1] // 128)
+    want = Fp8Dequantize(None)._dequantize_one(weight, scale, torch.bfloat16)
+    parts = from_torch({"m.weight": weight, "m.weight_scale_inv": scale})
+    made = unpack({"quant_method": "fp8", "weight_block_size": [128, 128]}, parts)
+    assert made["m.weight"].data.tobytes() == want.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.torch
+def test_mxfp4_equals_transformers() -> None:
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    torch.manual_seed(0)
+    blocks = torch.randint(0, 256, (2, 24, 3, 16), dtype=torch.uint8)
+    scales = torch.randint(100, 140, (2, 24, 3), dtype=torch.uint8)
+    want = convert_moe_packed_tensors(blocks, scales)
+    made = unpack({"quant_method": "mxfp4"}, from_torch({"e_blocks": blocks, "e_scales": scales}))
+    assert made["e"].shape == tuple(want.shape)
+    assert made["e"].data.tobytes() == want.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+COMPRESSED: list[tuple[str, dict[str, Any]]] = [
+    ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
+    ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+    ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
+    ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}),
+    ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}),
+    (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
+    ),
+]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("form", "weights"), COMPRESSED)
+def test_compressed_tensors_equal_their_library(form: str, weights: dict[str, Any]) -> None:
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    torch.manual_seed(1)
+    arguments = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+    rows, columns = 16, 96
+    groups = columns // 32 if weights["strategy"] == "group" else 1
+    shape = (1,) if weights["strategy"] == "tensor" else (rows, groups)
+    state = {
+        "weight": torch.randn(rows, columns, dtype=torch.bfloat16),
+        "weight_scale": (torch.rand(shape) * 0.1 + 0.01).to(torch.bfloat16),
+    }
+    if not weights.get("symmetric", True):
+        state["weight_zero_point"] = torch.randint(-8, 8, shape, dtype=torch.int8)
+    compressor = BaseCompressor.get_value_from_registry(form)
+    packed = compressor.compress(dict(state), scheme)
+    want = compressor.decompress(dict(packed), scheme)["weight"]
+    parts = from_torch({f"m.{name}": tensor for name, tensor in packed.items()})
+    made = unpack({"quant_method": "compressed-tensors", "format": form}, parts)
+    got = made["m.weight"].to_f32()
+    np.testing.assert_array_equal(got, want.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+        ({"quant_method": "modelopt"}, "modelopt"),
+        ({}, "None"),
+        ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache"),
+    ],
+)
+def test_other_formats_are_refused_by_name(config: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelError, match=why):
+        unpack_checkpoint(config, {}, {}, "config.json")
+
+
+def test_a_quantised_directory_loads_as_floats(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import save_file
+
+    weight = torch.randn(128, 128).to(torch.float8_e4m3fn)
+    tensors = {"m.weight": weight, "m.weight_scale_inv": torch.ones(1, 1), "n": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    packing = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": packing}))
+    found = read_directory(tmp_path)
+    assert "quantization_config" not in found.config
+    assert {name: tensor.type for name, tensor in found.tensors.items()} == {
+        "m.weight": "bf16",
+        "n": "f32",
+    }
+    np.testing.assert_array_equal(found.tensors["m.weight"].to_f32(), weight.float().numpy())
+    tensors["m.weight"] = (weight.float() * 2).to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_directory(tmp_path).digest != found.digest, "the digest covers packed weights"
