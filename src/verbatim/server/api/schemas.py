@@ -389,6 +389,13 @@ class _OllamaOptions(Strict):
 
     num_predict: Annotated[int, Field(ge=-2, le=MOST)] | None = None
     num_ctx: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    # accepted where they change nothing
+    penalize_newline: Literal[True] | None = None  # a new line is penalised like any token
+    mirostat: Literal[0] | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    tfs_z: Literal[1] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
 
