@@ -401,13 +401,9 @@ class _OllamaOptions(Strict):
 
 
 _ollama: Any = {theirs: (type_of(ours) | None, None) for theirs, ours in OLLAMA_PARAMS.items()}
-_ollama |= dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None))
-OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama)
-OllamaEmbedOptions = create_model(
-    "OllamaEmbedOptions",
-    __base__=Strict,
-    **dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None)),
-)
+_machine: Any = dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None))
+OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama, **_machine)
+OllamaEmbedOptions = create_model("OllamaEmbedOptions", __base__=Strict, **_machine)
 # Seconds, or a duration as Go writes it ("5m", "1h30m"); negative: for ever
 KeepAlive = (
     Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]
