@@ -32,6 +32,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "repetition_penalty": (["1.1"], 1.1),
     "frequency_penalty": (["0.5"], 0.5),
     "presence_penalty": (["-0.5"], -0.5),
+    "penalty_range": (["64"], 64),
     "dry_multiplier": (["0.8"], 0.8),
     "dry_base": (["2"], 2.0),
     "dry_allowed_length": (["4"], 4),

@@ -42,6 +42,11 @@ VALUES: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 5.0, "allowed_token_ids": list(range(97, 117))},
     "frequency_penalty": {"frequency_penalty": 2.0, "allowed_token_ids": list(range(97, 103))},
     "presence_penalty": {"presence_penalty": 2.0, "allowed_token_ids": list(range(97, 103))},
+    "penalty_range": {
+        "penalty_range": 2,
+        "repetition_penalty": 5.0,
+        "allowed_token_ids": list(range(97, 117)),
+    },
     "dry_multiplier": {
         "dry_multiplier": 20.0,
         "dry_allowed_length": 1,

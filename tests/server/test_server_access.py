@@ -57,6 +57,7 @@ def test_every_route_but_health_and_the_page_needs_the_key(locked: Live) -> None
             assert answer.status_code == 200
         else:
             assert answer.status_code == 401, (method, path)
+            assert answer.headers["www-authenticate"].startswith("Bearer ")
     for path in (
         "/",
         "/nope",

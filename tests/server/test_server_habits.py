@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from typing import Any
 
 import pytest
@@ -64,6 +65,23 @@ def test_machine_options_change_no_token_and_are_named_in_a_warning(fake: Live) 
     assert named == [f"options.{name}" for name in given if name != "numa"]
     assert "warnings" not in plain
     assert "options.num_gpus" in generate(fake, options={"num_gpus": 1}).json()["error"]
+
+
+def test_repeat_last_n_is_the_window_of_the_penalties(fake: Live) -> None:
+    """A prompt with many tokens and a strong penalty, so that every window gives another text."""
+    strong = {"repeat_penalty": 9.0, "num_predict": 40}
+    ask = {"prompt": string.printable * 2}
+    texts = [
+        ok(generate(fake, **ask, options=options))["response"]
+        for options in (
+            {**strong, "repeat_last_n": -1},
+            {**strong, "repeat_last_n": 60},
+            {**strong, "repeat_last_n": 0},
+        )
+    ]
+    assert len(set(texts)) == 3
+    assert texts[0] == ok(generate(fake, **ask, options=strong))["response"]
+    assert texts[2] == ok(generate(fake, **ask, options={"num_predict": 40}))["response"]
 
 
 def test_ollama_embeddings(fake: Live) -> None:
@@ -228,7 +246,7 @@ def test_llama_cpp_completion(fake: Live) -> None:
     assert (ended["stop_type"], ended["stopping_word"]) == ("word", word)
     biased = ok(fake.post("/completion", {**ask, "logit_bias": [[120, 100], [121, False]]}))
     assert biased["content"] == "x" * 6
-    for wrong in ({"repeat_last_n": 64}, {"mirostat": 2}, {"zzz": 1}, {"n_predict": -2}):
+    for wrong in ({"repeat_last_n": -2}, {"mirostat": 2}, {"zzz": 1}, {"n_predict": -2}):
         refused = fake.post("/completion", {**ask, **wrong})
         assert refused.json()["error"]["param"] == next(iter(wrong))
 

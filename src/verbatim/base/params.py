@@ -124,6 +124,13 @@ class SamplingParams:
     presence_penalty: float = declared(
         "float", 0.0, "subtracted once if the id was written", low=-2, high=2, history=True
     )
+    penalty_range: int = declared(
+        "int",
+        0,
+        "the three penalties look back this many tokens; 0 is all",
+        low=0,
+        high=MOST,
+    )
     dry_multiplier: float = declared(
         "float",
         0.0,

@@ -113,7 +113,7 @@ def limit_options(command: F) -> F:
     cls=Option,
     default=1000,
     type=int,
-    help="answers stored in memory for store: true; 0 rejects it [1000]",
+    help="answers kept in memory, for previous_response_id; 0 keeps none [1000]",
 )
 @click.option(
     "--log-format",

@@ -51,9 +51,9 @@ Text = Callable[[int], str | bytes]  # a token as text, or as bytes if it may be
 # fmt: off
 CHANGEABLE = (
     "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "repetition_penalty",
-    "frequency_penalty", "presence_penalty", "dry_multiplier", "dry_base", "dry_allowed_length",
-    "dry_range", "dry_breakers", "no_repeat_ngram", "temperature", "top_k", "top_p", "min_p",
-    "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed",
+    "frequency_penalty", "presence_penalty", "penalty_range", "dry_multiplier", "dry_base",
+    "dry_allowed_length", "dry_range", "dry_breakers", "no_repeat_ngram", "temperature", "top_k",
+    "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed",
 )
 # fmt: on
 

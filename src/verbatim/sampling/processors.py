@@ -157,6 +157,12 @@ class MinTokens:
 # ---------------------------------------------------------------------------------------- penalties
 
 
+def _recent(row: RowState, first: int) -> Sequence[int]:
+    """The tokens from `first` on that are among the last penalty_range ones."""
+    window = row.params.penalty_range
+    return row.history[max(first, len(row.history) - window) if window else first :]
+
+
 class Repetition:
     """Ids in prompt or output: divide a positive logit, multiply a negative one (Keskar et al.,
     "CTRL", 2019, with the later sign rule). With 1.3, 2.6 becomes 2.0 and -1.0 becomes -1.3."""
@@ -168,7 +174,7 @@ class Repetition:
 
     def apply(self, row: RowState) -> None:
         r = row.params.repetition_penalty
-        seen = np.unique(np.asarray(row.history, np.int64))
+        seen = np.unique(np.asarray(_recent(row, 0), np.int64))
         x = row.logits[seen]
         row.logits[seen] = np.where(x > 0.0, x / r, x * r)
 
@@ -184,7 +190,7 @@ class Frequency:
 
     def apply(self, row: RowState) -> None:
         written, count = np.unique(
-            np.asarray(row.history[row.prompt_len :], np.int64), return_counts=True
+            np.asarray(_recent(row, row.prompt_len), np.int64), return_counts=True
         )
         row.logits[written] -= row.params.frequency_penalty * count.astype(np.float64)
 
@@ -198,9 +204,8 @@ class Presence:
         return row.params.presence_penalty != 0.0 and len(row.history) > row.prompt_len
 
     def apply(self, row: RowState) -> None:
-        row.logits[np.unique(np.asarray(row.history[row.prompt_len :], np.int64))] -= (
-            row.params.presence_penalty
-        )
+        written = np.unique(np.asarray(_recent(row, row.prompt_len), np.int64))
+        row.logits[written] -= row.params.presence_penalty
 
 
 class Dry:

@@ -93,6 +93,8 @@ def _without_effect(p: SamplingParams) -> Iterator[str]:
         names := _set(p, ("dry_base", "dry_allowed_length", "dry_range", "dry_breakers"))
     ):
         yield f"{', '.join(names)} without dry_multiplier has no effect"
+    if p.penalty_range and not _set(p, PENALTIES[:3]):
+        yield "penalty_range without a repetition, frequency or presence penalty has no effect"
     if not p.xtc_probability and _set(p, ("xtc_threshold",)):
         yield "xtc_threshold without xtc_probability has no effect"
     if p.include_stop and not p.stop:

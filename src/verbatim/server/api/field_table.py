@@ -445,7 +445,8 @@ MESSAGES: dict[str, Rule] = {
 OLLAMA_OPTIONS = (
     "sampling options by Ollama's names. Machine options (num_gpu, num_thread, use_mmap, ...) are "
     "accepted without effect, because no token depends on the machine here, and the answer has a "
-    "warning for each. num_ctx: maximum number of "
+    "warning for each. repeat_last_n: the penalties look back this many tokens; 0: they are off; "
+    "missing or -1: all tokens. num_ctx: maximum number of "
     "prompt and output tokens together, up to the server's context; a prompt that does not fit, "
     "alone or with num_predict, is refused, and nothing is truncated. seed: -1 or missing: the "
     "server chooses; any other negative seed is taken modulo 2**63"
@@ -542,6 +543,7 @@ OLLAMA_SHOW: dict[str, Rule] = {
     "verbose": Rule("refused", "it would change nothing", only=(False,)),
 }
 
+LAST_N = Annotated[int, P(strict=True, ge=-1, le=MOST)]
 # llama.cpp's name -> ours, where the value is passed on unchanged
 _LLAMA_PARAMS = {
     **{
@@ -600,8 +602,14 @@ LLAMA_COMPLETION: dict[str, Rule] = {
     ),
     "top_k": extensions()["top_k"],
     **{theirs: sampling(ours) for theirs, ours in _LLAMA_PARAMS.items()},
-    "repeat_last_n": Rule("refused", "repeat_penalty looks at all tokens", only=(-1,)),
-    "dry_penalty_last_n": Rule("refused", "DRY looks at all tokens", only=(-1,)),
+    "repeat_last_n": Rule(
+        "honoured",
+        "the penalties look back this many tokens; 0: they are off; missing or -1: all tokens",
+        LAST_N,
+    ),
+    "dry_penalty_last_n": Rule(
+        "honoured", "DRY looks back this many tokens; 0: it is off; missing or -1: all", LAST_N
+    ),
     "parse_special": Rule(
         "honoured",
         "false: the text of a control token (<|im_start|>) in the prompt stays plain text; "

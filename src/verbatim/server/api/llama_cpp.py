@@ -48,6 +48,11 @@ STOP_TYPES = {"length": "limit", "loop": "eos", "cancel": "none"}
 
 def sampling(body: dict[str, Any]) -> dict[str, Any]:
     values = to_params.sampling_values(body, LLAMA_COMPLETION)
+    values |= to_params.penalty_window(body.get("repeat_last_n"))
+    if body.get("dry_penalty_last_n", -1) == 0:
+        values["dry_multiplier"] = 0.0
+    elif body.get("dry_penalty_last_n", -1) > 0:
+        values["dry_range"] = body["dry_penalty_last_n"]
     if body.get("seed") == -1:  # the server chooses
         del values["seed"]
     if body.get("n_predict", -1) >= 0:

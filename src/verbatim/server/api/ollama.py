@@ -47,6 +47,7 @@ def sampling(options: dict[str, Any]) -> dict[str, Any]:
     values = {
         ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None
     }
+    values |= to_params.penalty_window(options.get("repeat_last_n"))
     if options.get("seed", -1) not in (None, -1):  # -1: the server chooses the seed
         values["seed"] = to_params.positive_seed(options["seed"])
     length = options.get("num_predict")
@@ -335,7 +336,7 @@ async def _reply(
 def _params() -> dict[str, Any]:
     from verbatim.server.api.field_table import CHAT
 
-    return {name: CHAT[name] for name in OPTIONS.values() if name in CHAT}
+    return {name: CHAT[name] for name in (*OPTIONS.values(), "penalty_range") if name in CHAT}
 
 
 def _head(model: str) -> dict[str, Any]:

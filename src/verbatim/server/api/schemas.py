@@ -427,18 +427,21 @@ class _OllamaOptions(Strict):
 
     num_predict: Annotated[int, Field(ge=-2, le=MOST)] | None = None
     num_ctx: Annotated[int, Field(ge=1, le=MOST)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=MOST)] | None = None
+    # accepted where they change nothing
+    penalize_newline: Literal[True] | None = None  # a new line is penalised like any token
+    mirostat: Literal[0] | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    tfs_z: Literal[1] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
 
 
 _ollama: Any = {theirs: (type_of(ours) | None, None) for theirs, ours in OLLAMA_PARAMS.items()}
-_ollama |= dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None))
-OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama)
-OllamaEmbedOptions = create_model(
-    "OllamaEmbedOptions",
-    __base__=Strict,
-    **dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None)),
-)
+_machine: Any = dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None))
+OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama, **_machine)
+OllamaEmbedOptions = create_model("OllamaEmbedOptions", __base__=Strict, **_machine)
 # Seconds, or a duration as Go writes it ("5m", "1h30m"); negative: for ever
 KeepAlive = (
     Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]

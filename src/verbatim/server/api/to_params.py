@@ -35,6 +35,13 @@ def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[
     return values
 
 
+def penalty_window(last_n: int | None) -> dict[str, Any]:
+    """llama.cpp's and Ollama's repeat_last_n: -1 is all tokens, 0 turns the penalties off."""
+    if last_n == 0:
+        return {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    return {"penalty_range": last_n} if last_n and last_n > 0 else {}
+
+
 def positive_seed(seed: int) -> int:
     """Map OpenAI's signed seed to 63 bits, modulo 2**63, so that different seeds stay different."""
     return seed % 2**63

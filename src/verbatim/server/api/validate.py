@@ -386,7 +386,7 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
 def _is_tag(here: dict[str, Any], step: int | str, following: int | str) -> bool:
     """Whether a step of pydantic's location is the tag of a union's branch, and not a field. A part
     {"type": "text", "text": ..} has both; the value of the field shows where the next step is."""
-    if step != here.get("type"):
+    if not isinstance(step, str) or step != here.get("type"):
         return False
     value = here.get(step)
     inside = isinstance(value, dict) and following in value

@@ -136,7 +136,7 @@ class HttpProtocol(asyncio.Protocol):
         self._non_body_bytes += len(data)
         if self._too_many and self._non_body_bytes > self.limits.max_body_bytes:
             self.abort()
-        if self._closing or self._too_many:
+        if self._closing or self._reading_stopped():
             return
         try:
             self._parser.feed_data(data)
@@ -216,6 +216,9 @@ class HttpProtocol(asyncio.Protocol):
             self._stop_reading()
         else:
             self._new_exchange()
+
+    def _reading_stopped(self) -> bool:
+        return self._too_many
 
     def _stop_reading(self) -> None:
         """Ignore further input after too many pipelined requests. `answered` sends the error after

@@ -1,0 +1,350 @@
+"""The examples of Ollama's API page and of OpenAI's quick start, sent unchanged: body, content type
+and model name. Only the address differs.
+
+On a fake model all of them are answered in the documented shape. On the default model those with a
+checkable result make sense.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live_server import Live, check_ledger
+
+pytestmark = pytest.mark.server
+
+MODELS = (
+    "llama3.2",
+    "llama3.1",
+    "llama3.1:8b",
+    "codellama:code",
+    "llava",
+    "mistral",
+    "all-minilm",
+    "gpt-5.5",
+    "gpt-4.1",
+)
+FLAGS = [word for name in MODELS for word in ("--served-model-name", name)]
+CURL = "application/x-www-form-urlencoded"  # what curl -d sends
+JSON = "application/json"
+SKY = '"prompt": "Why is the sky blue?"'
+SCHEMA = """{
+    "type": "object",
+    "properties": {
+      "age": {
+        "type": "integer"
+      },
+      "available": {
+        "type": "boolean"
+      }
+    },
+    "required": [
+      "age",
+      "available"
+    ]
+  }"""
+WEATHER = """{
+  "model": "llama3.2",
+  "messages": [
+    {
+      "role": "user",
+      "content": "What is the weather today in Paris?"
+    }
+  ],
+  "stream": false,
+  "tools": [
+    {
+      "type": "function",
+      "function": {
+        "name": "get_current_weather",
+        "description": "Get the current weather for a location",
+        "parameters": {
+          "type": "object",
+          "properties": {
+            "location": {
+              "type": "string",
+              "description": "The location to get the weather for, e.g. San Francisco, CA"
+            },
+            "format": {
+              "type": "string",
+              "description": "The format to return the weather in, e.g. 'celsius' or 'fahrenheit'",
+              "enum": ["celsius", "fahrenheit"]
+            }
+          },
+          "required": ["location", "format"]
+        }
+      }
+    }
+  ]
+}"""
+OPTIONS = """{
+    "num_keep": 5,
+    "seed": 42,
+    "num_predict": 100,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.0,
+    "typical_p": 0.7,
+    "repeat_last_n": 33,
+    "temperature": 0.8,
+    "repeat_penalty": 1.2,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.0,
+    "penalize_newline": true,
+    "stop": ["\\n", "user:"],
+    "numa": false,
+    "num_ctx": 1024,
+    "num_batch": 2,
+    "num_gpu": 1,
+    "main_gpu": 0,
+    "use_mmap": true,
+    "num_thread": 8
+  }"""
+BLUE = '{ "role": "user", "content": "why is the sky blue?" }'
+STRUCTURED_CHAT = f"""{{
+  "model": "llama3.1",
+  "messages": [{{"role": "user", "content": "Ollama is 22 years old and busy saving the world. Return a JSON object with the age and availability."}}],
+  "stream": false,
+  "format": {SCHEMA},
+  "options": {{
+    "temperature": 0
+  }}
+}}"""  # noqa: E501
+HELLO = """{
+  "model": "llama3.2",
+  "messages": [
+    {
+      "role": "user",
+      "content": "Hello!"
+    }
+  ],
+  "options": {
+    "seed": 101,
+    "temperature": 0
+  }
+}"""
+
+# name -> (path, content type, body, the member of each line that holds the output)
+ANSWERED = {
+    "generate": ("/api/generate", CURL, f'{{ "model": "llama3.2", {SKY} }}', "response"),
+    "whole": (
+        "/api/generate",
+        CURL,
+        f'{{ "model": "llama3.2", {SKY}, "stream": false }}',
+        "response",
+    ),
+    "structured": (
+        "/api/generate",
+        JSON,
+        '{ "model": "llama3.1:8b", "prompt": "Ollama is 22 years old and is busy saving the world. '
+        f'Respond using JSON", "stream": false, "format": {SCHEMA} }}',
+        "response",
+    ),
+    "json mode": (
+        "/api/generate",
+        CURL,
+        '{ "model": "llama3.2", "prompt": "What color is the sky at different times of the day? '
+        'Respond using JSON", "format": "json", "stream": false }',
+        "response",
+    ),
+    "raw": (
+        "/api/generate",
+        CURL,
+        '{ "model": "mistral", "prompt": "[INST] why is the sky blue? [/INST]", "raw": true, '
+        '"stream": false }',
+        "response",
+    ),
+    "seed": (
+        "/api/generate",
+        CURL,
+        f'{{ "model": "mistral", {SKY}, "options": {{ "seed": 123 }} }}',
+        "response",
+    ),
+    "options": (
+        "/api/generate",
+        CURL,
+        f'{{ "model": "llama3.2", {SKY}, "stream": false, "options": {OPTIONS} }}',
+        "response",
+    ),
+    "load": ("/api/generate", CURL, '{ "model": "llama3.2" }', "response"),
+    "chat": ("/api/chat", CURL, f'{{ "model": "llama3.2", "messages": [{BLUE}] }}', "message"),
+    "chat, whole": (
+        "/api/chat",
+        CURL,
+        f'{{ "model": "llama3.2", "messages": [{BLUE}], "stream": false }}',
+        "message",
+    ),
+    "chat, structured": ("/api/chat", JSON, STRUCTURED_CHAT, "message"),
+    "chat, history": (
+        "/api/chat",
+        CURL,
+        f'{{ "model": "llama3.2", "messages": [{BLUE}, {{ "role": "assistant", "content": "due to '
+        'rayleigh scattering." }, { "role": "user", "content": "how is that different than mie '
+        'scattering?" } ] }',
+        "message",
+    ),
+    "chat, seed": ("/api/chat", CURL, HELLO, "message"),
+    "chat, tools": ("/api/chat", CURL, WEATHER, "message"),
+    "chat, load": ("/api/chat", CURL, '{ "model": "llama3.2", "messages": [] }', "message"),
+    "embed": (
+        "/api/embed",
+        CURL,
+        '{ "model": "all-minilm", "input": "Why is the sky blue?" }',
+        "embeddings",
+    ),
+    "embed, two": (
+        "/api/embed",
+        CURL,
+        '{ "model": "all-minilm", "input": ["Why is the sky blue?", "Why is the grass green?"] }',
+        "embeddings",
+    ),
+    "embeddings": (
+        "/api/embeddings",
+        CURL,
+        '{ "model": "all-minilm", "prompt": "Here is an article about llamas..." }',
+        "embedding",
+    ),
+    "show": ("/api/show", CURL, '{ "model": "llama3.2" }', "details"),
+}
+# Examples of what this server does not do, and what the error names.
+REFUSED = {
+    "suffix": (
+        "/api/generate",
+        '{ "model": "codellama:code", "prompt": "def compute_gcd(a, b):", "suffix": "    return '
+        'result", "options": { "temperature": 0 }, "stream": false }',
+        "suffix",
+    ),
+    "images": (
+        "/api/generate",
+        '{ "model": "llava", "prompt":"What is in this picture?", "stream": false, '
+        '"images": ["iVBORw0KGgo="] }',
+        "images",
+    ),
+    "chat images": (
+        "/api/chat",
+        '{ "model": "llava", "messages": [ { "role": "user", "content": "what is in this image?", '
+        '"images": ["iVBORw0KGgo="] } ] }',
+        "images",
+    ),
+    "unload": ("/api/generate", '{ "model": "llama3.2", "keep_alive": 0 }', "keep_alive"),
+    "chat unload": (
+        "/api/chat",
+        '{ "model": "llama3.2", "messages": [], "keep_alive": 0 }',
+        "keep_alive",
+    ),
+    "pull": ("/api/pull", '{ "model": "llama3.2" }', "verbatim pull"),
+    "copy": ("/api/copy", '{ "source": "llama3.2", "destination": "llama3-backup" }', "verbatim"),
+}
+
+
+def served(*flags: str, engine: str | None) -> Iterator[Live]:
+    live = Live(*FLAGS, "--max-output-tokens", "100", *flags, engine=engine).wait_ready()
+    yield live
+    check_ledger(live.wait_at_rest())
+    assert live.stop() == 0, live.log_text()
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Live]:
+    yield from served(engine="pipeline")
+
+
+@pytest.fixture(scope="module")
+def model(default_model: Path) -> Iterator[Live]:
+    yield from served("--model", str(default_model), engine=None)
+
+
+def send(live: Live, name: str) -> list[dict[str, Any]]:
+    """The lines of the answer to an example."""
+    path, kind, body, member = ANSWERED[name]
+    answer = live.client.post(path, content=body, headers={"content-type": kind})
+    assert answer.status_code == 200, answer.text
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert all(member in line for line in lines)
+    return lines
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_ollamas_examples_are_answered_in_the_documented_shape(quick: Live, name: str) -> None:
+    lines = send(quick, name)
+    path, _, body, _ = ANSWERED[name]
+    if path in ("/api/generate", "/api/chat"):
+        streamed = "stream" not in json.loads(body) and "load" not in name
+        assert (len(lines) > 1) == streamed
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
+        assert lines[-1]["model"] == json.loads(body)["model"]
+        assert lines[-1]["done_reason"] in ("stop", "length", "load")
+        assert "load" in name or lines[-1]["eval_count"] > 0
+    if name == "options":
+        named = {warning.partition(":")[0] for warning in lines[-1]["warnings"]}
+        assert "options.num_thread" in named
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ollamas_examples_that_are_not_served_are_refused_by_name(quick: Live, name: str) -> None:
+    path, body, named = REFUSED[name]
+    answer = quick.client.post(path, content=body, headers={"content-type": CURL})
+    assert answer.status_code in (400, 404)
+    assert named in answer.json()["error"]
+
+
+def test_ollamas_examples_make_sense_on_the_default_model(model: Live) -> None:
+    (made,) = send(model, "chat, structured")
+    assert json.loads(made["message"]["content"])["age"] == 22
+    lines = send(model, "chat, seed")
+    assert lines[0]["message"]["content"] == "Hello"
+    assert lines[-1]["done_reason"] == "stop"
+    (made,) = send(model, "structured")
+    assert made["done_reason"] == "length" or set(json.loads(made["response"])) == {
+        "age",
+        "available",
+    }
+    near, far = ("Why is the sky blue?", "What makes the sky blue?"), "def main(): return 7"
+    vectors = model.client.post(
+        "/api/embed", json={"model": "all-minilm", "input": [*near, far]}
+    ).json()["embeddings"]
+    alike, unlike = (sum(x * y for x, y in zip(vectors[0], v, strict=True)) for v in vectors[1:])
+    assert alike > unlike
+
+
+def test_openais_quick_start(quick: Live) -> None:
+    """The SDK as the quick start calls it, then curl."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{quick.url}/v1", api_key="any")
+    response = client.responses.create(
+        model="gpt-5.5", input="Write a short bedtime story about a unicorn."
+    )
+    assert response.output_text
+    assert client.responses.create(
+        model="gpt-5.5", previous_response_id=response.id, input="Write another one."
+    ).output_text
+    chat = client.chat.completions.create(
+        model="gpt-4.1",
+        messages=[
+            {"role": "developer", "content": "You are a helpful assistant."},
+            {"role": "user", "content": "Hello!"},
+        ],
+    )
+    assert chat.choices[0].message.content
+    streamed = client.responses.create(
+        model="gpt-5.5",
+        input=[{"role": "user", "content": "Say 'double bubble bath' ten times fast."}],
+        stream=True,
+    )
+    kinds = [event.type for event in streamed]
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.incomplete") or kinds[-1] == (
+        "response.completed"
+    )
+    answer = httpx.post(
+        f"{quick.url}/v1/responses",
+        headers={"Content-Type": JSON, "Authorization": "Bearer any"},
+        content='{ "model": "gpt-5.5", "input": "Write a short bedtime story about a unicorn." }',
+        timeout=60,
+    )
+    assert answer.json()["output"][0]["content"][0]["type"] == "output_text"
