@@ -45,6 +45,7 @@ GROUPS = {
         "plan": "Memory, speed limits and cost of a model, from its config.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, or a model.",
+        "verify": "Check that one request gives the same tokens in any circumstance.",
         "version": "Print versions, backends and the instruction set.",
     },
 }
