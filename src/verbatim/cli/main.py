@@ -35,6 +35,8 @@ GROUPS = {
         "explain": "Show why each token was chosen.",
         "score": "Log-probability of every token of a text, and its perplexity.",
         "replay": "Repeat an answer from its receipt and compare the tokens.",
+        "compare": "Run prompts or a quiz under several settings, side by side.",
+        "drift": "Log-probability and entropy along a free-running text.",
     },
     "Models": {
         "models": "List the catalog and the downloaded models.",
