@@ -190,8 +190,9 @@ def run_quiz(
 def prompt_ids(llm: LLM, text: str) -> list[int]:
     """The prompt of one question: a chat turn, or the plain text for a model without a template."""
     if llm.has_template:
-        return llm.encode_chat([{"role": "user", "content": text}])
-    return llm.tokenizer.encode_prompt(text)
+        return list(llm.encode_chat([{"role": "user", "content": text}]))
+    ids: list[int] = llm.tokenizer.encode_prompt(text)
+    return ids
 
 
 def mean_logprob(choice: Choice) -> float:
