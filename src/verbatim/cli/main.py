@@ -35,6 +35,8 @@ GROUPS = {
         "explain": "Show why each token was chosen.",
         "score": "Log-probability of every token of a text, and its perplexity.",
         "replay": "Repeat an answer from its receipt and compare the tokens.",
+        "compare": "Run prompts or a quiz under several settings, side by side.",
+        "drift": "Log-probability and entropy along a free-running text.",
     },
     "Models": {
         "models": "List the catalog and the downloaded models.",
@@ -45,6 +47,7 @@ GROUPS = {
         "plan": "Memory, speed limits and cost of a model, from its config.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, or a model.",
+        "verify": "Check that one request gives the same tokens in any circumstance.",
         "version": "Print versions, backends and the instruction set.",
     },
 }

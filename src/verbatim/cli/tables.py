@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+# Control characters of a model's text would move the cursor: show their Unicode pictures instead.
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+_PICTURES |= dict.fromkeys(range(127, 160), 9254)
 WIDEST = 120  # columns; longer lines are hard to read
 
 
@@ -23,6 +26,11 @@ def console() -> Console:
     if out.width > WIDEST:
         out = Console(highlight=False, soft_wrap=False, emoji=False, markup=False, width=WIDEST)
     return out
+
+
+def visible(text: str) -> str:
+    """A model's text for a table, without control characters other than newline and tab."""
+    return text.translate(_PICTURES)
 
 
 def section(

@@ -64,7 +64,7 @@ class Footprint:
         1 - (1 - k/E) ** batch."""
         if not self.experts:
             return self.step_bytes
-        share = 1 - (1 - self.experts_used / self.experts) ** batch
+        share = 1.0 - float((1 - self.experts_used / self.experts) ** batch)
         return self.step_bytes + share * self.expert_bytes
 
     def kv_bytes(self, tokens: float) -> float:

@@ -70,20 +70,21 @@ def _words(text: str) -> str:
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
-# Questions that a small instruction model can answer, for `verbatim doctor`.
+# Questions that a small instruction model can answer, for `verbatim doctor`. The place of the right
+# choice varies, so that naming the first one gains nothing.
 BUILT_IN = tuple(
     Question(text, answer, tuple(choices.split()))
     for text, answer, choices in (
-        ("What is the capital of France?", "Paris", "Paris London Rome Berlin Madrid"),
-        ("What colour is the sky on a clear day?", "blue", "blue green red yellow black"),
-        ("Which animal barks?", "dog", "dog cat cow bird fish"),
-        ("On which planet do we live?", "Earth", "Earth Mars Venus Jupiter Saturn"),
+        ("What is the capital of France?", "Paris", "London Rome Paris Berlin Madrid"),
+        ("What colour is the sky on a clear day?", "blue", "green red yellow blue black"),
+        ("Which animal barks?", "dog", "cat cow bird fish dog"),
+        ("On which planet do we live?", "Earth", "Mars Earth Venus Jupiter Saturn"),
         ("What do bees make?", "honey", "honey milk wool silk bread"),
         ("Is ice hot or cold?", "cold", "hot cold"),
-        ("What is frozen water called?", "ice", "ice steam rain sand snow"),
-        ("Which language is spoken in Spain?", "Spanish", "Spanish French German Italian"),
-        ("Is an elephant larger or smaller than a mouse?", "larger", "larger smaller"),
-        ("Which season comes after winter?", "spring", "spring summer autumn"),
+        ("What is frozen water called?", "ice", "steam rain ice sand smoke"),
+        ("Which language is spoken in Spain?", "Spanish", "French German Spanish Italian"),
+        ("Is an elephant larger or smaller than a mouse?", "larger", "smaller larger"),
+        ("Which season comes after winter?", "spring", "summer autumn spring"),
     )
 )
 
@@ -190,8 +191,9 @@ def run_quiz(
 def prompt_ids(llm: LLM, text: str) -> list[int]:
     """The prompt of one question: a chat turn, or the plain text for a model without a template."""
     if llm.has_template:
-        return llm.encode_chat([{"role": "user", "content": text}])
-    return llm.tokenizer.encode_prompt(text)
+        return list(llm.encode_chat([{"role": "user", "content": text}]))
+    ids: list[int] = llm.tokenizer.encode_prompt(text)
+    return ids
 
 
 def mean_logprob(choice: Choice) -> float:

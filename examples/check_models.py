@@ -1,0 +1,35 @@
+"""Check the files and weights of models before serving them; no model runs.
+
+python examples/check_models.py MODEL [MODEL ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from verbatim.diagnose.file_checks import check_files
+from verbatim.diagnose.findings import Finding, is_sound
+from verbatim.diagnose.model_files import read_files
+from verbatim.diagnose.weight_checks import check_weights
+from verbatim.weights.catalog import resolve
+
+
+def main(arguments: list[str] | None = None) -> dict[str, list[Finding]]:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", metavar="MODEL")
+    found: dict[str, list[Finding]] = {}
+    for model in parser.parse_args(arguments).models:
+        files = read_files(resolve(model))
+        found[model] = [*check_files(files), *check_weights(files)]
+        print(f"{model}: {'sound' if is_sound(found[model]) else 'NOT SOUND'}")
+        for finding in found[model]:
+            if finding.state != "good":
+                print(f"  {finding.state}: {finding.text} ({finding.evidence})")
+                print(f"        {finding.remedy}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""`verbatim verify`: one request, the needle, in every circumstance that must not matter. Promise 1
+on this machine, with this model.
+
+In: a model and engine settings. Out: one Row per circumstance. The needle is a greedy and a sampled
+request; a run is identical if every token and every bit of every log-probability equals the first
+run, in which the needle was alone. A row also says what shows that the circumstance occurred: how
+often the needle was preempted, how many of its tokens came from the cache.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion
+
+if TYPE_CHECKING:
+    from verbatim.engine.llm import LLM
+
+# It repeats itself, so that the n-gram proposers find drafts, some of them wrong.
+TEXT = (
+    "To make tea: boil the water, add the leaves, wait, pour. To make coffee: boil the water, add"
+    " the powder, wait, pour. To make tea: boil the water, add"
+)
+TOKENS = 32
+LOW_PRIORITY = 5  # the scheduler preempts the needle first
+MATE_TOKENS = 40
+ISA = "VERBATIM_ISA"
+Open = Callable[[dict[str, Any]], "LLM"]
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstance:
+    """One way to run the needle: engine settings, other requests beside it, environment."""
+
+    group: str
+    detail: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    mates: int = 0
+    warm: bool = False  # run the needle once before, so that its prompt is in the prefix cache
+    starve: bool = False  # a KV cache too small for all, and the needle last in rank
+    isa: str = ""
+    draft: bool = False  # draft wherever a proposer can, also where it does not pay
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    group: str
+    detail: str
+    same: bool
+    tokens: int  # compared, with their log-probabilities
+    evidence: str
+    difference: str = ""  # the first one, for people
+
+
+def circumstances(
+    backend: str, threads: int, isas: Sequence[str], head: bool = False
+) -> list[Circumstance]:
+    """What is tried. Threads and instruction sets belong to the cpu backend; `head`: the model has
+    a draft head."""
+    found = [Circumstance("alone", "again")]
+    found += [Circumstance("batch-mates", f"{n} others", mates=n) for n in (2, 7, 15)]
+    found += [Circumstance("chunks", f"of {n} tokens", {"step_tokens": n}) for n in (5, 16, 48)]
+    found += [
+        Circumstance("prefix cache", "hit", {"prefix_cache": True}, warm=True),
+        Circumstance("prefix cache", "off", {"prefix_cache": False}, warm=True),
+        Circumstance("preemption", "a full KV cache", {"prefix_cache": False}, 3, starve=True),
+        Circumstance("preemption", "and 5 others", {}, 5, starve=True),
+    ]
+    if backend == "cpu":
+        counts = sorted({1, 2, threads, threads + 1} - {0})
+        found += [Circumstance("threads", str(n), {"threads": n}) for n in counts]
+        found += [Circumstance("instruction set", name, isa=name) for name in isas]
+    modes = ("ngram", "suffix", *(("head",) if head and backend == "cpu" else ()))
+    found += [Circumstance("speculation", m, {"speculate": m}, draft=True) for m in modes]
+    return found
+
+
+def verify(open_llm: Open, backend: str) -> Iterator[Row]:
+    """Run every circumstance on one backend. `open_llm` opens the model with engine settings."""
+    with open_llm({"backend": backend, "speculate": "off"}) as llm:
+        expected = _run(llm, Circumstance("alone", "first"))
+        info, head = llm.parts.backend.info, llm.parts.head is not None
+    isas = _isas() if info.name == "cpu" else ()
+    for case in circumstances(info.name, info.threads, isas, head):
+        settings = {"backend": backend, "speculate": "off", **case.engine}
+        with _environment(case.isa):
+            if case.starve:
+                settings["kv_blocks"] = _few_blocks(expected, case.mates)
+            with open_llm(settings) as llm:
+                llm.core.drafting.adaptive = not case.draft
+                if case.warm:
+                    _run(llm, case)
+                found = _run(llm, case)
+        yield _compare(case, expected, found)
+
+
+def needles(llm: LLM, *, low: bool = False) -> tuple[list[list[int]], list[SamplingParams]]:
+    ids = llm.tokenizer.encode_prompt(TEXT)
+    base = SamplingParams(
+        max_tokens=TOKENS,
+        logprobs=2,
+        ignore_eos=True,
+        temperature=0,
+        priority=LOW_PRIORITY if low else 0,
+    )
+    return [ids, ids], [base, base.with_(temperature=1.0, top_p=0.95, seed=11)]
+
+
+def _run(llm: LLM, case: Circumstance) -> list[Completion]:
+    """The two needles and their mates in one batch; returns the needles."""
+    prompts, params = needles(llm, low=case.starve)
+    rng = random.Random(case.mates)
+    tokenizer = llm.tokenizer
+    ids = [i for i in range(min(tokenizer.vocab_size, 4096)) if not tokenizer.is_control(i)]
+    for number in range(case.mates):
+        prompts.append(rng.choices(ids, k=rng.choice((3, 9, 24))))
+        params.append(
+            SamplingParams(
+                max_tokens=MATE_TOKENS,
+                ignore_eos=True,
+                temperature=rng.choice((0.0, 0.7, 1.3)),
+                seed=number,
+            )
+        )
+    return llm.generate(prompts, params)[:2]
+
+
+def _few_blocks(needle: Sequence[Completion], mates: int) -> int:
+    """Blocks for the needles and the starts of their mates, but not for all of them to the end."""
+    from verbatim.base.config import BLOCK_SIZE
+
+    each = -(-(len(needle[0].prompt_ids) + TOKENS + 1) // BLOCK_SIZE)
+    return each + 2 * mates
+
+
+def _isas() -> tuple[str, ...]:
+    try:
+        native = import_module("verbatim.backend.cpu._native")
+    except ImportError:  # not built
+        return ()
+    return tuple(native.isas())
+
+
+@contextmanager
+def _environment(isa: str) -> Iterator[None]:
+    before = os.environ.get(ISA)
+    if isa:
+        os.environ[ISA] = isa
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[ISA] = before
+        elif isa:
+            del os.environ[ISA]
+
+
+def _compare(
+    case: Circumstance, expected: Sequence[Completion], found: Sequence[Completion]
+) -> Row:
+    tokens, difference = 0, ""
+    for name, a, b in zip(("greedy", "sampled"), expected, found, strict=True):
+        tokens += len(a.token_ids)
+        if not difference and (a.token_ids != b.token_ids or a.logprobs != b.logprobs):
+            difference = f"{name}: {_first_difference(a, b)}"
+    return Row(case.group, case.detail, not difference, tokens, _evidence(found), difference)
+
+
+def _first_difference(a: Completion, b: Completion) -> str:
+    for at, (x, y) in enumerate(zip(a.logprobs, b.logprobs, strict=False)):
+        if x.token != y.token:
+            return f"token {at} is {y.token}, and {x.token} alone"
+        if x != y:
+            return f"log-probability of token {at} is {y.logprob!r}, and {x.logprob!r} alone"
+    return f"{len(b.token_ids)} tokens, and {len(a.token_ids)} alone"
+
+
+def _evidence(found: Sequence[Completion]) -> str:
+    """What shows that the circumstance occurred."""
+    preempted = sum(c.timings.preemptions for c in found)
+    cached = sum(c.usage.cached_tokens for c in found)
+    drafted = sum(c.usage.drafted_tokens for c in found)
+    parts = [
+        f"preempted {preempted}×" if preempted else "",
+        f"{cached} tokens from the cache" if cached else "",
+        f"{sum(c.usage.accepted_tokens for c in found)} of {drafted} drafts accepted"
+        if drafted
+        else "",
+    ]
+    return ", ".join(part for part in parts if part)
