@@ -146,6 +146,7 @@ def _stablelm(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
 def _falcon(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
     return replace(
         _layer_norm(f, tensors, requested, "falcon"),
+        qkv_bias="blk.0.attn_qkv.bias" in tensors,
         gated=False,
         activation="gelu",
         parallel=True,

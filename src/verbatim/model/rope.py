@@ -49,7 +49,8 @@ def make_rope(
         )
     if dim % 2 or not 2 <= dim <= MAX_DIM:
         raise ModelError(
-            f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim times "
+            f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim (or "
+            "hidden_size / num_attention_heads) times "
             "partial_rotary_factor, in GGUF rope.dimension_count",
             file=file,
         )
