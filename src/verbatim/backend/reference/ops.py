@@ -311,6 +311,7 @@ def soft_cap(x: Array, cap: float) -> Array:
 def act_mul(gate: Array | None, up: Array, kind: str) -> Array:
     """act(gate) * up; without a gate, act(up)."""
     if kind == "swiglu_oai":
+        assert gate is not None, "swiglu_oai is gated"
         gate, up = np.minimum(gate, SWIGLU_LIMIT), np.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
         return gate / (F32(1) + np.exp(-SWIGLU_ALPHA * gate)) * (up + F32(1))
     return activate(up, kind) if gate is None else activate(gate, kind) * up
