@@ -21,7 +21,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys
+.PHONY: run chat test smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys models
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -69,6 +69,10 @@ clients: $(VENV)/.dev
 # docs/config-keys.md from the key tables; a test checks that it is current
 config-keys: $(VENV)/.installed
 	$(BIN)/python -m verbatim.model.keys_doc > docs/config-keys.md
+
+# docs/models.md, the parity table, from the test cases; a test checks that it is current
+models: $(VENV)/.dev
+	$(BIN)/python tests/parity/models_doc.py > docs/models.md
 
 bench: $(VENV)/.installed
 	@$(BIN)/verbatim bench

@@ -64,6 +64,98 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
 }
+FIRST_FAMILIES = tuple(TINY_CONFIGS)
+_LAYER_NORM = {key: value for key, value in _BASE.items() if key != "rms_norm_eps"}
+_NEOX = {key: value for key, value in _LAYER_NORM.items() if key != "num_key_value_heads"}
+_FALCON = {key: value for key, value in _NEOX.items() if key != "intermediate_size"}
+TINY_CONFIGS |= {
+    "smollm3": {"model_type": "smollm3", **_BASE, "num_hidden_layers": 4},
+    "granite": {
+        "model_type": "granite",
+        **_BASE,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 0.8,
+    },
+    "olmo2": {"model_type": "olmo2", **_BASE},
+    "olmo3": {
+        "model_type": "olmo3",
+        **_BASE,
+        "num_hidden_layers": 5,
+        "sliding_window": 12,
+        "rope_theta": 500000.0,
+    },
+    "seed_oss": {"model_type": "seed_oss", **_BASE, "head_dim": 16},
+    "hunyuan-dense": {"model_type": "hunyuan_v1_dense", **_BASE, "head_dim": 16},
+    "ministral3": {
+        "model_type": "ministral3",
+        **_BASE,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.2,
+        },
+    },
+    "exaone4": {
+        "model_type": "exaone4",
+        **_BASE,
+        "head_dim": 16,
+        "num_hidden_layers": 5,
+        "sliding_window": 12,
+    },
+    "cohere": {"model_type": "cohere", **_LAYER_NORM, "logit_scale": 1.5},
+    "cohere2": {
+        "model_type": "cohere2",
+        **_LAYER_NORM,
+        "num_hidden_layers": 5,
+        "sliding_window": 12,
+        "logit_scale": 1.5,
+    },
+    "glm4": {"model_type": "glm4", **_BASE, "head_dim": 16},
+    "ernie4_5": {"model_type": "ernie4_5", **_BASE, "head_dim": 16},
+    "arcee": {"model_type": "arcee", **_BASE},
+    "gpt_neox": {"model_type": "gpt_neox", **_NEOX, "rotary_pct": 0.5},
+    "starcoder2": {"model_type": "starcoder2", **_LAYER_NORM},
+    "stablelm": {
+        "model_type": "stablelm",
+        **_LAYER_NORM,
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "falcon": {
+        "model_type": "falcon",
+        **_FALCON,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+    },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **_BASE,
+        **_MOE,
+        "head_dim": 16,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 32,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **_BASE,
+        **_MOE,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "sliding_window": 12,
+    },
+}
+NEWER_FAMILIES = tuple(family for family in TINY_CONFIGS if family not in FIRST_FAMILIES)
 FAMILIES = tuple(TINY_CONFIGS)
 
 
@@ -96,8 +188,10 @@ def _values(
     random: np.random.Generator, name: str, shape: tuple[int, ...], offset: float, tied: bool
 ) -> np.ndarray:
     values = random.standard_normal(shape, dtype=np.float32)
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".choice_bias")):
         return values * np.float32(0.1)
+    if name.endswith(".sinks"):
+        return values
     if "norm" in name:
         return np.float32(1.0 - offset) + values * np.float32(0.1)
     if name in ("embed", "positions"):

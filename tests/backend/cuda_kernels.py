@@ -42,7 +42,7 @@ from verbatim.sampling.draw import gumbel
 from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
 from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
-from verbatim.testing_models import FAMILIES, tiny_model
+from verbatim.testing_models import FIRST_FAMILIES, TINY_CONFIGS, tiny_model
 
 # the interpreter warns about arithmetic with infinities, which the kernels mask
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -82,6 +82,14 @@ if os.environ.get("TRITON_INTERPRET") == "1" and (fault := interpreter_fault()):
 SMALL: dict[str, dict[str, object]] = {
     "gpt2": {"n_layer": 1},
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 3},
+    "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "ministral3": {
+        "num_hidden_layers": 1,
+        "rope_parameters": {
+            **TINY_CONFIGS["ministral3"]["rope_parameters"],
+            "original_max_position_embeddings": 4,
+        },
+    },
 }
 WINDOWS = {"num_hidden_layers": 2, "sliding_window": 5}
 TOKENS = np.random.default_rng(1).integers(0, 260, 9).tolist()
@@ -106,7 +114,14 @@ def difference(model: Model, tokens: list[int]) -> float:
     return float(np.abs(ours - theirs).mean())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# The newer families whose operations no other family has. test_backend_agrees.py runs all on a GPU.
+OWN_OPERATIONS = (
+    *("granite", "olmo2", "hunyuan-dense", "ministral3", "cohere2", "arcee", "glm4_moe"),
+    "gpt_oss",
+)
+
+
+@pytest.mark.parametrize("family", [*FIRST_FAMILIES, *OWN_OPERATIONS])
 def test_every_family_agrees_with_the_reference(family: str) -> None:
     assert difference(small(family, type="q8_0"), TOKENS) < 0.02
 

@@ -233,8 +233,12 @@ def header(architecture: str, **changes: Any) -> Any:
     }
     if architecture != "gpt2":
         keys["attention.layer_norm_rms_epsilon"] = 1e-5
-    if architecture == "qwen3moe":
+    if architecture in ("qwen3moe", "glm4moe", "gpt-oss"):
         keys |= {"expert_count": 4, "expert_used_count": 2}
+    if architecture in ("granite", "command-r", "cohere2"):
+        keys["logit_scale"] = 2.0
+    if architecture in ("cohere2", "gpt-oss"):
+        keys["attention.sliding_window"] = 8
     plain = {name.replace("__", "."): value for name, value in changes.items()}
     architecture_keys = {
         f"{architecture}.{name}": value

@@ -350,9 +350,10 @@ def test_every_weight_maps_to_its_own_tensor_in_both_formats(family: str) -> Non
     """No two internal names may map to the same rows of the same tensor."""
     spec = tiny_model(family).spec
     experts = max(layer.experts for layer in spec.layers)
-    hf = [hf_source(spec.family, "model.", name, experts) for name in layout(spec)]
+    two = {"two_norms": spec.parallel and not spec.shared_norm}
+    hf = [hf_source(spec.family, "model.", name, experts, **two) for name in layout(spec)]
     assert len({(s.names, s.part) for s in hf}) == len(hf)
-    gguf = [gguf_source(spec.family, name) for name in layout(spec)]
+    gguf = [gguf_source(spec.family, name, **two) for name in layout(spec)]
     assert len({(s.names, s.part) for s in gguf}) == len(gguf)
 
 

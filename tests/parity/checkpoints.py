@@ -5,13 +5,11 @@ transformers creates them; its logits are the expected values of the parity test
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-VOCAB = 96
-PROMPT = 24
-STEPS = 32
+from newer_checkpoints import NEWER_CASES
+from parity_case import ABSENT, VOCAB, Case, rope
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -30,35 +28,15 @@ _LONG = [1.0, 1.2, 1.5, 2.0]
 _SHORT = [1.0, 1.0, 1.1, 1.2]
 
 
-@dataclass(frozen=True)
-class Case:
-    """One checkpoint.
-
-    `context`: the engine's context. `gguf`: architecture of the GGUF file, empty if GGUF cannot
-    express the config."""
-
-    name: str
-    kind: str  # prefix of transformers' classes
-    changes: dict[str, Any] = field(default_factory=dict)
-    context: int | None = None
-    gguf: str = ""
-    prompt: int = PROMPT
-    steps: int = STEPS
-
-
-def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
-
-
-_LLAMA3 = _rope(
+_LLAMA3 = rope(
     "llama3",
     factor=8.0,
     low_freq_factor=1.0,
     high_freq_factor=4.0,
     original_max_position_embeddings=32,
 )
-_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=32)
-_YARN_FULL = _rope(
+_YARN = rope("yarn", factor=4.0, original_max_position_embeddings=32)
+_YARN_FULL = rope(
     "yarn",
     factor=4.0,
     original_max_position_embeddings=32,
@@ -67,15 +45,15 @@ _YARN_FULL = _rope(
     mscale=0.7,
     mscale_all_dim=0.3,
 )
-_LONGROPE = _rope(
+_LONGROPE = rope(
     "longrope", long_factor=_LONG, short_factor=_SHORT, original_max_position_embeddings=16
 )
 _PHI_LONG = {
-    **_rope("longrope", long_factor=_LONG[:3], short_factor=_SHORT[:3], partial_rotary_factor=0.75),
+    **rope("longrope", long_factor=_LONG[:3], short_factor=_SHORT[:3], partial_rotary_factor=0.75),
     "original_max_position_embeddings": 16,
 }
 
-CASES = [
+FIRST_CASES = [
     Case("llama-gqa", "Llama", gguf="llama"),
     Case(
         "llama-mha-tied",
@@ -91,14 +69,14 @@ CASES = [
         {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
         gguf="llama",
     ),
-    Case("llama-linear", "Llama", _rope("linear", factor=4.0), gguf="llama"),
-    Case("llama-dynamic-short", "Llama", _rope("dynamic", factor=4.0)),
+    Case("llama-linear", "Llama", rope("linear", factor=4.0), gguf="llama"),
+    Case("llama-dynamic-short", "Llama", rope("dynamic", factor=4.0)),
     # transformers uses the length of the sequence, the engine its context. The two agree if the
     # sequence fills the context.
     Case(
         "llama-dynamic-long",
         "Llama",
-        {"max_position_embeddings": 32, **_rope("dynamic", factor=4.0)},
+        {"max_position_embeddings": 32, **rope("dynamic", factor=4.0)},
         80,
         "",
         80,
@@ -188,6 +166,8 @@ CASES = [
     ),
 ]
 
+CASES = FIRST_CASES + NEWER_CASES
+
 
 def config_of(case: Case) -> Any:
     import transformers
@@ -195,7 +175,8 @@ def config_of(case: Case) -> Any:
     if case.kind == "GPT2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCAB}
         return transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **case.changes)
-    return getattr(transformers, f"{case.kind}Config")(**{**_BASE, **case.changes})
+    values = {k: v for k, v in {**_BASE, **case.changes}.items() if v is not ABSENT}
+    return getattr(transformers, f"{case.kind}Config")(**values)
 
 
 def class_of(case: Case) -> str:
@@ -216,6 +197,9 @@ def build(case: Case, directory: Path) -> Any:
     with torch.no_grad():
         for name, p in model.named_parameters():
             randomise(name, p)
+        for name, p in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # of a router, and trained
+                randomise(name, p)
     model.save_pretrained(directory)
     return model
 
@@ -226,7 +210,9 @@ def randomise(name: str, p: Any) -> None:
     Those give near-uniform attention and flat logits, which would hide errors."""
     import torch
 
-    if p.ndim == 1:
+    if "sinks" in name:
+        p.copy_(torch.randn_like(p))
+    elif p.ndim == 1:
         p.add_(0.1 * torch.randn_like(p))
     elif "embed" in name or "wte" in name or "wpe" in name:
         p.copy_(0.7 * torch.randn_like(p))
@@ -235,7 +221,10 @@ def randomise(name: str, p: Any) -> None:
             2.0
             if any(
                 part in name
-                for part in ("q_proj", "k_proj", "qkv", "c_attn", "router", "mlp.gate.")
+                for part in (
+                    *("q_proj", "k_proj", "qkv", "c_attn", "query_key_value", "router"),
+                    "mlp.gate.",
+                )
             )
             else 1.0
         )

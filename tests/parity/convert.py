@@ -47,6 +47,67 @@ _GEMMA_NAMES = {
     r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
     r"model\.layers\.(\d+)\.post_feedforward_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
 }
+# Families whose norms have other meanings, or whose tensors have other names.
+_L = r"model\.layers\.(\d+)\."
+_POST_NORMS = {
+    _L + r"post_attention_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2",
+    _L + r"post_feedforward_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
+}
+_MLP_NORM = {_L + r"post_attention_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2"}
+_G, _F = r"gpt_neox\.layers\.(\d+)\.", r"transformer\.h\.(\d+)\."
+_OTHER_NAMES = {
+    "olmo2": _POST_NORMS,
+    "exaone4": _POST_NORMS,
+    "seed_oss": _MLP_NORM,
+    "glm4moe": {
+        **_MLP_NORM,
+        _L + r"mlp\.gate\.e_score_correction_bias": r"blk.\1.exp_probs_b.bias",
+        _L + r"mlp\.shared_experts\.(\w+)_proj\.weight": r"blk.\1.ffn_\2_shexp.weight",
+    },
+    "gpt-oss": {
+        **_MLP_NORM,
+        _L + r"self_attn\.sinks": r"blk.\1.attn_sinks.weight",
+        _L + r"mlp\.router\.(\w+)": r"blk.\1.ffn_gate_inp.\2",
+        _L + r"mlp\.experts\.(gate|up|down)_proj": r"blk.\1.ffn_\2_exps.weight",
+        _L + r"mlp\.experts\.(gate|up|down)_proj_bias": r"blk.\1.ffn_\2_exps.bias",
+    },
+    "hunyuan-dense": {
+        _L + r"self_attn\.query_layernorm\.(\w+)": r"blk.\1.attn_q_norm.\2",
+        _L + r"self_attn\.key_layernorm\.(\w+)": r"blk.\1.attn_k_norm.\2",
+    },
+    "glm4": {
+        _L + r"post_self_attn_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2",
+        _L + r"post_mlp_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
+    },
+    "starcoder2": {
+        _L + r"mlp\.c_fc\.(\w+)": r"blk.\1.ffn_up.\2",
+        _L + r"mlp\.c_proj\.(\w+)": r"blk.\1.ffn_down.\2",
+    },
+    "gptneox": {
+        r"gpt_neox\.embed_in\.weight": "token_embd.weight",
+        r"gpt_neox\.final_layer_norm\.(\w+)": r"output_norm.\1",
+        r"embed_out\.weight": "output.weight",
+        _G + r"input_layernorm\.(\w+)": r"blk.\1.attn_norm.\2",
+        _G + r"post_attention_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
+        _G + r"attention\.query_key_value\.(\w+)": r"blk.\1.attn_qkv.\2",
+        _G + r"attention\.dense\.(\w+)": r"blk.\1.attn_output.\2",
+        _G + r"mlp\.dense_h_to_4h\.(\w+)": r"blk.\1.ffn_up.\2",
+        _G + r"mlp\.dense_4h_to_h\.(\w+)": r"blk.\1.ffn_down.\2",
+    },
+    "falcon": {
+        r"transformer\.word_embeddings\.weight": "token_embd.weight",
+        r"transformer\.ln_f\.(\w+)": r"output_norm.\1",
+        _F + r"input_layernorm\.(\w+)": r"blk.\1.attn_norm.\2",
+        _F + r"ln_mlp\.(\w+)": r"blk.\1.attn_norm.\2",
+        _F + r"ln_attn\.(\w+)": r"blk.\1.attn_norm_2.\2",
+        _F + r"self_attention\.query_key_value\.weight": r"blk.\1.attn_qkv.weight",
+        _F + r"self_attention\.dense\.weight": r"blk.\1.attn_output.weight",
+        _F + r"mlp\.dense_h_to_4h\.weight": r"blk.\1.ffn_up.weight",
+        _F + r"mlp\.dense_4h_to_h\.weight": r"blk.\1.ffn_down.weight",
+    },
+}
+# Architectures whose rotated rows llama.cpp's converter interleaves.
+_INTERLEAVED = ("llama", "smollm3", "granite", "mistral3", "arcee")
 _EXPERT = re.compile(
     r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight"
 )
@@ -94,7 +155,10 @@ def to_gguf(
 def _arrays(
     state: dict[str, np.ndarray], config: dict[str, Any], architecture: str
 ) -> dict[str, np.ndarray]:
-    rules = {**_NAMES, **(_GEMMA_NAMES if architecture.startswith("gemma") else {})}
+    own = _GEMMA_NAMES if architecture.startswith("gemma") else _OTHER_NAMES.get(architecture, {})
+    rules = {**own, **{k: v for k, v in _NAMES.items() if k not in own}}  # the first match counts
+    if architecture == "gpt-oss":
+        state = _split_gpt_oss(state)
     result: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in state.items():
@@ -114,15 +178,44 @@ def _arrays(
 def _converted(
     name: str, values: np.ndarray, config: dict[str, Any], architecture: str
 ) -> np.ndarray:
-    if architecture == "llama" and ".q_proj." in name:
+    if architecture in _INTERLEAVED and ".q_proj." in name:
         return _interleaved(values, config["num_attention_heads"])
-    if architecture == "llama" and ".k_proj." in name:
+    if architecture in _INTERLEAVED and ".k_proj." in name:
         return _interleaved(values, config["num_key_value_heads"])
+    if "query_key_value" in name:
+        heads = config["num_attention_heads"]
+        kv = config["num_kv_heads"] if architecture == "falcon" else heads
+        if architecture == "falcon" and not config["new_decoder_architecture"]:
+            kv = 1
+        return _ungrouped(values, heads, kv)
     if architecture.startswith("gemma") and name.endswith("norm.weight"):
         return values + np.float32(1)
     if architecture == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight$", name):
         return values.T
     return values
+
+
+def _split_gpt_oss(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Experts as [experts, out, in], with gate and up apart."""
+    result: dict[str, np.ndarray] = {}
+    for name, values in state.items():
+        if "experts" in name and not name.endswith("_bias"):
+            values = values.swapaxes(1, 2)
+        if "gate_up_proj" in name:
+            result[name.replace("gate_up", "gate")] = values[:, ::2]
+            result[name.replace("gate_up", "up")] = values[:, 1::2]
+        else:
+            result[name] = values
+    return result
+
+
+def _ungrouped(values: np.ndarray, heads: int, kv: int) -> np.ndarray:
+    """Groups of query rows, key rows and value rows -> all query rows, key rows, value rows."""
+    share = heads // kv
+    dim = values.shape[0] // (heads + 2 * kv)
+    groups = values.reshape(kv, share + 2, dim, *values.shape[1:])
+    parts = (groups[:, :share], groups[:, share], groups[:, share + 1])
+    return np.concatenate([p.reshape(-1, *values.shape[1:]) for p in parts])
 
 
 def _interleaved(values: np.ndarray, heads: int) -> np.ndarray:
@@ -143,18 +236,37 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         }, {}
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv = config.get("num_key_value_heads") or config.get("num_kv_heads") or heads
+    if a == "falcon" and not config["new_decoder_architecture"]:
+        kv = 1
+    eps = next(
+        config[key]
+        for key in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+        if key in config
+    )
+    kind = "layer_norm_rms_epsilon" if "rms_norm_eps" in config else "layer_norm_epsilon"
+    drafts = config.get("num_mtp_layers", 0)
     metadata = {
-        f"{a}.block_count": config["num_hidden_layers"],
+        f"{a}.block_count": config["num_hidden_layers"] + drafts,
         f"{a}.context_length": config["max_position_embeddings"],
         f"{a}.embedding_length": config["hidden_size"],
-        f"{a}.feed_forward_length": config["intermediate_size"],
+        f"{a}.feed_forward_length": config.get("intermediate_size") or config["ffn_hidden_size"],
         f"{a}.attention.head_count": heads,
-        f"{a}.attention.head_count_kv": config["num_key_value_heads"],
-        f"{a}.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        f"{a}.attention.head_count_kv": kv,
+        f"{a}.attention.{kind}": eps,
         f"{a}.attention.key_length": head_dim,
         f"{a}.attention.value_length": head_dim,
         f"{a}.vocab_size": config["vocab_size"],
     }
+    if a == "granite":
+        del metadata[f"{a}.attention.key_length"], metadata[f"{a}.attention.value_length"]
+    types = config.get("layer_types")
+    if types and len(set(types)) > 1 and a not in ("cohere2", "gpt-oss", "gemma2"):
+        metadata[f"{a}.attention.sliding_window_pattern"] = [
+            t == "sliding_attention" for t in types
+        ]
+    if a == "glm4moe":
+        metadata[f"{a}.expert_gating_func"] = 2
     optional = {
         "sliding_window": "attention.sliding_window",
         "num_local_experts": "expert_count",
@@ -163,12 +275,25 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         "moe_intermediate_size": "expert_feed_forward_length",
         "attn_logit_softcapping": "attn_logit_softcapping",
         "final_logit_softcapping": "final_logit_softcapping",
+        "n_routed_experts": "expert_count",
+        "n_shared_experts": "expert_shared_count",
+        "first_k_dense_replace": "leading_dense_block_count",
+        "routed_scaling_factor": "expert_weights_scale",
+        "norm_topk_prob": "expert_weights_norm",
+        "attention_multiplier": "attention.scale",
+        "embedding_multiplier": "embedding_scale",
+        "residual_multiplier": "residual_scale",
+        "logits_scaling": "logit_scale",
+        "logit_scale": "logit_scale",
+        "use_parallel_residual": "use_parallel_residual",
     }
     metadata |= {
         f"{a}.{theirs}": config[ours]
         for ours, theirs in optional.items()
         if config.get(ours) is not None
     }
+    if a == "qwen3moe":
+        del metadata[f"{a}.expert_weights_norm"]
     rope, tables = _rope(config, a, head_dim)
     return metadata | rope, tables
 
@@ -181,6 +306,11 @@ def _rope(
     dim = int(head_dim * r.get("partial_rotary_factor", 1.0))
     metadata = {f"{a}.rope.freq_base": float(r["rope_theta"]), f"{a}.rope.dimension_count": dim}
     kind = r["rope_type"]
+    if "alpha" in r:
+        metadata[f"{a}.rope.freq_base"] *= r["alpha"] ** (dim / (dim - 2))
+    if "llama_4_scaling_beta" in r:
+        metadata[f"{a}.attention.temperature_scale"] = r["llama_4_scaling_beta"]
+        metadata[f"{a}.rope.scaling.yarn_log_multiplier"] = r["mscale_all_dim"]
     if kind in ("linear", "yarn"):
         metadata |= {f"{a}.rope.scaling.type": kind, f"{a}.rope.scaling.factor": float(r["factor"])}
     if kind in ("yarn", "longrope"):

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import newer_mutations
 import numpy as np
 from checkpoints import randomise
 from drive import Driver
+from newer_mutations import ABSENT
 
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.families import read_config
@@ -26,7 +28,6 @@ from verbatim.model.load import load_model
 
 TOLERANCE = 1e-4
 TOKENS = np.random.default_rng(7).integers(3, 96, 12).tolist()
-ABSENT: Any = object()  # remove the key
 
 _BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -89,6 +90,9 @@ KIND = {
     "qwen3_moe": "Qwen3Moe",
 }
 FAMILIES = tuple(BASE)
+NEWER_FAMILIES = tuple(newer_mutations.KIND)
+BASE |= newer_mutations.bases(_BASE)
+KIND |= newer_mutations.KIND
 
 _FLAG = (True, False, None, ABSENT)
 _ACTS = (
@@ -251,6 +255,9 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "rope_theta": (100.0,),
     },
 }
+VALUES |= newer_mutations.values(_ROTARY, _ANY)
+# Families with one rope record per layer type, and their layers.
+NESTED = {"gemma3", "olmo3"}
 
 
 @dataclass(frozen=True)
@@ -303,7 +310,7 @@ def _mutate_rope(family: str, config: dict[str, Any], source: random.Random) -> 
     keys = list(names)
     for name in names:
         record = _record(source, head // 2)
-        if family == "gemma3" and name == "rope_parameters" and source.random() < 0.8:
+        if family in NESTED and name == "rope_parameters" and source.random() < 0.8:
             record = {_FULL: record, _SLIDING: _record(source, head // 2)}
             if source.random() < 0.2:
                 del record[source.choice([_FULL, _SLIDING])]

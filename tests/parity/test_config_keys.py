@@ -31,7 +31,28 @@ CLASSES = {
     "gemma3": "Gemma3",
     "phi3": "Phi3",
     "gpt2": "GPT2",
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "seed_oss": "SeedOss",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "ministral3": "Ministral3",
+    "mistral3": "Mistral3",
+    "exaone4": "Exaone4",
+    "cohere": "Cohere",
+    "cohere2": "Cohere2",
+    "glm4": "Glm4",
+    "ernie4_5": "Ernie4_5",
+    "arcee": "Arcee",
+    "gpt_neox": "GPTNeoX",
+    "starcoder2": "Starcoder2",
+    "stablelm": "StableLm",
+    "falcon": "Falcon",
+    "glm4_moe": "Glm4Moe",
+    "gpt_oss": "GptOss",
 }
+WRAPPERS = ("gemma3", "mistral3")
 # Keys whose default the class computes. The tables have none; the parity tests compare the result.
 COMPUTED = {"rope_parameters", "text_config", "vision_config", "layer_types", "mlp_only_layers"}
 
@@ -76,12 +97,18 @@ def test_the_tables_have_the_defaults_of_the_classes(family: str) -> None:
             assert key.default == default, field.name
 
 
-@pytest.mark.parametrize("family", [f for f in CLASSES if f not in ("gpt2", "gemma3")])
+@pytest.mark.parametrize("family", [f for f in CLASSES if f not in ("gpt2", *WRAPPERS)])
 def test_the_tables_have_the_rope_defaults_of_the_classes(family: str) -> None:
     table, kind = CONFIG_KEYS[family], config_class(family)
-    made = kind().rope_parameters
+    made = kind(rope_parameters={}).rope_parameters
     full = made.get("full_attention", made)
-    assert table["rope_theta"].default == full["rope_theta"]
+    theta, fraction = (
+        ("rotary_emb_base", "rotary_pct")
+        if family == "gpt_neox"
+        else ("rope_theta", "partial_rotary_factor")
+    )
+    assert table[theta].default == full["rope_theta"]
+    assert (table[fraction].default or 1.0) == full.get("partial_rotary_factor", 1.0)
     if family == "gemma3_text":
         assert table["rope_local_base_freq"].default == made["sliding_attention"]["rope_theta"]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mutations import FAMILIES, judge, mutations
+from mutations import FAMILIES, NEWER_FAMILIES, judge, mutations
 
 pytestmark = pytest.mark.torch
 
@@ -55,9 +55,16 @@ def test_six_mutated_configs_match_transformers_or_name_the_key(
     assert found["equal"] >= 2
 
 
+@pytest.mark.parametrize("family", NEWER_FAMILIES)
+def test_three_mutated_configs_of_newer_families_match_transformers_or_name_the_key(
+    family: str, tmp_path: Path
+) -> None:
+    check(family, 3, tmp_path / "model")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *NEWER_FAMILIES])
 def test_two_hundred_mutated_configs_match_transformers_or_name_the_key(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

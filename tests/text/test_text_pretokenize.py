@@ -41,6 +41,9 @@ NAMED_IN_THE_PLAN = [
     "olmo",
     "dbrx",
     "tekken",
+    # of the newer families, and of others that llama.cpp names
+    *("a.x-4.0", "chatglm-bpe", "exaone4", "falcon3", "glm4", "gpt-4o", "hunyuan"),
+    *("hunyuan-dense", "llama4", "megrez", "mellum", "midm-2.0", "minerva-7b", "seed-coder"),
 ]
 PIECES = [
     "a",
@@ -197,6 +200,9 @@ EXAMPLES = {
     "default": ("a==b 1234", ["a", "==", "b", " ", "123", "4"]),
     "gpt-4o": ("It's 12345", ["It's", " ", "123", "45"]),
     "stablelm2": ("e\u0301 12", ["e", "\u0301", " ", "1", "2"]),
+    "seed-coder": ("a 12!\n\nb", ["a", " ", "1", "2", "!", "\n\n", "b"]),
+    "chatglm-bpe": ("We'll 1234!\n", ["We", "'ll", " ", "123", "4", "!\n"]),
+    "hunyuan-dense": ("x=12日本", ["x", "=", "12", "日本"]),
 }
 
 

@@ -9,6 +9,7 @@ cannot express is rejected, with the field named.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
@@ -49,7 +50,9 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
     }
     if not spec.learned_positions:
         keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
-    keys |= _experts(spec) | _windows(spec) | _softcaps(spec)
+    keys |= _experts(spec) | _windows(spec) | _softcaps(spec) | _scales(spec)
+    if spec.family == "gptneox":
+        keys["use_parallel_residual"] = spec.parallel
     extra: list[Tensor] = []
     ropes = [layer.rope for layer in spec.layers if layer.rope is not None]
     if ropes:
@@ -62,11 +65,35 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
     count = max(layer.experts for layer in spec.layers)
     if not count:
         return {}
-    return {
+    keys: dict[str, Any] = {
         "expert_count": count,
         "expert_used_count": spec.experts_used,
         "expert_feed_forward_length": spec.expert_mlp,
     }
+    if spec.router == "sigmoid":
+        keys |= {
+            "expert_gating_func": 2,
+            "expert_weights_norm": spec.experts_renormalised,
+            "expert_weights_scale": float(spec.experts_scale),
+            "expert_shared_count": spec.shared_mlp // spec.expert_mlp,
+            "leading_dense_block_count": sum(not layer.experts for layer in spec.layers),
+        }
+    return keys
+
+
+def _scales(spec: ModelSpec) -> dict[str, Any]:
+    if spec.family == "granite":
+        return {
+            "embedding_scale": float(spec.embed_scale),
+            "attention.scale": float(spec.scale),
+            "residual_scale": float(spec.residual_scale),
+            "logit_scale": 1.0 / spec.logit_scale,  # the file's number divides
+        }
+    if spec.family in ("command-r", "cohere2"):
+        return {"logit_scale": float(spec.logit_scale)}
+    if spec.query_scale_beta:
+        return {"attention.temperature_scale": float(spec.query_scale_beta)}
+    return {}
 
 
 def _windows(spec: ModelSpec) -> dict[str, Any]:
@@ -74,7 +101,7 @@ def _windows(spec: ModelSpec) -> dict[str, Any]:
     if not windows:
         return {}
     keys: dict[str, Any] = {"attention.sliding_window": max(w for w in windows if w)}
-    if spec.family == "gemma3":
+    if spec.family in ("gemma3", "olmo2", "exaone4"):
         keys["attention.sliding_window_pattern"] = [
             layer.window is not None for layer in spec.layers
         ]
@@ -102,7 +129,7 @@ def _rope(
     )
     theta = float(whole["rope_theta"])
     keys: dict[str, Any] = {"rope.dimension_count": rope.dim, "rope.freq_base": theta}
-    if spec.family == "gemma3":
+    if local is not whole:
         keys["rope.freq_base_swa"] = float(local["rope_theta"])
     kind = whole["rope_type"]
     extra: list[Tensor] = []
@@ -118,10 +145,16 @@ def _rope(
             keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": factor} | _original(whole)
             names = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
             keys |= {f"rope.scaling.{key}": float(whole[ours]) for ours, key in names.items()}
-            # GGUF's attn_factor multiplies the magnitude that yarn computes.
-            keys["rope.scaling.attn_factor"] = rope.attention_factor / (
-                1 + 0.1 * math.log(max(factor, 1.0))
-            )
+            if spec.family == "mistral3" and whole.get("mscale") == 1:
+                magnitude = float(whole.get("mscale_all_dim") or 0)
+                keys["rope.scaling.yarn_log_multiplier"] = magnitude
+            else:  # attn_factor multiplies the magnitude that yarn computes
+                keys["rope.scaling.attn_factor"] = rope.attention_factor / (
+                    1 + 0.1 * math.log(max(factor, 1.0))
+                )
+        case "ntk_alpha":
+            growth = float(whole["alpha"]) ** (rope.dim / max(rope.dim - 2, 1))
+            keys["rope.freq_base"] = theta * growth
         case "longrope":
             keys |= _original(whole)
             keys["rope.scaling.attn_factor"] = rope.attention_factor
@@ -160,34 +193,30 @@ def model_tensors(model: Model) -> Iterator[Tensor]:
     of llama interleaved, the norm offset added to the norms."""
     spec = model.spec
     arch = ARCHITECTURE.get(spec.family, spec.family)
+    two_norms = spec.parallel and not spec.shared_norm
     fused: dict[str, list[Tensor]] = {}
-    counts: dict[str, int] = {}
-    for name in layout(spec):
-        key = gguf_source(arch, name).names[0]
-        counts[key] = counts.get(key, 0) + 1
-    for name in layout(spec):
-        source = gguf_source(arch, name)
+    sources = {name: gguf_source(arch, name, two_norms=two_norms) for name in layout(spec)}
+    counts = Counter(source.names[0] for source in sources.values())
+    rotated = next((layer.rope.dim for layer in spec.layers if layer.rope), 0)
+    for name, source in sources.items():
         key = source.names[0]
         tensor = model.weights[name]
         if name.endswith("norm") and spec.norm_offset:
             tensor = _vector(key, tensor.to_f32() + np.float32(spec.norm_offset))
         if source.permuted:
-            tensor = _interleaved(tensor, spec.head_dim // 2)
+            tensor = _interleaved(tensor, spec.head_dim, rotated)
         fused.setdefault(key, []).append(tensor)
         if len(fused[key]) == counts[key]:
             yield _joined(key, fused.pop(key))
 
 
-def _interleaved(tensor: Tensor, half: int) -> Tensor:
-    """Interleave rows j and j + d/2 of each head, the inverse of what the GGUF loader does for
-    llama."""
-    pairs = tensor.data.reshape(tensor.shape[0] // (2 * half), 2, half, -1)
-    return Tensor(
-        tensor.name,
-        tensor.type,
-        tensor.shape,
-        np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(-1),
-    )
+def _interleaved(tensor: Tensor, head: int, rotated: int) -> Tensor:
+    """Interleave rows j and j + d/2 of the rotated part of each head, the inverse of what the
+    GGUF loader does for such architectures."""
+    heads = tensor.data.reshape(tensor.shape[0] // head, head, -1)
+    pairs = heads[:, :rotated].reshape(len(heads), 2, rotated // 2, -1).swapaxes(1, 2)
+    data = np.concatenate([pairs.reshape(len(heads), rotated, -1), heads[:, rotated:]], axis=1)
+    return Tensor(tensor.name, tensor.type, tensor.shape, data.reshape(-1))
 
 
 def _joined(name: str, parts: list[Tensor]) -> Tensor:

@@ -9,211 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from verbatim.model.config_key_parts import (
+    COMMON_KEYS,
+    FULL_ONLY,
+    IMAGES,
+    LABELS,
+    NO_BIAS,
+    NO_WINDOW,
+    ROUTER,
+    WINDOW_TYPES,
+    llama_keys,
+    rope_keys,
+    sizes,
+)
+from verbatim.model.config_keys_dense import DENSE_KEYS
+from verbatim.model.config_keys_other import OTHER_KEYS
 from verbatim.model.keys import Key, Table, alias, followed, must_equal, no_effect
 
-_GENERATION = no_effect("default of a generation setting; requests set their own")
-_METADATA = no_effect("metadata")
-_TRAINING = no_effect("training only")
-_OUTPUT = no_effect("chooses what a call returns, not the logits")
-_KERNEL = no_effect("choice of kernel in transformers")
-_LABELS = no_effect("classification heads only")
-
-_GENERATION_KEYS = [
-    "assistant_confidence_threshold",
-    "assistant_lookbehind",
-    "bad_words_ids",
-    "begin_suppress_tokens",
-    "diversity_penalty",
-    "do_sample",
-    "early_stopping",
-    "encoder_no_repeat_ngram_size",
-    "encoder_repetition_penalty",
-    "epsilon_cutoff",
-    "eta_cutoff",
-    "exponential_decay_length_penalty",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "length_penalty",
-    "max_length",
-    "min_length",
-    "no_repeat_ngram_size",
-    "num_assistant_tokens",
-    "num_assistant_tokens_schedule",
-    "num_beam_groups",
-    "num_beams",
-    "num_return_sequences",
-    "output_scores",
-    "remove_invalid_values",
-    "repetition_penalty",
-    "return_dict_in_generate",
-    "suppress_tokens",
-    "target_lookbehind",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
-]
-
-# Keys that any config may hold: fields of transformers' base class and of its older versions.
-COMMON_KEYS: dict[str, Key] = {
-    **dict.fromkeys(_GENERATION_KEYS, _GENERATION),
-    "model_type": followed("chooses the family"),
-    "eos_token_id": followed("stop tokens, together with those of generation_config.json"),
-    "bos_token_id": no_effect("the tokenizer's own setting decides"),
-    "pad_token_id": no_effect("sequences are not padded"),
-    "sep_token_id": no_effect("not used in a causal model"),
-    "decoder_start_token_id": no_effect("not used in a causal model"),
-    "use_cache": no_effect("the KV cache is always used, and changes no logits"),
-    "architectures": no_effect("the tensors decide which head the file has"),
-    "dtype": no_effect("the tensors have their own types"),
-    "torch_dtype": no_effect("the tensors have their own types"),
-    "transformers_version": _METADATA,
-    "name_or_path": _METADATA,
-    "_name_or_path": _METADATA,
-    "_commit_hash": _METADATA,
-    "tokenizer_class": no_effect("read with the tokenizer"),
-    "auto_map": no_effect("names code beside the model, which is never run"),
-    "prefix": _METADATA,
-    "task_specific_params": no_effect(
-        "default of a generation setting; requests set their own", private=True
-    ),
-    "id2label": _LABELS,
-    "label2id": _LABELS,
-    "num_labels": _LABELS,
-    "problem_type": _LABELS,
-    "classifier_dropout": _LABELS,
-    "hidden_dropout": _LABELS,
-    "output_hidden_states": _OUTPUT,
-    "output_attentions": _OUTPUT,
-    "_output_attentions": _OUTPUT,
-    "return_dict": _OUTPUT,
-    "tie_last_hidden_states": _OUTPUT,
-    "chunk_size_feed_forward": no_effect("splits the MLP into chunks, with equal results"),
-    "attn_implementation": _KERNEL,
-    "_attn_implementation": _KERNEL,
-    "_attn_implementation_internal": _KERNEL,
-    "experts_implementation": _KERNEL,
-    "_experts_implementation": _KERNEL,
-    "_experts_implementation_internal": _KERNEL,
-    "distributed_config": _KERNEL,
-    "cache_implementation": _KERNEL,
-    "initializer_range": _TRAINING,
-    "gradient_checkpointing": _TRAINING,
-    "attention_dropout": _TRAINING,
-    "pretraining_tp": no_effect(
-        "splits matrix products, with equal results; unused by transformers 5"
-    ),
-    "is_decoder": no_effect("decoder-only families are decoders", private=True),
-    "is_encoder_decoder": must_equal(False, note="there is no encoder"),
-    "add_cross_attention": must_equal(False, note="there is no encoder to attend to"),
-    "is_causal": must_equal(True, note="attention is causal; encoders are not supported"),
-    "use_bidirectional_attention": must_equal(
-        False, note="attention is causal; encoders are not supported"
-    ),
-    "per_layer_config": must_equal({}, note="all layers share the config's numbers"),
-    "quantization_config": must_equal(
-        note="an object is followed when the weights are read; nothing else has a meaning"
-    ),
-    "fusion_config": must_equal(note="the weights are read under their usual names"),
-    "transformers_weights": must_equal(note="the weights are read from the usual files"),
-    # written by older versions of transformers and by tools; found in many published configs
-    "finetuning_task": no_effect("metadata", private=True),
-    "output_past": no_effect("chooses what a call returns, not the logits", private=True),
-    "torchscript": no_effect("export only", private=True),
-    "use_bfloat16": no_effect("TensorFlow only", private=True),
-    "tf_legacy_loss": no_effect("TensorFlow only", private=True),
-    "tie_encoder_decoder": no_effect("there is no encoder", private=True),
-    "cross_attention_hidden_size": must_equal(
-        note="there is no encoder to attend to", private=True
-    ),
-    "pruned_heads": must_equal({}, note="all heads of all layers are used", private=True),
-    "compression_config": must_equal(note="the weights are read as they are", private=True),
-    "is_llama_config": no_effect("metadata", private=True),
-    "max_sequence_length": no_effect("`max_position_embeddings` decides", private=True),
-    "model_max_length": no_effect("`max_position_embeddings` decides", private=True),
-    "seq_length": no_effect("`max_position_embeddings` decides", private=True),
-    "_attn_implementation_autoset": no_effect("choice of kernel in transformers", private=True),
-    "_flash_attn_2_enabled": no_effect("choice of kernel in transformers", private=True),
-    "use_flash_attn": no_effect("choice of kernel", private=True),
-    "_from_model_config": no_effect("metadata", private=True),
-    "_num_labels": no_effect("classification heads only", private=True),
-    "_pre_quantization_dtype": no_effect("metadata", private=True),
-    "unsloth_fixed": no_effect("metadata", private=True),
-    "unsloth_version": no_effect("metadata", private=True),
-    "transformers.js_config": no_effect("metadata", private=True),
-    "bos_token": no_effect("the tokenizer's own setting decides", private=True),
-    "eos_token": no_effect("the tokenizer's own setting decides", private=True),
-    "pad_token": no_effect("sequences are not padded", private=True),
-    "rope_interleaved": must_equal(
-        False, note="rotary halves, not interleaved pairs", private=True
-    ),
-    "use_mrope": must_equal(False, note="positions are one number per token", private=True),
-    "qk_layernorm": must_equal(False, note="no layer norm of queries and keys", private=True),
-    "lm_head_bias": must_equal(False, note="the head has no bias", private=True),
-    "attn_pdrop": no_effect("training only"),
-    "embd_pdrop": no_effect("training only"),
-    "resid_pdrop": no_effect("training only"),
-}
-
-
-def _sizes(
-    vocab: int, hidden: int, mlp: int, layers: int, heads: int, kv: int | None, context: int
-) -> dict[str, Key]:
-    return {
-        "vocab_size": followed("rows of the embedding", vocab),
-        "hidden_size": followed("width of the model", hidden),
-        "intermediate_size": followed("inner width of the MLP", mlp),
-        "num_hidden_layers": followed("layers", layers),
-        "num_attention_heads": followed("query heads", heads),
-        "num_key_value_heads": followed(
-            "key and value heads; null: as many as query heads", kv, nullable=True
-        ),
-        "max_position_embeddings": followed(
-            "context, and the trained length of rope scalings", context
-        ),
-    }
-
-
-def _rope(theta: float, *, partial: bool = False, original: int | None = None) -> dict[str, Key]:
-    return {
-        "rope_parameters": followed("rotary positions; see the rope table"),
-        "rope_scaling": followed(
-            "older name of `rope_parameters`; replaces it where both are present"
-        ),
-        "rope_theta": followed("base of the frequencies, where the rope record has none", theta),
-        "partial_rotary_factor": followed(
-            "rotated fraction of a head, where the rope record has none"
-        )
-        if partial
-        else must_equal(1.0, 1, note="whole heads are rotated, as in transformers"),
-        "original_max_position_embeddings": followed("wins over the rope record's value", original),
-    }
-
-
-def _llama(head_dim: Key | None = None) -> dict[str, Key]:
-    return {
-        "rms_norm_eps": followed("epsilon of the norms", 1e-6),
-        "hidden_act": followed("activation of the MLP", "silu"),
-        "head_dim": head_dim or followed("size of a head; null: hidden_size / num_attention_heads"),
-        "tie_word_embeddings": followed(
-            "the head is the embedding, unless the file has another head", False
-        ),
-    }
-
-
-_FULL_ONLY = followed("checked: every layer is full_attention")
-_WINDOW_TYPES = followed(
-    "checked: sliding_attention in every layer with a window, else full_attention"
-)
-_NO_BIAS = must_equal(False, note="no biases in this family, as in transformers")
-_NO_WINDOW = must_equal(note="no sliding window in this family, as in transformers")
-
-_ROUTER = {
-    "output_router_logits": _OUTPUT,
-    "router_aux_loss_coef": _TRAINING,
-    "router_jitter_noise": _TRAINING,
-}
-_QWEN_WINDOWS = {
+QWEN_WINDOWS = {
     "use_sliding_window": followed("turns the windows on", False),
     "sliding_window": followed(
         "window of the layers from max_window_layers on; null: none", 4096, nullable=True
@@ -221,7 +34,7 @@ _QWEN_WINDOWS = {
     "max_window_layers": followed("first layer with a window", 28),
     "layer_types": followed("window or none, layer by layer"),
 }
-_GEMMA: dict[str, Key] = {
+GEMMA: dict[str, Key] = {
     "rms_norm_eps": followed("epsilon of the norms", 1e-6),
     "hidden_activation": followed("activation of the MLP", "gelu_pytorch_tanh"),
     "hidden_act": no_effect(
@@ -232,7 +45,7 @@ _GEMMA: dict[str, Key] = {
         "the head is the embedding, unless the file has another head", True
     ),
     "attention_bias": followed("biases of q, k, v and o", False),
-    "mlp_bias": _NO_BIAS,
+    "mlp_bias": NO_BIAS,
     "query_pre_attn_scalar": followed("queries are divided by its square root", 256),
     "sliding_window": followed("window of the sliding_attention layers", 4096, nullable=True),
     "layer_types": followed("window or none, layer by layer"),
@@ -242,56 +55,56 @@ _GEMMA: dict[str, Key] = {
 CONFIG_KEYS: dict[str, Table] = {
     "llama": {
         **COMMON_KEYS,
-        **_sizes(32000, 4096, 11008, 32, 32, None, 2048),
-        **_rope(10000.0),
-        **_llama(),
+        **sizes(32000, 4096, 11008, 32, 32, None, 2048),
+        **rope_keys(10000.0),
+        **llama_keys(),
         "attention_bias": followed("biases of q, k, v and o", False),
         "mlp_bias": followed("biases of the MLP", False),
-        "sliding_window": _NO_WINDOW,
-        "layer_types": _FULL_ONLY,
+        "sliding_window": NO_WINDOW,
+        "layer_types": FULL_ONLY,
     },
     "mistral": {
         **COMMON_KEYS,
-        **_sizes(32000, 4096, 14336, 32, 32, 8, 131072),
-        **_rope(10000.0),
-        **_llama(),
-        "attention_bias": _NO_BIAS,
-        "mlp_bias": _NO_BIAS,
+        **sizes(32000, 4096, 14336, 32, 32, 8, 131072),
+        **rope_keys(10000.0),
+        **llama_keys(),
+        "attention_bias": NO_BIAS,
+        "mlp_bias": NO_BIAS,
         "sliding_window": followed("window of every layer; null: none", 4096, nullable=True),
-        "layer_types": _WINDOW_TYPES,
+        "layer_types": WINDOW_TYPES,
     },
     "qwen2": {
         **COMMON_KEYS,
-        **_sizes(151936, 4096, 22016, 32, 32, 32, 32768),
-        **_rope(10000.0),
-        **_llama(),
-        **_QWEN_WINDOWS,
+        **sizes(151936, 4096, 22016, 32, 32, 32, 32768),
+        **rope_keys(10000.0),
+        **llama_keys(),
+        **QWEN_WINDOWS,
         "attention_bias": no_effect("q, k, v have biases always, o never, as in transformers"),
-        "mlp_bias": _NO_BIAS,
+        "mlp_bias": NO_BIAS,
     },
     "qwen3": {
         **COMMON_KEYS,
-        **_sizes(151936, 4096, 22016, 32, 32, 32, 32768),
-        **_rope(10000.0),
-        **_llama(followed("size of a head", 128)),
-        **_QWEN_WINDOWS,
+        **sizes(151936, 4096, 22016, 32, 32, 32, 32768),
+        **rope_keys(10000.0),
+        **llama_keys(followed("size of a head", 128)),
+        **QWEN_WINDOWS,
         "attention_bias": followed("biases of q, k, v and o", False),
-        "mlp_bias": _NO_BIAS,
+        "mlp_bias": NO_BIAS,
     },
     "qwen3_moe": {
         **COMMON_KEYS,
-        **_ROUTER,
-        **_sizes(151936, 2048, 6144, 24, 32, 4, 32768),
-        **_rope(10000.0),
-        **_llama(),
+        **ROUTER,
+        **sizes(151936, 2048, 6144, 24, 32, 4, 32768),
+        **rope_keys(10000.0),
+        **llama_keys(),
         "attention_bias": followed("biases of q, k, v and o", False),
-        "mlp_bias": _NO_BIAS,
+        "mlp_bias": NO_BIAS,
         "use_sliding_window": followed("turns the window on, in every layer", False),
         "sliding_window": followed(
             "window of every layer where use_sliding_window; null: none", 4096, nullable=True
         ),
         "max_window_layers": followed("checked: 0 where use_sliding_window; else without effect"),
-        "layer_types": _WINDOW_TYPES,
+        "layer_types": WINDOW_TYPES,
         "num_experts": followed("experts of a layer", 128),
         "num_local_experts": alias("num_experts"),
         "num_experts_per_tok": followed("experts used per token", 8),
@@ -304,24 +117,24 @@ CONFIG_KEYS: dict[str, Table] = {
     },
     "mixtral": {
         **COMMON_KEYS,
-        **_ROUTER,
-        **_sizes(32000, 4096, 14336, 32, 32, 8, 131072),
-        **_rope(1e6),
-        **_llama(),
+        **ROUTER,
+        **sizes(32000, 4096, 14336, 32, 32, 8, 131072),
+        **rope_keys(1e6),
+        **llama_keys(),
         "rms_norm_eps": followed("epsilon of the norms", 1e-5),
-        "attention_bias": _NO_BIAS,
-        "mlp_bias": _NO_BIAS,
+        "attention_bias": NO_BIAS,
+        "mlp_bias": NO_BIAS,
         "sliding_window": followed("window of every layer; null: none", nullable=True),
-        "layer_types": _WINDOW_TYPES,
+        "layer_types": WINDOW_TYPES,
         "num_local_experts": followed("experts of a layer", 8),
         "num_experts": alias("num_local_experts"),
         "num_experts_per_tok": followed("experts used per token", 2),
     },
     "gemma2": {
         **COMMON_KEYS,
-        **_sizes(256000, 2304, 9216, 26, 8, 4, 8192),
-        **_rope(10000.0),
-        **_GEMMA,
+        **sizes(256000, 2304, 9216, 26, 8, 4, 8192),
+        **rope_keys(10000.0),
+        **GEMMA,
         "attn_logit_softcapping": followed(
             "cap of attention scores; null: none", 50.0, nullable=True
         ),
@@ -329,9 +142,9 @@ CONFIG_KEYS: dict[str, Table] = {
     },
     "gemma3_text": {
         **COMMON_KEYS,
-        **_sizes(262208, 2304, 9216, 26, 8, 4, 131072),
-        **_rope(1e6),
-        **_GEMMA,
+        **sizes(262208, 2304, 9216, 26, 8, 4, 131072),
+        **rope_keys(1e6),
+        **GEMMA,
         "rope_parameters": followed(
             "one rope record per layer type: full_attention, sliding_attention"
         ),
@@ -353,26 +166,26 @@ CONFIG_KEYS: dict[str, Table] = {
     "gemma3": {
         **COMMON_KEYS,
         "text_config": followed("the language model: see gemma3_text"),
-        "vision_config": no_effect("images are not read"),
+        "vision_config": IMAGES,
         "tie_word_embeddings": followed("wins over text_config's value", True),
-        "mm_tokens_per_image": no_effect("images are not read"),
-        "boi_token_index": no_effect("images are not read"),
-        "eoi_token_index": no_effect("images are not read"),
-        "image_token_index": no_effect("images are not read"),
-        "boi_token_id": no_effect("images are not read"),
-        "eoi_token_id": no_effect("images are not read"),
-        "image_token_id": no_effect("images are not read"),
+        "mm_tokens_per_image": IMAGES,
+        "boi_token_index": IMAGES,
+        "eoi_token_index": IMAGES,
+        "image_token_index": IMAGES,
+        "boi_token_id": IMAGES,
+        "eoi_token_id": IMAGES,
+        "image_token_id": IMAGES,
     },
     "phi3": {
         **COMMON_KEYS,
-        **_sizes(32064, 3072, 8192, 32, 32, None, 4096),
-        **_rope(10000.0, partial=True, original=4096),
-        **_llama(),
+        **sizes(32064, 3072, 8192, 32, 32, None, 4096),
+        **rope_keys(10000.0, partial=True, original=4096),
+        **llama_keys(),
         "rms_norm_eps": followed("epsilon of the norms", 1e-5),
-        "attention_bias": _NO_BIAS,
-        "mlp_bias": _NO_BIAS,
+        "attention_bias": NO_BIAS,
+        "mlp_bias": NO_BIAS,
         "sliding_window": followed("window of every layer; null: none", nullable=True),
-        "layer_types": _WINDOW_TYPES,
+        "layer_types": WINDOW_TYPES,
     },
     "gpt2": {
         **COMMON_KEYS,
@@ -396,15 +209,17 @@ CONFIG_KEYS: dict[str, Table] = {
         "tie_word_embeddings": followed(
             "the head is the embedding, unless the file has another head", True
         ),
-        "layer_types": _FULL_ONLY,
-        "sliding_window": _NO_WINDOW,
-        "summary_type": _LABELS,
-        "summary_use_proj": _LABELS,
-        "summary_activation": _LABELS,
-        "summary_proj_to_labels": _LABELS,
-        "summary_first_dropout": _LABELS,
+        "layer_types": FULL_ONLY,
+        "sliding_window": NO_WINDOW,
+        "summary_type": LABELS,
+        "summary_use_proj": LABELS,
+        "summary_activation": LABELS,
+        "summary_proj_to_labels": LABELS,
+        "summary_first_dropout": LABELS,
         "n_ctx": no_effect("older name; `n_positions` decides", private=True),
     },
+    **DENSE_KEYS,
+    **OTHER_KEYS,
 }
 
 # --------------------------------------------------------------------------------------- rope
@@ -416,7 +231,9 @@ _ANY: dict[str, Key] = {
     "rope_type": followed("kind of scaling", "default"),
     "type": followed("older name of `rope_type`, which wins"),
     "rope_theta": followed("base of the frequencies"),
-    "partial_rotary_factor": followed("rotated fraction of a head (phi3); other families need 1.0"),
+    "partial_rotary_factor": followed(
+        "rotated fraction of a head (phi3, glm4, glm4_moe, gpt_neox, stablelm); others need 1.0"
+    ),
     "mrope_section": must_equal(note="positions are one number per token"),
     "finetuned": no_effect("metadata", private=True),
 }
@@ -453,6 +270,20 @@ ROPE_KEYS: dict[str, Table] = {
             "divisors where the engine's context is at most the trained length"
         ),
         "long_factor": followed("divisors where the engine's context is longer"),
+    },
+}
+
+
+# Keys of rope records that one family has, with any rope_type.
+ROPE_EXTRA: dict[str, Table] = {
+    "ministral3": {
+        "llama_4_scaling_beta": followed(
+            "queries at position p are multiplied by 1 + beta ln(1 + floor(p / trained length))"
+        ),
+        "max_position_embeddings": no_effect("the config's own value decides"),
+    },
+    "hunyuan_v1_dense": {
+        "alpha": followed("with dynamic: theta is multiplied by alpha ** (d / (d - 2))"),
     },
 }
 

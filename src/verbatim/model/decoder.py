@@ -36,13 +36,14 @@ class Ops(Protocol[Rows]):
 
     def norm(self, x: Rows, name: str) -> Rows:
         """[rows, H]: spec.norm over the row, with epsilon spec.norm_eps, weight `name` +
-        spec.norm_offset, and `name`.bias for layer norms."""
+        spec.norm_offset, and `name`.bias for layer norms if spec.norm_bias."""
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
         """[rows, Q], [rows, K], [rows, K]: projections of the layer, biased if spec.qkv_bias."""
 
     def head_norm(self, x: Rows, name: str) -> Rows:
-        """RMS norm over the head_dim values of each head; weight `name` + spec.norm_offset."""
+        """RMS norm over the head_dim values of each head, or over the whole row if spec.qk_norm is
+        width; weight `name` + spec.norm_offset."""
 
     def rope(self, x: Rows, layer: int) -> Rows:
         """Rotate each head by the angles of the row's position: halves (a, b) ->
@@ -51,28 +52,34 @@ class Ops(Protocol[Rows]):
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int) -> Rows:
         """[rows, Q]: write k and v of every row into the KV cache, then compute attention of each
         row over the positions of its own sequence inside the layer's window, itself included.
-        Score: softcap(scale · q·k), then softmax."""
+        Score: softcap(scale · q·k), then softmax. If spec.query_scale_beta, q is first multiplied
+        by rope.query_scales of the position. If spec.sinks, the softmax has one more term per
+        head, exp(sink), whose value is zero."""
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         """x · weightᵀ (+ `name`.bias): [rows, out]."""
 
-    def mlp(self, h: Rows, layer: int) -> Rows:
+    def mlp(self, h: Rows, name: str) -> Rows:
         """[rows, H]: down(act(gate(h)) · up(h)), or down(act(up(h))) if not spec.gated; biased if
-        spec.mlp_bias."""
+        spec.mlp_bias. `name`: layers.{i}.mlp or layers.{i}.shared."""
 
     def moe(self, h: Rows, layer: int) -> Rows:
-        """[rows, H]: softmax of the router over all experts, then the top experts_used of them
-        (ties go to the lower index), renormalised to sum to 1 if experts_renormalised. The result
-        is the weighted sum of those experts' gated MLPs, added in order of rank."""
+        """[rows, H]: spec.router of the router's logits (+ bias if spec.router_bias) gives a weight
+        per expert. The top experts_used by weight (+ choice_bias if spec.choice_bias; ties go to
+        the lower index) are used. Their weights are renormalised to sum to 1 if
+        experts_renormalised, then multiplied by experts_scale. The result is the weighted sum of
+        those experts' gated MLPs (biased if spec.expert_bias), added in order of rank."""
 
-    def add(self, x: Rows, y: Rows) -> Rows: ...
+    def add(self, x: Rows, y: Rows) -> Rows:
+        """x + y · spec.residual_scale."""
 
     def take(self, x: Rows, which: Literal["outputs", "logits"]) -> Rows:
         """Select rows. "outputs": rows whose final hidden state is needed; "logits": those outputs
         whose logits are needed."""
 
     def head(self, h: Rows) -> Rows:
-        """[outputs, V]: h · headᵀ (embedᵀ if spec.tied), then softcap if spec.logit_softcap."""
+        """[outputs, V]: h · headᵀ (embedᵀ if spec.tied), times spec.logit_scale, then softcap if
+        spec.logit_softcap."""
 
 
 def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
@@ -81,27 +88,45 @@ def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
     if spec.learned_positions:
         x = ops.add(x, ops.positions())
     for i in range(len(spec.layers)):
-        x = ops.add(x, _attention(spec, ops, x, i))
-        x = ops.add(x, _mixer(spec, ops, x, i))
+        x = _parallel(spec, ops, x, i) if spec.parallel else _sequential(spec, ops, x, i)
     h = ops.norm(ops.take(x, "outputs"), "final_norm")
     return h, ops.head(ops.take(h, "logits"))
 
 
-def _attention(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
+def _sequential(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
+    layer = f"layers.{i}"
+    h = ops.norm(x, f"{layer}.attn_norm") if spec.pre_norms else x
+    a = _attention(spec, ops, h, i)
+    x = ops.add(x, ops.norm(a, f"{layer}.attn_post_norm") if spec.post_norms else a)
+    h = ops.norm(x, f"{layer}.mlp_norm") if spec.pre_norms else x
+    if not spec.layers[i].experts:
+        y = ops.mlp(h, f"{layer}.mlp")
+        return ops.add(x, ops.norm(y, f"{layer}.mlp_post_norm") if spec.post_norms else y)
+    # `add` may write into x, which h may read: compute both parts before the first addition.
+    shared = ops.mlp(h, f"{layer}.shared") if spec.shared_mlp else None
+    x = ops.add(x, ops.moe(h, i))
+    return x if shared is None else ops.add(x, shared)
+
+
+def _parallel(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
     layer = f"layers.{i}"
     h = ops.norm(x, f"{layer}.attn_norm")
+    a = _attention(spec, ops, h, i)
+    y = ops.mlp(h if spec.shared_norm else ops.norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp")
+    return ops.add(ops.add(x, a), y)
+
+
+def _attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
+    layer = f"layers.{i}"
     q, k, v = ops.qkv(h, i)
-    if spec.qk_norm:
-        q = ops.head_norm(q, f"{layer}.attn.q_norm")
-        k = ops.head_norm(k, f"{layer}.attn.k_norm")
+    if spec.qk_norm in ("head", "width"):
+        q, k = _qk_norm(ops, q, k, layer)
     if spec.layers[i].rope is not None:
         q, k = ops.rope(q, i), ops.rope(k, i)
-    o = ops.linear(ops.attend(q, k, v, i), f"{layer}.attn.o", spec.out_bias)
-    return ops.norm(o, f"{layer}.attn_post_norm") if spec.post_norms else o
+    if spec.qk_norm == "rotated_head":
+        q, k = _qk_norm(ops, q, k, layer)
+    return ops.linear(ops.attend(q, k, v, i), f"{layer}.attn.o", spec.out_bias)
 
 
-def _mixer(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
-    layer = f"layers.{i}"
-    h = ops.norm(x, f"{layer}.mlp_norm")
-    y = ops.moe(h, i) if spec.layers[i].experts else ops.mlp(h, i)
-    return ops.norm(y, f"{layer}.mlp_post_norm") if spec.post_norms else y
+def _qk_norm(ops: Ops[Rows], q: Rows, k: Rows, layer: str) -> tuple[Rows, Rows]:
+    return ops.head_norm(q, f"{layer}.attn.q_norm"), ops.head_norm(k, f"{layer}.attn.k_norm")

@@ -76,6 +76,23 @@ _MOE: dict[str, Key] = {
     "interleave_moe_layer_step": must_equal(0, 1, note="every layer is a mixture"),
 }
 _GEMMA = {"final_logit_softcapping": followed("cap of logits; 0: none")}
+_LAYER_NORM: dict[str, Key] = {
+    **_ROTARY,
+    "attention.layer_norm_epsilon": followed("epsilon of the norms"),
+    "attention.layer_norm_rms_epsilon": no_effect("the norms are layer norms"),
+}
+_PARALLEL = "attention and MLP read the same residual"
+
+
+def _pattern(period: int, what: str) -> dict[str, Key]:
+    """Windows of some layers. `what`: remark on the layers without one."""
+    return {
+        "attention.sliding_window": followed(f"window of the sliding layers; 0: none{what}"),
+        "attention.sliding_window_pattern": followed(
+            "layer period: every N-th layer is full attention; or one flag per layer", period
+        ),
+    }
+
 
 GGUF_KEYS: dict[str, Table] = {
     "llama": {**_ROTARY, **_MOE},
@@ -107,6 +124,64 @@ GGUF_KEYS: dict[str, Table] = {
     },
     "phi3": {**_ROTARY},
     "gpt2": {**_FIRST, "attention.layer_norm_epsilon": followed("epsilon of the norms")},
+    "smollm3": {**_ROTARY},
+    "granite": {
+        **_ROTARY,
+        "attention.scale": followed("multiplies the scores of attention; 0: 1 / root of a head"),
+        "embedding_scale": followed("multiplies the embeddings; 0: not scaled"),
+        "residual_scale": followed("multiplies the outputs of attention and MLP; 0: not scaled"),
+        "logit_scale": followed("divides the logits"),
+        "rope.scaling.finetuned": must_equal(True, note="positions are rotary"),
+    },
+    "olmo2": {
+        **_ROTARY,
+        **_pattern(4, "; rope scaling applies to full layers only"),
+        "rope.freq_base_swa": followed("base of the frequencies of sliding layers"),
+    },
+    "seed_oss": {**_ROTARY},
+    "hunyuan-dense": {**_ROTARY},
+    "mistral3": {
+        **_ROTARY,
+        "attention.temperature_scale": followed(
+            "queries at position p are multiplied by 1 + this ln(1 + floor(p / trained length))"
+        ),
+        "rope.scaling.yarn_log_multiplier": followed(
+            "cosines and sines are divided by 0.1 this ln(factor) + 1"
+        ),
+    },
+    "exaone4": {**_ROTARY, **_pattern(4, "; full layers then have no rotary positions")},
+    "command-r": {**_LAYER_NORM, "logit_scale": followed("multiplies the logits")},
+    "cohere2": {
+        **_LAYER_NORM,
+        **_pattern(4, "; full layers have no rotary positions"),
+        "logit_scale": followed("multiplies the logits"),
+    },
+    "glm4": {**_ROTARY},
+    "ernie4_5": {**_ROTARY},
+    "arcee": {**_ROTARY},
+    "gptneox": {**_LAYER_NORM, "use_parallel_residual": followed(_PARALLEL)},
+    "starcoder2": {**_LAYER_NORM},
+    "stablelm": {
+        **_LAYER_NORM,
+        "use_parallel_residual": no_effect("the norms in the file decide"),
+    },
+    "falcon": {**_LAYER_NORM},
+    "glm4moe": {
+        **_ROTARY,
+        **_MOE,
+        "expert_shared_count": followed("inner width of the shared MLP, in experts"),
+        "expert_gating_func": must_equal(0, 2, note="sigmoid"),
+        "expert_weights_scale": followed("multiplies the weights of the chosen experts; 0: 1"),
+        "expert_weights_norm": followed("weights of the chosen experts sum to 1", False),
+        "leading_dense_block_count": followed("first layers with a dense MLP", 0),
+        "nextn_predict_layers": followed("last layers, which draft tokens and are not used", 0),
+    },
+    "gpt-oss": {
+        **_ROTARY,
+        **_MOE,
+        **_pattern(2, ""),
+        "expert_gating_func": must_equal(0, 1, 3, note="softmax"),
+    },
 }
 
 # Namespaces other than ARCH.* and their use. None of them changes logits.

@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from verbatim.model.config_keys import COMMON_KEYS, CONFIG_KEYS, ROPE_KEYS
+from verbatim.model.config_key_parts import COMMON_KEYS
+from verbatim.model.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, NAMESPACES
 from verbatim.model.keys import Key, Table
 
@@ -84,6 +85,8 @@ def document() -> str:
     ]
     for kind, table in ROPE_KEYS.items():
         lines += [f"### {kind}", "", *_table(sorted(table.items()))]
+    for family, table in ROPE_EXTRA.items():
+        lines += [f"### Further keys of {family}", "", *_table(sorted(table.items()))]
     lines += [
         "## GGUF: keys outside the architecture's namespace",
         "",

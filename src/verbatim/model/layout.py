@@ -21,7 +21,8 @@ HF_KEY_NAMES = {
     "layers": "num_hidden_layers",
     "experts": "num_local_experts or num_experts",
     "expert_mlp": "moe_intermediate_size or intermediate_size",
-    "mixtures": "decoder_sparse_step and mlp_only_layers",
+    "shared_mlp": "n_shared_experts",
+    "mixtures": "decoder_sparse_step, mlp_only_layers or first_k_dense_replace",
     "attention_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
     "positions": "max_position_embeddings",
@@ -48,6 +49,7 @@ GGUF_KEY_NAMES = {
     "layers": "block_count",
     "experts": "expert_count",
     "expert_mlp": "expert_feed_forward_length",
+    "shared_mlp": "expert_shared_count",
     "mixtures": "expert_count",
     "attention_bias": "the biases of layer 0",
     "mlp_bias": "the biases of layer 0",
@@ -64,8 +66,9 @@ _DECIDES = {
     "attn.k": ("hidden", "kv_heads", "head_dim"),
     "attn.v": ("hidden", "kv_heads", "head_dim"),
     "attn.o": ("hidden", "heads", "head_dim"),
-    "attn.q_norm": ("head_dim",),
-    "attn.k_norm": ("head_dim",),
+    "attn.q_norm": ("heads", "head_dim"),
+    "attn.k_norm": ("kv_heads", "head_dim"),
+    "attn.sinks": ("heads",),
     "mlp.gate": ("hidden", "mlp", "mixtures"),
     "mlp.up": ("hidden", "mlp", "mixtures"),
     "mlp.down": ("hidden", "mlp", "mixtures"),
@@ -73,6 +76,10 @@ _DECIDES = {
     "moe.gate": ("hidden", "experts", "expert_mlp", "mixtures"),
     "moe.up": ("hidden", "experts", "expert_mlp", "mixtures"),
     "moe.down": ("hidden", "experts", "expert_mlp", "mixtures"),
+    "moe.choice_bias": ("experts", "mixtures"),
+    "shared.gate": ("hidden", "shared_mlp", "mixtures"),
+    "shared.up": ("hidden", "shared_mlp", "mixtures"),
+    "shared.down": ("hidden", "shared_mlp", "mixtures"),
 }
 
 
@@ -90,7 +97,9 @@ def deciding_keys(name: str, key_names: dict[str, str]) -> str:
 
 # Matrices that --quant quantises. Norms, biases, routers and learned positions keep their type.
 QUANTISED = ("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o")
-_QUANTISED_PARTS = ("mlp.gate", "mlp.up", "mlp.down", "moe.gate", "moe.up", "moe.down")
+_QUANTISED_PARTS = tuple(
+    f"{block}.{part}" for block in ("mlp", "moe", "shared") for part in ("gate", "up", "down")
+)
 
 
 def is_quantisable(name: str) -> bool:
@@ -117,7 +126,8 @@ def layout(spec: ModelSpec) -> dict[str, Shape]:
 
 def _norm(spec: ModelSpec, name: str) -> dict[str, Shape]:
     shape: Shape = (spec.hidden,)
-    return {name: shape} | ({f"{name}.bias": shape} if spec.norm == "layer" else {})
+    biased = spec.norm == "layer" and spec.norm_bias
+    return {name: shape} | ({f"{name}.bias": shape} if biased else {})
 
 
 def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
@@ -126,22 +136,42 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
 
 def _layer(spec: ModelSpec, experts: int) -> dict[str, Shape]:
     hidden, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    weights = _norm(spec, "attn_norm")
+    weights = _norm(spec, "attn_norm") if spec.pre_norms else {}
     weights |= _linear("attn.q", q, hidden, spec.qkv_bias)
     weights |= _linear("attn.k", kv, hidden, spec.qkv_bias)
     weights |= _linear("attn.v", kv, hidden, spec.qkv_bias)
     weights |= _linear("attn.o", hidden, q, spec.out_bias)
-    if spec.qk_norm:
+    if spec.qk_norm == "width":
+        weights |= {"attn.q_norm": (q,), "attn.k_norm": (kv,)}
+    elif spec.qk_norm:
         weights |= {"attn.q_norm": (spec.head_dim,), "attn.k_norm": (spec.head_dim,)}
-    weights |= _norm(spec, "mlp_norm")
+    if spec.sinks:
+        weights["attn.sinks"] = (spec.heads,)
+    if spec.pre_norms and not spec.shared_norm:
+        weights |= _norm(spec, "mlp_norm")
     if spec.post_norms:
         weights |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
-    if experts:
-        inner = spec.expert_mlp
-        weights["moe.router"] = (experts, hidden)
-        weights |= {f"moe.{p}": (experts, inner, hidden) for p in ("gate", "up")}
-        weights["moe.down"] = (experts, hidden, inner)
-        return weights
+    return weights | (_experts(spec, experts) if experts else _mlp(spec, "mlp", spec.mlp))
+
+
+def _mlp(spec: ModelSpec, name: str, inner: int) -> dict[str, Shape]:
+    weights: dict[str, Shape] = {}
     for part in ("gate", "up") if spec.gated else ("up",):
-        weights |= _linear(f"mlp.{part}", spec.mlp, hidden, spec.mlp_bias)
-    return weights | _linear("mlp.down", hidden, spec.mlp, spec.mlp_bias)
+        weights |= _linear(f"{name}.{part}", inner, spec.hidden, spec.mlp_bias)
+    return weights | _linear(f"{name}.down", spec.hidden, inner, spec.mlp_bias)
+
+
+def _experts(spec: ModelSpec, experts: int) -> dict[str, Shape]:
+    inner, hidden = spec.expert_mlp, spec.hidden
+    weights = _linear("moe.router", experts, hidden, spec.router_bias)
+    if spec.choice_bias:
+        weights["moe.choice_bias"] = (experts,)
+    for part, rows, columns in (
+        ("gate", inner, hidden),
+        ("up", inner, hidden),
+        ("down", hidden, inner),
+    ):
+        weights[f"moe.{part}"] = (experts, rows, columns)
+        if spec.expert_bias:
+            weights[f"moe.{part}.bias"] = (experts, rows)
+    return weights | (_mlp(spec, "shared", spec.shared_mlp) if spec.shared_mlp else {})

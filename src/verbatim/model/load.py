@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.model.families import read_config
+from verbatim.model.families import WRAPPERS, read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.layout import (
     GGUF_KEY_NAMES,
@@ -84,9 +84,10 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     spec = header.spec
     architecture = source.metadata["general.architecture"]
     collector = _Collector(spec, source.tensors, file, quant, GGUF_KEY_NAMES)
+    two_norms = spec.parallel and not spec.shared_norm
     weights = collector.collect(
-        lambda name: gguf_source(architecture, name),
-        ignorable("gguf", tied=spec.tied, nested=False),
+        lambda name: gguf_source(architecture, name, two_norms=two_norms),
+        ignorable("gguf", tied=spec.tied, nested=False, draft_layers_from=_draft_layers(spec)),
     )
     digest = _digest(source.digest, spec, quant)
     eos = _gguf_eos(source.metadata)
@@ -106,7 +107,8 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     experts = max(layer.experts for layer in spec.layers)
 
     def find(name: str) -> Source:
-        return hf_source(spec.family, prefix, name, experts)
+        two_norms = spec.parallel and not spec.shared_norm
+        return hf_source(spec.family, prefix, name, experts, two_norms=two_norms)
 
     if spec.tied and has_own_head(source.tensors, find("embed").names[0], find("head").names[0]):
         spec = replace(spec, tied=False)
@@ -117,8 +119,11 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
         )
     key_names = GPT2_KEY_NAMES if spec.family == "gpt2" else HF_KEY_NAMES
     collector = _Collector(spec, source.tensors, file, quant, key_names, _types(source.others))
-    nested = source.config.get("model_type") == "gemma3"
-    weights = collector.collect(find, ignorable("hf", tied=spec.tied, nested=nested))
+    nested = source.config.get("model_type") in WRAPPERS
+    drafts = _draft_layers(spec)
+    weights = collector.collect(
+        find, ignorable("hf", tied=spec.tied, nested=nested, draft_layers_from=drafts)
+    )
     generation = dict(source.generation_config or {})
     digest = _digest(source.digest, spec, quant)
     eos = _config_eos(source.config, generation)
@@ -141,6 +146,11 @@ def has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
         not np.array_equal(a.data[i : i + size], b.data[i : i + size])
         for i in range(0, a.data.size, size)
     )
+
+
+def _draft_layers(spec: ModelSpec) -> int | None:
+    """The first layer behind the model's own, where files of the family have such layers."""
+    return len(spec.layers) if spec.family == "glm4moe" else None
 
 
 def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
@@ -254,12 +264,17 @@ class _Collector:
             )
         if source.transpose:
             tensor = self._transposed(tensor)
-        if source.part:
+        if source.alternating:
+            tensor = self._every_other_row(tensor, source.part)
+        elif source.part and source.grouped:
+            tensor = self._grouped_rows(tensor, source.part)
+        elif source.part:
             tensor = self._rows(tensor, source.part)
         return self._unpermuted(tensor, source.permuted)
 
     def _transposed(self, tensor: Tensor) -> Tensor:
-        if tensor.type not in _FLOATS or len(tensor.shape) != 2:
+        """Swap the last two dimensions."""
+        if tensor.type not in _FLOATS or len(tensor.shape) not in (2, 3):
             raise ModelError(
                 f"tensor {tensor.name} ({tensor.type}, {tensor.shape}) cannot be transposed",
                 file=self.file,
@@ -267,8 +282,43 @@ class _Collector:
         matrix = tensor.data.view(np.uint32 if tensor.type == "f32" else np.uint16).reshape(
             tensor.shape
         )
-        data = np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8)
-        return Tensor(tensor.name, tensor.type, tensor.shape[::-1], data)
+        turned = np.ascontiguousarray(matrix.swapaxes(-1, -2))
+        return Tensor(tensor.name, tensor.type, turned.shape, turned.reshape(-1).view(np.uint8))
+
+    def _every_other_row(self, tensor: Tensor, part: str) -> Tensor:
+        """gate (the even rows) or up (the odd rows) of the stacked experts of gpt_oss."""
+        experts, rows = tensor.shape[0], tensor.shape[1] if len(tensor.shape) > 1 else 0
+        if not rows or rows % 2:
+            raise ModelError(
+                f"tensor {tensor.name} has shape {tensor.shape}: an even number of rows is needed",
+                file=self.file,
+            )
+        pairs = tensor.data.reshape(experts, rows // 2, 2, -1)
+        data = np.ascontiguousarray(pairs[:, :, 0 if part == "gate" else 1]).reshape(-1)
+        return Tensor(tensor.name, tensor.type, (experts, rows // 2, *tensor.shape[2:]), data)
+
+    def _grouped_rows(self, tensor: Tensor, part: str) -> Tensor:
+        """The rows of q, k or v of a matrix that holds, for each KV head, the rows of its query
+        heads, then of its key, then of its value (falcon; gpt_neox with one query head each)."""
+        spec, dim = self.spec, self.spec.head_dim
+        share = spec.heads // spec.kv_heads
+        self._check_rows(tensor, part, spec.kv_heads * (share + 2) * dim)
+        groups = tensor.data.reshape(spec.kv_heads, share + 2, -1)
+        first, last = {"q": (0, share), "k": (share, share + 1), "v": (share + 1, share + 2)}[part]
+        data = np.ascontiguousarray(groups[:, first:last]).reshape(-1)
+        rows = spec.kv_heads * (last - first) * dim
+        return Tensor(tensor.name, tensor.type, (rows, *tensor.shape[1:]), data)
+
+    def _check_rows(self, tensor: Tensor, part: str, needed: int) -> None:
+        if tensor.shape[0] != needed:
+            keys = deciding_keys(
+                "layers.0.attn.q" if part in "qkv" else "layers.0.mlp.up", self.key_names
+            )
+            raise ModelError(
+                f"tensor {tensor.name} has {tensor.shape[0]} rows, {needed} are needed, "
+                f"by {keys}, {self.key_names['kv_heads']}",
+                file=self.file,
+            )
 
     def _rows(self, tensor: Tensor, part: str) -> Tensor:
         """The rows of q, k, v, gate or up of a fused matrix."""
@@ -285,15 +335,7 @@ class _Collector:
             "up": (mlp, 2 * mlp),
         }[part]
         whole = q + 2 * kv if part in ("q", "k", "v") else 2 * mlp
-        if tensor.shape[0] != whole:
-            keys = deciding_keys(
-                "layers.0.attn.q" if part in "qkv" else "layers.0.mlp.up", self.key_names
-            )
-            raise ModelError(
-                f"tensor {tensor.name} has {tensor.shape[0]} rows, {whole} are needed, "
-                f"by {keys}, {self.key_names['kv_heads']}",
-                file=self.file,
-            )
+        self._check_rows(tensor, part, whole)
         row = tensor.data.nbytes // whole
         return Tensor(
             tensor.name,
@@ -303,16 +345,17 @@ class _Collector:
         )
 
     def _unpermuted(self, tensor: Tensor, permuted: bool) -> Tensor:
-        """Undo the row order of GGUF's llama.
+        """Undo the row order of files that store each rotated pair (j, j + d/2) side by side: rows
+        0, d/2, 1, d/2 + 1, … of the rotated part of each head.
 
-        The file stores each rotated pair (j, j + d/2) side by side: rows 0, d/2, 1, d/2 + 1, …
-        The result has the first and the second half of each head."""
-        half = self.spec.head_dim // 2
-        if not permuted or not half or tensor.shape[0] % (2 * half):
+        The result has the first and the second half of that part."""
+        dim, head = next((a.rope.dim for a in self.spec.layers if a.rope), 0), self.spec.head_dim
+        if not permuted or dim < 2 or tensor.shape[0] % head:
             return tensor  # the shape check reports a wrong row count
-        pairs = tensor.data.reshape(tensor.shape[0] // (2 * half), half, 2, -1)
-        data = np.ascontiguousarray(pairs.transpose(0, 2, 1, 3)).reshape(-1)
-        return Tensor(tensor.name, tensor.type, tensor.shape, data)
+        heads = tensor.data.reshape(tensor.shape[0] // head, head, -1)
+        halves = heads[:, :dim].reshape(len(heads), dim // 2, 2, -1).swapaxes(1, 2)
+        data = np.concatenate([halves.reshape(len(heads), dim, -1), heads[:, dim:]], axis=1)
+        return Tensor(tensor.name, tensor.type, tensor.shape, data.reshape(-1))
 
     def _quantised(self, name: str, tensor: Tensor) -> Tensor:
         if self.quant is None or not is_quantisable(name):

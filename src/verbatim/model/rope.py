@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.model.spec import RopeSpec
+from verbatim.model.spec import ModelSpec, RopeSpec
 
 MAX_DIM = 4096  # eight times the largest head in use; bounds the time of decimal arithmetic
 _DIGITS = 40  # decimal precision; float64 needs 17
@@ -49,7 +49,8 @@ def make_rope(
         )
     if dim % 2 or not 2 <= dim <= MAX_DIM:
         raise ModelError(
-            f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim times "
+            f"rotary dimension {dim} must be even, from 2 to {MAX_DIM}; it is head_dim (or "
+            "hidden_size / num_attention_heads) times "
             "partial_rotary_factor, in GGUF rope.dimension_count",
             file=file,
         )
@@ -153,6 +154,14 @@ def _dynamic(r: _Reader, theta: float, dim: int, context: int, trained: int) -> 
     return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)], _ONE
 
 
+def _ntk_alpha(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    """Theta times alpha ** (dim / (dim - 2)), whatever the length (hunyuan)."""
+    if dim == 2:
+        return plain_frequencies(theta, dim), _ONE
+    log_theta = Decimal(theta).ln() + r.number("alpha").ln() * dim / (dim - 2)
+    return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)], _ONE
+
+
 def _llama3(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     """Keep fast pairs, divide slow pairs by `factor`, and interpolate the band between them by
     wavelength."""
@@ -225,6 +234,7 @@ _KINDS = {
     "none": _default,
     "linear": _linear,
     "dynamic": _dynamic,
+    "ntk_alpha": _ntk_alpha,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,
@@ -269,3 +279,15 @@ def tables(rope: RopeSpec, positions: np.ndarray) -> tuple[np.ndarray, np.ndarra
     sin = np.where(swap, cosine, sine) * np.where(quarter >= 2, -1.0, 1.0)
     factor = rope.attention_factor
     return (cos * factor).astype(np.float32), (sin * factor).astype(np.float32)
+
+
+def query_scales(spec: ModelSpec, positions: np.ndarray) -> np.ndarray:
+    """1 + beta * ln(1 + floor(position / length)), float32 [positions] (ModelSpec's query_scale).
+
+    The logarithm of a whole number is computed in decimal arithmetic and rounded once."""
+    steps, inverse = np.unique(positions // spec.query_scale_length, return_inverse=True)
+    with localcontext() as c:
+        c.prec = _DIGITS
+        beta = Decimal(spec.query_scale_beta)
+        values = [float(1 + beta * Decimal(1 + int(n)).ln()) for n in steps]
+    return np.array(values, np.float64).astype(np.float32)[inverse]

@@ -6,8 +6,8 @@ numbers), and its RopeSpec.
 Precedence: a non-empty `rope_scaling` (older name) replaces `rope_parameters` (transformers 5).
 Theta and partial_rotary_factor come from the record, else from the config.
 `original_max_position_embeddings` comes from the config, else from the record, else it is
-`max_position_embeddings`. gemma3 has one record per layer type; its `rope_scaling` changes the
-record of full_attention.
+`max_position_embeddings`. gemma3 and olmo3 have one record per layer type; their
+`rope_scaling` changes the record of full_attention.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
-from verbatim.model.config_keys import ROPE_KEYS, all_rope_keys
-from verbatim.model.keys import check_keys
+from verbatim.model.config_keys import ROPE_EXTRA, ROPE_KEYS, all_rope_keys
+from verbatim.model.keys import Table, check_keys
 from verbatim.model.rope import length_warning, make_rope
 from verbatim.model.spec import RopeSpec
 
@@ -28,8 +28,62 @@ _SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def flat_record(f: Fields, *, phi3: bool = False) -> Record:
-    """The rope record of a family with one record for all layers."""
+# What differs from the plain record of llama: arguments of flat_record.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "phi3": {"phi3": True},
+    "glm4": {"partial": True},
+    "glm4_moe": {"partial": True},
+    "stablelm": {"partial": True},
+    "gpt_neox": {"partial": True, "keys": ("rotary_emb_base", "rotary_pct")},
+    "ministral3": {"extra": ROPE_EXTRA["ministral3"]},
+    "hunyuan_v1_dense": {"extra": ROPE_EXTRA["hunyuan_v1_dense"]},
+}
+# The record of a config without one, where it is not the plain record.
+_DEFAULTS: dict[str, Record] = {
+    "ministral3": {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "gpt_oss": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
+
+
+def family_record(f: Fields, kind: str) -> Record:
+    """The rope record of a family (its model_type) with one record for all layers."""
+    if kind in _DEFAULTS and not f.has("rope_parameters"):
+        f = f.with_values(rope_parameters=f.mapping("rope_scaling") or _DEFAULTS[kind])
+    record = flat_record(f, **_OPTIONS.get(kind, {}))
+    if kind == "hunyuan_v1_dense" and record["rope_type"] == "dynamic" and record.get("alpha"):
+        record["rope_type"] = "ntk_alpha"  # independent of the length, unlike dynamic
+    return record
+
+
+def flat_record(
+    f: Fields,
+    *,
+    phi3: bool = False,
+    partial: bool = False,
+    extra: Table | None = None,
+    keys: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+) -> Record:
+    """The rope record of a family with one record for all layers.
+
+    `partial`: heads may be rotated in part. `extra`: further keys of the family's records. `keys`:
+    the config's names of theta and of the rotated fraction."""
     new, old = f.mapping("rope_parameters"), f.mapping("rope_scaling")
     if old and new and old != new:
         f.warn(
@@ -37,13 +91,13 @@ def flat_record(f: Fields, *, phi3: bool = False) -> Record:
             "as in transformers"
         )
     where = "rope_scaling" if old else "rope_parameters"
-    record = _checked(f, old or new, where, phi3=phi3)
+    record = _checked(f, old or new, where, phi3=phi3, extra=extra)
     if record["rope_type"] in _SCALED_BY_LENGTH and f.has("original_max_position_embeddings"):
         record["original_max_position_embeddings"] = f.integer("original_max_position_embeddings")
-    record.setdefault("rope_theta", f.number("rope_theta"))
+    record.setdefault("rope_theta", f.number(keys[0]))
     if record.get("partial_rotary_factor") is None:
-        record["partial_rotary_factor"] = f.number("partial_rotary_factor", 1.0)
-    if not phi3 and record["partial_rotary_factor"] != 1:
+        record["partial_rotary_factor"] = f.number(keys[1], 1.0)
+    if not (phi3 or partial) and record["partial_rotary_factor"] != 1:
         raise _fail(
             f,
             where,
@@ -54,8 +108,8 @@ def flat_record(f: Fields, *, phi3: bool = False) -> Record:
     return record
 
 
-def gemma3_record(f: Fields, layer_type: str) -> Record:
-    """The rope record of one layer type."""
+def layer_type_record(f: Fields, layer_type: str, theta: float) -> Record:
+    """The rope record of one layer type (gemma3, olmo3). `theta`: where the record has none."""
     records = f.mapping("rope_parameters")
     for name, value in records.items():
         if name not in LAYER_TYPES and value is not None:
@@ -64,7 +118,7 @@ def gemma3_record(f: Fields, layer_type: str) -> Record:
                 "rope_parameters",
                 records,
                 name,
-                f"gemma3 has one record for each of {', '.join(LAYER_TYPES)}",
+                f"this family has one record for each of {', '.join(LAYER_TYPES)}",
             )
     where = f"rope_parameters.{layer_type}"
     record = records.get(layer_type) or {}
@@ -76,12 +130,11 @@ def gemma3_record(f: Fields, layer_type: str) -> Record:
             "rope_type", "default"
         ):
             raise _fail(
-                f, "rope_scaling", old, "type", "gemma3 reads rope_type, not type; rename it"
+                f, "rope_scaling", old, "type", "this family reads rope_type, not type; rename it"
             )
         record, where = {**record, **old}, "rope_scaling"
     record = _checked(f, record, where)
-    theta = "rope_theta" if layer_type == "full_attention" else "rope_local_base_freq"
-    record.setdefault("rope_theta", f.number(theta))
+    record.setdefault("rope_theta", theta)
     if record.get("partial_rotary_factor", 1) not in (1, None):
         raise _fail(
             f,
@@ -91,7 +144,7 @@ def gemma3_record(f: Fields, layer_type: str) -> Record:
             "only 1.0 is supported: whole heads are rotated",
         )
     if not record.get("truncate", True):
-        raise _fail(f, where, record, "truncate", "only true is supported for gemma3")
+        raise _fail(f, where, record, "truncate", "only true is supported for this family")
     return record
 
 
@@ -113,7 +166,14 @@ def rope_of(f: Fields, record: Record, head_dim: int, context: int) -> RopeSpec:
     return rope
 
 
-def _checked(f: Fields, record: Mapping[str, Any], where: str, *, phi3: bool = False) -> Record:
+def _checked(
+    f: Fields,
+    record: Mapping[str, Any],
+    where: str,
+    *,
+    phi3: bool = False,
+    extra: Table | None = None,
+) -> Record:
     """The record with `rope_type` set, and without nulls and keys of other rope types."""
     kind = record.get("rope_type", record.get("type")) or "default"
     if kind == "su" or (kind == "yarn" and phi3):
@@ -127,7 +187,7 @@ def _checked(f: Fields, record: Mapping[str, Any], where: str, *, phi3: bool = F
         raise ModelError(
             f"{where}.rope_type is {kind!r}: phi3 has default and longrope", file=f.file
         )
-    table, known_elsewhere = ROPE_KEYS[kind], all_rope_keys()
+    table, known_elsewhere = {**ROPE_KEYS[kind], **(extra or {})}, all_rope_keys()
     kept: Record = {}
     for name, value in record.items():
         if value is None:

@@ -5,12 +5,15 @@ of each file format to them):
 
     embed, positions, final_norm[.bias], head
     layers.{i}.attn_norm[.bias]    layers.{i}.attn.{q,k,v,o}[.bias]
-    layers.{i}.attn.{q_norm,k_norm}
+    layers.{i}.attn.{q_norm,k_norm,sinks}
     layers.{i}.attn_post_norm      layers.{i}.mlp_norm[.bias]    layers.{i}.mlp_post_norm
     layers.{i}.mlp.{gate,up,down}[.bias]
-    layers.{i}.moe.router          layers.{i}.moe.{gate,up,down}    stacked: [experts, out, in]
+    layers.{i}.moe.router[.bias]   layers.{i}.moe.choice_bias
+    layers.{i}.moe.{gate,up,down}[.bias]    stacked: [experts, out, in], biases [experts, out]
+    layers.{i}.shared.{gate,up,down}
 
-A linear weight is [out, in]. Rotary pairs are (j, j + d/2) of a head, as in Hugging Face models.
+A linear weight is [out, in]. Rotary pairs are (j, j + d/2) of the rotated part of a head. The
+loader reorders the rows of files whose pairs are (2j, 2j + 1).
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class RopeSpec:
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     window: int | None = None  # sliding window: positions p-window+1 .. p are visible; None: all
-    rope: RopeSpec | None = None  # None: no rotary positions (gpt2)
+    rope: RopeSpec | None = None  # None: no rotary positions (gpt2; some layers of smollm3)
     experts: int = 0  # 0: dense MLP
 
 
@@ -46,7 +49,7 @@ class LayerSpec:
 class ModelSpec:
     """Sizes and options of one decoder-only transformer."""
 
-    family: str  # llama, qwen2, qwen3, gemma2, gemma3, phi3, gpt2, mixtral, qwen3moe
+    family: str  # llama, qwen2, gemma3, … (weights/names.py lists all)
     vocab: int
     hidden: int
     heads: int
@@ -58,22 +61,42 @@ class ModelSpec:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     norm_offset: float = 0.0  # gemma multiplies by (1 + weight); GGUF files store the sum already
-    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    norm_bias: bool = True  # layer norms only: they have a bias (cohere's have none)
+    # swiglu_oai: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clamp(up, -7, 7) + 1)  (gpt_oss)
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "swiglu_oai"] = "silu"
     gated: bool = True  # down(act(gate(x)) * up(x)); False: down(act(up(x)))
     qkv_bias: bool = False
     out_bias: bool = False  # bias of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: bool = False  # RMS norm of each query and key head before the rotation
-    post_norms: bool = False  # gemma: further norms after attention and after the MLP
+    # RMS norm of queries and keys. head: of each head before the rotation; rotated_head: of each
+    # head after the rotation; width: of all heads together, before the rotation.
+    qk_norm: Literal["", "head", "rotated_head", "width"] = ""
+    pre_norms: bool = True  # norms before attention and before the MLP
+    post_norms: bool = False  # norms after attention and after the MLP, before the addition
+    # Attention and MLP read the same residual; x + attention(norm(x)) + mlp(norm(x)).
+    parallel: bool = False
+    shared_norm: bool = False  # with `parallel`: attn_norm is the norm of both
+    residual_scale: float = 1.0  # multiplies the outputs of attention and MLP (granite)
+    sinks: bool = False  # one more logit per head in the softmax of attention, without a value
+    # Queries at position p are multiplied by 1 + beta * ln(1 + floor(p / length)); 0 is off.
+    query_scale_beta: float = 0.0
+    query_scale_length: int = 0
     learned_positions: bool = False  # gpt2
     tied: bool = False  # the output head is the embedding
     attention_scale: float = 0.0  # multiplies q·k; 0 means head_dim ** -0.5
     attention_softcap: float = 0.0  # cap * tanh(score / cap) before the mask; 0 is off
+    logit_scale: float = 1.0  # multiplies the logits, before the softcap
     logit_softcap: float = 0.0  # cap * tanh(logit / cap); 0 is off
     embed_scale: float = 1.0  # gemma multiplies embeddings by sqrt(hidden)
     experts_used: int = 0  # experts per token
     expert_mlp: int = 0  # inner width of an expert
     experts_renormalised: bool = True  # weights of the chosen experts sum to 1
+    router: Literal["softmax", "sigmoid"] = "softmax"  # turns router logits into expert weights
+    router_bias: bool = False  # added to the router's logits
+    choice_bias: bool = False  # added to the expert weights for the choice of experts only
+    experts_scale: float = 1.0  # multiplies the weights of the chosen experts
+    expert_bias: bool = False
+    shared_mlp: int = 0  # inner width of an MLP that every token uses beside the experts; 0: none
     trained_positions: int = 0  # rows of `positions` (learned positions only)
 
     @property

@@ -20,6 +20,10 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+SEED = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
@@ -80,6 +84,9 @@ _NEOX = SplitRules((BYTES_GPT2,), nfc=True)
 _STARCODER = SplitRules((DIGIT, BYTES_GPT2))
 _LLAMA3 = SplitRules((LLAMA3,), whole_words=True, bos=True)
 _QWEN2 = SplitRules((QWEN2,), nfc=True)
+_DEEPSEEK3 = SplitRules(
+    (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
+)
 _DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{_cased_letters()}+", _DEEPSEEK_PUNCTUATION, r"\s+$", _CJK, DIGIT)
 
 SPLIT_RULES: dict[str, SplitRules] = {
@@ -87,29 +94,45 @@ SPLIT_RULES: dict[str, SplitRules] = {
     "gpt-2": _GPT2,
     "gpt2": _GPT2,
     "phi-2": _GPT2,
+    "a.x-4.0": _GPT2,
+    "exaone4": _GPT2,
+    "gigachat": _GPT2,
+    "granite-docling": _GPT2,
+    "mellum": _GPT2,
     "mpt": _NEOX,
     "olmo": _NEOX,
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "falcon-h1": _LLAMA3,
+    "lfm2": _LLAMA3,
+    "midm-2.0": _LLAMA3,
     "dbrx": SplitRules((LLAMA3,)),
     "smaug-bpe": SplitRules((LLAMA3,)),
+    "chatglm-bpe": SplitRules((LLAMA3,)),
+    "glm4": SplitRules((LLAMA3,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
     "stablelm2": SplitRules((QWEN2,)),
+    "hunyuan": SplitRules((QWEN2,)),
+    "megrez": SplitRules((QWEN2,)),
+    "seed-coder": SplitRules((SEED,)),
     "smollm": _STARCODER,
     "starcoder": _STARCODER,
     "refact": _STARCODER,
     "codeshell": _STARCODER,
+    "exaone": _STARCODER,
+    "minerva-7b": _STARCODER,
     "command-r": SplitRules((DIGIT, BYTES_GPT2), nfc=True),
     "falcon": SplitRules((PUNCTUATION, BYTES_GPT2, DIGITS, "[0-9][0-9][0-9]")),
     "deepseek-llm": SplitRules(_DEEPSEEK_LLM),
     "deepseek-coder": SplitRules((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, DIGIT)),
-    "deepseek-v3": SplitRules(
-        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
-    ),
+    "deepseek-v3": _DEEPSEEK3,
+    "hunyuan-dense": _DEEPSEEK3,
     "tekken": SplitRules((TEKKEN,), whole_words=True, bos=True),
     "gpt-4o": SplitRules((GPT4O,)),
+    "llama4": SplitRules((GPT4O,)),
 }
 
 

@@ -56,6 +56,28 @@ _GPT2 = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+_POST_NORMS = {  # olmo2, exaone4: no norms before attention and MLP
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_FUSED_MLP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
+_GPT_NEOX = {
+    "attn_norm": "input_layernorm",
+    "attn.q": "attention.query_key_value",
+    "attn.k": "attention.query_key_value",
+    "attn.v": "attention.query_key_value",
+    "attn.o": "attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
+}
+_FALCON = _GPT_NEOX | {
+    "attn.q": "self_attention.query_key_value",
+    "attn.k": "self_attention.query_key_value",
+    "attn.v": "self_attention.query_key_value",
+    "attn.o": "self_attention.dense",
+}
+_SHARED = {f"shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
 HF_LAYER = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
@@ -66,9 +88,45 @@ HF_LAYER = {
     "gpt2": _GPT2,
     "mixtral": _MIXTRAL,
     "qwen3moe": _LLAMA,
+    "smollm3": _LLAMA,
+    "granite": _LLAMA,
+    "olmo2": _LLAMA | _POST_NORMS,
+    "seed_oss": _LLAMA,
+    "hunyuan-dense": _LLAMA
+    | {"attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"},
+    "mistral3": _LLAMA,
+    "exaone4": _LLAMA | _POST_NORMS,
+    "command-r": _LLAMA,
+    "cohere2": _LLAMA,
+    "glm4": _LLAMA
+    | _FUSED_MLP
+    | {"attn_post_norm": "post_self_attn_layernorm", "mlp_post_norm": "post_mlp_layernorm"},
+    "ernie4_5": _LLAMA,
+    "arcee": _LLAMA,
+    "gptneox": _GPT_NEOX,
+    "starcoder2": _LLAMA | {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"},
+    "stablelm": _LLAMA,
+    "falcon": _FALCON,
+    "glm4moe": _LLAMA | _SHARED | {"moe.choice_bias": "mlp.gate.e_score_correction_bias"},
+    "gpt-oss": _LLAMA
+    | {
+        "attn.sinks": "self_attn.sinks",
+        "moe.router": "mlp.router",
+        "moe.gate": "mlp.experts.gate_up_proj",
+        "moe.up": "mlp.experts.gate_up_proj",
+        "moe.down": "mlp.experts.down_proj",
+    },
 }
-_HF_TOP = {"embed": "embed_tokens", "final_norm": "norm"}
-_HF_TOP_GPT2 = {"embed": "wte", "positions": "wpe", "final_norm": "ln_f"}
+_HF_TOP = {"embed": "embed_tokens", "final_norm": "norm", "head": "lm_head", "stack": "layers"}
+_HF_TOPS = {
+    "gpt2": {"embed": "wte", "positions": "wpe", "final_norm": "ln_f", "stack": "h"},
+    "gptneox": {"embed": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
+    "falcon": {"embed": "word_embeddings", "final_norm": "ln_f", "stack": "h"},
+}
+# Families whose safetensors files rotate interleaved pairs: the loader reorders rows of q and k.
+_HF_INTERLEAVED = ("command-r", "cohere2", "glm4", "ernie4_5")
+# Names without ".weight": parameters that are no module.
+_BARE = ("moe.choice_bias", "attn.sinks")
 
 _GGUF = {
     "attn_norm": "attn_norm",
@@ -88,7 +146,13 @@ _GGUF = {
     "moe.gate": "ffn_gate_exps",
     "moe.up": "ffn_up_exps",
     "moe.down": "ffn_down_exps",
+    "moe.choice_bias": "exp_probs_b",
+    "attn.sinks": "attn_sinks",
+    "shared.gate": "ffn_gate_shexp",
+    "shared.up": "ffn_up_shexp",
+    "shared.down": "ffn_down_shexp",
 }
+_GGUF_MLP_NORM = {"mlp_norm": "post_attention_norm"}
 _GGUF_FUSED_QKV = {"attn.q": "attn_qkv", "attn.k": "attn_qkv", "attn.v": "attn_qkv"}
 GGUF_LAYER = {
     "llama": _GGUF,
@@ -100,7 +164,30 @@ GGUF_LAYER = {
     "gemma3": _GGUF,
     "phi3": _GGUF | _GGUF_FUSED_QKV | {"mlp.gate": "ffn_up"},
     "gpt2": _GGUF | _GGUF_FUSED_QKV,
+    "smollm3": _GGUF,
+    "granite": _GGUF,
+    "olmo2": _GGUF,
+    "seed_oss": _GGUF | _GGUF_MLP_NORM,
+    "hunyuan-dense": _GGUF,
+    "mistral3": _GGUF,
+    "exaone4": _GGUF,
+    "command-r": _GGUF,
+    "cohere2": _GGUF,
+    "glm4": _GGUF | {"mlp.gate": "ffn_up"},
+    "ernie4_5": _GGUF,
+    "arcee": _GGUF,
+    "gptneox": _GGUF | _GGUF_FUSED_QKV,
+    "starcoder2": _GGUF,
+    "stablelm": _GGUF,
+    "falcon": _GGUF | _GGUF_FUSED_QKV,
+    "glm4moe": _GGUF | _GGUF_MLP_NORM,
+    "gpt-oss": _GGUF | _GGUF_MLP_NORM,
 }
+# Architectures whose GGUF files rotate interleaved pairs.
+_GGUF_INTERLEAVED = (
+    *("llama", "mixtral", "smollm3", "granite", "mistral3", "command-r", "cohere2", "glm4"),
+    *("ernie4_5", "arcee"),
+)
 _GGUF_TOP = {
     "embed": "token_embd",
     "positions": "position_embd",
@@ -110,14 +197,21 @@ _GGUF_TOP = {
 
 # Tensors in a file that the engine ignores: buffers that it computes itself.
 _IGNORABLE = {
-    "hf": re.compile(r"(^|\.)(rotary_emb\.inv_freq|attn\.(bias|masked_bias))$"),
+    "hf": re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$"),
     "gguf": re.compile(
         r"^(rope_freqs|rope_factors_long|rope_factors_short)\.weight$|^blk\.\d+\.attn\.rot_embd$"
     ),
 }
+_LAYER = re.compile(r"^(model\.layers|blk)\.(\d{1,5})\.")
+_TIED_HEADS = (
+    *("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight", "output.weight"),
+)
 _IGNORABLE_VISION = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision)\.")
 
-HF_PREFIXES = ("model.", "model.language_model.", "language_model.model.", "transformer.", "")
+HF_PREFIXES = (
+    *("model.", "model.language_model.", "language_model.model.", "transformer.", "gpt_neox."),
+    "",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,61 +220,99 @@ class Source:
 
     names: tuple[str, ...]
     part: str = ""  # q, k, v, gate, up: those rows of a fused matrix; empty: all
-    transpose: bool = False  # gpt2's Conv1D stores [in, out]
-    permuted: bool = False  # GGUF's llama interleaves the two halves of each rotated head
+    transpose: bool = False  # gpt2's Conv1D and gpt_oss's experts store [in, out]
+    permuted: bool = False  # the file interleaves the two halves of each rotated head
+    grouped: bool = False  # a fused matrix holds, KV head by KV head, the rows of its q, k and v
+    alternating: bool = False  # gate and up are alternating rows of a fused matrix
 
 
-def hf_source(family: str, prefix: str, name: str, experts: int) -> Source:
-    """Location of a weight in a safetensors directory of this family."""
+def hf_source(
+    family: str, prefix: str, name: str, experts: int, *, two_norms: bool = False
+) -> Source:
+    """Location of a weight in a safetensors directory of this family.
+
+    `two_norms`: attention and MLP of a parallel block have a norm each, which falcon names so."""
     stem, suffix = _split(name)
+    top = _HF_TOP | _HF_TOPS.get(family, {})
     if stem == "head":
         # inside a multi-modal model, the head is a sibling of the language model
-        top = prefix.removesuffix("model.") if prefix.startswith("language_model.") else ""
-        return Source((f"{top}lm_head.weight",))
+        outer = prefix.removesuffix("model.") if prefix.startswith("language_model.") else ""
+        return Source((f"{outer}{top['head']}.weight",))
     if not stem.startswith("layers."):
-        names = _HF_TOP_GPT2 if family == "gpt2" else _HF_TOP
-        return Source((f"{prefix}{names[stem]}.{suffix}",))
+        return Source((f"{prefix}{top[stem]}.{suffix}",))
     _, index, part = stem.split(".", 2)
-    file_part = HF_LAYER[family][part]
-    stack = "h" if family == "gpt2" else "layers"
-    path = f"{prefix}{stack}.{index}.{file_part}.{suffix}"
+    names = HF_LAYER[family]
+    if family == "falcon" and two_norms:
+        names = names | {"attn_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+    path = f"{prefix}{top['stack']}.{index}.{names[part]}"
+    if family == "gpt-oss" and part in ("moe.gate", "moe.up", "moe.down"):
+        return _gpt_oss_experts(path, part, suffix)
+    if part not in _BARE:
+        path = f"{path}.{suffix}"
     if "{e}" in path:
         return Source(tuple(path.replace("{e}", str(e)) for e in range(experts)))
     return Source(
         (path,),
-        part=part.rsplit(".", 1)[-1] if _is_fused(HF_LAYER[family], part) else "",
+        part=part.rsplit(".", 1)[-1] if _is_fused(names, part) else "",
         transpose=family == "gpt2" and suffix == "weight" and "." in part,
+        permuted=family in _HF_INTERLEAVED and part in ("attn.q", "attn.k"),
+        grouped=family in ("gptneox", "falcon"),
     )
 
 
-def gguf_source(architecture: str, name: str) -> Source:
-    """Location of a weight in a GGUF file of this architecture."""
+def _gpt_oss_experts(path: str, part: str, suffix: str) -> Source:
+    """Stacked experts: [experts, in, out], gate and up alternating; biases end in _bias."""
+    fused = part.removeprefix("moe.") if part != "moe.down" else ""
+    name = path if suffix == "weight" else f"{path}_bias"
+    return Source((name,), part=fused, transpose=suffix == "weight", alternating=bool(fused))
+
+
+def gguf_source(architecture: str, name: str, *, two_norms: bool = False) -> Source:
+    """Location of a weight in a GGUF file of this architecture (`two_norms`: see hf_source)."""
     stem, suffix = _split(name)
     if not stem.startswith("layers."):
         return Source((f"{_GGUF_TOP[stem]}.{suffix}",))
     _, index, part = stem.split(".", 2)
     names = GGUF_LAYER[architecture]
+    if architecture == "falcon" and two_norms:
+        names = names | {"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
+    if part == "moe.choice_bias":
+        suffix = "bias"
     return Source(
         (f"blk.{index}.{names[part]}.{suffix}",),
         part=part.rsplit(".", 1)[-1] if _is_fused(names, part) else "",
-        permuted=architecture in ("llama", "mixtral") and part in ("attn.q", "attn.k"),
+        permuted=architecture in _GGUF_INTERLEAVED and part in ("attn.q", "attn.k"),
     )
 
 
 def find_prefix(names: Iterable[str], family: str) -> str | None:
     """Prefix of all names, mostly "model."; None if the file has no embedding."""
     present = set(names)
-    embed = (_HF_TOP_GPT2 if family == "gpt2" else _HF_TOP)["embed"]
+    embed = (_HF_TOP | _HF_TOPS.get(family, {}))["embed"]
     return next((p for p in HF_PREFIXES if f"{p}{embed}.weight" in present), None)
 
 
-def ignorable(kind: str, *, tied: bool, nested: bool) -> Callable[[str], bool]:
-    """Predicate: whether a tensor of this name may be in the file although no weight uses it."""
+def ignorable(
+    kind: str, *, tied: bool, nested: bool, draft_layers_from: int | None = None
+) -> Callable[[str], bool]:
+    """Predicate: whether a tensor of this name may be in the file although no weight uses it.
+
+    `draft_layers_from`: layers from this one on draft tokens, and are not used."""
     pattern = _IGNORABLE[kind]
-    heads = {"lm_head.weight", "language_model.lm_head.weight", "output.weight"} if tied else set()
+    heads = set(_TIED_HEADS) if tied else set()
+
+    def drafts(name: str) -> bool:
+        layer = _LAYER.match(name)
+        return (
+            draft_layers_from is not None
+            and layer is not None
+            and int(layer[2]) >= draft_layers_from
+        )
+
     return lambda name: (
         bool(pattern.search(name))
         or name in heads
+        or drafts(name)
         or (nested and bool(_IGNORABLE_VISION.search(name)))
     )
 
@@ -190,4 +322,6 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _is_fused(names: dict[str, str], part: str) -> bool:
-    return sum(file_part == names[part] for file_part in names.values()) > 1
+    """Whether several matrices have one name in the file. (Norms have no dot in their names.)"""
+    matrices = [file_part for name, file_part in names.items() if "." in name]
+    return "." in part and matrices.count(names[part]) > 1

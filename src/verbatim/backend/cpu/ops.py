@@ -21,6 +21,7 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
+from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
@@ -53,7 +54,13 @@ class Recorder:
         self._h = engine.buffer(spec.hidden)
         self._q = engine.buffer(spec.heads * spec.head_dim)
         self._o = engine.buffer(spec.heads * spec.head_dim)
-        self._inner = engine.buffer(spec.mlp) if spec.mlp else -1
+        if spec.qk_norm == "width":  # the norm needs whole rows of keys, before the KV cache
+            self._kv = [engine.buffer(spec.kv_heads * spec.head_dim) for _ in range(2)]
+        self._inner = {
+            name: engine.buffer(width)
+            for name, width in (("mlp", spec.mlp), ("shared", spec.shared_mlp))
+            if width
+        }
         self._logits = engine.buffer(spec.vocab)
 
     # ---- weights
@@ -97,7 +104,8 @@ class Recorder:
         """Source and norm fields of an operation that reads `h`."""
         if not h.norm:
             return {"src": h.buffer}
-        bias = self._vector(f"{h.norm}.bias") if self.spec.norm == "layer" else -1
+        biased = self.spec.norm == "layer" and self.spec.norm_bias
+        bias = self._vector(f"{h.norm}.bias") if biased else -1
         return {
             "src": h.buffer,
             "norm": self._vector(h.norm, self.spec.norm_offset),
@@ -107,6 +115,9 @@ class Recorder:
     def _emit(self, h: Handle, dst: int, add: bool) -> None:
         assert h.pending is not None
         name, fields = h.pending
+        if add and self.spec.residual_scale != 1.0:
+            assert name in ("linear", "moe"), f"{name} has no scale"
+            fields = {**fields, "scale": self.spec.residual_scale}
         self.engine.op(name, dst=dst, add=add, **fields)
 
     # ---- operations
@@ -133,12 +144,17 @@ class Recorder:
 
     def qkv(self, h: Handle, layer: int) -> tuple[Handle, Handle, Handle]:
         names = [f"layers.{layer}.attn.{p}" for p in "qkv"]
-        fields = {
-            **self._normed(h),
-            "layer": layer,
-            "mat": [self._matrix(n, self.spec.head_dim) for n in names],
-            "bias": [self._bias(n, self.spec.qkv_bias) for n in names],
-        }
+        if self.spec.qk_norm == "width":
+            for name, dst in zip(names, (self._q, *self._kv), strict=True):
+                self._emit(self.linear(h, name, self.spec.qkv_bias), dst, add=False)
+            fields = {"layer": layer, "keys": self._kv[0], "values": self._kv[1]}
+        else:
+            fields = {
+                **self._normed(h),
+                "layer": layer,
+                "mat": [self._matrix(n, self.spec.head_dim) for n in names],
+                "bias": [self._bias(n, self.spec.qkv_bias) for n in names],
+            }
         return (
             Handle(qkv={**fields, "part": "q"}),
             Handle(qkv={"part": "k"}),
@@ -161,25 +177,41 @@ class Recorder:
 
     def attend(self, q: Handle, k: Handle, v: Handle, layer: int) -> Handle:
         assert q.qkv.get("rope") == k.qkv.get("rope"), "queries and keys use the same rope"
+        spec = self.spec
         fields = {name: value for name, value in (k.qkv | q.qkv).items() if name != "part"}
-        self.engine.op("qkv", dst=self._q, **fields)
-        scale, cap = self.spec.scale, self.spec.attention_softcap
-        self.engine.op("attend", src=self._q, dst=self._o, layer=layer, scale=scale, softcap=cap)
+        if spec.qk_norm == "rotated_head":
+            fields["norm_last"] = True
+        if spec.query_scale_beta:
+            length = spec.query_scale_length
+            steps = np.arange(0, spec.context + length, length)
+            fields["query_scales"] = self.engine.vector(query_scales(spec, steps))
+            fields["query_length"] = length
+        self.engine.op("heads" if spec.qk_norm == "width" else "qkv", dst=self._q, **fields)
+        sinks = {"sinks": self._vector(f"layers.{layer}.attn.sinks")} if spec.sinks else {}
+        self.engine.op(
+            "attend",
+            src=self._q,
+            dst=self._o,
+            layer=layer,
+            scale=spec.scale,
+            softcap=spec.attention_softcap,
+            **sinks,
+        )
         return Handle(self._o)
 
     def linear(self, x: Handle, name: str, bias: bool) -> Handle:
         fields = {**self._normed(x), "mat": [self._matrix(name)], "bias": [self._bias(name, bias)]}
         return Handle(pending=("linear", fields))
 
-    def mlp(self, h: Handle, layer: int) -> Handle:
-        name = f"layers.{layer}.mlp"
+    def mlp(self, h: Handle, name: str) -> Handle:
+        inner = self._inner[name.rpartition(".")[2]]
         parts = ["gate", "up"] if self.spec.gated else ["up"]
         mats = [self._matrix(f"{name}.{p}") for p in parts]
         biases = [self._bias(f"{name}.{p}", self.spec.mlp_bias) for p in parts]
         if not self.spec.gated:
             mats, biases = [-1, *mats], [-1, *biases]
-        self.engine.op("gateup", dst=self._inner, mat=mats, bias=biases, **self._normed(h))
-        return self.linear(Handle(self._inner), f"{name}.down", self.spec.mlp_bias)
+        self.engine.op("gateup", dst=inner, mat=mats, bias=biases, **self._normed(h))
+        return self.linear(Handle(inner), f"{name}.down", self.spec.mlp_bias)
 
     def moe(self, h: Handle, layer: int) -> Handle:
         name = f"layers.{layer}.moe"
@@ -192,6 +224,20 @@ class Recorder:
             "used": self.spec.experts_used,
             "renormalise": self.spec.experts_renormalised,
         }
+        spec = self.spec
+        if spec.router_bias:
+            fields["bias"] = [self._vector(f"{name}.router.bias")]
+        if spec.expert_bias:
+            fields["expert_bias"] = [
+                self._vector(f"{name}.{part}.bias") for part in ("gate", "up", "down")
+            ]
+        if spec.router == "sigmoid":
+            fields["sigmoid"] = True
+        if spec.choice_bias:
+            assert spec.router == "sigmoid", "only the sigmoid router has a bias for the choice"
+            fields["choice_bias"] = self._vector(f"{name}.choice_bias")
+        if spec.experts_scale != 1.0:
+            fields["experts_scale"] = spec.experts_scale
         return Handle(pending=("moe", fields))
 
     def add(self, x: Handle, y: Handle) -> Handle:
@@ -203,9 +249,8 @@ class Recorder:
 
     def head(self, h: Handle) -> Handle:
         mat = self._matrix("embed" if self.spec.tied else "head")
-        self.engine.op(
-            "head", src=h.buffer, dst=self._logits, mat=[mat], softcap=self.spec.logit_softcap
-        )
+        scale, cap = self.spec.logit_scale, self.spec.logit_softcap
+        self.engine.op("head", src=h.buffer, dst=self._logits, mat=[mat], scale=scale, softcap=cap)
         return Handle(self._logits)
 
 

@@ -106,7 +106,7 @@ def qkv_rope_cache(
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One query, key or value head of one row: reduce the splits, norm, rotate (RoPE); then write
-    queries to q, keys and values to the KV cache.
+    queries to q, keys and values to the KV cache. NORM is none, first or last (after the rotation).
 
     HEADS is the number of KV heads; SHARED query heads share each of them. The cache is
     [blocks, HEADS, SLOTS, DIM]; a slot number is block * SLOTS + place in the block."""
@@ -118,7 +118,7 @@ def qkv_rope_cache(
     base = row.to(tl.int64) * width + head * DIM
     x = sum_splits(splits, bias, base + d, head * DIM + d, inside, SIZE, SPLITS, BIAS)
     is_qk = head < queries + HEADS
-    if NORM:
+    if NORM == "first":
         root = tl.sqrt_rn(tl.sum(x * x, 0) / DIM + eps)
         scale = (
             tl.where(
@@ -133,7 +133,7 @@ def qkv_rope_cache(
         other = tl.where(d < HALF, d + HALF, d - HALF)
         rotated = d < 2 * HALF
         y = sum_splits(splits, bias, base + other, head * DIM + other, rotated, SIZE, SPLITS, BIAS)
-        if NORM:
+        if NORM == "first":
             scale = (
                 tl.where(
                     head < queries,
@@ -149,6 +149,17 @@ def qkv_rope_cache(
             tl.load(sin + at, mask=rotated, other=0.0),
         )
         x = tl.where(is_qk & rotated, tl.where(d < HALF, x * c - y * s, x * c + y * s), x)
+    if NORM == "last":
+        root = tl.sqrt_rn(tl.sum(x * x, 0) / DIM + eps)
+        scale = (
+            tl.where(
+                head < queries,
+                tl.load(q_norm + d, mask=inside, other=0.0),
+                tl.load(k_norm + d, mask=inside, other=0.0),
+            )
+            + offset
+        )
+        x = tl.where(is_qk, x / root * scale, x)
     tl.store(
         q + (row.to(tl.int64) * queries + head) * DIM + d,
         x,
@@ -176,6 +187,8 @@ def activate(x, KIND: tl.constexpr):
     elif KIND == "gelu_tanh":
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         y = 0.5 * x * (1.0 + (1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)))
+    elif KIND == "relu2":
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     else:
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     return y
@@ -196,7 +209,11 @@ def mlp_activation(
         up = sum_splits(
             splits, bias, row * 2 * WIDTH + WIDTH + i, WIDTH + i, inside, SIZE, SPLITS, BIAS
         )
-        y = activate(gate, KIND) * up
+        if KIND == "swiglu_oai":
+            gate = tl.minimum(gate, 7.0)
+            y = gate / (1.0 + tl.exp(-1.702 * gate)) * (tl.clamp(up, -7.0, 7.0) + 1.0)
+        else:
+            y = activate(gate, KIND) * up
     else:
         y = activate(sum_splits(splits, bias, row * WIDTH + i, i, inside, SIZE, SPLITS, BIAS), KIND)
     tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
@@ -269,8 +286,13 @@ def attend(
 
 
 @triton.jit(do_not_specialize=["ROWS", "SPANS"])
-def merge_spans(sums, peaks, masses, out, ROWS, HEADS, DIM, SPANS, BLOCK: tl.constexpr):
-    """Merge the spans of one query head of one row in order of position, and normalise."""
+def merge_spans(
+    sums, peaks, masses, sinks, out, ROWS, HEADS, DIM, SPANS, SINKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Merge the spans of one query head of one row in order of position, and normalise.
+
+    SINKS: a score per head whose weight counts in the sum, with a value of zero."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, BLOCK)
     peak, mass = float("-inf"), 0.0
@@ -284,6 +306,12 @@ def merge_spans(sums, peaks, masses, out, ROWS, HEADS, DIM, SPANS, BLOCK: tl.con
         mass = mass * fade + tl.load(masses + at) * gain
         total = total * fade + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * gain
         peak = new_peak
+    if SINKS:
+        sink = tl.load(sinks + head)
+        base = tl.maximum(peak, sink)
+        fade = tl.exp(peak - base)
+        mass = mass * fade + tl.exp(sink - base)
+        total = total * fade
     tl.store(
         out + (row * HEADS + head) * DIM + d, (total / mass).to(out.dtype.element_ty), mask=d < DIM
     )

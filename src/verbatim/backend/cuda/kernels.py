@@ -105,7 +105,7 @@ def reduce_splits(sums: SplitSums) -> torch.Tensor:
 
 class Norm(NamedTuple):
     weight: torch.Tensor
-    bias: torch.Tensor | None  # set for a layer norm, None for an RMS norm
+    bias: torch.Tensor | None  # set for a layer norm (zeros if it has none), None for an RMS norm
     eps: float
     offset: float
 
@@ -146,8 +146,10 @@ def qkv_rope_cache(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
+    norm_last: bool = False,
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys. Returns queries; writes keys and values to the cache."""
+    """Norm and rotate queries and keys (`norm_last`: in the other order). Returns queries; writes
+    keys and values to the cache."""
     _, heads, size, dim = keys.shape
     queries, rows = qkv.width // dim - 2 * heads, qkv.rows
     q = torch.empty((rows, queries * dim), dtype=torch.float32, device=qkv.splits.device)
@@ -158,7 +160,8 @@ def qkv_rope_cache(
         qkv.splits, q if bias is None else bias, q_norm, k_norm, positions, cos, sin, slots,
         q, keys, values, rows * qkv.width, heads,
         queries // heads, dim, cos.shape[1] if angles else 0, eps, offset,
-        len(qkv.splits), bias is not None, norms is not None, angles is not None,
+        len(qkv.splits), bias is not None,
+        "none" if norms is None else "last" if norm_last else "first", angles is not None,
         size, triton.next_power_of_2(dim), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return q
@@ -222,8 +225,11 @@ def attend(
     cap: float,
     window: int | None,
     dtype: torch.dtype,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q [rows, heads * dim] over one layer's KV cache -> [rows, heads * dim]."""
+    """Attention of q [rows, heads * dim] over one layer's KV cache -> [rows, heads * dim].
+
+    `sinks` [heads]: one more score per head, without a value."""
     _, kv_heads, size, dim = keys.shape
     rows, heads = len(q), q.shape[1] // dim
     shared = heads // kv_heads
@@ -242,7 +248,8 @@ def attend(
     )  # fmt: skip
     out = torch.empty_like(q, dtype=dtype)
     jit.merge_spans[(rows, heads)](
-        sums, peaks, masses, out, rows, heads, dim, spans, triton.next_power_of_2(dim),
+        sums, peaks, masses, peaks if sinks is None else sinks, out, rows, heads, dim, spans,
+        sinks is not None, triton.next_power_of_2(dim),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out

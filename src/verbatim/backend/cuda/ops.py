@@ -16,7 +16,7 @@ import torch
 
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
-from verbatim.model.rope import tables
+from verbatim.model.rope import query_scales, tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
@@ -25,7 +25,7 @@ Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
 # fmt: off
 MATRICES = (
     "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
-    "moe.gate", "moe.up", "moe.down",
+    "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
 )
 # fmt: on
 # bytes for the partial results of attention's spans; more rows than fit run in several launches
@@ -43,10 +43,18 @@ def load(
         out[name] = (
             _half(tensor, device) if half else torch.from_numpy(tensor.to_f32().copy()).to(device)
         )
+    if spec.norm == "layer" and not spec.norm_bias:
+        for name in [n for n in out if n.endswith("norm")]:
+            out[f"{name}.bias"] = torch.zeros_like(out[name])
+    if spec.query_scale_beta:
+        positions = np.arange(spec.context)
+        out["query_scales"] = torch.from_numpy(query_scales(spec, positions)).to(device)
     for i, layer in enumerate(spec.layers):
         _join(out, f"layers.{i}.attn", ("q", "k", "v"), spec.qkv_bias)
         if layer.experts:
-            _join(out, f"layers.{i}.moe", ("gate", "up"), False)
+            _join(out, f"layers.{i}.moe", ("gate", "up"), spec.expert_bias)
+            if spec.shared_mlp:
+                _join(out, f"layers.{i}.shared", ("gate", "up"), spec.mlp_bias)
         elif spec.gated:
             _join(out, f"layers.{i}.mlp", ("gate", "up"), spec.mlp_bias)
     return out
@@ -71,7 +79,7 @@ def _join(
         if len(types) > 1:  # a file that mixes bfloat16 with other types
             tensors = [tensor.to(torch.float32).to(torch.float16) for tensor in tensors]
         # concatenate the output dimension; a mixture has its experts dimension before it
-        dim = -2 if tensors[0].ndim > 1 else 0
+        dim = -1 if tail else -2
         weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(tensors, dim)
 
 
@@ -144,16 +152,19 @@ class CudaOps:
         return kernels.add_norm(x.x, pending, norm, self._consumer_dtype(name))
 
     def _consumer_dtype(self, norm: str) -> torch.dtype:
-        """The type of the weight that reads this norm's output. A router and the final states need
-        float32."""
+        """The type of the weights that read this norm's output. A router, the final states, and
+        weights of two types need float32."""
         layer, _, kind = norm.rpartition(".")
-        consumers = {"attn_norm": ("attn.q+k+v",), "mlp_norm": ("mlp.gate+up", "mlp.up")}
-        for consumer in consumers.get(kind, ()):
-            if (name := f"{layer}.{consumer}") in self.weights:
-                return self.weights[name].dtype
-        return torch.float32
+        mlp = ("mlp.gate+up", "mlp.up")
+        attention = ("attn.q+k+v", *(mlp if self.spec.shared_norm else ()))
+        consumers = {"attn_norm": attention, "mlp_norm": mlp}.get(kind, ())
+        names = [f"{layer}.{consumer}" for consumer in consumers]
+        found = {self.weights[name].dtype for name in names if name in self.weights}
+        return found.pop() if len(found) == 1 else torch.float32
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
+        if isinstance(x, Residual):  # a block without a norm before it
+            x = self._flush(x)
         return kernels.matmul(x, self.weights[name], self.weights[f"{name}.bias"] if bias else None)
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
@@ -168,6 +179,8 @@ class CudaOps:
 
     def add(self, x: Rows, y: Rows) -> Rows:
         self._flush(x)
+        if (scale := self.spec.residual_scale) != 1.0:
+            y = (kernels.reduce_splits(y) if isinstance(y, SplitSums) else y) * scale
         x.pending = y if isinstance(y, SplitSums) else SplitSums(y[None])
         return x
 
@@ -188,6 +201,8 @@ class CudaOps:
     def head(self, h: Rows) -> Rows:
         weight = self.weights["embed" if self.spec.tied else "head"]
         logits = kernels.reduce_splits(kernels.matmul(h.to(weight.dtype), weight))
+        if self.spec.logit_scale != 1.0:
+            logits = logits * self.spec.logit_scale
         cap = self.spec.logit_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -199,9 +214,12 @@ class CudaOps:
         keys, values = (cache[index] for cache in self.caches[group])
         rope, window = spec.layers[layer].rope, spec.layers[layer].window
         norms = (self.weights[q.norm], self.weights[k.norm]) if q.norm else None
+        qkv = q.qkv
+        if spec.qk_norm == "width":
+            qkv, norms = self._norm_width(q, k), None
         angles = self.angles[rope] if rope is not None and q.rotated else None
         queries = kernels.qkv_rope_cache(
-            q.qkv,
+            qkv,
             norms,
             spec.norm_eps,
             spec.norm_offset,
@@ -210,7 +228,11 @@ class CudaOps:
             keys,
             values,
             step.slots[group],
+            spec.qk_norm == "rotated_head",
         )
+        if spec.query_scale_beta:
+            queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
+        sinks = self.weights[f"layers.{layer}.attn.sinks"] if spec.sinks else None
         row_bytes = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
         tiles = step.tiles[group]
         max_tiles = max(1, ATTENTION_BUFFER // row_bytes // tiles.max_rows)
@@ -219,7 +241,7 @@ class CudaOps:
         def attend(queries: torch.Tensor, tiles: QueryTiles) -> torch.Tensor:
             scale, cap = spec.scale, spec.attention_softcap
             return kernels.attend(
-                queries, keys, values, tiles, step.spans, scale, cap, window, dtype
+                queries, keys, values, tiles, step.spans, scale, cap, window, dtype, sinks
             )
 
         if len(tiles.count) <= max_tiles:
@@ -231,10 +253,25 @@ class CudaOps:
             out[first:last] = attend(queries[first:last], part)
         return out
 
+    def _norm_width(self, q: Rows, k: Rows) -> SplitSums:
+        """The projections with norms over all query heads and over all key heads."""
+        spec, x = self.spec, kernels.reduce_splits(q.qkv)
+        widths = [n * spec.head_dim for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
+        queries, keys, values = torch.split(x, widths, 1)
+        parts = [
+            kernels.add_norm(
+                part.contiguous(),
+                None,
+                kernels.Norm(self.weights[name], None, spec.norm_eps, spec.norm_offset),
+            )
+            for part, name in ((queries, q.norm), (keys, k.norm))
+        ]
+        return SplitSums(torch.cat([*parts, values], 1)[None])
+
     # ---- MLP and mixture of experts
 
-    def mlp(self, h: Rows, layer: int) -> Rows:
-        spec, prefix = self.spec, f"layers.{layer}.mlp"
+    def mlp(self, h: Rows, name: str) -> Rows:
+        spec, prefix = self.spec, name
         up = self.linear(h, f"{prefix}.gate+up" if spec.gated else f"{prefix}.up", spec.mlp_bias)
         dtype = self.weights[f"{prefix}.down"].dtype
         inner = kernels.mlp_activation(up, spec.activation, spec.gated, dtype)
@@ -246,25 +283,42 @@ class CudaOps:
         chosen, shares = self._route(h, prefix)
         rows, experts, place = expert_tiles(chosen, spec.layers[layer].experts)
         up = kernels.expert_matmul(h, self.weights[f"{prefix}.gate+up"], rows, experts)
+        up = self._expert_bias(up, f"{prefix}.gate+up", experts)
         down = self.weights[f"{prefix}.down"]
         inner = kernels.mlp_activation(up, spec.activation, True, down.dtype)
         # the second matmul reads the sorted rows as they are; padding rows stay -1
         lines = torch.arange(len(rows), device=h.device, dtype=rows.dtype)
         lines = torch.where(rows >= 0, lines, rows)
-        result = kernels.expert_matmul(inner, down, lines, experts).splits[0]
+        sums = kernels.expert_matmul(inner, down, lines, experts)
+        result = self._expert_bias(sums, f"{prefix}.down", experts).splits[0]
         out = torch.zeros_like(h)
         for rank in range(spec.experts_used):
             out += shares[:, rank : rank + 1] * result.index_select(0, place[:, rank])
         return out
 
+    def _expert_bias(self, sums: SplitSums, name: str, experts: torch.Tensor) -> SplitSums:
+        """Add the bias of each line's expert; a tile of EXPERT_ROWS lines has one expert."""
+        if not self.spec.expert_bias:
+            return sums
+        bias = self.weights[f"{name}.bias"].index_select(0, experts)
+        return SplitSums(sums.splits + bias.repeat_interleave(EXPERT_ROWS, 0)[None])
+
     def _route(self, h: Rows, prefix: str) -> tuple[torch.Tensor, Rows]:
         """The experts of each row, best first (ties go to the lower index), and their shares."""
-        scores = kernels.reduce_splits(kernels.matmul(h, self.weights[f"{prefix}.router"]))
-        scores = torch.exp(scores - scores.amax(1, keepdim=True))
-        scores = scores / ordered_sum(scores)
-        best, chosen = torch.sort(scores, dim=1, descending=True, stable=True)
-        best, chosen = best[:, : self.spec.experts_used], chosen[:, : self.spec.experts_used]
-        return chosen, best / ordered_sum(best) if self.spec.experts_renormalised else best
+        spec, bias = self.spec, self.weights.get(f"{prefix}.router.bias")
+        sums = kernels.matmul(h, self.weights[f"{prefix}.router"], bias)
+        scores = kernels.reduce_splits(sums)
+        if spec.router == "softmax":
+            scores = torch.exp(scores - scores.amax(1, keepdim=True))
+            scores = scores / ordered_sum(scores)
+        else:
+            scores = 1.0 / (1.0 + torch.exp(-scores))
+        choice = scores + self.weights[f"{prefix}.choice_bias"] if spec.choice_bias else scores
+        chosen = torch.sort(choice, dim=1, descending=True, stable=True)[1][:, : spec.experts_used]
+        best = scores.gather(1, chosen)
+        if spec.experts_renormalised:
+            best = best / ordered_sum(best)
+        return chosen, best if spec.experts_scale == 1.0 else best * spec.experts_scale
 
 
 def ordered_sum(x: Rows) -> Rows:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from verbatim.backend.step_rows import Batch
-from verbatim.model.rope import tables
+from verbatim.model.rope import query_scales, tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
 
@@ -23,6 +23,7 @@ F32 = np.float32
 Array: TypeAlias = Any
 _GELU = F32(math.sqrt(2.0 / math.pi))
 _ERF = np.frompyfunc(math.erf, 1, 1)
+SWIGLU_LIMIT, SWIGLU_ALPHA = F32(7.0), F32(1.702)  # of swiglu_oai
 
 
 class FloatWeights:
@@ -105,9 +106,12 @@ class ReferenceOps:
         centred = x - x.mean(axis=-1, keepdims=True, dtype=F32)
         variance = (centred * centred).mean(axis=-1, keepdims=True, dtype=F32)
         scaled = centred / np.sqrt(variance + F32(self.spec.norm_eps))
-        return scaled * self.weights[name] + self.weights[f"{name}.bias"]
+        scaled = scaled * self.weights[name]
+        return scaled + self.weights[f"{name}.bias"] if self.spec.norm_bias else scaled
 
     def head_norm(self, x: Array, name: str) -> Array:
+        if self.spec.qk_norm == "width":
+            return self._rms(x, name)
         heads = x.reshape(len(x), -1, self.spec.head_dim)
         return self._rms(heads, name).reshape(x.shape)
 
@@ -144,7 +148,8 @@ class ReferenceOps:
         return result.reshape(x.shape)
 
     def add(self, x: Array, y: Array) -> Array:
-        return x + y
+        scale = self.spec.residual_scale
+        return x + y if scale == 1.0 else x + y * F32(scale)
 
     def take(self, x: Array, which: Literal["outputs", "logits"]) -> Array:
         rows = self.batch.outputs if which == "outputs" else self.batch.logits
@@ -152,12 +157,16 @@ class ReferenceOps:
 
     def head(self, h: Array) -> Array:
         logits = rows_times(h, self.weights["embed" if self.spec.tied else "head"])
+        if self.spec.logit_scale != 1.0:
+            logits = logits * F32(self.spec.logit_scale)
         return soft_cap(logits, self.spec.logit_softcap)
 
     # ---- attention
 
     def attend(self, q: Array, k: Array, v: Array, layer: int) -> Array:
         spec, batch = self.spec, self.batch
+        if spec.query_scale_beta:
+            q = q * query_scales(spec, batch.positions)[:, None]
         group, index = self._cache_of[layer]
         keys, values = self.caches[group].keys[index], self.caches[group].values[index]
         size = keys.shape[2]
@@ -173,7 +182,7 @@ class ReferenceOps:
             assert blocks.min() >= 0, "a token's own block is in the table"
             keys[blocks, :, slots], values[blocks, :, slots] = new_keys[rows], new_values[rows]
         for s, table in enumerate(batch.tables[group]):
-            self._attend_sequence(queries, out, keys, values, s, table, spec.layers[layer].window)
+            self._attend_sequence(queries, out, keys, values, s, table, layer)
         return out.reshape(q.shape)
 
     def _attend_sequence(
@@ -184,13 +193,16 @@ class ReferenceOps:
         values: Array,
         s: int,
         table: Array,
-        window: int | None,
+        layer: int,
     ) -> None:
         """All rows of one sequence: gather the blocks from the first row's window on, then attend
         one row at a time."""
         first, last = self.batch.first[s], self.batch.first[s + 1]
         start, end = int(self.batch.positions[first]), int(self.batch.positions[last - 1]) + 1
-        size = keys.shape[2]
+        size, window = keys.shape[2], self.spec.layers[layer].window
+        sinks = None
+        if self.spec.sinks:  # [kv_heads, group, 1]
+            sinks = self.weights[f"layers.{layer}.attn.sinks"].reshape(self.spec.kv_heads, -1, 1)
         first_block = first_visible(start, window) // size
         used = table[first_block : -(-end // size)]
         assert used.min() >= 0, "a visible block is in the table"
@@ -206,34 +218,46 @@ class ReferenceOps:
                 seq_values[:, seen],
                 self.spec.scale,
                 self.spec.attention_softcap,
+                sinks,
             )
 
     # ---- MLP and mixture of experts
 
-    def mlp(self, h: Array, layer: int) -> Array:
-        spec, prefix = self.spec, f"layers.{layer}.mlp"
-        up = self.linear(h, f"{prefix}.up", spec.mlp_bias)
-        if spec.gated:
-            inner = activate(self.linear(h, f"{prefix}.gate", spec.mlp_bias), spec.activation) * up
-        else:
-            inner = activate(up, spec.activation)
-        return self.linear(inner, f"{prefix}.down", spec.mlp_bias)
+    def mlp(self, h: Array, name: str) -> Array:
+        spec = self.spec
+        up = self.linear(h, f"{name}.up", spec.mlp_bias)
+        gate = self.linear(h, f"{name}.gate", spec.mlp_bias) if spec.gated else None
+        return self.linear(act_mul(gate, up, spec.activation), f"{name}.down", spec.mlp_bias)
 
     def moe(self, h: Array, layer: int) -> Array:
-        spec, prefix = self.spec, f"layers.{layer}.moe"
-        gate, up, down = (self.weights[f"{prefix}.{part}"] for part in ("gate", "up", "down"))
-        scores = softmax(rows_times(h, self.weights[f"{prefix}.router"]))
+        prefix = f"layers.{layer}.moe"
         out = np.zeros_like(h)
-        for row, x, y in zip(scores, h, out, strict=True):
-            # stable: ties go to the lower index
-            chosen = np.argsort(-row, kind="stable")[: spec.experts_used]
-            shares = row[chosen]
-            if spec.experts_renormalised:
-                shares = shares / shares.sum(dtype=F32)
-            for expert, share in zip(chosen, shares, strict=True):
-                inner = activate(gate[expert] @ x, spec.activation) * (up[expert] @ x)
-                y += share * (down[expert] @ inner)
+        logits = self.linear(h, f"{prefix}.router", self.spec.router_bias)
+        for row, x, y in zip(logits, h, out, strict=True):
+            for expert, share in zip(*self._route(row, prefix), strict=True):
+                y += share * self._expert(x, prefix, expert)
         return out
+
+    def _route(self, logits: Array, prefix: str) -> tuple[Array, Array]:
+        """The experts of one row, best first, and their weights."""
+        spec = self.spec
+        scores = softmax(logits) if spec.router == "softmax" else sigmoid(logits)
+        choice = scores + self.weights[f"{prefix}.choice_bias"] if spec.choice_bias else scores
+        # stable: ties go to the lower index
+        chosen = np.argsort(-choice, kind="stable")[: spec.experts_used]
+        shares = scores[chosen]
+        if spec.experts_renormalised:
+            shares = shares / shares.sum(dtype=F32)
+        return chosen, shares if spec.experts_scale == 1.0 else shares * F32(spec.experts_scale)
+
+    def _expert(self, x: Array, prefix: str, expert: int) -> Array:
+        def linear(part: str, x: Array) -> Array:
+            y = self.weights[f"{prefix}.{part}"][expert] @ x
+            biased = self.spec.expert_bias
+            return y + self.weights[f"{prefix}.{part}.bias"][expert] if biased else y
+
+        inner = act_mul(linear("gate", x), linear("up", x), self.spec.activation)
+        return linear("down", inner)
 
 
 # ---- functions
@@ -258,12 +282,17 @@ def _gather(cache: Array, blocks: Array) -> Array:
     return np.ascontiguousarray(found).reshape(found.shape[0], -1, found.shape[3])
 
 
-def attend_row(q: Array, keys: Array, values: Array, scale: float, cap: float) -> Array:
+def attend_row(
+    q: Array, keys: Array, values: Array, scale: float, cap: float, sinks: Array | None = None
+) -> Array:
     """q [kv_heads, group, dim], keys and values [kv_heads, visible, dim] -> [kv_heads, group, dim].
 
-    `group`: query heads per KV head."""
+    `group`: query heads per KV head. `sinks` [kv_heads, group, 1]: scores without a value."""
     scores = soft_cap(np.matmul(q, keys.transpose(0, 2, 1)) * F32(scale), cap)
-    return np.matmul(softmax(scores), values)
+    if sinks is None:
+        return np.matmul(softmax(scores), values)
+    weights = softmax(np.concatenate([scores, sinks], axis=-1))[..., :-1]
+    return np.matmul(np.ascontiguousarray(weights), values)
 
 
 def softmax(x: Array) -> Array:
@@ -271,8 +300,21 @@ def softmax(x: Array) -> Array:
     return e / e.sum(axis=-1, keepdims=True, dtype=F32)
 
 
+def sigmoid(x: Array) -> Array:
+    return F32(1) / (F32(1) + np.exp(-x))
+
+
 def soft_cap(x: Array, cap: float) -> Array:
     return F32(cap) * np.tanh(x / F32(cap)) if cap else x
+
+
+def act_mul(gate: Array | None, up: Array, kind: str) -> Array:
+    """act(gate) * up; without a gate, act(up)."""
+    if kind == "swiglu_oai":
+        assert gate is not None, "swiglu_oai is gated"
+        gate, up = np.minimum(gate, SWIGLU_LIMIT), np.clip(up, -SWIGLU_LIMIT, SWIGLU_LIMIT)
+        return gate / (F32(1) + np.exp(-SWIGLU_ALPHA * gate)) * (up + F32(1))
+    return activate(up, kind) if gate is None else activate(gate, kind) * up
 
 
 def activate(x: Array, kind: str) -> Array:
@@ -280,5 +322,7 @@ def activate(x: Array, kind: str) -> Array:
         return x / (F32(1) + np.exp(-x))
     if kind == "gelu_tanh":
         return F32(0.5) * x * (F32(1) + np.tanh(_GELU * (x + F32(0.044715) * x * x * x)))
+    if kind == "relu2":
+        return np.maximum(x, F32(0)) ** 2
     assert kind == "gelu", kind
     return F32(0.5) * x * (F32(1) + _ERF(x * F32(math.sqrt(0.5))).astype(F32))

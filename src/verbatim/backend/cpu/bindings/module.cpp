@@ -114,6 +114,8 @@ class PyEngine {
         if (n == "silu") return A_SILU;
         if (n == "gelu") return A_GELU;
         if (n == "gelu_tanh") return A_GELU_TANH;
+        if (n == "relu2") return A_RELU2;
+        if (n == "swiglu_oai") return A_SWIGLU_OAI;
         throw std::invalid_argument("no kernel for activation " + n);
     }
     int matrix(const std::string& type, Bytes data, int64_t rows, int64_t k, int group) {
@@ -127,17 +129,19 @@ class PyEngine {
         groups_++;
     }
     void op(const std::string& type, nb::kwargs kw) {
-        static const char* NAMES[] = {"embed",  "positions", "qkv",     "attend", "linear",
-                                      "gateup", "norm",      "normadd", "moe",    "head"};
+        static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
+                                      "norm",  "normadd",   "moe", "head",   "heads"};
         Op o{};
         o.type = (OpType)-1;
-        for (int i = 0; i < 10; i++)
+        for (int i = 0; i < 11; i++)
             if (type == NAMES[i]) o.type = (OpType)i;
         if ((int)o.type < 0) throw std::invalid_argument("unknown operation " + type);
         for (auto [key, value] : kw) {
             std::string k = nb::cast<std::string>(key);
             if (k == "src") o.src = nb::cast<int>(value);
             else if (k == "dst") o.dst = nb::cast<int>(value);
+            else if (k == "keys") o.keys = nb::cast<int>(value);
+            else if (k == "values") o.values = nb::cast<int>(value);
             else if (k == "norm") o.norm = nb::cast<int>(value);
             else if (k == "norm_bias") o.norm_bias = nb::cast<int>(value);
             else if (k == "mat") copy3(nb::cast<std::vector<int>>(value), o.mat);
@@ -147,11 +151,19 @@ class PyEngine {
             else if (k == "rope") o.rope = nb::cast<int>(value);
             else if (k == "qnorm") o.qnorm = nb::cast<int>(value);
             else if (k == "knorm") o.knorm = nb::cast<int>(value);
+            else if (k == "norm_last") o.norm_last = nb::cast<bool>(value);
+            else if (k == "query_scales") o.query_scales = nb::cast<int>(value);
+            else if (k == "query_length") o.query_length = nb::cast<int>(value);
+            else if (k == "sinks") o.sinks = nb::cast<int>(value);
             else if (k == "scale") o.scale = nb::cast<float>(value);
             else if (k == "softcap") o.softcap = nb::cast<float>(value);
             else if (k == "outputs") o.outputs = nb::cast<bool>(value);
             else if (k == "used") o.used = nb::cast<int>(value);
             else if (k == "renormalise") o.renormalise = nb::cast<bool>(value);
+            else if (k == "sigmoid") o.sigmoid = nb::cast<bool>(value);
+            else if (k == "choice_bias") o.choice_bias = nb::cast<int>(value);
+            else if (k == "experts_scale") o.experts_scale = nb::cast<float>(value);
+            else if (k == "expert_bias") copy3(nb::cast<std::vector<int>>(value), o.expert_bias);
             else if (k == "gates") o.experts[0] = nb::cast<std::vector<int>>(value);
             else if (k == "ups") o.experts[1] = nb::cast<std::vector<int>>(value);
             else if (k == "downs") o.experts[2] = nb::cast<std::vector<int>>(value);

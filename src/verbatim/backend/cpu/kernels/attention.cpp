@@ -105,9 +105,14 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int 
 
 // Divides by the softmax sums and writes [rows][share * head_dim] of this KV head; quantises at
 // once where no block spans two heads.
-void Engine::finish_rows(const Op& op, const AttendItem& item, const float* o, const float* l) {
+void Engine::finish_rows(const Op& op, const AttendItem& item, float* o, float* m, float* l) {
     int share = shape.heads / shape.kv_heads, hd = shape.head_dim, width = shape.heads * hd;
     Buffer& b = *buffers_[op.dst];
+    if (op.sinks >= 0)  // a sink is one more position, after all others, whose value is zero
+        for (int i = 0; i < item.rows * share; i++)
+            kernels.combine(&m[i], &l[i], o + (int64_t)i * vdim_,
+                            vectors_[op.sinks][item.kv * share + i % share], 1.0f, zeros_.data(),
+                            vdim_);
     for (int r = 0; r < item.rows; r++) {
         float* y =
             (float*)b.f.data() + (int64_t)(item.row0 + r) * width + (int64_t)item.kv * share * hd;
@@ -173,7 +178,7 @@ void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
                                     part + (int64_t)i * vdim_, vdim_);
             }
         }
-        finish_rows(op, item, run, l);
+        finish_rows(op, item, run, m, l);
         return;
     }
     for (int i = 0; i < nq; i++) l[i] = -1.0f;
@@ -192,7 +197,7 @@ void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
                                 t.o + (int64_t)i * vdim_, vdim_);
         }
     }
-    finish_rows(op, item, run, l);
+    finish_rows(op, item, run, m, l);
 }
 
 // Prefetches the first KV blocks of an item: the blocks of a short sequence are scattered, and the

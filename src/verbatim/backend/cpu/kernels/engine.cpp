@@ -67,6 +67,7 @@ static Pages quant_pages(int64_t rows, int width, QRows& q) {
 Engine::Engine(const Kernels& k, int threads, const Shape& s, bool q8)
     : shape(s), kernels(k), q8_(q8), pool_(threads) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
+    zeros_.assign(vdim_, 0.0f);
     size_t values = (size_t)BLOCK * (s.head_dim + vdim_);
     kv_slice_bytes_ = align64(q8 ? values + 2 * BLOCK * 4 : values * 2);
     for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());

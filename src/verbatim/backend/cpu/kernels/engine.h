@@ -61,21 +61,31 @@ enum OpType : int {
     O_NORM,
     O_NORMADD,
     O_MOE,
-    O_HEAD
+    O_HEAD,
+    O_HEADS
 };
 
 struct Op {
     OpType type;
     int src = -1, dst = -1;         // buffers
+    int keys = -1, values = -1;     // O_HEADS: buffers of k and v
     int norm = -1, norm_bias = -1;  // vectors; -1: no norm before the operation
     int mat[3] = {-1, -1, -1};      // q, k, v | weight | gate, up
     int bias[3] = {-1, -1, -1};
     bool add = false;  // dst += result (residual connection)
     int layer = -1, rope = -1, qnorm = -1, knorm = -1;
+    bool norm_last = false;  // qnorm and knorm after the rotation
+    // O_QKV, O_HEADS: a vector of factors; queries at position p times entry p / query_length.
+    int query_scales = -1, query_length = 1;
+    int sinks = -1;  // O_ATTEND: a vector with one more score per head
+    // O_EMBED, O_LINEAR, O_MOE, O_HEAD: multiplies the result. O_ATTEND: multiplies q·k.
     float scale = 1.0f, softcap = 0.0f;
     std::vector<int> experts[3];  // gate, up and down matrix of each expert
-    int used = 0;                 // experts per row
-    bool renormalise = true;
+    int expert_bias[3] = {-1, -1, -1};  // vectors: [experts][width]
+    int used = 0;                       // experts per row
+    bool renormalise = true, sigmoid = false;
+    int choice_bias = -1;        // vector, added to the scores for the choice of experts only
+    float experts_scale = 1.0f;  // multiplies the weights of the experts
     bool outputs = false;   // O_NORM: only the rows in Step::outputs
     int next_product = -1;  // the next operation with a matrix product
 };
@@ -208,12 +218,13 @@ class Engine : ThreadPool::Job {
     void embed(const Op& op, WorkItems& items);
     void positions(const Op& op, WorkItems& items);
     void qkv(const Op& op, WorkItems& items);
-    void qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile);
+    void qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile, int64_t ld);
+    void heads(const Op& op, WorkItems& items);
     void attend(const Op& op, WorkItems& items);
     void attend_item(const Op& op, Worker& w, const AttendItem& item);
     void fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int tile, int lo_all,
                    int hi_all) const;
-    void finish_rows(const Op& op, const AttendItem& item, const float* o, const float* l);
+    void finish_rows(const Op& op, const AttendItem& item, float* o, float* m, float* l);
     void linear(const Op& op, WorkItems& items);
     void gateup(const Op& op, WorkItems& items);
     void norm(const Op& op, WorkItems& items);
@@ -221,6 +232,7 @@ class Engine : ThreadPool::Job {
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
     void moe_route(const Op& op, WorkItems& items);
+    void choose_experts(const Op& op, float* logits, int experts, int32_t* ids, float* weights);
     void moe_sort(const Op& op, WorkItems& items);
     void moe_up(const Op& op, WorkItems& items);
     void moe_down(const Op& op, WorkItems& items);
@@ -238,6 +250,7 @@ class Engine : ThreadPool::Job {
     Arena arena_;
     std::vector<std::unique_ptr<Matrix>> matrices_;
     std::vector<std::vector<float>> vectors_;
+    std::vector<float> zeros_;  // vdim_ zeros, the value of an attention sink
     std::vector<Rope> ropes_;
     std::vector<std::unique_ptr<Buffer>> buffers_;
     std::vector<Group> groups_;

@@ -74,7 +74,8 @@ constexpr int ROW_GROUP = 16;     // rows interleaved for tiled products
 constexpr int MIN_TILE_ROWS = 9;  // fewer rows are computed row by row
 inline int row_group(int rows) { return rows >= MIN_TILE_ROWS ? ROW_GROUP : 1; }
 
-enum Activation : int { A_SILU, A_GELU, A_GELU_TANH };
+// A_SWIGLU_OAI: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (clamp(up, -7, 7) + 1), gated only.
+enum Activation : int { A_SILU, A_GELU, A_GELU_TANH, A_RELU2, A_SWIGLU_OAI };
 
 // Positions per attention tile. Fixed, because the tile defines the order of the additions.
 constexpr int TILE = 128;

@@ -63,4 +63,17 @@ static inline vf vgelu_tanh(vf x) {
     return mul(mul(set1(0.5f), x), add(set1(1.0f), vtanh(u)));
 }
 
+static inline vf vrelu2(vf x) {
+    x = vmax(x, set1(0.0f));
+    return mul(x, x);
+}
+// The gated activation of gpt_oss; the limit and the factor are the same in all its models.
+static inline vf vswiglu_oai(vf gate, vf up) {
+    const vf limit = set1(7.0f);
+    gate = vmin(gate, limit);
+    up = vmax(vmin(up, limit), set1(-7.0f));
+    vf sigmoid = div(set1(1.0f), add(set1(1.0f), vexp(mul(gate, set1(-1.702f)))));
+    return mul(mul(gate, sigmoid), add(up, set1(1.0f)));
+}
+
 }  // namespace VB_NS

@@ -59,13 +59,43 @@ void Engine::moe_route(const Op& op, WorkItems& items) {
         float* s = (float*)scores_.data() + r * ld;
         kernels.mm[router.kind](router, 0, router.panels, q, in.x + (int64_t)r * n, nullptr, m, s,
                                 ld, nullptr);
-        for (int i = 0; i < m; i++) {
-            int32_t* ids = &slot_expert_[(size_t)(r + i) * used];
-            float* p = &slot_weight_[(size_t)(r + i) * used];
-            float sum = kernels.softmax_topk(s + i * ld, router.n, used, ids, p);
-            if (op.renormalise)
-                for (int j = 0; j < used; j++) p[j] /= sum;
+        if (op.bias[0] >= 0)
+            kernels.add_rows(s, ld, vectors_[op.bias[0]].data(), 0, m, router.n);
+        for (int i = 0; i < m; i++)
+            choose_experts(op, s + i * ld, router.n, &slot_expert_[(size_t)(r + i) * used],
+                           &slot_weight_[(size_t)(r + i) * used]);
+    }
+}
+
+// The experts of one row, best first (ties go to the lower index), and their weights. Overwrites
+// the logits.
+void Engine::choose_experts(const Op& op, float* logits, int experts, int32_t* ids,
+                            float* weights) {
+    float sum = 0.0f;
+    if (!op.sigmoid) sum = kernels.softmax_topk(logits, experts, op.used, ids, weights);
+    else {
+        for (int e = 0; e < experts; e++) logits[e] = -logits[e];
+        kernels.exps(logits, experts, logits);
+        for (int e = 0; e < experts; e++) logits[e] = 1.0f / (1.0f + logits[e]);
+        const float* bias = op.choice_bias >= 0 ? vectors_[op.choice_bias].data() : nullptr;
+        for (int j = 0; j < op.used; j++) {
+            int best = -1;
+            float top = 0.0f;
+            for (int e = 0; e < experts; e++) {
+                const float score = bias ? logits[e] + bias[e] : logits[e];
+                if ((best >= 0 && !(score > top)) || std::find(ids, ids + j, e) != ids + j)
+                    continue;
+                best = e;
+                top = score;
+            }
+            ids[j] = best;
+            weights[j] = logits[best];
+            sum += weights[j];
         }
+    }
+    for (int j = 0; j < op.used; j++) {
+        if (op.renormalise) weights[j] /= sum;
+        if (op.experts_scale != 1.0f) weights[j] *= op.experts_scale;
     }
 }
 
@@ -97,6 +127,11 @@ void Engine::moe_up(const Op& op, WorkItems& items) {
             for (int j = 0; j < m; j++) idx[j] = expert_rows_[i + j] / op.used;
             kernels.mm[up.kind](up, p, np, in.q, in.x, idx, m, tu, 32, nullptr);
             kernels.mm[gate.kind](gate, p, np, in.q, in.x, idx, m, tg, 32, nullptr);
+            if (op.expert_bias[0] >= 0) {
+                const int64_t at = (int64_t)e * inner + 16 * p;
+                kernels.add_rows(tg, 32, vectors_[op.expert_bias[0]].data() + at, 0, m, cols);
+                kernels.add_rows(tu, 32, vectors_[op.expert_bias[1]].data() + at, 0, m, cols);
+            }
             kernels.gate(shape.activation, tg, tu, 32 * m, y);
             for (int j = 0; j < m; j++) {
                 int64_t at = (int64_t)expert_rows_[i + j] * inner + 16 * p;
@@ -120,6 +155,10 @@ void Engine::moe_down(const Op& op, WorkItems& items) {
             kernels.mm[down.kind](down, p, np, slots_inner_->qr,
                                   (const float*)slots_inner_->f.data(), &expert_rows_[i], m, tile,
                                   16 * DOWN_PANELS, nullptr);
+            if (op.expert_bias[2] >= 0)
+                kernels.add_rows(tile, 16 * DOWN_PANELS,
+                                 vectors_[op.expert_bias[2]].data() + (int64_t)e * n + 16 * p, 0, m,
+                                 cols);
             for (int j = 0; j < m; j++)
                 std::memcpy(
                     (float*)slots_out_->f.data() + (int64_t)expert_rows_[i + j] * n + 16 * p,
@@ -138,6 +177,7 @@ void Engine::moe_sum(const Op& op, WorkItems& items) {
             float s = slot_weight_[(size_t)r * used] * y0[i];
             for (int j = 1; j < used; j++)
                 s += slot_weight_[(size_t)r * used + j] * y0[(int64_t)j * n + i];
+            if (op.scale != 1.0f) s *= op.scale;
             o[i] = op.add ? o[i] + s : s;
         }
     }

@@ -121,24 +121,34 @@ void Engine::positions(const Op& op, WorkItems& items) {
 
 // Bias, norm and rotary embedding of one head of q, k or v, then the write to the query buffer or
 // to the KV cache.
-void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile) {
-    int hd = shape.head_dim, ld = vdim_;
+void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile,
+                      int64_t ld) {
+    int hd = shape.head_dim;
     if (op.bias[part] >= 0)
         kernels.add_rows(tile, ld, vectors_[op.bias[part]].data() + (int64_t)head * hd, 0, rows,
                          hd);
     for (int r = 0; r < rows; r++) {
-        float* x = tile + (int64_t)r * ld;
+        float* x = tile + r * ld;
         int row = row0 + r, norm = part == 0 ? op.qnorm : part == 1 ? op.knorm : -1;
-        if (norm >= 0) kernels.rms_norm(x, vectors_[norm].data(), hd, shape.eps, x);
+        if (norm >= 0 && !op.norm_last)
+            kernels.rms_norm(x, vectors_[norm].data(), hd, shape.eps, x);
         if (part < 2 && op.rope >= 0) {
             int half = ropes_[op.rope].half;
             const float* a = (const float*)angles_[op.rope].data() + (int64_t)row * 2 * half;
             kernels.rope(x, a, a + half, half);
         }
+        if (norm >= 0 && op.norm_last)
+            kernels.rms_norm(x, vectors_[norm].data(), hd, shape.eps, x);
         if (part == 0) {
-            std::memcpy(
-                (float*)buffers_[op.dst]->f.data() + ((int64_t)row * shape.heads + head) * hd, x,
-                (size_t)hd * 4);
+            if (op.query_scales >= 0) {
+                const std::vector<float>& scales = vectors_[op.query_scales];
+                const size_t at = (size_t)(step.positions[row] / op.query_length);
+                const float s = scales[std::min(at, scales.size() - 1)];
+                for (int d = 0; d < hd; d++) x[d] *= s;
+            }
+            float* q =
+                (float*)buffers_[op.dst]->f.data() + ((int64_t)row * shape.heads + head) * hd;
+            if (q != x) std::memcpy(q, x, (size_t)hd * 4);
             continue;
         }
         const Sequence& seq = step.sequences[step.sequence[row]];
@@ -189,9 +199,27 @@ void Engine::qkv(const Op& op, WorkItems& items) {
             QRows q = in.q.at_block(in.q.first_block(r, n / 32));
             kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile,
                                vdim_, r + MM_ROWS < rows ? nullptr : next_weights);
-            qkv_head(op, part, head, r, m, tile);
+            qkv_head(op, part, head, r, m, tile, vdim_);
         }
     }
+}
+
+// Queries, keys and values whose norm spans all heads: the projections are in three buffers, and a
+// work item is one row. Queries are changed in place.
+void Engine::heads(const Op& op, WorkItems& items) {
+    const int counts[3] = {shape.heads, shape.kv_heads, shape.kv_heads};
+    const int buffers[3] = {op.dst, op.keys, op.values}, norms[3] = {op.qnorm, op.knorm, -1};
+    Op head_op = op;
+    head_op.qnorm = head_op.knorm = -1;
+    for (int r; (r = items.next()) >= 0;)
+        for (int part = 0; part < 3; part++) {
+            const int width = counts[part] * shape.head_dim;
+            float* x = (float*)buffers_[buffers[part]]->f.data() + (int64_t)r * width;
+            if (norms[part] >= 0)
+                kernels.rms_norm(x, vectors_[norms[part]].data(), width, shape.eps, x);
+            for (int h = 0; h < counts[part]; h++)
+                qkv_head(head_op, part, h, r, 1, x + (int64_t)h * shape.head_dim, 0);
+        }
 }
 
 // MAX_PANELS: panels per product call. With many rows, one item per call is enough work, and AMX
@@ -250,6 +278,9 @@ void Engine::linear(const Op& op, WorkItems& items) {
                                in.idx ? rebased : nullptr, m, tile, 16 * MAX_PANELS,
                                r + MM_ROWS < rows ? nullptr : next_weights);
             if (bias) kernels.add_rows(tile, 16 * MAX_PANELS, bias + 16 * p, 0, m, cols);
+            if (op.scale != 1.0f)
+                for (int i = 0; i < m; i++)
+                    for (int c = 0; c < cols; c++) tile[i * 16 * MAX_PANELS + c] *= op.scale;
             float* o = y + (int64_t)r * w.n + 16 * p;
             if (op.add) kernels.add_rows(o, w.n, tile, 16 * MAX_PANELS, m, cols);
             else
@@ -348,6 +379,7 @@ void Engine::plan_phases() {
         switch (op.type) {
             case O_EMBED:
             case O_POSITIONS:
+            case O_HEADS:
             case O_NORMADD: add(i, S_WORK, rows); break;
             case O_NORM: add(i, S_WORK, op.outputs ? (int)step.outputs.size() : rows); break;
             case O_ATTEND: add(i, S_WORK, (int)attend_items_[layer_group_[op.layer]].size()); break;
@@ -391,6 +423,7 @@ void Engine::phase(int number, WorkItems& items) {
         case O_EMBED: return embed(op, items);
         case O_POSITIONS: return positions(op, items);
         case O_QKV: return qkv(op, items);
+        case O_HEADS: return heads(op, items);
         case O_ATTEND: return attend(op, items);
         case O_LINEAR:
         case O_HEAD: return linear(op, items);

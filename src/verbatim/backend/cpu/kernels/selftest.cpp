@@ -265,6 +265,22 @@ uint64_t rowwise(const Kernels& k, Noise noise) {
     return hash.h;
 }
 
+// Activations that are not in `rowwise`, whose digest is older.
+uint64_t gates(const Kernels& k, Noise noise) {
+    Hash hash;
+    for (int n : {1, 5, 16, 31, 64, 100}) {
+        auto g = noise.floats(n, 12.0f), up = noise.floats(n, 12.0f);
+        std::vector<float> y(n);
+        k.gate(A_RELU2, g.data(), up.data(), n, y.data());
+        hash.floats(y.data(), n);
+        k.gate(A_RELU2, nullptr, up.data(), n, y.data());
+        hash.floats(y.data(), n);
+        k.gate(A_SWIGLU_OAI, g.data(), up.data(), n, y.data());
+        hash.floats(y.data(), n);
+    }
+    return hash.h;
+}
+
 }  // namespace
 
 std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int threads) {
@@ -272,6 +288,7 @@ std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int thre
     for (const Format& t : FORMATS)
         out.emplace_back(std::string("product ") + t.name, product(k, t, Noise{1}));
     out.emplace_back("rowwise", rowwise(k, Noise{2}));
+    out.emplace_back("gates", gates(k, Noise{3}));
     for (int t : {0, 1, 3, 4, 7, 9, 11})
         out.emplace_back(std::string("model ") + FORMATS[t].name,
                          model(k, FORMATS[t], threads, false, {130, 1, 1, 60, 8}, 32));

@@ -1,0 +1,156 @@
+"""Dense families with RMS norms that came after llama, qwen and gemma: config.json -> ModelSpec."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.base.errors import ModelError
+from verbatim.model.config_fields import Fields
+from verbatim.model.family_parts import layer_windows, rotary, window_of, with_windows
+from verbatim.model.rope_record import Record, family_record, layer_type_record, rope_of
+from verbatim.model.spec import ModelSpec
+
+_OLMO3_THETA = 500000.0
+
+
+def _smollm3(f: Fields, requested: int | None) -> ModelSpec:
+    base = rotary(f, requested, family_record(f, "smollm3"), uniform=False)
+    count, interval = len(base.layers), f.integer("no_rope_layer_interval")
+    rotated = f.items("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
+    if len(rotated) < count or any(r not in (0, 1) for r in rotated):
+        raise f.fail("no_rope_layers", f"{count} entries are needed, each 0 or 1")
+    sliding = f.boolean("use_sliding_window", False)
+    window = window_of(f)
+    windows = layer_windows(
+        f, count, lambda i: sliding and window is not None and not rotated[i], window
+    )
+    if any(windows) and not sliding:
+        raise f.fail("layer_types", "sliding_attention needs use_sliding_window")
+    layers = tuple(
+        replace(a, rope=a.rope if r else None)
+        for a, r in zip(base.layers, rotated[:count], strict=True)
+    )
+    return with_windows(replace(base, family="smollm3", layers=layers), windows)
+
+
+def _granite(f: Fields, requested: int | None) -> ModelSpec:
+    return replace(
+        rotary(f, requested, family_record(f, "granite")),
+        family="granite",
+        embed_scale=f.number("embedding_multiplier"),
+        attention_scale=f.number("attention_multiplier"),
+        residual_scale=f.number("residual_multiplier"),
+        logit_scale=1.0 / f.number("logits_scaling"),
+    )
+
+
+def _olmo2(f: Fields, requested: int | None) -> ModelSpec:
+    return _olmo(rotary(f, requested, family_record(f, "olmo2")))
+
+
+def _olmo(spec: ModelSpec) -> ModelSpec:
+    """No norm before attention and MLP, but one after each; queries and keys are normed whole."""
+    return replace(spec, family="olmo2", pre_norms=False, post_norms=True, qk_norm="width")
+
+
+def _olmo3(f: Fields, requested: int | None) -> ModelSpec:
+    full, sliding = olmo3_records(f)
+    base = rotary(f, requested, full, uniform=False)
+    local = rope_of(f, sliding, base.head_dim, base.context)
+    windows = layer_windows(f, len(base.layers), lambda i: (i + 1) % 4 != 0, window_of(f))
+    layers = tuple(
+        replace(a, window=w, rope=a.rope if w is None else local)
+        for a, w in zip(base.layers, windows, strict=True)
+    )
+    return _olmo(replace(base, layers=layers))
+
+
+def olmo3_records(f: Fields) -> tuple[Record, Record]:
+    """transformers gives the config's rope_theta to full_attention only."""
+    theta = f.number("rope_theta")
+    local = f.mapping("rope_parameters").get("sliding_attention") or {}
+    if theta != _OLMO3_THETA and not (isinstance(local, dict) and local.get("rope_theta")):
+        raise f.fail(
+            "rope_theta",
+            f"only {_OLMO3_THETA} is supported, unless rope_parameters.sliding_attention has its "
+            "own rope_theta",
+        )
+    return (
+        layer_type_record(f, "full_attention", theta),
+        layer_type_record(f, "sliding_attention", _OLMO3_THETA),
+    )
+
+
+def _seed_oss(f: Fields, requested: int | None) -> ModelSpec:
+    base = rotary(f, requested, family_record(f, "seed_oss"))
+    return replace(base, family="seed_oss", out_bias=f.boolean("attention_out_bias", False))
+
+
+def _hunyuan(f: Fields, requested: int | None) -> ModelSpec:
+    base = rotary(f, requested, family_record(f, "hunyuan_v1_dense"))
+    return replace(base, family="hunyuan-dense", qk_norm="rotated_head")
+
+
+def _ministral3(f: Fields, requested: int | None) -> ModelSpec:
+    record = family_record(f, "ministral3")
+    keys = ("llama_4_scaling_beta", "original_max_position_embeddings")
+    for key in keys:
+        if not isinstance(record.get(key), (int, float)) or isinstance(record[key], bool):
+            raise ModelError(
+                f"rope_parameters.{key} is {record.get(key)!r} with rope_type "
+                f"{record['rope_type']}: ministral3 needs the number",
+                file=f.file,
+            )
+    length = Fields(record, f.file).integer(keys[1])
+    return replace(
+        rotary(f, requested, record, window_of(f)),
+        family="mistral3",
+        query_scale_beta=float(record[keys[0]]),
+        query_scale_length=length,
+    )
+
+
+def _exaone4(f: Fields, requested: int | None) -> ModelSpec:
+    """Olmo's norms, each head normed; with windows, full layers have no rotary positions."""
+    base = rotary(f, requested, family_record(f, "exaone4"), uniform=False)
+    window = window_of(f)
+    pattern = 1 if f.has("layer_types") else f.integer("sliding_window_pattern")
+    windows = layer_windows(f, len(base.layers), lambda i: (i + 1) % pattern != 0, window)
+    layers = tuple(
+        replace(a, window=w, rope=a.rope if w is not None or window is None else None)
+        for a, w in zip(base.layers, windows, strict=True)
+    )
+    return replace(
+        base, family="exaone4", pre_norms=False, post_norms=True, qk_norm="head", layers=layers
+    )
+
+
+def _glm4(f: Fields, requested: int | None) -> ModelSpec:
+    base = rotary(f, requested, family_record(f, "glm4"))
+    return replace(base, family="glm4", out_bias=False, post_norms=True)
+
+
+def _ernie4_5(f: Fields, requested: int | None) -> ModelSpec:
+    base = rotary(f, requested, family_record(f, "ernie4_5"))
+    bias = f.boolean("use_bias", False)
+    return replace(base, family="ernie4_5", qkv_bias=bias, out_bias=bias, mlp_bias=bias)
+
+
+def _arcee(f: Fields, requested: int | None) -> ModelSpec:
+    base = rotary(f, requested, family_record(f, "arcee"))
+    return replace(base, family="arcee", gated=False)
+
+
+DENSE_FAMILIES = {
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "seed_oss": _seed_oss,
+    "hunyuan_v1_dense": _hunyuan,
+    "ministral3": _ministral3,
+    "exaone4": _exaone4,
+    "glm4": _glm4,
+    "ernie4_5": _ernie4_5,
+    "arcee": _arcee,
+}

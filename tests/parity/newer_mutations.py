@@ -1,0 +1,182 @@
+"""Base configs and values for the random config mutations of the newer families."""
+
+from __future__ import annotations
+
+from typing import Any
+
+ABSENT: Any = object()  # remove the key
+Values = dict[str, tuple[Any, ...]]
+
+KIND = {
+    "smollm3": "SmolLM3",
+    "granite": "Granite",
+    "olmo2": "Olmo2",
+    "olmo3": "Olmo3",
+    "seed_oss": "SeedOss",
+    "hunyuan_v1_dense": "HunYuanDenseV1",
+    "ministral3": "Ministral3",
+    "exaone4": "Exaone4",
+    "cohere": "Cohere",
+    "cohere2": "Cohere2",
+    "glm4": "Glm4",
+    "ernie4_5": "Ernie4_5",
+    "arcee": "Arcee",
+    "gpt_neox": "GPTNeoX",
+    "starcoder2": "Starcoder2",
+    "stablelm": "StableLm",
+    "falcon": "Falcon",
+    "glm4_moe": "Glm4Moe",
+    "gpt_oss": "GptOss",
+}
+_EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4,
+    "llama_4_scaling_beta": 0.3,
+}
+# What a family's base config adds to the common one; None removes a key.
+_BASES: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_layer_interval": 2},
+    "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "olmo3": {"sliding_window": 5},
+    "seed_oss": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "ministral3": {"head_dim": 16, "rope_parameters": _YARN},
+    "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "cohere2": {"sliding_window": 5, "sliding_window_pattern": 2, "rms_norm_eps": None},
+    "cohere": {"rms_norm_eps": None},
+    "glm4": {"head_dim": 16},
+    "ernie4_5": {"head_dim": 16},
+    "gpt_neox": {"rms_norm_eps": None, "num_key_value_heads": None},
+    "starcoder2": {"rms_norm_eps": None},
+    "stablelm": {"rms_norm_eps": None},
+    "falcon": {
+        "rms_norm_eps": None,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+    },
+    "glm4_moe": {
+        **_EXPERTS,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 24,
+        "num_mtp_layers": 0,
+    },
+    "gpt_oss": {
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "sliding_window": 5,
+        "rope_parameters": {k: v for k, v in _YARN.items() if "llama" not in k},
+    },
+}
+
+
+def bases(common: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {
+        family: {
+            "model_type": family,
+            **{
+                key: value
+                for key, value in {**common, **_BASES.get(family, {})}.items()
+                if value is not None
+            },
+        }
+        for family in KIND
+    }
+
+
+_FLAG = (True, False, None, ABSENT)
+_SCALE = (0.5, 2, 3.0, ABSENT)
+_VALUES: dict[str, Values] = {
+    "smollm3": {
+        "no_rope_layers": ([1, 0], [0, 0], [1, 1, 0], [1], None),
+        "no_rope_layer_interval": (1, 2, 4, ABSENT),
+        "use_sliding_window": (True, False, ABSENT),
+    },
+    "granite": {
+        "embedding_multiplier": _SCALE,
+        "attention_multiplier": _SCALE,
+        "residual_multiplier": _SCALE,
+        "logits_scaling": _SCALE,
+    },
+    "seed_oss": {"attention_out_bias": (True, False), "residual_dropout": (0.3,)},
+    "hunyuan_v1_dense": {"eod_token_id": (5, None), "use_qk_norm": (True, False)},
+    "exaone4": {"sliding_window_pattern": (1, 2, 3, None, "LG", ABSENT)},
+    "cohere": {
+        "logit_scale": _SCALE,
+        "layer_norm_eps": (1e-3, ABSENT),
+        "use_qk_norm": (False, True, None),
+    },
+    "cohere2": {
+        "logit_scale": _SCALE,
+        "layer_norm_eps": (1e-3, ABSENT),
+        "sliding_window_pattern": (1, 2, 4, ABSENT),
+        "rotary_pct": (1.0, 0.5),
+        "layer_switch": (4,),
+    },
+    "ernie4_5": {"use_bias": _FLAG},
+    "gpt_neox": {
+        "rotary_pct": (0.5, 1.0, 0.75, ABSENT),
+        "rotary_emb_base": (100, 5000.0, ABSENT),
+        "layer_norm_eps": (1e-3, ABSENT),
+        "use_parallel_residual": (True, False, ABSENT),
+    },
+    "starcoder2": {
+        "use_bias": (True, False, ABSENT),
+        "norm_epsilon": (1e-3, ABSENT),
+        "residual_dropout": (0.5,),
+    },
+    "stablelm": {
+        "use_qkv_bias": (True, False),
+        "use_parallel_residual": (True, False),
+        "qk_layernorm": (True, False),
+        "layer_norm_eps": (1e-3, ABSENT),
+    },
+    "falcon": {
+        "new_decoder_architecture": (True, False, ABSENT),
+        "num_kv_heads": (1, 2, 4, 3, None, ABSENT),
+        "multi_query": (True, False, ABSENT),
+        "parallel_attn": (True, False, ABSENT),
+        "num_ln_in_parallel_attn": (1, 2, None),
+        "bias": (True, False, ABSENT),
+        "alibi": (False, True),
+        "ffn_hidden_size": (40, None, ABSENT),
+        "activation": ("gelu", "silu", "relu2", "relu", ABSENT),
+        "layer_norm_epsilon": (1e-3, ABSENT),
+    },
+    "glm4_moe": {
+        "n_routed_experts": (2, 6),
+        "num_local_experts": (4, 3),
+        "num_experts_per_tok": (1, 2, 3),
+        "moe_intermediate_size": (16, 40),
+        "n_shared_experts": (1, 2),
+        "first_k_dense_replace": (0, 1, 2, ABSENT),
+        "norm_topk_prob": (True, False, ABSENT),
+        "routed_scaling_factor": (0.5, 2.5, ABSENT),
+        "use_qk_norm": (True, False),
+        "n_group": (1, 2),
+        "topk_group": (1,),
+    },
+    "gpt_oss": {
+        "num_local_experts": (2, 3),
+        "num_experts": (4, 3),
+        "num_experts_per_tok": (1, 2, 3),
+        "swiglu_limit": (7.0, 5.0),
+        "swiglu_alpha": (1.702, 1.5),
+        "initial_context_length": (4096,),
+    },
+}
+
+
+def values(rotary: Values, common: Values) -> dict[str, Values]:
+    """`rotary`: keys of families with rotary positions; `common`: keys of every config."""
+    result: dict[str, Values] = {}
+    for family, base in bases({}).items():
+        removed = {key for key, value in _BASES.get(family, {}).items() if value is None}
+        own = {key: value for key, value in rotary.items() if key not in removed}
+        result[family] = {**own, **common, **_VALUES.get(family, {})}
+        assert base["model_type"] == family
+    return result

@@ -1,0 +1,31 @@
+"""One tiny checkpoint of the parity tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+VOCAB = 96
+PROMPT = 24
+STEPS = 32
+ABSENT: Any = object()  # the key is not in the config
+
+
+@dataclass(frozen=True)
+class Case:
+    """One checkpoint.
+
+    `context`: the engine's context. `gguf`: architecture of the GGUF file, empty if GGUF cannot
+    express the config."""
+
+    name: str
+    kind: str  # prefix of transformers' classes
+    changes: dict[str, Any] = field(default_factory=dict)
+    context: int | None = None
+    gguf: str = ""
+    prompt: int = PROMPT
+    steps: int = STEPS
+
+
+def rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
