@@ -83,6 +83,7 @@ def make_request(
         raise ParameterError(
             "speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}"
         )
+    structure = _structure(params, parts.tokenizer, engine_busy, deadline)
     return Request(
         id=request_id or f"req-{secrets.token_hex(8)}",
         prompt_ids=ids,
@@ -90,9 +91,9 @@ def make_request(
         seed=secrets.randbits(32) if params.seed is None else params.seed,
         tenant=tenant,
         arrival=arrival,
-        structure=_structure(params, parts.tokenizer, engine_busy, deadline),
+        structure=structure,
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
-        warnings=(*_warnings(params), *prompt_warnings),
+        warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
         pooling=parts.pooling,
     )
