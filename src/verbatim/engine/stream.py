@@ -34,6 +34,7 @@ class ChoiceStream:
         "_stops",
         "_text",
         "_text_sent",
+        "_tokenizer",
         "_total",
         "explain",
         "finish",
@@ -50,6 +51,7 @@ class ChoiceStream:
         self.request_id = request_id
         self.index = index
         self._params = params
+        self._tokenizer = tokenizer
         self._decoder = TextDecoder(tokenizer, params.skip_special)
         self._stops = StopMatcher(params.stop, params.include_stop)
         self._loop = LoopDetector()
@@ -130,7 +132,11 @@ class ChoiceStream:
             tuple(self.explain),
             self.score,
             self._loop.length,
+            tuple(map(self._piece, self.token_ids)) if self.logprobs else (),
         )
+
+    def _piece(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     @property
     def mean_logprob(self) -> float:
