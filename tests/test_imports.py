@@ -54,6 +54,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "httptools": ("server",),
     "pydantic": ("server",),
     "msgpack": ("server", "backend"),
+    "jsonschema": ("grammar/document_check.py",),
     "llguidance": ("grammar/matcher.py", "grammar/translate.py"),
     "huggingface_hub": ("weights/hub.py",),
     "tokenizers": ("text",),

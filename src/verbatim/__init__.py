@@ -37,12 +37,15 @@ from verbatim.base.records import (
 )
 
 if TYPE_CHECKING:
+    from verbatim.engine.async_calls import DeltaStream
     from verbatim.engine.async_engine import AsyncEngine
     from verbatim.engine.async_stream import AsyncStream
+    from verbatim.engine.call_inputs import ProgressBar, Prompt
     from verbatim.engine.engine_base import Message
-    from verbatim.engine.llm import LLM, Prompt, Stream, Vote
+    from verbatim.engine.llm import LLM, Stream, Vote
     from verbatim.engine.loaded_model import Progress
     from verbatim.engine.scoring import Score
+    from verbatim.observe.explained import Explanation, TokenExplanation, WhatIfs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,7 +59,9 @@ __all__ = [
     "Completion",
     "ContextError",
     "Delta",
+    "DeltaStream",
     "EngineConfig",
+    "Explanation",
     "Finish",
     "FinishReason",
     "Message",
@@ -64,12 +69,14 @@ __all__ = [
     "OverloadedError",
     "ParameterError",
     "Progress",
+    "ProgressBar",
     "Prompt",
     "RequestError",
     "SamplingParams",
     "Score",
     "Stream",
     "Timings",
+    "TokenExplanation",
     "TokenLogprob",
     "UnavailableError",
     "UnknownParameterError",
@@ -77,12 +84,16 @@ __all__ = [
     "Usage",
     "VerbatimError",
     "Vote",
+    "WhatIfs",
     "__version__",
 ]
 
 _LAZY = {
-    **dict.fromkeys(("LLM", "Prompt", "Stream", "Vote"), "verbatim.engine.llm"),
+    **dict.fromkeys(("LLM", "Stream", "Vote"), "verbatim.engine.llm"),
+    **dict.fromkeys(("ProgressBar", "Prompt"), "verbatim.engine.call_inputs"),
+    **dict.fromkeys(("Explanation", "TokenExplanation", "WhatIfs"), "verbatim.observe.explained"),
     "AsyncEngine": "verbatim.engine.async_engine",
+    "DeltaStream": "verbatim.engine.async_calls",
     "AsyncStream": "verbatim.engine.async_stream",
     "Message": "verbatim.engine.engine_base",
     "Progress": "verbatim.engine.loaded_model",
@@ -101,4 +112,4 @@ if not TYPE_CHECKING:  # a type checker reads the imports above and reports a mi
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

@@ -95,7 +95,7 @@ def test_explain_matches_the_logits_of_the_model(verbatim: Call, tiny: Path) -> 
         assert record["token"] == tokens[i]
         assert record["entropy"] == pytest.approx(float(-(p * np.log(p)).sum()), abs=1e-3)
         assert record["logprob"] == pytest.approx(row.logprob, abs=1e-4)
-        assert record["rank"] == sum(lp > row.logprob for lp in logprobs.values())
+        assert record["rank"] == 1 + sum(lp > row.logprob for lp in logprobs.values())
         best = sorted(logprobs.items(), key=lambda item: (-item[1], item[0]))[:4]
         assert [c["id"] for c in record["top"]] == [token for token, _ in best]
         for candidate, (_, lp) in zip(record["top"], best, strict=True):

@@ -120,7 +120,7 @@ def processes() -> Iterator[Callable[..., CompilePool]]:
 
 
 def translate(pool: CompilePool, field: str = "regex", value: Any = "a") -> str:
-    return pool.translate(field, value, pool._clock() + 3600.0)
+    return pool.translate(field, value, pool._clock() + 3600.0).grammar
 
 
 # --- slots

@@ -26,7 +26,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.grammar import matcher as matcher_module
 from verbatim.grammar import private_matcher
 from verbatim.grammar.finite import infinite_keyword
-from verbatim.grammar.json_schema import SUPPORTED, check_schema
+from verbatim.grammar.json_schema import ASSERTIONS, normalise
 from verbatim.grammar.matcher import Matcher, Structure, compile_structure
 
 DATA = Path(__file__).parent.parent / "data"
@@ -69,7 +69,12 @@ def takes(structure: Structure, text: str) -> bool:
     would."""
     matcher = structure.start()
     for byte in text.encode():
-        if matcher.finished or byte not in allowed(matcher.mask()):
+        try:
+            if matcher.finished or byte not in allowed(matcher.mask()):
+                return False
+        except UnsupportedError as error:
+            if "cannot become a valid document" not in str(error):
+                raise
             return False
         matcher.advance(byte)
     return matcher.accepting
@@ -114,8 +119,9 @@ def test_json_schema_test_suite() -> None:
     with json_schema named.
 
     Known difference: "format" is an assertion here (where known), not an annotation, so the
-    suite's "format" file, which accepts any string, is left to the next test. Objects are
-    written with their keys in the schema's order."""
+    suite's "format" file, which accepts any string, is left to the next test. So is every keyword
+    of a dialect that switches assertions off ("vocabulary"). Objects are written with their keys
+    in the schema's order."""
     count: Counter[str] = Counter()
     wrong = []
     for file, cases in suite().items():
@@ -126,7 +132,7 @@ def test_json_schema_test_suite() -> None:
                 count[f"refused {error.param}"] += 1
                 continue
             count["compiled"] += 1
-            if file == "format":
+            if file in ("format", "vocabulary"):
                 continue
             for test in case["tests"]:
                 got = any(takes(structure, text) for text in writings(test["data"]))
@@ -135,31 +141,29 @@ def test_json_schema_test_suite() -> None:
                     wrong.append((file, case["description"], test["description"]))
     assert not wrong
     assert count["compiled"] + count["refused json_schema"] == 368
-    assert count["compiled"] >= 150  # measured: 153 of 368 with llguidance 1.9
-    assert count["instances"] >= 450
+    assert count["compiled"] >= 315  # measured: 320 of 368 with llguidance 1.9
+    assert count["instances"] >= 1000
 
 
 def test_formats_are_kept_or_refused() -> None:
     email = build(json_schema={"type": "string", "format": "email"})
     assert takes(email, '"a@b.org"')
     assert not takes(email, '"2962"')
-    with pytest.raises(UnsupportedError, match="format"):
-        build(json_schema={"type": "string", "format": "idn-email"})
+    address = build(json_schema={"type": "string", "format": "idn-email"})
+    assert takes(address, '"a@b.org"')
+    assert not takes(address, '"2962"')
 
 
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        ({"not": {"type": "integer"}}, "not"),
-        ({"properties": {"a": {"items": {"uniqueItems": True}}}}, "uniqueItems"),
-        ({"type": "object", "requierd": ["a"]}, "requierd"),
-        ({"if": {}, "then": {}}, "if"),
+        ({"type": "object", "requierd": ["a"]}, "requierd.*did you mean 'required'"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance"),
         ({"$ref": "http://example.org/schema"}, r"\$ref"),
-        ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "oneOf"),
         ({"$dynamicRef": "#a"}, "dynamicRef"),
-        ({"prefixItems": [{}], "additionalItems": False}, "additionalItems"),
-        ({"type": "string", "contentEncoding": "base64"}, "contentEncoding"),
+        ({"properties": {"a": {"type": "string", "required": True}}}, "required"),
+        ({"type": "string", "pattern": "^(?=a)"}, "look-around"),
+        ({"type": "string", "formatMinimum": "2020-01-01"}, "formatMinimum"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(schema: dict[str, Any], keyword: str) -> None:
@@ -294,47 +298,28 @@ def test_a_multiple_of_nothing_or_less_is_refused(step: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "ok"),
+    "schema",
     [
-        (
-            {
-                "minProperties": 2,
-                "patternProperties": {"^(a|b)$": {"const": 1}},
-                "additionalProperties": False,
-            },
-            False,
-        ),
-        ({"minProperties": 2}, False),
-        ({"allOf": [{"minProperties": 3}], "required": ["a", "b"]}, False),
-        ({"minProperties": 1}, True),
-        ({"minProperties": 2, "required": ["a", "b"], "properties": {"a": {}, "b": {}}}, True),
-        (
-            {
-                "minProperties": 2,
-                "properties": {"a": {}, "b": {}, "c": {}},
-                "additionalProperties": False,
-            },
-            True,
-        ),
+        {
+            "minProperties": 2,
+            "patternProperties": {"^(a|b)$": {"const": 1}},
+            "additionalProperties": False,
+        },
+        {"minProperties": 2},
+        {"allOf": [{"minProperties": 2}], "required": ["b"]},
     ],
 )
-def test_a_name_that_could_be_written_twice_does_not_count_twice(
-    schema: dict[str, Any], ok: bool
-) -> None:
+def test_a_name_that_is_written_twice_does_not_count_twice(schema: dict[str, Any]) -> None:
     """{"b":1,"b":1} has one property for a JSON parser; llguidance counts two."""
-    from verbatim.grammar.json_schema import check_schema
-
-    if ok:
-        check_schema({"type": "object", **schema})
-        return
-    with pytest.raises(UnsupportedError, match="minProperties"):
-        check_schema({"type": "object", **schema})
+    structure = build(json_schema={"type": "object", **schema})
+    assert takes(structure, '{"b":1,"a":1}')
+    assert not takes(structure, '{"b":1,"b":1}')
 
 
 ILL_TYPED = [5, "x", None, True, [], {}, [5], {"a": 5}, -1, 1e400, [[]], 0.5]
 
 
-@pytest.mark.parametrize("keyword", sorted(SUPPORTED))
+@pytest.mark.parametrize("keyword", sorted(ASSERTIONS))
 def test_ill_typed_keywords_are_refused_or_harmless(keyword: str) -> None:
     """Whatever the value of a keyword, the result is a structure or an error that names the
     field."""
@@ -961,10 +946,10 @@ def test_random_walks_in_large_structures_stay_within_limits() -> None:
 
 def test_schema_size_is_checked_before_the_compile() -> None:
     with pytest.raises(UnsupportedError, match="deep"):
-        check_schema(nested(65, lambda s: {"items": s}))
+        normalise(nested(65, lambda s: {"items": s}))
     with pytest.raises(UnsupportedError, match="parts"):
-        check_schema({"anyOf": [{}] * 20_001})
-    check_schema(nested(63, lambda s: {"items": s}))
+        normalise({"anyOf": [{}] * 50_001})
+    normalise(nested(63, lambda s: {"items": s}))
 
 
 def test_without_llguidance_the_field_and_the_remedy_are_named(

@@ -100,7 +100,7 @@ def test_verbatim_explain_equals_a_recomputation_from_the_raw_rows(default_model
         assert record["entropy"] == pytest.approx(
             float(-(p[p > 0] * np.log(p[p > 0])).sum()), abs=1e-6
         )
-        assert record["rank"] == int((raw > raw[token]).sum())
+        assert record["rank"] == 1 + int((raw > raw[token]).sum())
         assert [c["id"] for c in record["top"]] == np.argsort(-raw, kind="stable")[:6].tolist()
         d = (raw - raw.max()) / 0.9
         order = np.argsort(-d, kind="stable")

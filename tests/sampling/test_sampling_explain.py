@@ -65,7 +65,7 @@ def test_every_number_equals_a_recomputation_from_the_raw_row() -> None:
         assert record["entropy"] == pytest.approx(float(-(p * np.log(p)).sum()), abs=1e-9)
         assert record["logit"] == raw[token]
         assert record["logprob"] == pytest.approx(math.log(p[token]), abs=1e-9)
-        assert record["rank"] == int((raw > raw[token]).sum())
+        assert record["rank"] == 1 + int((raw > raw[token]).sum())
         assert record["margin"] == pytest.approx(raw[token] - np.delete(raw, token).max())
         assert record["best"] == int(raw.argmax())
         assert [c["id"] for c in record["top"]] == np.argsort(-raw)[:8].tolist()

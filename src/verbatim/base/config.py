@@ -4,6 +4,7 @@ is a TypeError, since the record is a frozen dataclass."""
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, fields
 from typing import SupportsIndex
 
@@ -13,9 +14,31 @@ DEFAULTS = ("model", "protocol", "greedy")
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
 
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
+
+
+def parse_size(name: str, text: str) -> int:
+    """Bytes from 512M, 1.5G, 2GiB or a plain number. K, M, G, T are powers of 1024.
+
+    >>> parse_size("kv_memory", "1.5G")
+    1610612736
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise ParameterError(name, f"{text!r} is not a size such as 512M or 2G")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Every setting of an engine, with its default. Sizes are in bytes, lengths in tokens."""
+    """Every setting of an engine, with its default. Sizes are in bytes, lengths in tokens.
+
+    The fields are the keyword arguments of LLM and AsyncEngine, which document them. A size may be
+    text, as on the command line.
+
+    >>> EngineConfig(kv_memory="512M").kv_memory
+    536870912
+    """
 
     backend: str = "auto"  # auto: cpu where its kernels are built, else reference
     threads: int | None = None  # None: the physical cores this process may use
@@ -39,6 +62,9 @@ class EngineConfig:
     check: bool = False  # check the block accounting after every step
 
     def __post_init__(self) -> None:
+        size: object = self.kv_memory
+        if isinstance(size, str):
+            object.__setattr__(self, "kv_memory", parse_size("kv_memory", size))
         for field in fields(self):
             _check_type(field.name, str(field.type), getattr(self, field.name))
         for name in ("step_tokens", "max_running", "max_waiting"):

@@ -57,11 +57,10 @@ class UnknownParameterError(ParameterError, TypeError):
     'temprature: no such parameter; did you mean temperature?'
     """
 
-    def __init__(self, param: str, known: Iterable[str] = ()) -> None:
+    def __init__(self, param: str, known: Iterable[str] = (), hint: str = "") -> None:
         near = difflib.get_close_matches(param, list(known), n=1)
-        super().__init__(
-            param, "no such parameter" + (f"; did you mean {near[0]}?" if near else "")
-        )
+        hint = hint or (f"did you mean {near[0]}?" if near else "")
+        super().__init__(param, "no such parameter" + (f"; {hint}" if hint else ""))
 
 
 class ContextError(RequestError):

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
+from verbatim.base.habits import PARAMETERS
+from verbatim.base.schema_types import is_schema_type, schema_of
 
 Kind = Literal["int", "float", "bool", "str", "ids", "strings", "bias", "choice", "schema"]
 
@@ -68,8 +70,13 @@ class SamplingParams:
 
     A sampling parameter that is not given takes the model's own default where the model states one
     (base/defaults.py); `Completion.params` holds the values in force and `origins` their sources.
+    Every field is documented in docs/sampling.md. An unknown name, and a value outside its range,
+    raise an error that names the parameter. `json_schema` also takes a pydantic model, a TypedDict
+    or a dataclass.
 
-    >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop="\\n\\n")
+    >>> params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop="\\n\\n")
+    >>> params.with_(temperature=0).greedy
+    True
     """
 
     # length and stopping
@@ -228,7 +235,7 @@ class SamplingParams:
         high=100,
     )
     # structure
-    json_schema: str | Mapping[str, Any] | bool | None = declared(
+    json_schema: str | Mapping[str, Any] | type | bool | None = declared(  # noqa: RUF009
         "schema", None, "the answer is JSON valid under this schema"
     )
     regex: str | None = declared("str", None, "the answer matches this regular expression")
@@ -415,7 +422,7 @@ def _checked_init(self: SamplingParams, *args: Any, **values: Any) -> None:
     """Raise for an unknown name with a suggestion, which Python's own TypeError does not make."""
     for name in values:
         if name not in FIELDS:
-            raise UnknownParameterError(name, FIELDS)
+            raise UnknownParameterError(name, FIELDS, PARAMETERS.get(name, ""))
     _generated_init(self, *args, **values)
     given = {*values, *tuple(FIELDS)[: len(args)]}
     origins = tuple((name, "request") for name in sorted(DEFAULTED) if name in given)
@@ -559,7 +566,10 @@ def _choice(name: str, rule: Field, value: Any) -> Any:
 
 
 def _schema(name: str, rule: Field, value: Any) -> str:
-    """Canonical JSON text: keeps the record hashable and picklable."""
+    """Canonical JSON text: keeps the record hashable and picklable. A Python type (a pydantic
+    model, a TypedDict) is replaced by its schema."""
+    if is_schema_type(value):
+        value = schema_of(value)
     if isinstance(value, str):
         try:
             value = json.loads(value, object_pairs_hook=no_key_twice)

@@ -10,8 +10,13 @@ every step are named tuples, which cost a third of a frozen dataclass to constru
 
 from __future__ import annotations
 
+import html
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from verbatim.base.habits import COMPLETION, attribute
+from verbatim.base.notebook import box, token_span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,6 +99,12 @@ class StepPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """The log-probability of one token, in nats, and the best alternatives.
+
+    >>> TokenLogprob(7, -0.25, ((7, -0.25), (3, -2.0))).top[0]
+    (7, -0.25)
+    """
+
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # best first; a tie goes to the lower id
@@ -130,7 +141,11 @@ class StepResult(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Why a choice ended. `detail`: the stop string or token id, or the limit ("max_tokens",
-    "context")."""
+    "context").
+
+    >>> Finish("length", "max_tokens").reason
+    'length'
+    """
 
     reason: FinishReason
     detail: str = ""
@@ -147,7 +162,14 @@ class TokenEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A streamed piece of one choice: text that can no longer change."""
+    """A streamed piece of one choice: text that can no longer change.
+
+    `finish` is set in the last Delta of the choice. `logprobs` and `explain` are filled if the
+    request asked for them.
+
+    >>> Delta("req-1", 0, " Paris", (3681,)).text
+    ' Paris'
+    """
 
     request_id: str
     index: int
@@ -161,6 +183,12 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Token counts of one request, over all choices.
+
+    >>> Usage(prompt_tokens=5, output_tokens=8).total_tokens
+    13
+    """
+
     prompt_tokens: int = 0
     output_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens from prefix hits
@@ -181,7 +209,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. first_token counts from arrival, so it includes the time in the queue."""
+    """Seconds. first_token counts from arrival, so it includes the time in the queue.
+
+    >>> Timings(first_token=0.5, total=1.5).decode_rate(11)
+    10.0
+    """
 
     queued: float = 0.0
     first_token: float = 0.0
@@ -198,6 +230,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
+    """One answer to a prompt; n > 1 gives several.
+
+    >>> Choice(0, " Paris", (3681,), Finish("length", "max_tokens")).finish_reason
+    'length'
+    """
+
     index: int
     text: str
     token_ids: tuple[int, ...]
@@ -207,15 +245,26 @@ class Choice:
     score: float | None = None  # beam score, or mean log-probability with best_of
     loop: int = 0  # length of the n-gram that repeats at the end (engine/loop_detector.py), or 0
     reasoning: str = ""  # the thought of a reasoning model; `text` is the answer without it
+    # text of each token, if logprobs were asked for; U+FFFD where a token ends inside a character
+    pieces: tuple[str, ...] = ()
 
     @property
     def finish_reason(self) -> FinishReason:
         return self.finish.reason
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Completion:
-    """The result for one prompt. The properties read its first choice."""
+    """The result for one prompt. The properties (`text`, `token_ids`, `finish_reason`, `logprobs`)
+    read its first choice; `choices` has all.
+
+    In a notebook it is shown with its tokens coloured by probability, if the request asked for
+    them: SamplingParams(logprobs=0).
+
+    >>> answer = Choice(0, " Paris", (3681,), Finish("length", "max_tokens"))
+    >>> Completion("req-1", (1, 2), (answer,), Usage(2, 1), Timings(total=0.25), 7, "vb-0")
+    Completion(' Paris', finish='length (max_tokens)', tokens='2 + 1', seconds=0.25, seed=7)
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -230,6 +279,52 @@ class Completion:
     receipt: dict[str, Any] | None = field(default=None, repr=False)
     # the parameters in force; base.defaults.report() lists them with their origins
     params: SamplingParams | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._shown())
+        return f"Completion({self.text!r}, {shown})"
+
+    def __rich_repr__(self) -> Iterator[Any]:
+        yield self.text
+        yield from self._shown()
+
+    def _shown(self) -> Iterator[tuple[str, Any]]:
+        finish, usage = self.finish, self.usage
+        yield "finish", finish.reason + (f" ({finish.detail})" if finish.detail else "")
+        yield "tokens", f"{usage.prompt_tokens} + {usage.output_tokens}"
+        yield "seconds", round(self.timings.total, 3)
+        yield "seed", self.seed
+        if len(self.choices) > 1:
+            yield "choices", len(self.choices)
+        if self.warnings:
+            yield "warnings", self.warnings
+
+    def _repr_html_(self) -> str:
+        """For notebooks: the answers, each token coloured by its probability."""
+        note = ", ".join(f"{name} {value}" for name, value in self._shown())
+        spans: list[str] = []
+        for choice in self.choices:
+            spans += [f"[{choice.index}] "] if len(self.choices) > 1 else []
+            if choice.pieces:
+                pairs = zip(choice.pieces, choice.logprobs, strict=False)
+                spans += [token_span(piece, row.logprob) for piece, row in pairs]
+            else:
+                spans.append(html.escape(choice.text))
+            spans += ["\n"] if len(self.choices) > 1 else []
+        if not self.choices[0].pieces:
+            note += "; SamplingParams(logprobs=0) colours the tokens by probability"
+        return box(spans, note)
+
+    if not TYPE_CHECKING:  # a type checker reports unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise attribute(self, name, COMPLETION)
+
+        def __getitem__(self, _: object) -> Any:
+            raise TypeError(
+                "a Completion is one answer and has no parts; generate() returns a list only for "
+                "a list of prompts. Use .text, or .choices for several answers"
+            )
 
     @property
     def text(self) -> str:

@@ -9,7 +9,6 @@ on, so each default is defined in one place.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import DEFAULTED, FIELDS, Field, SamplingParams
 
@@ -352,18 +351,3 @@ def engine_of(flags: Values) -> Values:
             )
     EngineConfig(**settings)
     return settings
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
-
-
-def parse_size(name: str, text: str) -> int:
-    """Bytes from 512M, 1.5G, 2GiB or a plain number. K, M, G, T are powers of 1024.
-
-    >>> parse_size("kv_memory", "1.5G")
-    1610612736
-    """
-    match = _SIZE.fullmatch(str(text).strip())
-    if match is None:
-        raise ParameterError(name, f"{text!r} is not a size such as 512M or 2G")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))

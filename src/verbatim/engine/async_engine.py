@@ -1,9 +1,9 @@
 """AsyncEngine: many asyncio clients, one engine. The engine's loop runs in its own thread.
 
-    engine = AsyncEngine("smollm2")
-    stream = await engine.submit("Once upon", SamplingParams(max_tokens=64))
-    async for item in stream:                  # Delta, Delta, ..., finally the Completion
-        ...
+    async with AsyncEngine("smollm2") as engine:
+        done = await engine.generate("Once upon", SamplingParams(max_tokens=64))
+        async for delta in engine.stream("Once upon"):
+            ...
 
 Requests come in from coroutines; streams of Deltas go out. Three invariants: only the engine's
 thread touches the core, and other threads post to its inbox; a slow reader costs no memory beyond
@@ -36,9 +36,9 @@ from verbatim.base.errors import (
 )
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Completion, Finish
+from verbatim.engine.async_calls import AsyncCalls
 from verbatim.engine.async_stream import AsyncStream, OutputSink, SinkRequest
 from verbatim.engine.core import EngineCore
-from verbatim.engine.engine_base import EngineBase
 from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
@@ -61,8 +61,19 @@ def _same(value: T) -> T:
     return value
 
 
-class AsyncEngine(EngineBase):
-    """`options` are the fields of EngineConfig. The constructor loads the model, and blocks."""
+class AsyncEngine(AsyncCalls):
+    """A loaded model for asyncio: `generate`, `stream`, `chat`, `chat_stream`, `embed`, and
+    `submit` for the stream of one request with an id and a tenant.
+
+    The constructor takes the arguments of LLM, loads the model, and blocks meanwhile. Any number of
+    coroutines may call it; their requests run in the same batch.
+
+    >>> async def main():
+    ...     async with AsyncEngine("smollm2") as engine:
+    ...         return await engine.generate("Hello", SamplingParams(max_tokens=4, seed=1))
+    >>> asyncio.run(main()).finish_reason in ("stop", "length")
+    True
+    """
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         super()._open(parts, config)
@@ -115,11 +126,15 @@ class AsyncEngine(EngineBase):
         """Accept a request, or raise RequestError (400), OverloadedError (429: the queue is full),
         UnavailableError (503: draining or closed) or BackendError (the engine failed).
 
-        Tokenisation and grammar compiles run neither on the event loop nor on the engine's
-        thread."""
+        prompt: a string or a list of token ids
+        params: a SamplingParams
+        request_id: a name of your own, for abort()
+        tenant: requests of different tenants share no cached prefix
+        Returns an AsyncStream of Deltas that ends with the Completion. Tokenisation and grammar
+        compiles run neither on the event loop nor on the engine's thread."""
         return await self._submit(partial(_same, prompt), params, request_id, tenant, self._stream)
 
-    async def chat(
+    async def submit_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams | None = None,
@@ -145,8 +160,8 @@ class AsyncEngine(EngineBase):
         tenant: str = "",
         hidden: bool = False,
     ) -> SinkRequest:
-        """submit(), or chat() with `messages`, for a reader of many requests. With `hidden` the
-        returned SinkRequest has the embedding of the prompt."""
+        """submit(), or submit_chat() with `messages`, for a reader of many requests. With `hidden`
+        the returned SinkRequest has the embedding of the prompt."""
         make: Callable[[], str | Sequence[int]]
         if messages is not None:
             make = partial(self.encode_chat, messages, **(template or {}))

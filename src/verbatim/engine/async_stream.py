@@ -28,7 +28,15 @@ class AsyncStream:
     """One running request: an async iterator of Deltas that ends with the Completion.
 
     If the engine fails, iteration raises the VerbatimError. `aclose()`, leaving `async with`, or
-    dropping the last reference aborts a running request. Supports one reader."""
+    dropping the last reference aborts a running request. Supports one reader.
+
+    >>> async def main():
+    ...     async with AsyncEngine("smollm2") as engine:
+    ...         stream = await engine.submit("Hello", SamplingParams(max_tokens=4, seed=1))
+    ...         return [type(item).__name__ async for item in stream][-1]
+    >>> asyncio.run(main())
+    'Completion'
+    """
 
     def __init__(self, engine: SupportsAbort, request_id: str) -> None:
         self.request_id = request_id

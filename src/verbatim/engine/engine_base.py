@@ -8,16 +8,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Never, Self
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.habits import METHODS, OPTIONS, attribute
 from verbatim.engine.core import EngineCore
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
 from verbatim.engine.request import EncodedText, encoded, lost_in
 from verbatim.text.thoughts import ThoughtFormat
 
 log = logging.getLogger("verbatim.engine")
+_OPTIONS = tuple(field.name for field in fields(EngineConfig))
 Message = Mapping[str, Any]
 RESERVED_OPTIONS = {"tokenizer", "template", "messages"}  # not allowed as template options
 TAIL = 64  # last tokens of a prompt that show whether it ends inside a thought
@@ -32,10 +34,7 @@ CONTENT_SUBSTITUTES = (
 
 
 class EngineBase:
-    """A loaded model. `options` are the fields of EngineConfig; an unknown one is a TypeError.
-
-    model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or
-    `org/name` on the hub."""
+    """A loaded model: what LLM and AsyncEngine have in common."""
 
     def __init__(
         self,
@@ -44,9 +43,52 @@ class EngineBase:
         revision: str | None = None,
         offline: bool = False,
         progress: Progress | None = None,
-        **options: Any,
+        backend: str = "auto",
+        threads: int | None = None,
+        context: int | None = None,
+        step_tokens: int = 512,
+        max_running: int = 256,
+        max_waiting: int = 4096,
+        kv_memory: int | str | None = None,
+        kv_blocks: int | None = None,
+        kv_type: str = "f16",
+        prefix_cache: bool = True,
+        use_cache: bool = True,
+        speculate: str = "auto",
+        suffix_tenants: tuple[str, ...] = (),
+        quant: str | None = None,
+        check: bool = False,
+        **unknown: Never,
     ) -> None:
-        config = _config(type(self).__name__, options)
+        """Load a model. Blocks until it is ready.
+
+        model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or
+            `org/name` on the hub
+        revision: a branch, tag or commit on the hub
+        offline: use only files that are on this machine
+        progress: called as progress(task, done, total) while files are fetched and read
+        backend: auto, cpu, cuda or reference
+        threads: CPU threads; None: the physical cores that this process may use
+        context: the longest prompt plus answer, in tokens; None: the model's limit
+        step_tokens: the most tokens per step, the prefill chunk
+        max_running: the most sequences per step
+        max_waiting: the most requests in the queue; further ones are refused
+        kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits
+        kv_blocks: the exact number of KV blocks per group, for tests
+        kv_type: f16 or q8
+        prefix_cache: reuse the KV blocks of equal prefixes
+        use_cache: False: compute all tokens again in each step, for measurements
+        speculate: off, ngram, suffix, head[:FILE], draft:MODEL or auto
+        suffix_tenants: tenants whose recent outputs the suffix proposer may reuse; "*": all
+        quant: quantise float weights while loading: q8_0 or q4_0
+        check: check the block accounting after every step
+
+        An unknown option is a TypeError that names the right one.
+        """
+        given = locals()
+        config = _config(
+            type(self).__name__, {name: given[name] for name in _OPTIONS if name in given} | unknown
+        )
         parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
         for line in parts.warnings:
             log.warning("%s: %s", parts.name, line)
@@ -59,6 +101,11 @@ class EngineBase:
         self._open(parts, _config(cls.__name__, options))
         return self
 
+    if not TYPE_CHECKING:  # a type checker reports unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise attribute(self, name, METHODS)
+
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         """Subclasses extend this with their own state: locks, streams, a thread."""
         self.parts = parts
@@ -67,21 +114,39 @@ class EngineBase:
 
     @property
     def tokenizer(self) -> Any:
+        """The model's tokenizer. `encode`, `decode` and `encode_chat` of this object are simpler.
+
+        >>> llm.tokenizer.decode(llm.encode("hi"))
+        'hi'
+        """
         return self.parts.tokenizer
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens of prompt and completion together."""
+        """Maximum number of tokens of prompt and completion together.
+
+        >>> llm.context > 1000
+        True
+        """
         return self.core.context
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """Keys of the model's files that are ignored, or that transformers reads differently.
-        Logged when the model is loaded."""
+        Logged when the model is loaded.
+
+        >>> llm.warnings
+        ()
+        """
         return self.parts.warnings
 
     @property
     def has_template(self) -> bool:
+        """Whether the model has a chat template, which chat() needs.
+
+        >>> llm.has_template
+        True
+        """
         return self.parts.template is not None
 
     @cached_property
@@ -95,23 +160,44 @@ class EngineBase:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of model, backend and numerics: equal fingerprints promise equal tokens."""
+        """Digest of model, backend and numerics: equal fingerprints promise equal tokens.
+
+        >>> llm.fingerprint[:3]
+        'vb-'
+        """
         return self.core.fingerprint
 
     def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
         """Token ids of a plain prompt.
 
-        `parse_special`: the literal text of a control token ("<|im_start|>") becomes that token,
-        for prompts that are already in the model's chat format. Without it, the text stays text."""
+        text: the prompt
+        parse_special: the literal text of a control token ("<|im_start|>") becomes that token, for
+            prompts that are already in the model's chat format; without it, the text stays text
+
+        >>> llm.decode(llm.encode("hi"))
+        'hi'
+        """
         return encoded(self.parts.tokenizer, text, special=parse_special)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids, without control tokens."""
+        """Text of token ids, without control tokens.
+
+        >>> llm.decode(llm.encode("Paris"))
+        'Paris'
+        """
         return self.parts.tokenizer.decode(ids)
 
     def encode_chat(self, messages: Sequence[Message], /, **template: Any) -> list[int]:
-        """Token ids of a conversation, rendered by the model's chat template with the options in
-        `template` (tools, ...). A control token typed by a user stays text."""
+        """Token ids of a conversation, rendered by the model's chat template. A control token typed
+        by a user stays text.
+
+        messages: a list such as [{"role": "user", "content": "Hello"}]
+        template: options of the chat template (tools, enable_thinking, ...)
+
+        >>> ids = llm.encode_chat([{"role": "user", "content": "Hello"}])
+        >>> "Hello" in llm.decode(ids)
+        True
+        """
         if self.parts.template is None:
             raise UnsupportedError(
                 "messages",
@@ -133,7 +219,11 @@ class EngineBase:
         return ids
 
     def stats(self) -> dict[str, Any]:
-        """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...)."""
+        """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...).
+
+        >>> llm.stats()["requests_running"]
+        0
+        """
         return self.core.stats()
 
 
@@ -156,12 +246,12 @@ def check_messages(messages: Any) -> None:
 
 
 def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
-    known = [field.name for field in fields(EngineConfig)]
     for name in options:
-        if name not in known:
+        if name not in _OPTIONS:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+            near = get_close_matches(name, _OPTIONS, 1)
+            known = f"known options: {', '.join(_OPTIONS)}"
+            hint = OPTIONS.get(name) or (f"did you mean {near[0]!r}?" if near else known)
             raise TypeError(f"{caller} has no option {name!r}; {hint}")
     return EngineConfig(**options)

@@ -20,26 +20,43 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, overload
+from typing import Any, Never, Self, overload
 
 import numpy as np
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnavailableError
+from verbatim.base.habits import argument
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, TokenLogprob
+from verbatim.engine.call_inputs import (
+    NoBar,
+    ProgressBar,
+    Prompt,
+    each,
+    is_one,
+    is_one_chat,
+    one,
+    progress_bar,
+    refuse_habits,
+    refuse_unknown,
+)
 from verbatim.engine.engine_base import EngineBase, Message
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request, read_prompt
 from verbatim.engine.running_request import Output
 from verbatim.engine.scoring import Score, score_of, windows
-
-Prompt = str | Sequence[int]
+from verbatim.observe.explained import Explanation
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """Result of `LLM.vote`: the most frequent answer. Of equally frequent ones, the first."""
+    """Result of `LLM.vote`: the most frequent answer. Of equally frequent ones, the first.
+
+    >>> vote = llm.vote("hi", 3, params=SamplingParams(choice=["yes", "no"], seed=1))
+    >>> vote.answer == vote.counts[0][0]
+    True
+    """
 
     answer: str
     # Most frequent first, without the completions for which extract() returned None.
@@ -52,7 +69,12 @@ class Stream:
 
     Closing it early (or leaving its `with` block) aborts the request; dropping the last reference
     aborts it before the next step. Deltas of several choices interleave; `delta.index` names the
-    choice. The Deltas of one choice concatenate to exactly its text."""
+    choice. The Deltas of one choice concatenate to exactly its text.
+
+    >>> stream = llm.stream("hi", SamplingParams(max_tokens=4, seed=1))
+    >>> "".join(delta.text for delta in stream) == stream.completion.text
+    True
+    """
 
     def __init__(self, llm: LLM, request: Request) -> None:
         self.request_id = request.id
@@ -105,10 +127,16 @@ class Stream:
 
 
 class LLM(EngineBase):
-    """A loaded model. `options` are the fields of EngineConfig; an unknown one is a TypeError.
+    """A loaded model: `generate`, `stream`, `chat`, `explain`, `score`, `embed`. Calls block.
 
-    model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or
-    `org/name` on the hub."""
+    The arguments of the constructor are documented in `LLM.__init__`. Close it, or use it in a
+    `with` block. Threads may share it.
+
+    >>> with LLM("smollm2") as llm:
+    ...     done = llm.generate("The capital of France is", SamplingParams(max_tokens=8, seed=1))
+    >>> len(done.token_ids) <= 8
+    True
+    """
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         super()._open(parts, config)
@@ -121,64 +149,158 @@ class LLM(EngineBase):
 
     @overload
     def generate(
-        self, prompts: str | list[int] | tuple[int, ...], params: SamplingParams | None = None
+        self,
+        prompts: str | list[int] | tuple[int, ...],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
     ) -> Completion: ...
     @overload
     def generate(
         self,
         prompts: list[str] | list[list[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
     ) -> list[Completion]: ...
     def generate(
-        self, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None = None
+        self, prompts: Any, params: Any = None, *, progress: Any = False, **unknown: Any
     ) -> Any:
-        """Generate completions. One prompt (a string or a list of token ids) returns one
-        Completion; a list of prompts returns a list in the same order, computed in one batch.
-        `params` is one object for all prompts, or a list with one per prompt. An invalid prompt
-        raises before any request starts."""
-        if _is_one(prompts):
-            return self._run([prompts], [_one(params)])[0]
-        return self._run(list(prompts), _each(params, len(prompts)))
+        """Generate completions. All prompts share the steps of the engine; the answers do not
+        depend on that.
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
+        prompts: a string or a list of token ids, or a list of them
+        params: one SamplingParams for all prompts, or a list with one per prompt
+        progress: True shows a bar (tqdm); or a function that makes one, called as
+            progress(total=..., desc=...)
+        Returns a Completion for one prompt, a list in the same order for a list of prompts. An
+        invalid prompt raises before any request starts.
+
+        >>> short = SamplingParams(max_tokens=4, seed=1)
+        >>> len(llm.generate("Hello", short).token_ids) <= 4
+        True
+        >>> len(llm.generate(["Hello", "Goodbye"], short))
+        2
+        """
+        refuse_unknown("generate", unknown)
+        if is_one(prompts):
+            return self._run([prompts], [one(params)], progress)[0]
+        return self._run(list(prompts), each(params, len(prompts)), progress)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **unknown: Never
+    ) -> Stream:
         """generate() for one prompt, as a stream of Deltas. The request advances while a stream is
-        read; several streams may be read alternately."""
+        read; several streams may be read alternately.
+
+        prompt: a string or a list of token ids
+        params: a SamplingParams
+        Returns a Stream: iterate for Deltas; afterwards `stream.completion` has the Completion.
+
+        >>> for delta in llm.stream("Hello", SamplingParams(max_tokens=4, seed=1)):
+        ...     text = delta.text
+        """
+        refuse_unknown("stream", unknown)
         return Stream(self, self.core.request(prompt, params))
 
     @overload
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
+        **template: Any,
     ) -> Completion: ...
     @overload
     def chat(
         self,
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> list[Completion]: ...
-    def chat(self, messages: Any, params: Any = None, **template: Any) -> Any:
-        """Generate the next message of a conversation, or of a list of conversations. `template`
-        options (tools=..., enable_thinking=...) go to the model's chat template. A model without
-        one raises UnsupportedError."""
-        if not isinstance(messages, (list, tuple)) or all(
-            isinstance(message, Mapping) for message in messages
-        ):
-            return self._run([self.encode_chat(messages, **template)], [_one(params)])[0]
-        return self._run(
-            [self.encode_chat(m, **template) for m in messages], _each(params, len(messages))
-        )
+    def chat(
+        self, messages: Any, params: Any = None, *, progress: Any = False, **template: Any
+    ) -> Any:
+        """Generate the next message of a conversation, or of a list of conversations.
+
+        messages: a list such as [{"role": "user", "content": "Hello"}], or a list of such lists
+        params: one SamplingParams for all, or a list with one per conversation
+        progress: as in generate()
+        template: options of the model's chat template (tools=..., enable_thinking=...)
+        Returns a Completion, or a list of them. A model without a template raises UnsupportedError.
+
+        >>> ask = [{"role": "user", "content": "Name the capital of France."}]
+        >>> llm.chat(ask, SamplingParams(max_tokens=4, seed=1)).finish_reason in ("stop", "length")
+        True
+        """
+        refuse_habits("chat", template)
+        if is_one_chat(messages):
+            return self._run([self.encode_chat(messages, **template)], [one(params)], progress)[0]
+        conversations = [self.encode_chat(m, **template) for m in messages]
+        return self._run(conversations, each(params, len(messages)), progress)
 
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> Stream:
+        """chat() for one conversation, as a stream of Deltas; the arguments are those of chat().
+
+        >>> stream = llm.chat_stream([{"role": "user", "content": "Hi"}], SamplingParams(seed=1))
+        >>> stream.close()
+        """
+        refuse_habits("chat_stream", template)
         return self.stream(self.encode_chat(messages, **template), params)
+
+    def explain(
+        self,
+        prompt: Prompt | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        top: int = 5,
+        **template: Any,
+    ) -> Explanation:
+        """Generate an answer and explain each of its tokens.
+
+        prompt: a string, a list of token ids, or a conversation as in chat()
+        params: a SamplingParams; n must be 1
+        top: candidates to show per token
+        template: options of the chat template, for a conversation
+        Returns an Explanation, which prints one line per token; explanation[i] prints the stages
+        and candidates of one token, explanation.what_if(temperature=0) draws them again.
+
+        >>> llm.explain("hi", SamplingParams(max_tokens=2, temperature=0))[1].rank
+        1
+        """
+        refuse_habits("explain", template)
+        wanted = one(params)
+        if wanted.width > 1:
+            raise ParameterError(
+                "n", "explain() explains one answer; leave n, best_of and beams out"
+            )
+        wanted = wanted.with_(explain=max(top, wanted.explain), receipt=True)
+        chat = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
+        text: Any = self.encode_chat(prompt, **template) if chat else prompt  # type: ignore[arg-type]
+        if template and not chat:
+            raise argument("explain", next(iter(template)))
+        return Explanation(self._run([text], [wanted])[0], wanted, self.tokenizer)
 
     def score(
         self, text: Prompt, *, top: int = 0, window: int | None = None, stride: int | None = None
     ) -> Score:
-        """Teacher-forced log-probability of every token, and the perplexity. `top`: alternatives to
-        report per token. `window`: score a text of any length in windows of this many tokens;
-        window starts are `stride` tokens apart (default: half a window)."""
+        """Teacher-forced log-probability of every token, and the perplexity.
+
+        text: a string or a list of token ids
+        top: alternatives to report per token
+        window: score a text of any length in windows of this many tokens
+        stride: tokens between window starts (default: half a window)
+        Returns a Score.
+
+        >>> score = llm.score("The sky is blue.")
+        >>> len(score.logprobs) == len(score.token_ids)
+        True
+        """
         params = SamplingParams(max_tokens=0, prompt_logprobs=top)
         if window is None:
             if stride is not None:
@@ -206,7 +328,17 @@ class LLM(EngineBase):
         params: SamplingParams | None = None,
     ) -> Vote:
         """Self-consistency: generate n completions, extract an answer from each, return the most
-        frequent one."""
+        frequent one.
+
+        prompt: a string or a list of token ids
+        n: completions to generate
+        extract: the answer in a completion's text; None leaves the completion out
+        params: a SamplingParams, whose n is replaced
+        Returns a Vote.
+
+        >>> llm.vote("2 + 2 =", 3, params=SamplingParams(regex="[0-9]", seed=1)).answer.isdigit()
+        True
+        """
         done = self._run([prompt], [(params or SamplingParams()).with_(n=n)])[0]
         counts: dict[str, int] = {}
         for choice in done.choices:
@@ -219,7 +351,14 @@ class LLM(EngineBase):
     def embed(self, text: Prompt) -> np.ndarray:
         """Embedding of a text: the pooled final hidden states, float32 [hidden]. Pooling is the
         mean, or the pooling_type of a GGUF file (mean, cls: the first state, last). A file with
-        another pooling type raises UnsupportedError."""
+        another pooling type raises UnsupportedError.
+
+        text: a string or a list of token ids
+        Returns a NumPy array, not normalised.
+
+        >>> llm.embed("hi").dtype.name
+        'float32'
+        """
         request = self.core.request(text, SamplingParams(max_tokens=0), hidden=True)
         with self._awaited([request]):
             with self._lock:  # another thread's step must not complete the request in between
@@ -230,15 +369,21 @@ class LLM(EngineBase):
 
     # ------------------------------------------------------------------------------- engine
 
-    def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Completion]:
+    def _run(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: Any = False
+    ) -> list[Completion]:
         """Validate all requests before the first one is queued, then run them to completion."""
         requests = [self.core.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
         for request in requests:
             self.core.check_fits(request)
-        with self._awaited(requests):
-            for request in requests:
-                self._add(request)
-            return self._finish([request.id for request in requests])
+        bar = progress_bar(progress, len(requests), "prompts")
+        try:
+            with self._awaited(requests):
+                for request in requests:
+                    self._add(request)
+                return self._finish([request.id for request in requests], bar)
+        finally:
+            bar.close()
 
     @contextmanager
     def _awaited(self, requests: Sequence[Request]) -> Iterator[None]:
@@ -266,9 +411,16 @@ class LLM(EngineBase):
                     return
                 self._step()
 
-    def _finish(self, ids: Sequence[str]) -> list[Completion]:
+    def _finish(self, ids: Sequence[str], bar: ProgressBar = NoBar()) -> list[Completion]:
+        """Step until all are done. A bar counts the Completions after each step."""
+        left = len(ids)
         while any(request_id not in self._done for request_id in ids):
             self._step()
+            if not isinstance(bar, NoBar):
+                now = sum(request_id not in self._done for request_id in ids)
+                bar.update(left - now)
+                left = now
+        bar.update(left)
         return [self._done[request_id] for request_id in ids]
 
     def _step(self) -> None:
@@ -299,11 +451,18 @@ class LLM(EngineBase):
             self._done[output.request_id] = output
 
     def cache_plan(self) -> dict[str, Any]:
-        """How the KV cache was sized: bytes, blocks and the limiting rule, as plain data."""
+        """How the KV cache was sized: bytes, blocks and the limiting rule, as plain data.
+
+        >>> "text" in llm.cache_plan()
+        True
+        """
         return {**self.core.cache_plan.as_dict(), "text": str(self.core.cache_plan)}
 
     def check(self) -> None:
-        """Check the block accounting; an AssertionError names the broken invariant."""
+        """Check the block accounting; an AssertionError names the broken invariant.
+
+        >>> llm.check()
+        """
         with self._lock:  # not during another thread's step
             self.core.check()
 
@@ -324,31 +483,3 @@ class LLM(EngineBase):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _is_one(prompts: Any) -> bool:
-    """A string or a list of ids is one prompt. A list of strings or of lists is a batch, and so is
-    an empty list."""
-    if isinstance(prompts, str):
-        return True
-    if not isinstance(prompts, Sequence):
-        raise ParameterError(
-            "prompts", f"{type(prompts).__name__} is neither a prompt nor a list of prompts"
-        )
-    return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
-
-
-def _one(params: Any) -> SamplingParams:
-    if params is not None and not isinstance(params, SamplingParams):
-        raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
-    return params or SamplingParams()
-
-
-def _each(params: Any, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [_one(params)] * count
-    if len(params) != count:
-        raise ParameterError(
-            "params", f"{len(params)} for {count} prompts; give one for all, or one per prompt"
-        )
-    return [_one(p) for p in params]

@@ -102,6 +102,7 @@ def make_request(
         )
     thoughts = getattr(prompt, "thoughts", None)
     _check_thoughts(params, thoughts)
+    structure = _structure(params, parts.tokenizer, engine_busy, deadline)
     return Request(
         thoughts=thoughts,
         id=request_id or f"req-{secrets.token_hex(8)}",
@@ -110,9 +111,9 @@ def make_request(
         seed=secrets.randbits(32) if params.seed is None else params.seed,
         tenant=tenant,
         arrival=arrival,
-        structure=_structure(params, parts.tokenizer, engine_busy, deadline),
+        structure=structure,
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
-        warnings=(*_warnings(params), *prompt_warnings),
+        warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
         pooling=parts.pooling,
     )

@@ -13,7 +13,12 @@ from verbatim.base.records import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Result of `LLM.score`: the teacher-forced log-probability of every token."""
+    """Result of `LLM.score`: the teacher-forced log-probability of every token.
+
+    >>> score = llm.score("The sky is blue.")
+    >>> score.perplexity > 1
+    True
+    """
 
     token_ids: tuple[int, ...]
     # Per token. None for a token without context: the first of the text, or of a window.

@@ -42,6 +42,7 @@ class ChoiceStream:
         "_stops",
         "_text",
         "_text_sent",
+        "_tokenizer",
         "_total",
         "explain",
         "finish",
@@ -65,6 +66,7 @@ class ChoiceStream:
         self.index = index
         self._params = params
         visible = frozenset() if thoughts is None else thoughts.marker_ids
+        self._tokenizer = tokenizer
         self._decoder = TextDecoder(tokenizer, params.skip_special, visible=visible)
         self._splitter = None if thoughts is None else thoughts.splitter()
         self._reasoning: list[str] = []
@@ -175,7 +177,11 @@ class ChoiceStream:
             self.score,
             self._loop.length,
             "".join(self._reasoning),
+            tuple(map(self._piece, self.token_ids)) if self.logprobs else (),
         )
+
+    def _piece(self, token: int) -> str:
+        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     @property
     def mean_logprob(self) -> float:

@@ -2,10 +2,11 @@
 
 llguidance bounds most of its work, but not all: the product of two hundred patterns, or a
 `multipleOf` of eight digits, takes minutes and gigabytes. A thread cannot be killed, a process can.
-In: a structure field of a request. Out: llguidance's grammar text, known to compile.
+In: a structure field of a request. Out: llguidance's grammar text, known to compile, and for a JSON
+schema what the text does not enforce (Translation).
 
     with pool.slot(deadline, engine_busy):         # one at a time while the engine runs requests
-        text = pool.translate(field, value, deadline)
+        translation = pool.translate(field, value, deadline)
         ...                                        # the second compile, in this process
 
 Each worker (compile_worker.py) runs at a low priority, with limits on memory and CPU time
@@ -35,9 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.grammar.translate import Translation
 
 MEMORY = 1 << 30  # bytes of address space per worker; a compile within the limits uses about 50 MB
-CPU_SECONDS = 0.75  # per compile; ordinary schemas take 0.5 to 3 ms, one of 70 KB 160 ms
+# Per compile, and more for a long text (compile_worker.py). Ordinary schemas take 0.5 to 3 ms, one
+# of 70 KB 160 ms, one of 800 KB 1 s.
+CPU_SECONDS = 0.75
 # Wall-clock seconds per compile. The CPU limit is the real bound: at nice 10 beside busy threads,
 # 0.75 s of CPU time may take ten times as long, and an ordinary compile must not time out.
 TIMEOUT = 20.0
@@ -204,8 +208,8 @@ class CompilePool:
                 self._active -= 1
                 self._changed.notify()
 
-    def translate(self, field: str, value: Any, deadline: float) -> str:
-        """The llguidance grammar text of a structure. Raises ParameterError or UnsupportedError if
+    def translate(self, field: str, value: Any, deadline: float) -> Translation:
+        """A structure as llguidance's grammar text. Raises ParameterError or UnsupportedError if
         it does not compile, TooExpensive, or PoolBusy at the deadline. Call it inside slot()."""
         try:
             answer = self._call([field, value], deadline)
@@ -218,7 +222,9 @@ class CompilePool:
             except WorkerDied as again:
                 raise self._refusal(again) from None
         if "grammar" in answer:
-            return str(answer["grammar"])
+            return Translation(
+                answer["grammar"], answer.get("check"), tuple(answer.get("warnings", ()))
+            )
         kind = UnsupportedError if answer["error"] == "UnsupportedError" else ParameterError
         raise kind(answer["param"], answer["message"])
 

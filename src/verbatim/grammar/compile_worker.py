@@ -26,6 +26,7 @@ NICE = 10  # a tenth of a CPU beside one busy thread; 19 would leave a seventiet
 # Seconds between checks of the parent's id. End-of-input comes sooner, unless a fork of the parent
 # still holds the socket.
 PARENT_CHECK = 2.0
+CPU_SECONDS_PER_BYTE = 2.0 / (1 << 20)  # twice what the longest public schemas take
 _PR_SET_PDEATHSIG = 1
 
 
@@ -43,8 +44,9 @@ def main(parent: int, memory: int, cpu_seconds: float, limits: dict[str, Any]) -
         os.nice(NICE)
     _send(channel, {"ready": True})
     while True:
-        field, value = json.loads(jobs.get())
-        _allow_cpu(cpu_seconds)
+        line = jobs.get()
+        field, value = json.loads(line)
+        _allow_cpu(cpu_seconds + CPU_SECONDS_PER_BYTE * len(line))
         try:
             answer = try_compile(field, value, tokenizer, bounds)
         except MemoryError:

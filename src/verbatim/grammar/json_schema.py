@@ -1,69 +1,339 @@
-"""Check a JSON schema before it is compiled: supported keywords, size and depth.
+"""Normalise a JSON schema: one dialect (2020-12), local references only, known keywords only.
 
-llguidance skips unknown keywords, as the standard tells validators to. For a generator that would
-break a promise silently ("requierd" would require nothing). So every keyword must be supported or
-an annotation; any other is rejected by name.
+In: a schema of any draft from 4 on. Out: a Normal record:
+
+    schema     the same assertions in 2020-12; every $ref is "#" or "#/$defs/NAME"
+    ignored    keywords that assert nothing by the standard and are not well known ("$default")
+
+Invariant: no assertion is lost. An unknown keyword is an annotation, as the standard says, unless
+its name is close to that of an assertion ("requierd"), which is an error. Assertions that nothing
+here can enforce are refused by name. lower.py then turns the result into what llguidance accepts.
 """
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 
 MAX_DEPTH = 64  # levels of nested schemas
-MAX_NODES = 20_000  # schemas in all
+MAX_NODES = 50_000  # schemas in all; a schema of 1 MiB has about 30,000
 
 # keyword -> subschemas in its value: "" none, "one" a schema, "many" a list or mapping of schemas
-SUPPORTED = {
+ASSERTIONS = {
     "type": "", "enum": "", "const": "",
-    "allOf": "many", "anyOf": "many", "oneOf": "many",
-    "$ref": "", "$defs": "many", "definitions": "many",
+    "allOf": "many", "anyOf": "many", "oneOf": "many", "not": "one",
+    "if": "one", "then": "one", "else": "one", "dependentSchemas": "many", "dependentRequired": "",
     "properties": "many", "patternProperties": "many", "additionalProperties": "one",
+    "propertyNames": "one", "unevaluatedProperties": "one",
     "required": "", "minProperties": "", "maxProperties": "",
-    "items": "one", "prefixItems": "many", "additionalItems": "one", "minItems": "", "maxItems": "",
+    "items": "one", "prefixItems": "many", "unevaluatedItems": "one", "minItems": "",
+    "maxItems": "", "uniqueItems": "", "contains": "one", "minContains": "", "maxContains": "",
     "minLength": "", "maxLength": "", "pattern": "", "format": "",
     "minimum": "", "maximum": "", "exclusiveMinimum": "", "exclusiveMaximum": "", "multipleOf": "",
 }  # fmt: skip
+# Keywords of the standard, and very common ones, that assert nothing: not worth a warning.
 ANNOTATIONS = {
-    "$schema", "$id", "$comment", "title", "description", "default", "examples", "example",
-    "deprecated", "readOnly", "writeOnly", "discriminator",
+    "$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$recursiveAnchor",
+    "$vocabulary", "$defs", "definitions", "title", "description", "default", "examples", "example",
+    "deprecated", "readOnly", "writeOnly", "discriminator", "markdownDescription",
 }  # fmt: skip
+# Assertions, of the standard or of validators' extensions, that are not supported.
+REFUSED = {
+    "$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy", "x-guidance",
+    "formatMinimum", "formatMaximum", "formatExclusiveMinimum", "formatExclusiveMaximum",
+    "patternRequired", "deepRequired", "allRequired", "anyRequired", "oneRequired",
+    "deepProperties", "uniqueItemProperties", "exclusiveRange",
+}  # fmt: skip
+# JavaScript values that no JSON document contains (ajv-keywords): such a schema matches nothing.
+_NOT_JSON = {
+    "instanceof": {"Function", "RegExp", "Date", "Promise", "Map", "Set", "Error", "Buffer"},
+    "typeof": {"function", "undefined", "symbol", "bigint"},
+}
+_MISTAKABLE = sorted({*ASSERTIONS, "$ref", "dependencies", "additionalItems"})
 
 
-def check_schema(schema: Any, field: str = "json_schema") -> None:
-    """Raise UnsupportedError or ParameterError, naming field and keyword, unless every keyword is
-    supported."""
-    nodes = 0
-    stack: list[tuple[Any, int, str]] = [(schema, 0, "#")]
-    while stack:
-        node, depth, path = stack.pop()
-        nodes += 1
-        if nodes > MAX_NODES:
-            raise UnsupportedError(field, f"has more than {MAX_NODES} parts")
+@dataclass(frozen=True, slots=True)
+class Normal:
+    schema: Any
+    ignored: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Document:
+    """The schema as given: where each $id and anchor points."""
+
+    root: Any
+    legacy: bool  # draft 7 or older: keywords beside a $ref have no effect
+    ids: dict[str, Any] = field(default_factory=dict)  # absolute URI -> node
+    bases: dict[int, str] = field(default_factory=dict)  # id(node) -> base URI inside it
+
+
+def normalise(schema: Any, field: str = "json_schema") -> Normal:
+    """Raise ParameterError or UnsupportedError, naming the field, keyword and path, unless every
+    assertion of the schema is one that this package knows."""
+    work = _Normaliser(schema, field)
+    normal = work.node(schema, "#", 0)
+    if work.defs and isinstance(normal, dict):
+        normal = {**normal, "$defs": work.finished_defs()}
+    return Normal(normal, tuple(sorted(work.ignored)))
+
+
+class _Normaliser:
+    def __init__(self, schema: Any, field: str) -> None:
+        self.field = field
+        self.document = _read_document(schema)
+        self.ignored: set[str] = set()
+        self.defs: dict[int, str] = {}  # id(target node) -> its name under $defs
+        self._bodies: dict[str, Any] = {}
+        self._queue: list[tuple[str, Any, str]] = []  # targets that are not normalised yet
+        self._nodes = 0
+
+    def finished_defs(self) -> dict[str, Any]:
+        """Every target of a $ref, by its new name; targets may refer to further targets."""
+        while self._queue:
+            name, target, path = self._queue.pop()
+            self._bodies[name] = self.node(target, path, 0)
+        return dict(sorted(self._bodies.items()))
+
+    def node(self, node: Any, path: str, depth: int) -> Any:
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            raise UnsupportedError(self.field, f"has more than {MAX_NODES} parts")
         if depth > MAX_DEPTH:
-            raise UnsupportedError(field, f"is nested more than {MAX_DEPTH} deep")
+            raise UnsupportedError(self.field, f"is nested more than {MAX_DEPTH} deep")
         if isinstance(node, bool):
-            continue
+            return node
         if not isinstance(node, Mapping):
-            raise ParameterError(field, f"at {path}: a schema is an object, true or false")
-        if "additionalItems" in node and not isinstance(node.get("items"), list):
+            raise ParameterError(self.field, f"at {path}: a schema is an object, true or false")
+        if "$ref" in node and self.document.legacy:
+            return {"$ref": self._reference(node, path)}
+        if _matches_nothing(node):
+            return False
+        out: dict[str, Any] = {}
+        for keyword, value in _renamed(node).items():
+            if keyword == "$ref":
+                out["$ref"] = self._reference(node, path)
+            elif keyword in ASSERTIONS:
+                out[keyword] = self._value(keyword, value, f"{path}/{keyword}", depth)
+            else:
+                self._annotation(keyword, path)
+        _check_values(out, path, self.field)
+        return _without_idle(out)
+
+    def _value(self, keyword: str, value: Any, path: str, depth: int) -> Any:
+        if keyword == "required" and isinstance(value, bool):
             raise UnsupportedError(
-                field,
-                f"the keyword 'additionalItems' (at {path}) means nothing without a list of items",
+                self.field,
+                f"the keyword 'required' (at {path}) is a list of names since draft 4; "
+                "move it to the object",
             )
-        _check_numbers(node, path, field)
-        _check_min_properties(node, path, field)
-        for keyword, value in node.items():
-            stack += [(s, depth + 1, p) for s, p in _subschemas(keyword, value, path, field)]
+        if (expected := _expected(keyword, value)) is not None:
+            raise ParameterError(self.field, f"at {path}: {value!r:.40} is not {expected}")
+        kind = ASSERTIONS[keyword]
+        if kind == "one":
+            return self.node(value, path, depth + 1)
+        if kind == "many" and isinstance(value, list):
+            return [self.node(s, f"{path}/{i}", depth + 1) for i, s in enumerate(value)]
+        if kind == "many":
+            return {name: self.node(s, f"{path}/{name}", depth + 1) for name, s in value.items()}
+        return int(value) if keyword in _COUNTS else value
+
+    def _annotation(self, keyword: str, path: str) -> None:
+        if keyword in REFUSED:
+            raise UnsupportedError(
+                self.field, f"the keyword {keyword!r} (at {path}) is not supported"
+            )
+        if keyword in ANNOTATIONS:
+            return
+        close = difflib.get_close_matches(keyword, _MISTAKABLE, 1, 0.85)
+        if close and not keyword.startswith(("x-", "$")):
+            raise UnsupportedError(
+                self.field,
+                f"the keyword {keyword!r} (at {path}) is not supported; did you mean {close[0]!r}?",
+            )
+        self.ignored.add(keyword)
+
+    def _reference(self, node: Mapping[str, Any], path: str) -> str:
+        """The new $ref. Its target gets a name under $defs, whatever its place was before."""
+        ref = node["$ref"]
+        if not isinstance(ref, str):
+            raise ParameterError(self.field, f"$ref (at {path}): {ref!r:.40} is not a string")
+        target = _resolve(ref, node, self.document)
+        if target is None:
+            where = f"{ref!r} (at {path})"
+            if ref.startswith("#"):
+                raise ParameterError(self.field, f"$ref {where} points to nothing in the schema")
+            raise UnsupportedError(
+                self.field, f"$ref outside the schema is not supported, nothing is fetched: {where}"
+            )
+        if target is self.document.root:
+            return "#"
+        if id(target) not in self.defs:
+            stem = re.sub(r"\W+", "_", unquote(ref.rsplit("/", 1)[-1])).strip("_")[:40]
+            name = self.defs[id(target)] = f"{stem or 'part'}.{len(self.defs)}"
+            self._queue.append((name, target, ref))
+        return f"#/$defs/{self.defs[id(target)]}"
 
 
-def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
-    """Reject what llguidance 1.9 gets wrong: it reads multipleOf -2 as 2, and it generates an open
-    bound itself where the other bound is less than 1 away ("0" for {"exclusiveMinimum": 0,
-    "maximum": 0.5})."""
-    for step in _bounds(node, "multipleOf"):
+# --- references
+
+
+def _read_document(root: Any) -> _Document:
+    dialect = str(root.get("$schema", "")) if isinstance(root, Mapping) else ""
+    document = _Document(root, bool(re.search(r"draft-0[3-7]", dialect)))
+    stack = [(root, "")]
+    while stack:
+        node, base = stack.pop()
+        if isinstance(node, list):
+            stack += [(part, base) for part in node]
+        if not isinstance(node, Mapping):
+            continue
+        for name in ("$id", "id"):
+            if isinstance(node.get(name), str):
+                base = urldefrag(_join(base, node[name])).url
+                document.ids.setdefault(_join(base, node[name]).removesuffix("#"), node)
+        for name in ("$anchor", "$dynamicAnchor"):
+            if isinstance(node.get(name), str):
+                document.ids.setdefault(f"{base}#{node[name]}", node)
+        document.bases[id(node)] = base
+        stack += [
+            (value, base)
+            for name, value in node.items()
+            if isinstance(value, (Mapping, list)) and name not in ("enum", "const", "default")
+        ]
+    return document
+
+
+def _resolve(ref: str, node: Any, document: _Document) -> Any:
+    """The schema that a $ref names, or None."""
+    base = document.bases.get(id(node), "")
+    url, fragment = urldefrag(_join(base, ref) if base else ref)
+    whole = f"{url}#{fragment}" if fragment else url
+    if whole in document.ids:
+        return document.ids[whole]
+    home = document.ids.get(url, document.root if url in ("", base) else None)
+    for start in (home, document.root) if ref.startswith("#") else (home,):
+        found = _at_pointer(start, fragment)
+        if found is not None:
+            return found
+    return None
+
+
+def _at_pointer(node: Any, fragment: str) -> Any:
+    if fragment and not fragment.startswith("/"):
+        return None
+    for raw in fragment.split("/")[1:]:
+        part = unquote(raw).replace("~1", "/").replace("~0", "~")
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and part.isdecimal() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            return None
+    return node if isinstance(node, (Mapping, bool)) else None
+
+
+def _join(base: str, ref: str) -> str:
+    try:
+        return urljoin(base, ref)
+    except ValueError:  # not a URI
+        return ref
+
+
+# --- older drafts
+
+
+def _renamed(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The node with the keywords of older drafts under their names of 2020-12."""
+    out = dict(node)
+    items = out.get("items")
+    if isinstance(items, list):
+        out["prefixItems"] = items
+        del out["items"]
+        if "additionalItems" in out:
+            out["items"] = out["additionalItems"]
+    out.pop("additionalItems", None)  # without a list of items it asserts nothing
+    for open_bound, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(out.get(open_bound), bool):  # draft 4
+            strict = out.pop(open_bound)
+            if strict and bound in out:
+                out[open_bound] = out.pop(bound)
+    dependencies = out.pop("dependencies", None)
+    if isinstance(dependencies, Mapping):
+        for name, value in dependencies.items():
+            keyword = "dependentRequired" if isinstance(value, list) else "dependentSchemas"
+            out[keyword] = {**out.get(keyword, {}), name: value}
+    if "if" not in out:  # then and else have no effect without it
+        out.pop("then", None)
+        out.pop("else", None)
+    return out
+
+
+def _matches_nothing(node: Mapping[str, Any]) -> bool:
+    return any(node.get(name) in values for name, values in _NOT_JSON.items() if name in node)
+
+
+def _without_idle(node: dict[str, Any]) -> dict[str, Any]:
+    """The node without assertions that every document meets."""
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    if node.get("propertyNames") in ({"type": "string"}, {}, True):
+        del node["propertyNames"]
+    return node
+
+
+# --- values
+
+
+_COUNTS = {
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+    "minContains", "maxContains",
+}  # fmt: skip
+_NUMBERS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_TEXTS = {"pattern", "format"}
+_SCHEMA_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
+
+
+def _expected(keyword: str, value: Any) -> str | None:
+    """What a keyword's value should be, if it is something else."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if keyword in _COUNTS:
+        return None if number and value >= 0 and value == int(value) else "a count"
+    if keyword in _NUMBERS:
+        return None if number else "a number"
+    if keyword in _TEXTS:
+        return None if isinstance(value, str) else "a string"
+    if keyword == "uniqueItems":
+        return None if isinstance(value, bool) else "true or false"
+    if keyword == "enum":
+        return None if isinstance(value, list) else "a list"
+    if keyword == "required":
+        return None if _names(value) else "a list of names"
+    if keyword == "dependentRequired":
+        fits = isinstance(value, Mapping) and all(map(_names, value.values()))
+        return None if fits else "a mapping of names to lists of names"
+    if keyword in _SCHEMA_LISTS:
+        return None if isinstance(value, list) else "a list of schemas"
+    if ASSERTIONS[keyword] == "many":
+        return None if isinstance(value, Mapping) else "a mapping of names to schemas"
+    return None
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _check_values(node: Mapping[str, Any], path: str, field: str) -> None:
+    """Reject values that llguidance 1.9 reads in another way: multipleOf -2 as 2, and an
+    open bound less than 1 away from the other bound as a closed one ("0" for {"exclusiveMinimum":
+    0, "maximum": 0.5})."""
+    for step in bounds(node, "multipleOf"):
         if step <= 0:
             raise ParameterError(field, f"multipleOf (at {path}): {step} is not above 0")
     if node.get("type") == "integer":
@@ -72,11 +342,11 @@ def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
     ):
-        for bound in _bounds(node, open_end):
+        for bound in bounds(node, open_end):
             for name in others:
                 near = [
                     other
-                    for other in _bounds(node, name)
+                    for other in bounds(node, name)
                     if bound == int(bound) and 0 < sign * (other - bound) < 1
                 ]
                 if near:
@@ -88,26 +358,7 @@ def _check_numbers(node: Mapping[str, Any], path: str, field: str) -> None:
                     )
 
 
-def _check_min_properties(node: Mapping[str, Any], path: str, field: str) -> None:
-    """Reject minProperties over free names: llguidance counts a repeated name twice, a JSON parser
-    once."""
-    least = max(_bounds(node, "minProperties"), default=0)
-    required = node.get("required")
-    sure = (
-        len(set(required))
-        if isinstance(required, list) and all(isinstance(name, str) for name in required)
-        else 0
-    )
-    spelled = node.get("additionalProperties") is False and not node.get("patternProperties")
-    if least > max(1, sure) and not spelled:
-        raise UnsupportedError(
-            field,
-            f"the keyword 'minProperties' (at {path}) is not supported where names are free: "
-            "one may be written twice and count once; name them under 'properties' and 'required'",
-        )
-
-
-def _bounds(node: Mapping[str, Any], name: str) -> list[float]:
+def bounds(node: Mapping[str, Any], name: str) -> list[float]:
     """The numeric values of a keyword in this schema and in its allOf parts."""
     parts = node.get("allOf")
     inner = (
@@ -120,24 +371,3 @@ def _bounds(node: Mapping[str, Any], name: str) -> list[float]:
         for value in (node.get(name), *inner)
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
-
-
-def _subschemas(keyword: str, value: Any, path: str, field: str) -> list[tuple[Any, str]]:
-    """(subschema, path) for each schema in the keyword's value."""
-    here = f"{path}/{keyword}"
-    kind = SUPPORTED.get(keyword)
-    if kind is None:
-        if keyword in ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
-            return []
-        raise UnsupportedError(field, f"the keyword {keyword!r} (at {path}) is not supported")
-    if keyword == "items" and isinstance(value, list):  # drafts before 2020-12
-        kind = "many"
-    if kind == "one":
-        return [(value, here)]
-    if kind == "many":
-        if isinstance(value, list):
-            return [(s, f"{here}/{i}") for i, s in enumerate(value)]
-        if isinstance(value, Mapping):
-            return [(s, f"{here}/{name}") for name, s in value.items()]
-        raise ParameterError(field, f"at {here}: expected schemas")
-    return []

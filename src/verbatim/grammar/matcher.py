@@ -11,7 +11,8 @@
 
 llguidance parses (extra `grammar`, imported on first use). Invariant: an end token is allowed
 exactly where the output so far is a complete document. Input size, parser states and compile time
-are bounded; an unsupported keyword is an error, never ignored.
+are bounded; an unsupported assertion is an error, never ignored. Where a grammar is wider than its
+JSON schema (uniqueItems, not), a DocumentCheck filters every mask.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from weakref import WeakKeyDictionary, ref
 from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.grammar.compile_pool import Busy, CompilePool, PoolBusy, TooExpensive, never_busy
+from verbatim.grammar.document_check import DocumentCheck, State
 from verbatim.grammar.grammar_cache import GrammarCache, digest
 from verbatim.grammar.private_matcher import (
     InitialMatcher,
@@ -40,13 +42,13 @@ from verbatim.grammar.private_matcher import (
     rebuild,
     shared_limits,
 )
-from verbatim.grammar.translate import choice_text, first_line, refusal
+from verbatim.grammar.translate import Translation, choice_text, first_line, refusal
 
 # Seconds from arrival to the end of both compiles. The pool's CPU limit is the real bound; this
 # one only ends a request on an overloaded machine. One and a half times the pool's timeout.
 ARRIVAL_TIMEOUT = 30.0
-MAX_TEXT = 256 * 1024  # characters of a schema, a grammar, or all choices together
-MAX_REGEX = 16 * 1024  # characters
+MAX_TEXT = 256 * 1024  # characters of a grammar, or all choices together
+MAX_SIZES = {"json_schema": 1 << 20, "regex": 16 * 1024}  # characters of other structures
 INLINE_COMPILE = 0.005  # seconds; a draft matcher that compiles faster is compiled during the step
 MAX_DRAFT_COMPILE = 0.1  # seconds; up to this it compiles in a thread, above it there are no drafts
 MAX_INLINE_CHOICES = 64 * 1024  # characters; a shorter choice list compiles in 40 ms, in process
@@ -85,10 +87,16 @@ class Structure:
     drafting ends. A grammar that takes longer than MAX_DRAFT_COMPILE gets no drafts."""
 
     def __init__(
-        self, make: Callable[[dict[str, Any]], Any], field: str, eos_ids: Sequence[int]
+        self,
+        make: Callable[[dict[str, Any]], Any],
+        field: str,
+        eos_ids: Sequence[int],
+        check: DocumentCheck | None = None,
+        warnings: tuple[str, ...] = (),
     ) -> None:
-        """`make(limits)` compiles the grammar under these parser limits."""
-        self._make, self.field = make, field
+        """`make(limits)` compiles the grammar under these parser limits. `check`: what the grammar
+        does not enforce. `warnings`: about the structure, for the client."""
+        self._make, self.field, self.check, self.warnings = make, field, check, warnings
         self.exhausted = False
         self._draft_origin: InitialMatcher | None = None
         self._drafting: bool | None = None  # None: no drafts were requested yet
@@ -110,6 +118,11 @@ class Structure:
             raise ParameterError(self.field, "no text can satisfy it")
         if mask is None:
             raise too_complex(self.field, probe)
+        if self.check is None:
+            return mask
+        mask, reason = self.check.filter(mask, State())
+        if not any(mask):
+            raise ParameterError(self.field, f"no text can satisfy it ({reason})")
         return mask
 
     def private_matcher(self) -> InitialMatcher:
@@ -163,6 +176,7 @@ class Matcher:
             eos,
         )
         self._mask = mask
+        self._check_state = State()
         # Number of tokens when the private lexer was created; None: the lexer is the shared one.
         self._lexer_start: int | None = None
         self.rebuilding: Future[PrivateMatcher] | None = None  # the private matcher in the making
@@ -185,7 +199,10 @@ class Matcher:
     @property
     def accepting(self) -> bool:
         """The output so far is a complete document; more may follow."""
-        return self._ended or bool(self._inner.is_accepting())
+        check = self._structure.check
+        return self._ended or bool(
+            self._inner.is_accepting() and (check is None or check.accepts(self._check_state))
+        )
 
     def mask(self) -> bytes:
         """The token ids that may come next. Waits for a pending rebuild."""
@@ -203,15 +220,17 @@ class Matcher:
         if self.rebuilding is not None:
             if not self.rebuilding.done():
                 return False
-            (self._inner, self._origin, self._lexer_start, self._mask), self.rebuilding = (
+            (self._inner, self._origin, self._lexer_start, mask), self.rebuilding = (
                 self.rebuilding.result(),
                 None,
             )
             self._check()
+            self._mask = self._filtered(mask)
         if self._mask is not None or self.finished:
             return True
         if not self._inner.is_error():
-            self._inner, self._mask = compute_mask(self._inner, self._origin)
+            self._inner, mask = compute_mask(self._inner, self._origin)
+            self._mask = self._filtered(mask)
         if self._mask is not None:
             return True
         if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
@@ -244,6 +263,8 @@ class Matcher:
             self._ended = True
             return
         self._tokens.append(token)
+        if self._structure.check is not None:
+            self._check_state = self._structure.check.after(token, self._check_state)
         self._inner = consume(self._inner, self._origin, token)
         if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
             self._check()
@@ -260,7 +281,7 @@ class Matcher:
         here = self._here()
         if here is None:
             return ()
-        draft_matcher = here.deep_copy()
+        draft_matcher, check, state = here.deep_copy(), self._structure.check, self._check_state
         for token in drafts:
             if masks[-1] is None or token in self._eos or not _allows(masks[-1], token):
                 break
@@ -272,6 +293,14 @@ class Matcher:
             )
             if self._lost(draft_matcher):
                 break
+            if check is not None and mask is not None:
+                state = check.after(token, state)
+                try:
+                    mask, _ = check.filter(mask, state)
+                except UnsupportedError:
+                    break
+                if not any(mask):  # the sequence reports it, if it writes this token
+                    break
             masks.append(mask)
         self._draft_masks = tuple(drafts[: len(masks) - 1]), tuple(masks)
         return self._draft_masks[0]
@@ -311,12 +340,28 @@ class Matcher:
     def copy(self) -> Matcher:
         """For a fork of the sequence."""
         twin = Matcher(self._structure, self._origin, self._eos, self._mask)
-        twin._inner, twin._tokens, twin._ended = (
+        twin._inner, twin._tokens, twin._ended, twin._check_state = (
             self._inner.deep_copy(),
             list(self._tokens),
             self._ended,
+            self._check_state,
         )
         return twin
+
+    def _filtered(self, mask: bytes | None) -> bytes | None:
+        """The mask without tokens that the document check rejects. Raises UnsupportedError if none
+        is left: the text so far is not the start of a valid document."""
+        check = self._structure.check
+        if check is None or mask is None:
+            return mask
+        mask, reason = check.filter(mask, self._check_state)
+        if not any(mask):
+            raise UnsupportedError(
+                self._structure.field,
+                f"the text so far cannot become a valid document ({reason}); try another seed, or "
+                "say in the prompt what the schema requires",
+            )
+        return mask
 
     def _check(self) -> None:
         if self._inner.is_error():
@@ -345,7 +390,7 @@ def compile_structure(
     for field in STRUCTURE:
         value = getattr(params, field)
         if value is not None:
-            limit = MAX_REGEX if field == "regex" else MAX_TEXT
+            limit = MAX_SIZES.get(field, MAX_TEXT)
             size = sum(map(len, value)) if field == "choice" else len(value)
             if size > limit:
                 raise ParameterError(field, f"{size} characters are more than {limit}")
@@ -393,10 +438,27 @@ def _compile(
     pool = shared_pool()
     with pool.slot(deadline, engine_busy):
         if field == "choice" and sum(map(len, value)) <= MAX_INLINE_CHOICES:
-            written = choice_text(value)
+            translation = Translation(choice_text(value))
         else:
-            written = pool.translate(field, value, deadline)
-        return Structure(partial(_matcher, lib, ours, written), field, tokenizer.eos_ids)
+            translation = pool.translate(field, value, deadline)
+        check = _document_check(field, translation.check, tokenizer)
+        return Structure(
+            partial(_matcher, lib, ours, translation.grammar),
+            field,
+            tokenizer.eos_ids,
+            check,
+            translation.warnings,
+        )
+
+
+def _document_check(field: str, schema: Any, tokenizer: GrammarTokenizer) -> DocumentCheck | None:
+    if schema is None:
+        return None
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    try:
+        return DocumentCheck(schema, tokens, tokenizer.eos_ids)
+    except ImportError:
+        raise _not_installed(field, "jsonschema") from None
 
 
 def _matcher(lib: Any, ours: Any, written: str, limits: dict[str, Any]) -> Any:
@@ -422,12 +484,16 @@ def _llguidance(field: str) -> Any:
     try:
         import llguidance
     except ImportError:
-        raise UnsupportedError(
-            field,
-            "structured output needs llguidance, which is not installed; "
-            "install the extra 'grammar': pip install '.[grammar]' in the checkout",
-        ) from None
+        raise _not_installed(field, "llguidance") from None
     return llguidance
+
+
+def _not_installed(field: str, package: str) -> UnsupportedError:
+    return UnsupportedError(
+        field,
+        f"structured output needs {package}, which is not installed; "
+        "install the extra 'grammar': pip install '.[grammar]' in the checkout",
+    )
 
 
 class _Wrapper:

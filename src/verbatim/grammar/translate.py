@@ -1,29 +1,49 @@
 """Translate a structure to llguidance's grammar text and compile it once, in a compile worker.
 
 In: a request's json_schema, regex, grammar or choice. Out: grammar text, or an error that names the
-field. Slow Python code runs here, outside the engine's process: the schema check and the GBNF
-parser.
+field; for a JSON schema also what the grammar does not enforce. Slow Python code runs here, outside
+the engine's process: normalising a schema and the GBNF parser.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import no_key_twice
 from verbatim.grammar.finite import infinite_keyword
-from verbatim.grammar.json_schema import check_schema
+from verbatim.grammar.json_schema import normalise
+from verbatim.grammar.lower import Options, lower
 
 WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON tokens; bounded, or a model may write blanks forever
+# Characters of a schema whose oneOf parts are tested for disjointness, which takes a second compile
+# if they are not; beyond it the document check counts the parts.
+MAX_EXACT_ONE_OF = 64 * 1024
 
 
-def translate(field: str, value: Any) -> str:
-    """The grammar text. Raises ParameterError (invalid) or UnsupportedError (not supported)."""
+class Translation(NamedTuple):
+    """`check`: the schema that finished documents must satisfy, if the grammar is wider than it.
+    `warnings`: sentences for the client."""
+
+    grammar: str
+    check: Any = None
+    warnings: tuple[str, ...] = ()
+
+
+def try_translate(field: str, value: Any, compiles: Callable[[str], None]) -> Translation:
+    """The grammar text, which `compiles` has accepted. Raises ParameterError (invalid) or
+    UnsupportedError (not supported)."""
     try:
-        return _TRANSLATORS[field](value)
+        if field == "json_schema":
+            return _json_translation(value, compiles)
+        written = _TRANSLATORS[field](value)
+        compiles(written)
+        return Translation(written)
     except RequestError:
         raise
     except RecursionError:
@@ -32,19 +52,48 @@ def translate(field: str, value: Any) -> str:
         raise refusal(field, str(error)) from None
 
 
-# --- one translator per kind of structure
+# --- JSON Schema
 
 
-def _json_text(schema: str) -> str:
+def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation:
+    """Compile with everything in the grammar; leave to the document check what llguidance refuses
+    and the check can do."""
+    normal = normalise(json.loads(text))
+    options = Options(one_of=len(text) <= MAX_EXACT_ONE_OF)
+    while True:
+        lowered = lower(normal.schema, options)
+        if lowered.schema is False:
+            raise ParameterError("json_schema", "false: no text can satisfy it")
+        _check_finite(lowered.schema)
+        try:
+            written = _schema_grammar(lowered.schema)
+            compiles(written)
+        except (ValueError, RequestError) as error:
+            message = str(error)
+            if "oneOf" in message and options.one_of:
+                options = replace(options, one_of=False)
+            elif "not disjoint" in message and options.patterns:
+                options = replace(options, patterns=False)
+            elif "if" in lowered.checked and options.conditionals:
+                options = replace(options, conditionals=False)
+            else:
+                raise
+            continue
+        check = normal.schema if lowered.checked else None
+        return Translation(written, check, _ignored(normal.ignored, lowered.ignored))
+
+
+def _schema_grammar(schema: Any) -> str:
     from llguidance import LLMatcher
 
-    value = json.loads(schema)
-    check_schema(value)
-    if value is False:
-        raise ParameterError("json_schema", "false: no text can satisfy it")
-    value = {} if value is True else value
+    options: Any = {"lenient": False, "whitespace_pattern": WHITESPACE, "coerce_one_of": False}
+    schema = {} if schema is True else schema
+    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
+
+
+def _check_finite(schema: Any) -> None:
     try:
-        keyword = infinite_keyword(value)
+        keyword = infinite_keyword(schema)
     except (TypeError, ValueError, AttributeError):
         keyword = None  # a keyword of a wrong type, which llguidance reports
     if keyword is not None:
@@ -52,8 +101,20 @@ def _json_text(schema: str) -> str:
             "json_schema",
             f"{keyword}: no finite text can satisfy it; every document would contain itself",
         )
-    options: Any = {"lenient": False, "whitespace_pattern": WHITESPACE, "coerce_one_of": False}
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(value), overrides=options))
+
+
+def _ignored(keywords: Sequence[str], formats: set[str]) -> tuple[str, ...]:
+    """
+    >>> _ignored(["$default"], {"format: path"})
+    ('json_schema: these keywords assert nothing and were ignored: $default, format: path',)
+    """
+    names = [*keywords, *sorted(formats)]
+    if not names:
+        return ()
+    return (f"json_schema: these keywords assert nothing and were ignored: {', '.join(names)}",)
+
+
+# --- one translator per other kind of structure
 
 
 def _regex_text(pattern: str) -> str:
@@ -85,17 +146,34 @@ def _grammar_text(grammar: str) -> str:
             "grammar",
             "the attribute `temperature` inside a grammar is not offered; set the parameter",
         )
-    for found in re.finditer(r"%json\s*(?=[{])", grammar):  # embedded schemas: the same rules
+    return str(LLMatcher.grammar_from_lark(_lower_embedded(grammar)))
+
+
+def _lower_embedded(grammar: str) -> str:
+    """The grammar with its `%json` schemas lowered. They follow the same rules, but no document
+    check can follow them inside another text."""
+    parts, done = [], 0
+    for found in re.finditer(r"%json\s*(?=[{])", grammar):
+        if found.start() < done:
+            continue  # inside the schema before
         try:
-            schema, _ = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(
+            schema, end = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(
                 grammar, found.end()
             )
         except json.JSONDecodeError:
             continue  # llguidance reports the error
         except ValueError as error:
             raise ParameterError("grammar", f"%json: {error}") from None
-        check_schema(schema, "grammar")
-    return str(LLMatcher.grammar_from_lark(grammar))
+        lowered = lower(normalise(schema, "grammar").schema)
+        if lowered.checked:
+            raise UnsupportedError(
+                "grammar",
+                f"%json: the keyword {sorted(lowered.checked)[0]!r} is supported in json_schema "
+                "only, where the finished document is checked",
+            )
+        parts += [grammar[done : found.end()], json.dumps(lowered.schema)]
+        done = end
+    return "".join([*parts, grammar[done:]])
 
 
 # Characters that a regular expression must escape to match literally.
@@ -111,7 +189,6 @@ def choice_text(choices: Sequence[str]) -> str:
 
 
 _TRANSLATORS: dict[str, Callable[[Any], str]] = {
-    "json_schema": _json_text,
     "regex": _regex_text,
     "grammar": _grammar_text,
     "choice": choice_text,
@@ -197,28 +274,38 @@ def byte_tokenizer() -> Any:
     return LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
 
 
+@functools.lru_cache(256)
+def pattern_matcher(pattern: str) -> Any:
+    """A matcher of JSON strings that the pattern of a schema occurs in; copy it before use."""
+    from llguidance import LLMatcher
+
+    schema = json.dumps({"type": "string", "pattern": pattern})
+    return LLMatcher(byte_tokenizer(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+
+
 def parser_limits(limits: dict[str, Any]) -> Any:
     from llguidance import LLParserLimits
 
     return LLParserLimits(**limits)
 
 
-def try_compile(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, str]:
-    """{"grammar": text} if the structure compiles, else {"error": the class, "param": the field,
-    "message": why}."""
+def try_compile(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, Any]:
+    """A Translation as a mapping if the structure compiles, else {"error": the class, "param": the
+    field, "message": why}."""
     from llguidance import LLMatcher
 
-    try:
-        grammar = translate(field, value)
+    def compiles(grammar: str) -> None:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         found = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if found:
             raise refusal(field, "\n".join(found))
         matcher.compute_bitmask()  # the first mask is the most expensive
+
+    try:
+        return try_translate(field, value, compiles)._asdict()
     except (ParameterError, UnsupportedError) as error:
         return {
             "error": type(error).__name__,
             "param": str(error.param),
             "message": str(error).removeprefix(f"{error.param}: "),
         }
-    return {"grammar": grammar}

@@ -6,7 +6,7 @@ sampling/record.py writes a record in the very run that draws the token. It is p
     position, token      index in the sequence, drawn id
     vocab, best          ids in the row; the id with the largest logit
     logit, logprob       of the token in the model's own distribution (before any setting)
-    rank, margin         0 is the best; its logit minus the best other logit (negative: not best)
+    rank, margin         1 is the best; its logit minus the best other logit (negative: not best)
     final_prob           its probability after all stages (null at temperature 0)
     entropy              of the model's own distribution, in nats
     temperature, key     as drawn; the 64-bit noise key in hexadecimal
@@ -215,7 +215,7 @@ def headline(record: Mapping[str, Any], text: Text) -> str:
     token = record["token"]
     parts = [
         f"p {_percent(math.exp(record['logprob']))}",
-        f"rank {record['rank'] + 1}",
+        f"rank {record['rank']}",
         f"entropy {record['entropy']:.2f} nats",
     ]
     if record.get("lead") is not None:

@@ -138,7 +138,7 @@ class Recorder:
 
 
 def chosen(raw: F64, norm: float, token: int) -> dict[str, Any]:
-    """One id in the model's own distribution. rank 0 is the best id; margin is its logit less the
+    """One id in the model's own distribution. rank 1 is the best id; margin is its logit less the
     best other logit."""
     value = float(raw[token])
     ahead = int(np.count_nonzero(raw > value) + np.count_nonzero(raw[:token] == value))
@@ -147,7 +147,7 @@ def chosen(raw: F64, norm: float, token: int) -> dict[str, Any]:
     return {
         "logit": value,
         "logprob": (value - float(raw.max())) - norm,
-        "rank": ahead,
+        "rank": 1 + ahead,
         "margin": value - float(raw[other[0]]) if other and raw[other[0]] > REMOVED else None,
     }
 

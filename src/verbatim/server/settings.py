@@ -60,7 +60,7 @@ class Limits:
         },
     )
     max_schema_bytes: int = field(
-        default=64 * 1024,
+        default=1 << 20,
         metadata={"help": "a schema, regex or grammar", "error": "400 on the field"},
     )
     max_tools: int = field(

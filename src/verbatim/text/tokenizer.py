@@ -12,9 +12,10 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError, RequestError
+from verbatim.base.habits import TOKENIZER, attribute
 from verbatim.text import gguf_vocab, hf_vocab
 from verbatim.text.control_tokens import ControlFinder
 from verbatim.text.decode import decode_all
@@ -37,6 +38,11 @@ class Tokenizer:
         self._control_ids = frozenset(v.control.values())
         self._bytes: dict[int, bytes] = {}
         self._limit: int | None = None
+
+    if not TYPE_CHECKING:  # a type checker reports unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise attribute(self, name, TOKENIZER)
 
     def fit(self, size: int) -> None:
         """Set the number of ids to the rows of the model's embedding. Most models pad it: ids

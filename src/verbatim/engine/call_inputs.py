@@ -1,0 +1,96 @@
+"""Arguments of generate() and chat(): one prompt or many, parameters, habits, a progress bar.
+
+In: what the caller wrote. Out: lists of equal length, or an error that names the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from verbatim.base.errors import ParameterError
+from verbatim.base.habits import PARAMETERS, argument
+from verbatim.base.params import FIELDS, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+class ProgressBar(Protocol):
+    """What tqdm has. `progress=` takes True (tqdm itself), or a function that makes such a bar from
+    total=... and desc=...; rich, Jupyter and training loops have adapters with this interface."""
+
+    def update(self, n: int) -> Any: ...
+    def close(self) -> None: ...
+
+
+class NoBar:
+    def update(self, n: int) -> None:
+        """Nothing is shown."""
+
+    def close(self) -> None:
+        """Nothing is shown."""
+
+
+def is_one(prompts: Any) -> bool:
+    """A string or a list of ids is one prompt. A list of strings or of lists is a batch, and so is
+    an empty list."""
+    if isinstance(prompts, str):
+        return True
+    if not isinstance(prompts, Sequence):
+        raise ParameterError(
+            "prompts", f"{type(prompts).__name__} is neither a prompt nor a list of prompts"
+        )
+    return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
+
+
+def is_one_chat(messages: Any) -> bool:
+    return not isinstance(messages, (list, tuple)) or all(
+        isinstance(message, Mapping) for message in messages
+    )
+
+
+def one(params: Any) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
+    return params or SamplingParams()
+
+
+def each(params: Any, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [one(params)] * count
+    if not isinstance(params, (list, tuple)):
+        return [one(params)]  # raises
+    if len(params) != count:
+        raise ParameterError(
+            "params", f"{len(params)} for {count} prompts; give one for all, or one per prompt"
+        )
+    return [one(p) for p in params]
+
+
+def refuse_unknown(call: str, unknown: Mapping[str, Any]) -> None:
+    """TypeError for an argument that the call does not have."""
+    for name in unknown:
+        hint = f"give it in params: SamplingParams({name}=...)" if name in FIELDS else None
+        raise argument(call, name, hint)
+
+
+def refuse_habits(call: str, template: Mapping[str, Any]) -> None:
+    """TypeError for a template option that is a sampling parameter elsewhere or here."""
+    for name in template:
+        if name in FIELDS or name in PARAMETERS or name in ("sampling_params", "use_tqdm"):
+            refuse_unknown(call, {name: None})
+
+
+def progress_bar(progress: Any, total: int, desc: str) -> ProgressBar:
+    if progress is False or progress is None:
+        return NoBar()
+    if progress is True:
+        from tqdm.auto import tqdm
+
+        progress = tqdm
+    if not callable(progress):
+        raise ParameterError(
+            "progress", f"{progress!r:.40} is not True, False or a function like tqdm"
+        )
+    bar: ProgressBar = progress(total=total, desc=desc)
+    return bar

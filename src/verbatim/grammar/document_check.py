@@ -1,0 +1,364 @@
+"""Check documents against the keywords that no grammar enforces, and filter token masks by it.
+
+    check = DocumentCheck(schema, tokens, eos_ids)     # one per structure; a normalised schema
+    state = State()
+    mask, reason = check.filter(mask, state)           # without tokens that make it invalid
+    state = check.after(token, state)
+
+A token is removed if it completes an invalid document, or an item of a `uniqueItems` array that is
+there already; the model then continues with the other tokens. If none is left the sequence ends
+with an error that names the keyword. Invariant: a complete document that passes the masks is valid.
+
+States are immutable, so drafts and forks share them. The validator is jsonschema, with a limit on
+its work and with llguidance's regular expressions, which take linear time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from verbatim.base.errors import UnsupportedError
+from verbatim.grammar.ecma_pattern import rust_pattern
+from verbatim.grammar.lower import canonical, distinct, finite_items, target
+from verbatim.grammar.translate import pattern_matcher
+
+MAX_EVALUATIONS = 50_000  # keywords per document; about half a second
+FIELD = "json_schema"
+
+
+class Frame(NamedTuple):
+    """An open array or object."""
+
+    array: bool
+    unique: bool = False
+    choices: tuple[tuple[bytes, Any], ...] | None = None  # of the items: (text, key)
+    seen: frozenset[Any] = frozenset()  # keys of the items, if they must be unique
+    key: str = ""  # of the member that is being written
+    wants_key: bool = False
+
+
+class State(NamedTuple):
+    """The document so far: what is open, and where the current value starts in the text."""
+
+    text: bytes = b""
+    stack: tuple[Frame, ...] = ()
+    starts: tuple[int, ...] = ()  # offset of each open container
+    scalar: int = -1  # offset of the open string, number or literal; -1: none
+    string: bool = False
+    escape: bool = False
+    complete: bool = False
+
+
+class Invalid(Exception):
+    """The text cannot become a valid document; the message says why."""
+
+
+class DocumentCheck:
+    def __init__(self, schema: Any, token_bytes: Sequence[bytes], eos_ids: Sequence[int]) -> None:
+        self._schema, self._tokens, self._eos = schema, token_bytes, frozenset(eos_ids)
+        self._validate = validator(schema)
+        self._rules: dict[tuple[Any, ...], Frame] = {}
+        self._closers = _by_closers(token_bytes)
+        self._enders = _bits(i for i, t in enumerate(token_bytes) if set(t) & set(b'"]},\t\n\r '))
+
+    def after(self, token: int, state: State) -> State:
+        """The state after a token that the mask allows."""
+        return state if token in self._eos else self._feed(state, self._tokens[token])
+
+    def filter(self, mask: bytes, state: State) -> tuple[bytes, str]:
+        """(the mask without the tokens that make the document invalid, the last reason)."""
+        allowed = int.from_bytes(mask, "little")
+        removed, reason = 0, ""
+        for token in _set_bits(allowed & self._suspects(state)):
+            try:
+                if token not in self._eos:
+                    self._feed(state, self._tokens[token])
+                elif not state.complete:
+                    self._complete(state.text)
+            except Invalid as why:
+                removed, reason = removed | 1 << token, str(why)
+            except RecursionError:
+                raise UnsupportedError(FIELD, "the document is too deep to check") from None
+        return (allowed & ~removed).to_bytes(len(mask), "little"), reason
+
+    def accepts(self, state: State) -> bool:
+        """Whether the text so far is a valid document."""
+        try:
+            if not state.complete:
+                self._complete(state.text)
+        except (Invalid, ValueError):
+            return False
+        return True
+
+    def _suspects(self, state: State) -> int:
+        """The tokens that can complete the document, or an item that must be unique."""
+        depth, top = len(state.stack), state.stack[-1] if state.stack else None
+        if top is not None and top.choices is not None:
+            return -1
+        if depth == 0:
+            return -1  # a scalar, or the first token
+        suspects = self._closers[min(depth, len(self._closers) - 1)]
+        inner = next((i for i, f in enumerate(reversed(state.stack)) if f.unique), None)
+        if inner == 0:
+            return suspects | self._enders
+        if inner is not None:
+            suspects |= self._closers[min(inner, len(self._closers) - 1)]
+        return suspects
+
+    # ------------------------------------------------------------------------------ scanner
+
+    def _feed(self, state: State, more: bytes) -> State:
+        """The state after more bytes of JSON. Raises Invalid."""
+        text, stack, starts, scalar, string, escape, complete = state
+        before = len(text)
+        text += more
+        for at in range(before, len(text)):
+            byte = text[at]
+            if string:
+                if escape:
+                    escape = False
+                elif byte == 0x5C:
+                    escape = True
+                elif byte == 0x22:
+                    string = False
+                    top = stack[-1] if stack else None
+                    if top is not None and top.wants_key:
+                        name = json.loads(text[scalar : at + 1])
+                        stack = (*stack[:-1], top._replace(key=name, wants_key=False))
+                    else:
+                        stack, complete = self._value(text[scalar : at + 1], text, at + 1, stack)
+                    scalar = -1
+                continue
+            if byte in b" \t\n\r,]}" and scalar >= 0:
+                stack, complete = self._value(text[scalar:at], text, at, stack)
+                scalar = -1
+            if byte == 0x22:
+                scalar, string = at, True
+            elif byte in b"[{":
+                stack = (*stack, self._open(stack, byte == 0x5B))
+                starts = (*starts, at)
+            elif byte in b"]}":
+                start, stack, starts = starts[-1], stack[:-1], starts[:-1]
+                stack, complete = self._value(text[start : at + 1], text, at + 1, stack)
+            elif byte == 0x2C:
+                if not stack[-1].array:
+                    stack = (*stack[:-1], stack[-1]._replace(wants_key=True))
+            elif byte not in b" \t\n\r:" and scalar < 0:
+                scalar = at
+        _check_prefix(text, stack, scalar)
+        return State(text, stack, starts, scalar, string, escape, complete)
+
+    def _value(
+        self, value: bytes, text: bytes, end: int, stack: tuple[Frame, ...]
+    ) -> tuple[tuple[Frame, ...], bool]:
+        """A value is complete: the document, or an item, or a member."""
+        if not stack:
+            self._complete(text[:end])
+            return stack, True
+        if stack[-1].unique:
+            key = canonical(json.loads(value))
+            if key in stack[-1].seen:
+                raise Invalid("uniqueItems: an item is there already")
+            stack = (*stack[:-1], stack[-1]._replace(seen=stack[-1].seen | {key}))
+        return stack, False
+
+    def _open(self, stack: tuple[Frame, ...], array: bool) -> Frame:
+        if not array:
+            return Frame(array=False, wants_key=True)
+        path = tuple(None if frame.array else frame.key for frame in stack)
+        if path not in self._rules:
+            node = _unique_array(self._schema, path, self._schema)
+            values = None if node is None else finite_items(node, self._schema)
+            self._rules[path] = Frame(
+                array=True,
+                unique=node is not None,
+                choices=values
+                if values is None
+                else tuple((_written(value), canonical(value)) for value in distinct(values)),
+            )
+        return self._rules[path]
+
+    def _complete(self, text: bytes) -> None:
+        problem = self._validate(json.loads(text))
+        if problem:
+            raise Invalid(problem)
+
+
+def _check_prefix(text: bytes, stack: tuple[Frame, ...], scalar: int) -> None:
+    """The item that is being written must be the start of one that is not there yet."""
+    if scalar >= 0 and stack and stack[-1].choices is not None:
+        part = text[scalar:]
+        if not any(
+            key not in stack[-1].seen and choice.startswith(part)
+            for choice, key in stack[-1].choices
+        ):
+            raise Invalid("uniqueItems: every such item is there already")
+
+
+def _written(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
+
+
+# --- token sets
+
+
+def _by_closers(tokens: Sequence[bytes]) -> list[int]:
+    """Element n: the tokens with at least n closing brackets, as a bit set; the last is empty."""
+    counts = [token.count(b"]") + token.count(b"}") for token in tokens]
+    return [
+        _bits(i for i, count in enumerate(counts) if count >= n)
+        for n in range(max(counts, default=0) + 2)
+    ]
+
+
+def _bits(ids: Iterator[int]) -> int:
+    flags = bytearray()
+    for token in ids:
+        flags.extend(bytes(max(0, token // 8 + 1 - len(flags))))
+        flags[token // 8] |= 1 << token % 8
+    return int.from_bytes(flags, "little")
+
+
+def _set_bits(value: int) -> Iterator[int]:
+    for place, byte in enumerate(value.to_bytes((value.bit_length() + 7) // 8, "little")):
+        while byte:
+            low = byte & -byte
+            yield place * 8 + low.bit_length() - 1
+            byte ^= low
+
+
+# --- uniqueItems by path
+
+
+def _unique_array(node: Any, path: tuple[Any, ...], root: Any, depth: int = 0) -> Any:
+    """The schema that requires the array at this path to be unique, in every alternative; None if
+    there is none, or if it depends on the rest of the document."""
+    if not isinstance(node, Mapping) or depth > 64:
+        return None
+    if not path and node.get("uniqueItems") is True:
+        return node
+    inner = [target(node["$ref"], root)] if "$ref" in node else []
+    inner += node.get("allOf", ())
+    for part in inner:
+        if (found := _unique_array(part, path, root, depth + 1)) is not None:
+            return found
+    kind = "array" if not path or path[0] is None else "object"
+    for keyword in ("anyOf", "oneOf"):
+        parts = [part for part in node.get(keyword, ()) if _admits(part, kind, root)]
+        found = [_unique_array(part, path, root, depth + 1) for part in parts]
+        if found and None not in found:
+            return found[0] if len(found) == 1 else {"uniqueItems": True}
+    if path and (child := _child(node, path[0])) is not None:
+        return _unique_array(child, path[1:], root, depth + 1)
+    return None
+
+
+def _child(node: Mapping[str, Any], step: str | None) -> Any:
+    if step is None:
+        return None if "prefixItems" in node else node.get("items")
+    if step in node.get("properties", {}):
+        return node["properties"][step]
+    return None if "patternProperties" in node else node.get("additionalProperties")
+
+
+def _admits(node: Any, kind: str, root: Any, depth: int = 0) -> bool:
+    if not isinstance(node, Mapping) or depth > 8:
+        return bool(node)
+    if "$ref" in node and not _admits(target(node["$ref"], root), kind, root, depth + 1):
+        return False
+    types = node.get("type", kind)
+    return types == kind or (isinstance(types, list) and kind in types)
+
+
+# --- the validator
+
+
+def validator(schema: Any) -> Callable[[Any], str]:
+    """A function: document -> "" or what is wrong with it."""
+    from jsonschema import Draft202012Validator, FormatChecker
+    from jsonschema.validators import extend
+    from referencing import Registry
+
+    spent = [0]
+
+    def counted(rule: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            spent[0] += 1
+            if spent[0] > MAX_EVALUATIONS:
+                raise UnsupportedError(FIELD, "the document is too complex to check")
+            return rule(*arguments)
+
+        return run
+
+    rules = {name: counted(rule) for name, rule in Draft202012Validator.VALIDATORS.items()}
+    rules |= {"pattern": _pattern, "patternProperties": _pattern_properties}
+    rules |= {"additionalProperties": _additional_properties}
+    rules |= {"uniqueItems": _unique_items, "format": _regex_format}
+    kind = extend(Draft202012Validator, rules)
+    inner = kind(schema, registry=Registry(), format_checker=FormatChecker(()))
+
+    def problem(document: Any) -> str:
+        spent[0] = 0
+        error = next(inner.iter_errors(document), None)
+        if error is None:
+            return ""
+        where = "/".join(map(str, error.absolute_path))
+        return f"{error.validator}: not met" + (f" at {where!r}" if where else "")
+
+    return problem
+
+
+def _pattern(_: Any, pattern: str, instance: Any, __: Any) -> Iterator[Any]:
+    from jsonschema import ValidationError
+
+    if isinstance(instance, str) and not _searches(pattern, instance):
+        yield ValidationError("does not match")
+
+
+def _pattern_properties(check: Any, patterns: Any, instance: Any, _: Any) -> Iterator[Any]:
+    for name, value in instance.items() if isinstance(instance, dict) else ():
+        for pattern, part in patterns.items():
+            if _searches(pattern, name):
+                yield from check.descend(value, part, path=name, schema_path=pattern)
+
+
+def _additional_properties(check: Any, part: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    for name, value in instance.items() if isinstance(instance, dict) else ():
+        if name not in known and not any(_searches(pattern, name) for pattern in patterns):
+            yield from check.descend(value, part, path=name)
+
+
+def _unique_items(_: Any, wanted: Any, instance: Any, __: Any) -> Iterator[Any]:
+    from jsonschema import ValidationError
+
+    if wanted is True and isinstance(instance, list):
+        keys = [canonical(item) for item in instance]
+        if len(set(keys)) < len(keys):
+            yield ValidationError("has an item twice")
+
+
+def _regex_format(_: Any, named: Any, instance: Any, __: Any) -> Iterator[Any]:
+    """The other formats are part of the grammar."""
+    import re
+
+    from jsonschema import ValidationError
+
+    if named == "regex" and isinstance(instance, str):
+        try:
+            re.compile(instance)
+        except (re.error, RecursionError, OverflowError):
+            yield ValidationError("is not a regular expression")
+
+
+def _searches(pattern: str, text: str) -> bool:
+    """Whether the pattern occurs in the text, in linear time."""
+    matcher = pattern_matcher(rust_pattern(pattern, common=False)).deep_copy()
+    written = list(json.dumps(text, ensure_ascii=False).encode())
+    return bool(
+        matcher.validate_tokens(written) == len(written)
+        and matcher.consume_tokens(written)
+        and matcher.is_accepting()
+    )

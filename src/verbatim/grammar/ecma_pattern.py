@@ -1,0 +1,56 @@
+r"""ECMA-262 patterns of JSON schemas in the syntax of Rust's regex crate, which llguidance reads.
+
+In: a pattern. Out: the same pattern with `\d`, `\w`, `\s` and their negations spelled out. ECMA-262
+reads them as ASCII classes (and its own white space), validators in Rust or Python as Unicode
+classes. With `common` the result matches only what all of them match, so that a document is valid
+for every validator.
+"""
+
+from __future__ import annotations
+
+_ECMA = {
+    "d": "0-9",
+    "w": "A-Za-z0-9_",
+    "s": r"\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff",
+}
+_ALL = {"s": _ECMA["s"].removesuffix(r"\ufeff")}  # members for every validator
+_ANY = {
+    "d": r"\p{Nd}",
+    "w": r"\p{L}\p{M}\p{N}_",
+    "s": _ECMA["s"] + r"\x1c-\x1f\x85",
+}  # members for some validator
+
+
+def rust_pattern(pattern: str, *, common: bool) -> str:
+    r"""
+    >>> rust_pattern(r"^\d+[^\w]$", common=True), rust_pattern(r"^\d+[^\w]$", common=False)
+    ('^[0-9]+[^\\p{L}\\p{M}\\p{N}_]$', '^[0-9]+[^A-Za-z0-9_]$')
+    """
+    inside, outside = (_ALL, _ANY) if common else (_ECMA, _ECMA)
+    out: list[str] = []
+    in_class = negated = False
+    at = 0
+    while at < len(pattern):
+        sign = pattern[at]
+        if sign == "\\":
+            letter = pattern[at + 1 : at + 2]
+            at += 2
+            name = letter.lower()
+            if name not in _ECMA:
+                out.append(sign + letter)
+                continue
+            # A member is excluded by \D and inside [^...], but not by both.
+            excluded = letter.isupper() != (in_class and negated)
+            members = (outside if excluded else inside).get(name, _ECMA[name])
+            if letter.isupper():
+                out.append(f"[^{members}]")
+            else:
+                out.append(members if in_class else f"[{members}]")
+            continue
+        if sign == "[" and not in_class:
+            in_class, negated = True, pattern[at + 1 : at + 2] == "^"
+        elif sign == "]":
+            in_class = False
+        out.append(sign)
+        at += 1
+    return "".join(out)

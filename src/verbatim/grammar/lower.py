@@ -1,0 +1,329 @@
+"""Lower a normalised JSON schema to what llguidance enforces, and name what is left to check.
+
+In: the schema of json_schema.normalise(). Out: a Lowered record:
+
+    schema   what llguidance accepts; every valid document satisfies it
+    checked  keywords that it does not enforce, or not wholly; document_check.py does
+    ignored  formats that nothing enforces ("format: path")
+
+Invariant: the lowered schema admits every document of the given one, except that some formats
+admit a subset (`iri` is written as `uri`) and patterns leave out what validators disagree on. So a
+structure without `checked` keywords is exact, and one with them is exact after the check of the
+document.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.grammar.ecma_pattern import rust_pattern
+from verbatim.grammar.json_schema import bounds
+
+MAX_CONDITIONALS = 6  # if/then/else written as alternatives; each one doubles the grammar
+MAX_RANGE = 256  # integers of a range that counts as a list of values
+
+_POINTER = r"(/([^~/]|~[01])*)*"
+FORMATS = {
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
+}  # fmt: skip
+SUBSETS = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
+PATTERNS = {
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+    "uri-reference": r"^[A-Za-z0-9._~/-]*(\?[A-Za-z0-9._~/=&-]*)?(#[A-Za-z0-9._~/-]*)?$",
+}
+PATTERNS["iri-reference"] = PATTERNS["uri-template"] = PATTERNS["uri-reference"]
+# Enforced by llguidance as they stand; "many": schemas in a list or mapping, "one": a schema.
+DIRECT = {
+    "type": "", "enum": "", "const": "", "$ref": "", "required": "",
+    "allOf": "many", "anyOf": "many", "oneOf": "many", "$defs": "many",
+    "properties": "many", "patternProperties": "many", "additionalProperties": "one",
+    "minProperties": "", "maxProperties": "",
+    "items": "one", "prefixItems": "many", "minItems": "", "maxItems": "",
+    "minLength": "", "maxLength": "", "pattern": "",
+    "minimum": "", "maximum": "", "exclusiveMinimum": "", "exclusiveMaximum": "", "multipleOf": "",
+}  # fmt: skip
+CHECKED = (
+    "not", "dependentRequired", "dependentSchemas", "contains", "minContains", "maxContains",
+    "unevaluatedItems",
+)  # fmt: skip
+_IDLE: tuple[tuple[str, Any], ...] = (("unevaluatedItems", True), ("unevaluatedItems", {}))
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to leave to the check because llguidance does not follow it here."""
+
+    conditionals: bool = True  # write if/then/else as alternatives
+    patterns: bool = True  # keep patternProperties that may overlap
+    one_of: bool = True  # keep oneOf, whose parts llguidance must find disjoint; else anyOf
+
+
+@dataclass(slots=True)
+class Lowered:
+    schema: Any = None
+    checked: set[str] = field(default_factory=set)
+    ignored: set[str] = field(default_factory=set)
+
+
+def lower(schema: Any, options: Options = Options()) -> Lowered:
+    work = _Lowering(schema, options)
+    work.result.schema = work.node(schema)
+    return work.result
+
+
+class _Lowering:
+    def __init__(self, root: Any, options: Options) -> None:
+        self.root, self.options = root, options
+        self.result = Lowered()
+        self._conditionals = 0
+
+    def node(self, node: Any, scope: Mapping[str, Any] | None = None) -> Any:
+        """`scope`: properties that the schema around an allOf part declares."""
+        if isinstance(node, bool):
+            return node
+        if node.get("not") in (True, {}):
+            return False
+        scope = {**(scope or {}), **_mapping(node.get("properties"))}
+        out: dict[str, Any] = {}
+        for keyword, value in node.items():
+            if keyword in DIRECT:
+                out[keyword] = self._value(keyword, value, scope if keyword == "allOf" else None)
+            elif keyword in CHECKED and (keyword, value) not in _IDLE:
+                self.result.checked.add(keyword)
+        self._string(node, out)
+        self._array(node, out)
+        self._object(node, out)
+        if "oneOf" in out and not self.options.one_of:
+            self.result.checked.add("oneOf")
+            out["allOf"] = [*out.get("allOf", []), {"anyOf": out.pop("oneOf")}]
+        if "if" in node:
+            self._conditional(node, out, scope)
+        return out
+
+    def _value(self, keyword: str, value: Any, scope: Mapping[str, Any] | None) -> Any:
+        kind = DIRECT[keyword]
+        if kind == "one":
+            return self.node(value)
+        if kind == "many" and isinstance(value, list):
+            return [self.node(part, scope) for part in value]
+        if keyword == "patternProperties":
+            return {
+                rust_pattern(name, common=False): self.node(part) for name, part in value.items()
+            }
+        if kind == "many":
+            return {name: self.node(part) for name, part in value.items()}
+        return rust_pattern(value, common=True) if keyword == "pattern" else value
+
+    def _string(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        named = node.get("format")
+        if named is None:
+            return
+        named = SUBSETS.get(named, named)
+        if named in FORMATS:
+            out["format"] = named
+        elif named == "regex":
+            self.result.checked.add("format")
+        elif named in PATTERNS:
+            out["allOf"] = [*out.get("allOf", []), {"pattern": PATTERNS[named]}]
+        else:
+            self.result.ignored.add(f"format: {named}")
+
+    # ------------------------------------------------------------------------------- arrays
+
+    def _array(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        if "contains" in node and node.get("minContains", 1) > 0:
+            out["minItems"] = max(1, out.get("minItems", 0))
+        if node.get("uniqueItems") is not True:
+            return
+        self.result.checked.add("uniqueItems")
+        values = finite_items(node, self.root)
+        if values is not None:
+            most = min([len(values), *map(int, bounds(node, "maxItems"))])
+            if most < max(bounds(node, "minItems"), default=0):
+                raise ParameterError(
+                    "json_schema",
+                    f"minItems {node['minItems']} with uniqueItems: there are only {len(values)} "
+                    "different items",
+                )
+            out["maxItems"] = most
+
+    # ------------------------------------------------------------------------------ objects
+
+    def _object(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        if "propertyNames" in node:
+            self._names(node, out)
+        if "unevaluatedProperties" in node:
+            self._unevaluated(node, out)
+        patterns = _mapping(out.get("patternProperties"))
+        if len(patterns) > 1 and len({str(part) for part in patterns.values()}) == 1:
+            joined = "|".join(f"({pattern})" for pattern in patterns)
+            out["patternProperties"] = {joined: next(iter(patterns.values()))}
+        elif len(patterns) > 1 and not self.options.patterns:
+            self.result.checked.add("patternProperties")
+            del out["patternProperties"]
+            out.pop("additionalProperties", None)
+        if _counts_names(node):
+            for keyword in ("minProperties", "maxProperties"):
+                if out.pop(keyword, None) is not None:
+                    self.result.checked.add(keyword)
+
+    def _names(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        """propertyNames of a plain mapping: a list of names, or a pattern; otherwise checked."""
+        names, rest = node["propertyNames"], self.node(node.get("additionalProperties", True))
+        values = finite_values(names, self.root)
+        pattern = names.get("pattern") if isinstance(names, Mapping) else None
+        if "properties" in node or "patternProperties" in node:
+            self.result.checked.add("propertyNames")
+        elif values is not None:
+            out["properties"] = {name: rest for name in values if isinstance(name, str)}
+            out["additionalProperties"] = False
+        elif isinstance(pattern, str) and not set(names) - {"pattern", "type"}:
+            name = rust_pattern(pattern, common=True)
+            out["patternProperties"], out["additionalProperties"] = {name: rest}, False
+        else:
+            self.result.checked.add("propertyNames")
+
+    def _unevaluated(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        """Only the names that some part of this schema declares are written."""
+        if node["unevaluatedProperties"] in (True, {}):
+            return
+        self.result.checked.add("unevaluatedProperties")
+        parts = list(_in_place(node, self.root))
+        for pattern in (name for part in parts for name in _mapping(part.get("patternProperties"))):
+            if sum(map(pattern.count, "*+{")) > 1:  # the validator would match it by backtracking
+                raise UnsupportedError(
+                    "json_schema",
+                    "'unevaluatedProperties' together with the name pattern "
+                    f"{pattern!r} is not supported; use additionalProperties",
+                )
+        others = ("additionalProperties", "patternProperties", "unevaluatedProperties")
+        if node["unevaluatedProperties"] is not False or any(
+            name in part for part in parts for name in (others[:2] if part is node else others)
+        ):
+            return
+        names = {name: True for part in parts for name in _mapping(part.get("properties"))}
+        out["properties"] = {**names, **_mapping(out.get("properties"))}
+        out["additionalProperties"] = False
+
+    # ------------------------------------------------------------------------- conditionals
+
+    def _conditional(
+        self, node: Mapping[str, Any], out: dict[str, Any], scope: Mapping[str, Any]
+    ) -> None:
+        """Either `if` and `then` hold, or `else` holds and, where it can be written, `if` not."""
+        self.result.checked.add("if")
+        self._conditionals += 1
+        if not self.options.conditionals or self._conditionals > MAX_CONDITIONALS:
+            return
+        holds = {"allOf": [self.node(node["if"]), self.node(node.get("then", True))]}
+        fails = {"allOf": [self._negation(node["if"], scope), self.node(node.get("else", True))]}
+        out["allOf"] = [*out.get("allOf", []), {"anyOf": [holds, fails]}]
+
+    def _negation(self, test: Any, scope: Mapping[str, Any]) -> Any:
+        """The negation of "property p is one of these values" where p has finitely many values;
+        otherwise true."""
+        properties = _mapping(test.get("properties")) if isinstance(test, Mapping) else {}
+        if len(properties) != 1 or set(test) - {"properties", "required", "type"}:
+            return True
+        ((name, wanted),) = properties.items()
+        values = finite_values(wanted, self.root)
+        possible = finite_values(scope.get(name), self.root)
+        if values is None or possible is None or test.get("required", [name]) != [name]:
+            return True
+        rest = {"properties": {name: {"enum": _without(possible, values)}}}
+        return rest if "required" in test else {**rest, "required": [name]}
+
+
+# --- reading a schema
+
+
+def finite_items(node: Mapping[str, Any], root: Any) -> list[Any] | None:
+    """The values that the items of an array can have, if they are scalars from a short list."""
+    return None if "prefixItems" in node else finite_values(node.get("items"), root)
+
+
+def finite_values(node: Any, root: Any, depth: int = 0) -> list[Any] | None:
+    """The scalars that a schema admits, or more; None if they are not a short list."""
+    if not isinstance(node, Mapping) or depth > 8:
+        return None
+    listed = node.get("enum", [node["const"]] if "const" in node else None)
+    if isinstance(listed, list):
+        return (
+            None if any(isinstance(value, (dict, list)) for value in listed) else distinct(listed)
+        )
+    if "$ref" in node:
+        return finite_values(target(node["$ref"], root), root, depth + 1)
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(node.get(keyword), list):
+            parts = [finite_values(part, root, depth + 1) for part in node[keyword]]
+            return None if None in parts else distinct([v for part in parts for v in part or ()])
+    low, high = bounds(node, "minimum"), bounds(node, "maximum")
+    if node.get("type") == "integer" and low and high and high[0] - low[0] < MAX_RANGE:
+        return list(range(int(low[0]), int(high[0]) + 1))
+    if node.get("type") == "null":
+        return [None]
+    return [True, False] if node.get("type") == "boolean" else None
+
+
+def canonical(value: Any) -> Any:
+    """A hashable key that is equal for equal JSON values: 1 and 1.0 are equal, 1 and true are not.
+
+    >>> canonical([1, True]) == canonical([1.0, True]), canonical(1) == canonical(True)
+    (True, False)
+    """
+    if isinstance(value, bool) or value is None:
+        return (str(value),)
+    if isinstance(value, dict):
+        return frozenset((key, canonical(part)) for key, part in value.items())
+    if isinstance(value, list):
+        return ("list", *map(canonical, value))
+    return value
+
+
+def distinct(values: list[Any]) -> list[Any]:
+    return list({canonical(value): value for value in values}.values())
+
+
+def _without(values: list[Any], others: list[Any]) -> list[Any]:
+    keys = {canonical(value) for value in others}
+    return [value for value in values if canonical(value) not in keys]
+
+
+def target(ref: str, root: Any) -> Any:
+    """The target of a normalised $ref."""
+    return root if ref == "#" else root["$defs"][ref.removeprefix("#/$defs/")]
+
+
+def _in_place(node: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+    """The schema and all parts of it that apply to the same value."""
+    if not isinstance(node, Mapping) or depth > 16:
+        return
+    yield node
+    if "$ref" in node:
+        yield from _in_place(target(node["$ref"], root), root, depth + 1)
+    for keyword in ("allOf", "anyOf", "oneOf"):
+        for part in node.get(keyword, ()):
+            yield from _in_place(part, root, depth + 1)
+    for part in _mapping(node.get("dependentSchemas")).values():
+        yield from _in_place(part, root, depth + 1)
+    for keyword in ("if", "then", "else"):
+        yield from _in_place(node.get(keyword), root, depth + 1)
+
+
+def _counts_names(node: Mapping[str, Any]) -> bool:
+    """Whether llguidance cannot count the names of an object, or counts a name that is written
+    twice as two where a JSON parser counts one."""
+    required = node.get("required")
+    sure = set(map(str, required)) if isinstance(required, list) else set()
+    named = set(_mapping(node.get("properties")))
+    spelled = node.get("additionalProperties") is False and not node.get("patternProperties")
+    least = max(bounds(node, "minProperties"), default=0)
+    return bool(named - sure) or (not spelled and least > max(1, len(sure)))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

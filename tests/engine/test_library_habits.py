@@ -1,0 +1,311 @@
+"""The library as users of vLLM, transformers and OpenAI's client expect it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import enum
+import inspect
+import json
+import pickle
+import typing
+from typing import Any
+
+import jsonschema
+import pydantic
+import pytest
+import typing_extensions
+
+from verbatim import (
+    LLM,
+    AsyncEngine,
+    Completion,
+    EngineConfig,
+    ParameterError,
+    SamplingParams,
+    UnknownParameterError,
+    UnsupportedError,
+)
+from verbatim.base.schema_types import schema_of
+from verbatim.engine import engine_base
+from verbatim.testing import server_parts
+
+SHORT = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
+ASK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def llm() -> Any:
+    with LLM.from_parts(server_parts("pipeline"), kv_blocks=64) as llm:
+        yield llm
+
+
+# --- options
+
+
+def test_the_options_are_keyword_arguments_with_the_defaults_of_the_config() -> None:
+    parameters = inspect.signature(LLM.__init__).parameters
+    assert inspect.signature(AsyncEngine.__init__).parameters == parameters
+    for field in dataclasses.fields(EngineConfig):
+        assert parameters[field.name].default == field.default, field.name
+        assert f"{field.name}:" in (LLM.__init__.__doc__ or ""), field.name
+
+
+def test_the_options_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr(
+        engine_base,
+        "load_parts",
+        lambda model, *_, **__: given.append(model) or server_parts("pipeline"),
+    )
+    with LLM(model="any", kv_memory="1M", max_running=3, prefix_cache=False) as llm:
+        assert given == ["any"]
+        assert llm.config == EngineConfig(kv_memory=1 << 20, max_running=3, prefix_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "answer"),
+    [
+        ({"max_model_len": 100}, "write context"),
+        ({"n_ctx": 100}, "write context"),
+        ({"gpu_memory_utilization": 0.9}, "write kv_memory"),
+        ({"trust_remote_code": True}, "nothing in a model file is ever executed"),
+        ({"seed": 1}, r"SamplingParams\(seed=...\)"),
+        ({"contxt": 1}, "did you mean 'context'"),
+        ({"zzz": 1}, "known options: backend, "),
+    ],
+)
+def test_an_unknown_option_is_answered_by_name(options: dict[str, Any], answer: str) -> None:
+    with pytest.raises(TypeError, match=f"LLM has no option .*{answer}"):
+        LLM("smollm2", **options)
+
+
+def test_a_size_that_is_none_names_the_option() -> None:
+    with pytest.raises(ParameterError, match="kv_memory: 'lots' is not a size such as 512M or 2G"):
+        EngineConfig(kv_memory="lots")  # type: ignore[arg-type]
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (lambda llm: llm.generate("x", sampling_params=SHORT), r"generate\(\) .* write params"),
+        (lambda llm: llm.chat(ASK, sampling_params=SHORT), r"chat\(\) .* write params"),
+        (lambda llm: llm.generate("x", max_new_tokens=5), r"SamplingParams\(max_tokens=...\)"),
+        (lambda llm: llm.chat(ASK, max_tokens=5), r"SamplingParams\(max_tokens=...\)"),
+        (lambda llm: llm.generate("x", do_sample=False), "temperature=0 takes the most likely"),
+        (lambda llm: llm.stream("x", temperature=0), r"SamplingParams\(temperature=...\)"),
+        (lambda llm: llm.chat_stream(ASK, do_sample=True), "any other temperature samples"),
+        (lambda llm: llm.generate("x", use_tqdm=True), "write progress"),
+        (lambda llm: llm.generate("x", SHORT)[0], "Use .text, or .choices"),
+        (lambda llm: SamplingParams(max_new_tokens=5), "write max_tokens"),
+        (lambda llm: SamplingParams(do_sample=False), "temperature=0 takes the most likely"),
+        (lambda llm: SamplingParams(guided_json={}), "write json_schema"),
+    ],
+)
+def test_a_habit_is_answered_by_name(llm: LLM, call: Any, answer: str) -> None:
+    with pytest.raises(TypeError, match=answer):
+        call(llm)
+
+
+@pytest.mark.parametrize(
+    ("look", "answer"),
+    [
+        (lambda llm: llm.generate(["x"], SHORT)[0].outputs[0].text, "use .text, or .choices"),
+        (lambda llm: llm.apply_chat_template, r"use chat\(messages\)"),
+        (lambda llm: llm.get_tokenizer(), "use the property tokenizer"),
+        (lambda llm: llm.zzz, "'LLM' object has no attribute 'zzz'$"),
+        (lambda llm: llm.generate("x", SHORT).zzz, "'Completion' object has no attribute 'zzz'$"),
+    ],
+)
+def test_an_attribute_of_other_libraries_is_answered_by_name(
+    llm: LLM, look: Any, answer: str
+) -> None:
+    with pytest.raises(AttributeError, match=answer):
+        look(llm)
+
+
+def test_the_error_for_an_unknown_parameter_is_still_its_own() -> None:
+    with pytest.raises(UnknownParameterError, match="did you mean temperature"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+
+
+def test_template_options_still_reach_the_template(llm: LLM) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with_tools = llm.chat(ASK, SHORT, tools=[tool])
+    assert len(with_tools.prompt_ids) > len(llm.chat(ASK, SHORT).prompt_ids)
+
+
+# --- what a Completion shows
+
+
+def test_a_completion_shows_its_text_and_why_it_ended(llm: LLM) -> None:
+    done = llm.generate("x", SHORT)
+    assert repr(done) == (
+        f"Completion({done.text!r}, finish='length (max_tokens)', tokens='2 + 5', "
+        f"seconds={round(done.timings.total, 3)}, seed=1)"
+    )
+    assert pickle.loads(pickle.dumps(done)) == done
+
+
+def test_a_notebook_shows_tokens_coloured_by_probability(llm: LLM) -> None:
+    plain = llm.generate("x", SHORT)
+    assert plain.choices[0].pieces == ()
+    assert "SamplingParams(logprobs=0) colours" in plain._repr_html_()
+    done = llm.generate("x", SHORT.with_(logprobs=0))
+    assert len(done.choices[0].pieces) == 5
+    shown = done._repr_html_()
+    assert shown.count('<span style="background:hsla(') == 5
+    assert "<script" not in llm.generate("x", SHORT.with_(choice=["<script>"]))._repr_html_()
+
+
+def test_an_explanation_prints_itself(llm: LLM) -> None:
+    why = llm.explain("x", SamplingParams(max_tokens=3, temperature=0))
+    assert [token.rank for token in why] == [1, 1, 1]
+    assert why.text == llm.generate("x", SamplingParams(max_tokens=3, temperature=0)).text
+    assert repr(why).count("rank 1") == 3
+    assert repr(why).startswith(f"Explanation of {why.text!r}, 3 tokens")
+    assert "logit" in repr(why[0])
+    assert why[0]["token"] == why[0].id == why.records[0]["token"]
+    assert why._repr_html_().count("<span") == 3
+    again = why.what_if(temperature=1.0)
+    assert "tokens would differ" in repr(again)
+    assert llm.explain(ASK, SHORT).completion.prompt_ids == tuple(llm.encode_chat(ASK))
+    with pytest.raises(ParameterError, match="one answer"):
+        llm.explain("x", SamplingParams(n=2))
+
+
+# --- progress
+
+
+class Bar:
+    made: typing.ClassVar[list[Bar]] = []
+
+    def __init__(self, total: int, desc: str) -> None:
+        self.total, self.count, self.closed = total, 0, False
+        self.made.append(self)
+
+    def update(self, n: int) -> None:
+        self.count += n
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_progress_counts_every_prompt(llm: LLM) -> None:
+    Bar.made.clear()
+    prompts = [f"prompt {i}" for i in range(7)]
+    with_bar = llm.generate(prompts, SHORT, progress=Bar)
+    assert [done.text for done in with_bar] == [d.text for d in llm.generate(prompts, SHORT)]
+    (bar,) = Bar.made
+    assert (bar.total, bar.count, bar.closed) == (7, 7, True)
+    with pytest.raises(ParameterError, match="progress"):
+        llm.generate(prompts, SHORT, progress=5)  # type: ignore[call-overload]
+
+
+def test_progress_true_is_tqdm(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], SHORT, progress=True)
+    assert "2/2" in capsys.readouterr().err
+
+
+# --- AsyncEngine
+
+
+def test_the_async_engine_has_the_calls_of_llm(llm: LLM) -> None:
+    async def calls() -> list[Any]:
+        async with AsyncEngine.from_parts(server_parts("pipeline"), kv_blocks=64) as engine:
+            Bar.made.clear()
+            stream = engine.stream("x", SHORT)
+            pieces = [delta.text async for delta in stream]
+            assert stream.completion is not None
+            assert "".join(pieces) == stream.completion.text
+            talk = engine.chat_stream(ASK, SHORT)
+            spoken = "".join([delta.text async for delta in talk])
+            with pytest.raises(TypeError, match="write params"):
+                await engine.generate("x", sampling_params=SHORT)  # type: ignore[call-overload]
+            with pytest.raises(ParameterError):
+                await engine.generate(["x", 5], SHORT)  # type: ignore[call-overload]
+            async with engine.stream("x", SHORT) as left:
+                await anext(left)
+            return [
+                await engine.generate("x", SHORT),
+                await engine.generate(["x", "y"], [SHORT, SHORT], progress=Bar),
+                await engine.chat(ASK, SHORT),
+                await engine.chat([ASK, ASK], SHORT),
+                spoken,
+            ]
+
+    one, many, said, talks, spoken = asyncio.run(calls())
+    assert one.text == llm.generate("x", SHORT).text
+    assert [d.text for d in many] == [d.text for d in llm.generate(["x", "y"], SHORT)]
+    assert Bar.made[0].count == 2
+    assert said.text == spoken == llm.chat(ASK, SHORT).text
+    assert [d.text for d in talks] == [said.text] * 2
+
+
+# --- types as schemas
+
+
+class Mood(enum.Enum):
+    GOOD = "good"
+    BAD = "bad"
+
+
+class Place(pydantic.BaseModel):
+    name: str
+
+
+class Visit(typing.TypedDict):
+    mood: Mood
+    days: list[int]
+    place: typing.NotRequired[Place]
+
+
+class Chain(typing_extensions.TypedDict):
+    value: typing.Literal["a", 1]
+    next: typing.Optional["Chain"]  # noqa: UP037, UP045
+
+
+@dataclasses.dataclass
+class Options:
+    flags: set[str]
+    sizes: dict[str, float]
+    pair: tuple[int, bool]
+    note: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (Place, {"name": "x"}, {"name": 1}),
+        (Visit, {"mood": "good", "days": [1]}, {"mood": "x", "days": [1]}),
+        (Visit, {"mood": "bad", "days": [], "place": {"name": "x"}}, {"mood": "bad"}),
+        (Chain, {"value": 1, "next": {"value": "a", "next": None}}, {"value": 2, "next": None}),
+        (Options, {"flags": ["a"], "sizes": {"b": 0.5}, "pair": [1, True]},
+         {"flags": ["a", "a"], "sizes": {}, "pair": [1, True]}),
+        (list[Place], [{"name": "x"}], [1]),
+        (int | None, None, "x"),
+        (dict[Mood, int], {"good": 1}, {"x": 1}),
+        (typing.Annotated[str, pydantic.Field(min_length=1)], "x", 1),
+    ],
+)  # fmt: skip
+def test_a_type_is_a_schema(kind: Any, good: Any, bad: Any) -> None:
+    schema = json.loads(str(SamplingParams(json_schema=kind).json_schema))
+    jsonschema.validate(good, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(bad, schema)
+
+
+def test_a_type_without_a_schema_is_named() -> None:
+    with pytest.raises(UnsupportedError, match=r"complex.*has no JSON schema here"):
+        schema_of(complex)
+    with pytest.raises(UnsupportedError, match="keys of a JSON object are strings"):
+        schema_of(dict[int, int])
+
+
+def test_a_model_as_schema_gives_its_documents(llm: LLM) -> None:
+    params = SamplingParams(json_schema=dict[Mood, bool], max_tokens=200, seed=3)
+    done: Completion = llm.generate("x", params)
+    assert set(json.loads(done.text)) <= {"good", "bad"}

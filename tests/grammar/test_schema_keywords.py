@@ -1,0 +1,424 @@
+"""JSON schema keywords beyond the grammar: what is ignored, rewritten, checked or refused.
+
+A random model writes documents through the masks; jsonschema judges them against the schema as
+given."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import ipaddress
+import json
+import pathlib
+import random
+import re
+import typing
+import uuid
+from typing import Any, Literal
+
+import jsonschema
+import numpy as np
+import pydantic
+import pytest
+import typing_extensions
+from pydantic import Field, Json, SecretStr
+
+from verbatim import LLM, SamplingParams
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.grammar.json_schema import normalise
+from verbatim.grammar.lower import lower
+from verbatim.grammar.matcher import Structure, compile_structure
+from verbatim.testing import ByteTokenizer, fake_parts
+
+TOKENIZER = ByteTokenizer()
+CLOSERS = b'"]}'
+
+
+def build(schema: Any) -> Structure:
+    found = compile_structure(SamplingParams(json_schema=schema), TOKENIZER)
+    assert found is not None
+    return found
+
+
+def allowed(mask: bytes) -> list[int]:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
+
+
+def random_document(structure: Structure, seed: int, limit: int = 1500) -> str:
+    rng, matcher, out = random.Random(seed), structure.start(), bytearray()
+    while not matcher.finished:
+        assert len(out) < limit, "the random model does not finish"
+        tokens = allowed(matcher.mask())
+        if max(tokens) >= 256 and rng.random() < 0.7:
+            break
+        tokens = [t for t in tokens if 0x20 < t < 0x7F] or [t for t in tokens if t < 256]
+        closing = [t for t in tokens if t in CLOSERS]
+        eager = 0.3 if len(out) < 300 else 0.99
+        token = rng.choice(closing if closing and rng.random() < eager else tokens)
+        matcher.advance(token)
+        out.append(token)
+    return out.decode()
+
+
+def takes(structure: Structure, text: str) -> bool:
+    matcher = structure.start()
+    for byte in text.encode():
+        try:
+            if matcher.finished or byte not in allowed(matcher.mask()):
+                return False
+        except UnsupportedError:
+            return False
+        matcher.advance(byte)
+    return matcher.accepting
+
+
+# --- annotations
+
+
+@pytest.mark.parametrize(
+    ("schema", "ignored"),
+    [
+        ({"type": "string", "$default": {"$source": "argv"}}, "$default"),
+        ({"type": "string", "absolutePath": True}, "absolutePath"),
+        ({"type": "string", "contentMediaType": "application/json"}, "contentMediaType"),
+        ({"type": "string", "format": "path"}, "format: path"),
+        ({"type": "string", "x-order": 1, "cli": "x"}, "cli, x-order"),
+        ({"type": "object", "properties": {"a": {"alias": "b"}}}, "alias"),
+    ],
+)
+def test_unknown_annotations_are_ignored_and_listed(schema: Any, ignored: str) -> None:
+    assert build(schema).warnings == (
+        f"json_schema: these keywords assert nothing and were ignored: {ignored}",
+    )
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "uniqueItems": False},
+        {"type": "object", "propertyNames": {"type": "string"}},
+        {"id": "http://example.org/a", "$schema": "http://json-schema.org/draft-04/schema#"},
+        {"$schema": "https://json-schema.org/schema", "title": "t", "markdownDescription": "d"},
+        {"type": "string", "default": "", "examples": [""], "$comment": "", "readOnly": True},
+        {"prefixItems": [{}], "additionalItems": False},
+        {"type": "string", "then": False},
+    ],
+)
+def test_what_asks_for_nothing_needs_no_warning_and_no_check(schema: Any) -> None:
+    structure = build(schema)
+    assert structure.warnings == ()
+    assert structure.check is None
+
+
+def test_the_answer_lists_what_was_ignored() -> None:
+    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
+        params = SamplingParams(json_schema={"const": 1, "cli": "x"}, max_tokens=4, temperature=0)
+        done = llm.generate("hi", params)
+    assert done.text == "1"
+    assert any("ignored: cli" in warning for warning in done.warnings)
+
+
+# --- pydantic
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Size(enum.IntEnum):
+    SMALL = 1
+    LARGE = 2
+
+
+class Point(pydantic.BaseModel):
+    x: int
+    y: float = 0.0
+
+
+class Tree(pydantic.BaseModel):
+    name: str
+    left: Tree | None = None
+
+
+class Cat(pydantic.BaseModel):
+    kind: Literal["cat"]
+    lives: int
+
+
+class Dog(pydantic.BaseModel):
+    kind: Literal["dog"]
+    tail: bool
+
+
+class Row(typing_extensions.TypedDict):
+    a: int
+
+
+@dataclasses.dataclass
+class Record:
+    b: str
+
+
+class Pair(typing.NamedTuple):
+    a: int
+    b: str
+
+
+Pet = typing.Annotated[Cat | Dog, Field(discriminator="kind")]
+FIELD_TYPES: list[Any] = [
+    str, int, float, bool, None, bytes, Any,
+    list[int], set[str], frozenset[int], tuple[int, str], tuple[int, ...], collections.deque[int],
+    dict[str, int], dict[Colour, int], dict[int, str], set[Colour],
+    Colour, Size, Literal["a", 1], str | None, int | str,
+    datetime.datetime, datetime.date, datetime.time, datetime.timedelta,
+    uuid.UUID, decimal.Decimal, pathlib.Path, SecretStr, Json[list[int]], re.Pattern[str],
+    pydantic.AnyUrl, ipaddress.IPv4Address, ipaddress.IPv6Address,
+    Point, Tree, Pet, Row, Record, Pair,
+    typing.Annotated[str, Field(pattern="^[a-c]+$", max_length=5)],
+    typing.Annotated[int, Field(gt=0, le=10, multiple_of=5)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FIELD_TYPES, ids=str)
+def test_every_field_type_of_pydantic_gives_valid_documents(kind: Any) -> None:
+    schema = pydantic.create_model("Model", field=(kind, ...)).model_json_schema()
+    structure = build(schema)
+    for seed in range(2):
+        jsonschema.validate(json.loads(random_document(structure, seed)), schema)
+
+
+# --- uniqueItems
+
+
+def test_an_item_is_not_written_twice() -> None:
+    structure = build({"type": "array", "items": {"type": "string"}, "uniqueItems": True})
+    assert takes(structure, '["a", "ab","a b"]')
+    assert not takes(structure, '["a","a"]')
+    matcher = structure.start()
+    for byte in b'["a","a':
+        matcher.advance(byte)
+    assert ord('"') not in allowed(matcher.mask())  # another item is still possible
+    assert ord("b") in allowed(matcher.mask())
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        {"enum": ["a", "ab", "b", 1, None]},
+        {"type": "boolean"},
+        {"type": "integer", "minimum": 1, "maximum": 3},
+        {"anyOf": [{"const": "x"}, {"type": "null"}]},
+        {"$ref": "#/$defs/colour"},
+    ],
+)
+def test_unique_items_of_a_short_list_never_run_out(items: Any) -> None:
+    """Whatever the model writes, there is always a next token: the array closes in time."""
+    schema = {
+        "$defs": {"colour": {"enum": ["red", "green"]}},
+        "properties": {"a": {"type": "array", "items": items, "uniqueItems": True, "minItems": 2}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "type": "object",
+    }
+    structure = build(schema)
+    for seed in range(10):
+        jsonschema.validate(json.loads(random_document(structure, seed)), schema)
+
+
+def test_more_unique_items_than_there_are_is_refused() -> None:
+    with pytest.raises(ParameterError, match="only 2 different items"):
+        build({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 3})
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("[1,1.0]", False), ("[1,true]", True), ('[{"a":1,"b":2},{"b":2,"a":1}]', False),
+        ("[[1],[1]]", False), ("[1,11]", True), ("[ 1 , 1 ]", False), ('["a","\\u0061"]', False),
+        ("[[1,1]]", True), ("[null,0,false]", True),
+    ],
+)  # fmt: skip
+def test_equal_is_equal_as_json_values(text: str, valid: bool) -> None:
+    assert takes(build({"type": "array", "uniqueItems": True}), text) is valid
+
+
+# --- other keywords that are checked
+
+CHECKED: list[tuple[dict[str, Any], str, str]] = [
+    ({"not": {"required": ["b"]}, "type": "object"}, '{"a":1}', '{"b":1}'),
+    ({"oneOf": [{"type": "integer"}, {"minimum": 2}]}, "1", "3"),
+    ({"oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, '{"a":1}', '{"a":1,"b":1}'),
+    ({"dependentRequired": {"a": ["b"]}}, '{"a":1,"b":1}', '{"a":1}'),
+    ({"dependencies": {"a": ["b"]}}, '{"b":1}', '{"a":1}'),
+    ({"contains": {"const": 1}, "type": "array"}, "[0,1]", "[0]"),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, '{"ab":1}', '{"abc":1}'),
+    ({"type": "object", "propertyNames": {"pattern": "^a"}}, '{"ab":1}', '{"b":1}'),
+    ({"propertyNames": {"enum": ["a"]}, "type": "object"}, '{"a":1}', '{"b":1}'),
+    ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False, "type": "object"},
+     '{"a":1}', '{"b":1}'),
+    ({"patternProperties": {"^a": {"type": "integer"}, "b$": {"maximum": 5}}},
+     '{"ab":3,"a":9}', '{"ab":9}'),
+    ({"format": "regex", "type": "string"}, '"a+"', '"("'),
+    ({"maxProperties": 1, "properties": {"a": {}, "b": {}}}, '{"b":1}', '{"a":1,"b":1}'),
+    ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, "4", "3"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "good", "bad"), CHECKED, ids=lambda value: str(value)[:40])
+def test_checked_keywords_admit_valid_documents_only(
+    schema: dict[str, Any], good: str, bad: str
+) -> None:
+    structure = build(schema)
+    assert takes(structure, good)
+    assert not takes(structure, bad)
+
+
+def test_a_conditional_on_a_listed_property_needs_no_luck() -> None:
+    """Each value of `kind` leads to the members that it requires, so no document ends in an
+    error."""
+    schema = {
+        "type": "object",
+        "properties": {"kind": {"enum": ["a", "b"]}, "n": {"type": "integer"}},
+        "required": ["kind"],
+        "additionalProperties": False,
+        "if": {"properties": {"kind": {"const": "a"}}, "required": ["kind"]},
+        "then": {"required": ["n"]},
+        "else": {"properties": {"n": {"const": 7}}},
+    }
+    structure = build(schema)
+    assert takes(structure, '{"kind":"a","n":1}')
+    assert takes(structure, '{"kind":"b","n":7}')
+    assert not takes(structure, '{"kind":"a"}')
+    assert not takes(structure, '{"kind":"b","n":1}')
+    for seed in range(10):
+        jsonschema.validate(json.loads(random_document(structure, seed)), schema)
+
+
+def test_a_dead_end_is_an_error_that_names_the_keyword() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+        "not": {"properties": {"a": {"const": True}}},
+    }
+    matcher = build(schema).start()
+    for byte in b'{"a":true':
+        matcher.advance(byte)
+    while True:  # whitespace may follow, up to the limit; never the brace
+        try:
+            tokens = allowed(matcher.mask())
+        except UnsupportedError as error:
+            assert "cannot become a valid document (not: not met)" in str(error)  # noqa: PT017
+            break
+        assert ord("}") not in tokens
+        matcher.advance(tokens[0])
+
+
+def test_drafts_are_checked_like_drawn_tokens() -> None:
+    structure = build({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
+    matcher = structure.start()
+    assert matcher.allowed_drafts(b"[1,1,2]") == tuple(b"[1,1")
+    masks = matcher.masks_along(b"[1,1")
+    assert ord(",") not in allowed(masks[-1] or b"")
+    twin = matcher.copy()
+    for byte in b"[1,1":
+        twin.advance(byte)
+    assert twin.mask() == masks[-1]
+
+
+# --- references and older drafts
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"definitions": {"A<b>": {"const": 1}}, "$ref": "#/definitions/A<b>"},
+        {"definitions": {"A<b>": {"const": 1}}, "$ref": "#/definitions/A%3Cb%3E"},
+        {"$id": "http://a.org/x.json", "$defs": {"a": {"const": 1}}, "$ref": "x.json#/$defs/a"},
+        {"$id": "http://a.org/x.json", "$defs": {"a": {"const": 1}},
+         "$ref": "http://a.org/x.json#/$defs/a"},
+        {"$defs": {"a": {"$id": "http://b.org/y.json", "const": 1}}, "$ref": "http://b.org/y.json"},
+        {"$defs": {"a": {"$anchor": "here", "const": 1}}, "$ref": "#here"},
+        {"components": {"schemas": {"a": {"const": 1}}}, "$ref": "#/components/schemas/a"},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "definitions": {"a": {"const": 1}},
+         "allOf": [{"$ref": "#/definitions/a", "type": "string"}]},
+    ],
+)  # fmt: skip
+def test_local_references_are_followed(schema: dict[str, Any]) -> None:
+    structure = build(schema)
+    assert takes(structure, "1")
+    assert not takes(structure, "2")
+
+
+def test_the_normal_form_has_one_dialect() -> None:
+    normal = normalise({
+        "items": [{"type": "string"}], "additionalItems": False, "minItems": 1.0,
+        "dependencies": {"a": ["b"], "c": {"required": ["d"]}},
+    }).schema  # fmt: skip
+    assert normal == {
+        "prefixItems": [{"type": "string"}], "items": False, "minItems": 1,
+        "dependentRequired": {"a": ["b"]}, "dependentSchemas": {"c": {"required": ["d"]}},
+    }  # fmt: skip
+
+
+def test_values_that_json_does_not_have_match_nothing() -> None:
+    structure = build({"anyOf": [{"instanceof": "Function"}, {"type": "boolean"}]})
+    assert takes(structure, "true")
+    assert not takes(structure, "1")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"^\d$", "1", "٣"), (r"^\w$", "a", "é"), (r"^\s$", " ", "\u200b"),
+        (r"^[^\s]$", "a", "\x1f"), (r"^\S$", "a", "\ufeff"), (r"^\W$", "-", "é"),
+        (r"^[\d-]$", "-", "٣"), (r"^[^\D]$", "1", "٣"), (r"^\\d$", "\\d", "1"),
+        (r"^[\D]$", "a", "1"), (r"^\[\d\]$", "[1]", "[٣]"),
+    ],
+)  # fmt: skip
+def test_patterns_match_what_every_validator_matches(pattern: str, good: str, bad: str) -> None:
+    structure = build({"type": "string", "pattern": pattern})
+    assert takes(structure, json.dumps(good))
+    assert not takes(structure, json.dumps(bad, ensure_ascii=False))
+    assert not takes(structure, json.dumps(bad))
+
+
+# --- hostile
+
+
+def test_the_check_does_not_backtrack() -> None:
+    schema = {
+        "type": "string",
+        "maxLength": 60,
+        "not": {"pattern": "^(a+)+b$"},
+    }
+    assert takes(build(schema), json.dumps("a" * 50 + "c"))
+
+
+def test_the_work_of_a_check_is_limited() -> None:
+    both = {"allOf": [{"$ref": "#/$defs/n0"}, {"$ref": "#/$defs/n0"}]}
+    schema: dict[str, Any] = {"type": "integer", "not": both, "$defs": {}}
+    for i in range(30):
+        part = {"$ref": f"#/$defs/n{i + 1}"}
+        schema["$defs"][f"n{i}"] = {"allOf": [part, part]}
+    schema["$defs"]["n30"] = {"maximum": 5}
+    with pytest.raises(UnsupportedError, match="too complex to check"):
+        takes_or_raises(build(schema))
+
+
+def takes_or_raises(structure: Structure) -> None:
+    matcher = structure.start()
+    matcher.mask()
+    matcher.advance(ord("3"))
+    matcher.mask()
+
+
+def test_what_the_grammar_enforces_needs_no_check() -> None:
+    schema = {"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"const": 2}]}}}
+    assert not lower(normalise(schema).schema).checked
+    assert build(schema).check is None
