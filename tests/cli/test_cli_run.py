@@ -544,8 +544,9 @@ def test_the_defaults_flag(verbatim: Call) -> None:
         "value": 1.0,
         "origin": "default",
     }
-    assert verbatim(*words, "--defaults", "protocol").json["tokens"] == (
-        verbatim(*words, "--temperature", "1").json["tokens"]
+    assert (
+        verbatim(*words, "--defaults", "protocol").json["tokens"]
+        == (verbatim(*words, "--temperature", "1").json["tokens"])
     )
     wrong = verbatim(*words, "--defaults", "hot")
     assert (wrong.code, "defaults: 'hot' is not one of" in wrong.err) == (2, True)

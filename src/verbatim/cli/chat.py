@@ -20,6 +20,7 @@ from verbatim.cli.options import (
     engine_options,
     model_options,
     parse_parameter,
+    positional_model,
     sampling_of,
     sampling_options,
 )
@@ -41,21 +42,24 @@ COMMANDS = [line[1:].split()[0] for line in HELP.splitlines() if line.startswith
 
 
 @click.command(cls=Command)
+@click.argument("name", required=False, metavar="[MODEL]")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message")
 @click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing lines, no greeting")
 @model_options
 @engine_options
 @sampling_options
-def command(system: str | None, quiet: bool, **flags: Any) -> int:
+def command(name: str | None, system: str | None, quiet: bool, **flags: Any) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.
 
     Sampling parameters that are not given are the model's own, and the seed is 0: the same
     conversation gives the same answers. With a pipe, each line of stdin is one turn.
     """
-    from verbatim.cli.open_model import decode_argument, open_llm
+    from verbatim.cli.open_model import check_structure, decode_argument, open_llm
 
+    positional_model(flags, name)
     params = sampling_of(flags)
     _check_supported(params)
+    check_structure(params)
     with open_llm(flags, quiet=quiet) as llm:
         if not llm.has_template:
             raise UnsupportedError(

@@ -37,6 +37,7 @@ DEFAULT_TOKENS = 16
     "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
 )
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
+@click.option("--file", "file", cls=Option, metavar="FILE", help="read the prompt from FILE")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--brief", cls=Option, is_flag=True, help="one line per token")
 @click.option(
@@ -55,6 +56,7 @@ def command(
     prompt: tuple[str, ...],
     raw: bool,
     parse_special: bool,
+    file: str | None,
     system: str | None,
     brief: bool,
     what_ifs: tuple[str, ...],
@@ -67,7 +69,7 @@ def command(
     scores, and the distance to the runner-up. --explain N sets the number of candidates [5];
     without --max-tokens the answer ends after 16 tokens.
     """
-    from verbatim.cli.open_model import open_llm, read_prompt
+    from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.run import check_shown, collect, start
 
     params = sampling_of(
@@ -80,7 +82,8 @@ def command(
     changes = [_changes(text) for text in what_ifs]
     if what_ifs:
         _check_what_if(params)
-    text = read_prompt(prompt)
+    check_structure(params)
+    text = read_prompt(split_model(prompt, flags), file=file)
     with open_llm(flags, quiet=as_json) as llm:
         code, completion = collect(
             start(llm, text, params, raw=raw, system=system, parse_special=parse_special),

@@ -47,6 +47,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
     "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
 )
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
+@click.option("--file", "file", cls=Option, metavar="FILE", help="read the prompt from FILE")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option(
     "--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text"
@@ -71,6 +72,7 @@ def command(
     prompt: tuple[str, ...],
     raw: bool,
     parse_special: bool,
+    file: str | None,
     system: str | None,
     as_json: bool,
     quiet: bool,
@@ -88,7 +90,7 @@ def command(
     """
     if quiet and verbose:
         raise ParameterError("verbose", "--quiet and --verbose contradict each other")
-    from verbatim.cli.open_model import open_llm, read_prompt
+    from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.report import broken_structure
 
     params = sampling_of(flags, receipt=save_receipt is not None)
@@ -102,7 +104,8 @@ def command(
         raise ParameterError(
             "system", "cannot be used with a raw continuation; leave out --raw or --system"
         )
-    text = read_prompt(prompt)
+    check_structure(params)
+    text = read_prompt(split_model(prompt, flags), file=file)
     with open_llm(flags, quiet=quiet or as_json) as llm:
         if not (raw or llm.has_template or quiet or as_json):
             note(NO_TEMPLATE)
