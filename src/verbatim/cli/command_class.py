@@ -73,8 +73,10 @@ class Command(click.Command):
                 for name in (*param.opts, *param.secondary_opts)
                 if name not in param.aliases
             }
-            error.possibilities = [name for name in error.possibilities or () if name in ours]
-            raise
+            near = [name for name in error.possibilities or () if name in ours]
+            raise click.NoSuchOption(
+                error.option_name, error.message, possibilities=near, ctx=error.ctx
+            ) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

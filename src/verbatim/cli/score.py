@@ -68,9 +68,8 @@ def command(
     """
     from verbatim.cli.open_model import open_llm, read_prompt
 
-    if len(text) == 1 and text[0].startswith("@") and file is None:
-        text, file = (), text[0][1:]
-    content = read_prompt(text, "text", file)
+    named = text[0][1:] if len(text) == 1 and text[0].startswith("@") else None
+    content = read_prompt(() if named and not file else text, "text", file or named)
     with open_llm(flags, quiet=as_json) as llm:
         try:
             score = llm.score(content, top=top, window=window, stride=stride)
