@@ -39,8 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def default_model() -> Path:
     """The default model's GGUF file; the catalog downloads it into the cache once."""
     from verbatim.weights import catalog
+    from verbatim.weights.model_list import list_models
 
-    if ON_GPU and not catalog.list_models()[0].ready:  # machines with a GPU may have no network
+    if ON_GPU and not list_models()[0].ready:  # machines with a GPU may have no network
         pytest.skip(
             "the default model is not in the cache; VERBATIM_CACHE names a directory that holds it"
         )

@@ -40,21 +40,25 @@ def test_a_loop_is_stopped_except_in_beam_search(verbatim: Call) -> None:
         "lets it go on"
     )
     assert "num_beams=2" in lines[1]
-    assert "on_loop" not in lines[1]
+    assert "on_loop=report" in lines[1]
     let = verbatim("chat", *flags, stdin="/params on_loop=report\nthe\n")
-    assert "150 output tokens" in let.err
+    assert "150 tokens" in let.err
 
 
 def test_piped_lines_are_turns_with_history(verbatim: Call, tiny: Path) -> None:
     first = "the cat sat on the mat, and the dog did not mind"  # longer than a KV block
-    result = verbatim("chat", *SHORT, stdin=f"{first}\nand the dog\n")
+    result = verbatim("chat", *SHORT, stdin=f"{first}\nand the dog\n/stats\n")
     assert result.code == 0
     assert result.out == "".join(answer + "\n" for answer in answers(tiny, first, "and the dog"))
-    closing = result.err.strip().splitlines()
+    lines = result.err.strip().splitlines()
+    closing = [line for line in lines if line.startswith("6 tokens · ")]
     assert len(closing) == 2
-    assert "from the prefix cache" in closing[1], (
+    assert all(len(line) < 80 for line in closing), "one short line per answer"
+    assert "from the prefix cache" in lines[-3], (
         "the second turn reuses the first one's keys and values"
     )
+    assert "temperature 0 (model: GGUF metadata)" in lines[-2]
+    assert "of 8192 tokens of the context" in lines[-1]
 
 
 def test_chat_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
@@ -228,8 +232,26 @@ def test_ctrl_c_stops_the_answer_not_the_program(spawn: Spawn) -> None:
         terminal.wait_for(b"max_tokens=3")
         terminal.wait_for(b">>> ")
         terminal.type("the dog")
-        terminal.wait_for(b"+ 3 output tokens")
+        terminal.wait_for(b"3 tokens ")
         terminal.wait_for(b">>> ")
+        terminal.type("/quit")
+        assert terminal.leave() == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+
+
+def test_a_full_context_offers_to_drop_the_oldest_turns(spawn: Spawn) -> None:
+    terminal = Terminal(spawn, "chat", *SHORT, "--context", "128", "--plain")
+    try:
+        for _ in range(3):  # each line is 48 tokens: two fit, the third does not
+            terminal.wait_for(b">>> ")
+            terminal.type("x" * 48)
+        terminal.wait_for(b"the context is full")
+        terminal.wait_for(b"[y/N] ")
+        terminal.type("y")
+        terminal.wait_for(b"forgot the oldest ")
+        terminal.wait_for(b"6 tokens ")
         terminal.type("/quit")
         assert terminal.leave() == 0
     finally:
@@ -270,3 +292,72 @@ def test_params_that_chat_does_not_support_are_rejected(verbatim: Call) -> None:
     result = verbatim("chat", "--max-tokens=3", stdin="/params n=2\n/params logprobs=1\nhello\n")
     assert result.err.count("chat does not support it") == 2
     assert result.out.strip()
+
+
+def test_retry_undo_and_drop(verbatim: Call, tiny: Path) -> None:
+    """/retry takes the next seed; /undo and /drop change what the next turn sees."""
+    flags = ["-q", *SHORT, "--temperature", "1.5", "--ignore-eos"]
+    twice = verbatim("chat", *flags, stdin="the cat\n/retry\n")
+    seeds = [verbatim("chat", *flags, "--seed", s, stdin="the cat\n").out for s in ("0", "1")]
+    assert twice.out == "".join(seeds)
+    assert seeds[0] != seeds[1]
+    assert "again, with seed 1" in twice.err
+    same = verbatim("chat", "-q", *SHORT, stdin="/retry\nthe cat\n/retry\n")
+    assert "there is no answer yet" in same.err
+    assert "it was not sampled" in same.err
+    [first, _] = answers(tiny, "the cat", "the dog")
+    undone = verbatim("chat", "-q", *SHORT, stdin="the dog\n/undo\nthe cat\n/undo\n/undo\n")
+    assert undone.out.endswith("\n" + first + "\n")
+    assert "forgot: the dog" in undone.err
+    assert "nothing to undo" in undone.err
+    dropped = verbatim("chat", "-q", *SHORT, stdin="the dog\n/drop 3\nthe cat\n/drop x\n")
+    assert dropped.out.endswith("\n" + first + "\n")
+    assert "forgot the oldest 1 turn; 0 left" in dropped.err
+    assert "'x' is not a number of turns" in dropped.err
+
+
+def test_save_and_load(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
+    file, list_file = tmp_path / "a.json", tmp_path / "list.json"
+    verbatim("chat", "-q", *SHORT, "--system", "purr", stdin=f"the cat\n/save {file}\n")
+    went_on = verbatim("chat", "-q", *SHORT, "--system", "purr", stdin="the cat\nthe dog\n")
+    loaded = verbatim("chat", "-q", *SHORT, stdin=f"/load {file}\nthe dog\n")
+    assert loaded.out == went_on.out.splitlines()[1] + "\n"
+    assert "loaded 1 turn from" in loaded.err
+    list_file.write_text(json.dumps(json.loads(file.read_text())["messages"]))
+    assert verbatim("chat", "-q", *SHORT, stdin=f"/load {list_file}\nthe dog\n").out == loaded.out
+    for content, why in (
+        ("[", "it is not JSON"),
+        ("[1]", "no list of messages"),
+        ('[{"role": "user", "content": "x"}]', "must alternate"),
+    ):
+        file.write_text(content)
+        assert why in verbatim("chat", "-q", stdin=f"/load {file}\n").err
+    assert "cannot read '/no/such'" in verbatim("chat", "-q", stdin="/load /no/such\n").err
+
+
+def test_another_model_in_the_same_chat(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "other.gguf"
+    copy.write_bytes(tiny.read_bytes())
+    lines = ["the cat", "/model /no/such.gguf", f"/model {copy}", "/model", "the dog"]
+    result = verbatim("chat", "-q", *SHORT, stdin="\n".join(lines) + "\n")
+    assert result.out == "".join(a + "\n" for a in answers(tiny, "the cat", "the dog"))
+    assert "no file, directory or model '/no/such.gguf'" in result.err
+    assert f"{copy}, context 8192 tokens; the conversation stays" in result.err
+
+
+def test_explain_one_token(verbatim: Call) -> None:
+    flags = ("--temperature", "1.3", "--max-tokens", "4", "--ignore-eos")
+    result = verbatim("chat", "-q", *flags, stdin="the cat\n/explain 2\n/explain 9\n")
+    assert result.out.count("position ") == 1
+    assert "final p" in result.out
+    assert "'9' is not a token of the answer, which has 4" in result.err
+
+
+def test_a_full_context_says_what_to_do(verbatim: Call) -> None:
+    turn = "x" * 48 + "\n"
+    lines = turn * 3 + "/drop 2\n" + turn
+    result = verbatim("chat", *SHORT, "--context", "128", stdin=lines)
+    assert result.err.count("the context is full") == 1
+    assert "/drop forgets the oldest turn" in result.err
+    assert "forgot the oldest 2 turns; 0 left" in result.err
+    assert result.err.count("tokens per second") == 3, "two answers before, one after"

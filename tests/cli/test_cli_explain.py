@@ -168,3 +168,66 @@ def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
     file.write_text("{")
     assert verbatim("replay", str(file)).code == 2
     assert verbatim("replay", str(tmp_path / "none.json")).code == 2
+
+
+WORDS = ["explain", "--raw", "the cat", "--max-tokens", "6", "--ignore-eos"]
+
+
+def test_tokens_are_chosen_by_number_or_text(verbatim: Call, tiny: Path) -> None:
+    whole = verbatim(*WORDS).out.split("\n\n")[1:-1]
+    assert len(whole) == 6
+    second = verbatim(*WORDS, "--token", "2").out.split("\n\n")[1:-1]
+    assert second == [whole[1]]
+    with LLM(tiny) as llm:
+        ids = verbatim(*WORDS, "--json").json["tokens"]
+        texts = [llm.tokenizer.token_bytes(t).decode("utf-8", "replace") for t in ids]
+    named = verbatim(*WORDS, "--token", "1", "--token", texts[3]).out.split("\n\n")[1:-1]
+    assert named == [whole[i] for i, text in enumerate(texts) if i == 0 or texts[3] in text]
+    none = verbatim(*WORDS, "--token", "7")
+    assert (none.code, "names no token of this answer, which has 6" in none.err) == (2, True)
+
+
+def test_a_column_without_content_is_left_out(verbatim: Call) -> None:
+    greedy = verbatim(*WORDS, "--token", "1").out
+    for name in ("final p", "noise", "score", "removed by", "processed"):
+        assert name not in greedy
+    full = [*WORDS, "--token", "1", "--temperature", "1", "--top-k", "2"]
+    sampled = verbatim(*full, "--presence-penalty", "1").out
+    for name in ("final p", "noise", "score", "removed by"):
+        assert name in sampled
+    assert "█" not in sampled
+    assert "p as a bar" in verbatim(*full, "--bars").out
+    assert "rank 1 is its best" in verbatim(*full).err, "a legend"
+
+
+def test_a_what_if_says_what_it_assumes_and_writes_the_other_text(verbatim: Call) -> None:
+    base = [*WORDS, "--temperature", "1.5", "--seed", "3"]
+    result = verbatim(*base, "--what-if", "temperature=0", "--continue")
+    assert "each line still assumes the recorded text before it" in result.out
+    other = verbatim("run", *WORDS[1:], "--temperature", "0", "--seed", "3", "-q").out
+    assert f"the answer with temperature=0:\n{other}" in result.out
+    data = verbatim(*base, "--what-if", "temperature=0", "--continue", "--json").json
+    assert data["what_if"][0]["text"] + "\n" == other
+    changed = [t["position"] for t in data["what_if"][0]["tokens"] if t["before"] != t["after"]]
+    same = [a == b for a, b in zip(data["what_if"][0]["token_ids"], data["tokens"], strict=True)]
+    first = data["what_if"][0]["tokens"][0]["position"]
+    assert same.index(False) == changed[0] - first, "equal up to the first difference"
+    alone = verbatim(*base, "--continue")
+    assert (alone.code, "belongs to --what-if" in alone.err) == (2, True)
+
+
+def test_the_page_is_one_offline_file(verbatim: Call, tmp_path: Path) -> None:
+    page = tmp_path / "why.html"
+    result = verbatim(*WORDS, "--temperature", "1", "--html", str(page))
+    assert result.code == 0
+    text = page.read_text("utf-8")
+    assert text.count("<section id=") == 6
+    assert all(f'href="#t{n}"' in text and f'id="t{n}"' in text for n in range(1, 7))
+    assert "temperature 1.0 (request)" in text
+    for outside in ("http:", "https:", "<script", "src="):
+        assert outside not in text
+    prompt = verbatim("explain", "--raw", "<b>&", "--max-tokens", "1", "--html", str(page))
+    assert prompt.code == 0
+    assert "&lt;b&gt;&amp;" in page.read_text("utf-8")
+    missing = verbatim(*WORDS, "--html", str(tmp_path / "no" / "x.html"))
+    assert (missing.code, missing.out) == (2, "")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from verbatim import LLM, SamplingParams
-from verbatim.base.config import DEFAULTS as MODES
+from verbatim.base.config import CHOICES
 from verbatim.base.defaults import (
     NO_DEFAULTS,
     PROTOCOLS,
@@ -52,7 +52,7 @@ def test_a_value_equal_to_the_declared_default_counts_as_given() -> None:
 
 def test_the_modes() -> None:
     """protocol: the model is ignored; greedy: temperature 0, and no filter that could act."""
-    assert set(MODES) == {"model", "protocol", "greedy"}
+    assert set(CHOICES["defaults"]) == {"model", "protocol", "greedy"}
     made = resolve(SamplingParams(), MODEL, "protocol", "ollama")
     assert (made.temperature, made.top_k, made.top_p) == (0.8, 40, 0.9)
     made = resolve(SamplingParams(), MODEL, "protocol")

@@ -80,7 +80,7 @@ def test_a_draft_model_takes_its_share_first() -> None:
 
     made = shared(0, kv_memory=80 * KIB)
     assert made.blocks == (20,)
-    assert made.rule == f"kv_memory {80 * KIB}, 75% for the draft model"
+    assert made.rule == "kv_memory 80 KiB, 75% for the draft model"
     assert shared(16000 * KIB).blocks == (1000,)
     assert shared(16000 * KIB).rule == "a quarter of available memory, 75% for the draft model"
     assert shared(0, kv_blocks=9).blocks == (9,)

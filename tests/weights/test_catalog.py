@@ -22,8 +22,12 @@ from typing import Any, ClassVar
 import pytest
 
 from verbatim.base.errors import ModelError
+from verbatim.base.params import DEFAULTED
+from verbatim.model.gguf_keys import GGUF_KEYS as FAMILIES
 from verbatim.weights import catalog
-from verbatim.weights.catalog import CATALOG, cache_dir, list_models, pull, resolve
+from verbatim.weights.catalog import CATALOG, cache_dir, pull, resolve
+from verbatim.weights.hub_catalog import HUB_CATALOG, SYNONYMS
+from verbatim.weights.model_list import list_models, remove
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 ENTRY = replace(
@@ -954,7 +958,9 @@ def test_list_models_includes_the_hub_cache(store: Path, tmp_path: Path) -> None
         (gguf / part).write_bytes(bytes(number))
         if number != 2:
             (gguf / part.replace("Q4/m", "n")).write_bytes(bytes(10))
-    records = {r.name: (r.bytes, r.kind, r.ready) for r in list_models()}
+    records = {
+        r.name: (r.bytes, r.kind, r.ready) for r in list_models() if r.name not in HUB_CATALOG
+    }
     assert records == {
         "smollm2": (ENTRY.size, "gguf", False),
         "org/name": (100, "safetensors", True),
@@ -967,3 +973,98 @@ def test_list_models_includes_the_hub_cache(store: Path, tmp_path: Path) -> None
         "3 parts",
         "2 of 3 parts are here",
     ]
+
+
+# ---------------------------------------------------------------------------------- short names
+
+
+@pytest.mark.parametrize("name", HUB_CATALOG)
+def test_every_short_name_resolves_to_its_file(name: str, hub: FakeHub) -> None:
+    entry = HUB_CATALOG[name]
+    hub.repos[entry.repo] = ["README.md", entry.file, "another.gguf"]
+    path = resolve(name)
+    assert path.name == entry.file
+    assert hub.calls[-1][1]["repo"] == entry.repo
+    assert resolve(name, offline=True) == path
+    assert catalog.sampling_defaults(name, path) == catalog.sampling_defaults(entry.name, path)
+    assert set(catalog.sampling_defaults(name, path)) <= set(DEFAULTED)
+    assert entry.licence
+    assert entry.family in FAMILIES
+
+
+def test_synonyms_name_catalog_models() -> None:
+    for name, meant in SYNONYMS.items():
+        assert name not in CATALOG
+        assert meant in CATALOG or meant in HUB_CATALOG
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("hf.co/org/many-GGUF:Q8_0", "m.Q8_0.gguf"),
+        ("org/many-GGUF:q4_k_m", "m.Q4_K_M.gguf"),
+        ("huggingface.co/org/one-GGUF", "m.Q4_K_M.gguf"),
+        ("org/splits-GGUF:Q2_K", "m.Q2_K.gguf"),
+        ("org/splits-GGUF:Q4", Q4[0].rpartition("/")[2]),
+    ],
+)
+def test_a_file_is_chosen_by_its_quantisation(name: str, file: str, hub: FakeHub) -> None:
+    path = resolve(name)
+    assert path.name == file
+    hub.down = refused()
+    assert resolve(name, offline=True) == path
+
+
+def test_a_quantisation_that_the_repository_lacks(hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match=r"no file of the quantisation Q6_K; choose one: org/many"):
+        resolve("org/many-GGUF:Q6_K")
+    with pytest.raises(ModelError, match="holds no GGUF files"):
+        resolve("org/model:Q6_K")
+    resolve("org/many-GGUF:Q8_0")
+    with pytest.raises(ModelError, match="no file of the quantisation Q6_K is there"):
+        resolve("org/many-GGUF:Q6_K", offline=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("https://huggingface.co/org/name/resolve/main/m.gguf", "write org/name"),
+        ("https://example.com/m.gguf", "download the file and give its path"),
+    ],
+)
+def test_a_url_is_refused_with_the_reason(name: str, remedy: str, hub: FakeHub) -> None:
+    with pytest.raises(ModelError, match="nothing is fetched from an address") as caught:
+        resolve(name)
+    assert remedy in str(caught.value)
+    assert not hub.calls
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("smolm2", "smollm2"), ("qwen3", "qwen3:0.6b or qwen3:1.7b"), ("llama3.2:2b", "llama3.2:1b")],
+)
+def test_close_matches_are_suggested(name: str, near: str, store: Path) -> None:
+    with pytest.raises(ModelError, match=f"did you mean {near}"):
+        resolve(name)
+
+
+def test_remove_deletes_the_links_and_their_files_and_nothing_else(
+    store: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "hub" / "models--org--files"
+    snapshot = folder / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(snapshot.name)
+    (folder / "blobs").mkdir()
+    for letter in "ab":
+        (folder / "blobs" / letter).write_bytes(bytes(50))
+        (snapshot / f"{letter}.gguf").symlink_to(folder / "blobs" / letter)
+    files, freed = remove("hf.co/org/files:a.gguf")
+    assert (files, freed) == ([snapshot / "a.gguf"], 50)
+    assert sorted(os.listdir(folder / "blobs")) == ["b"]
+    assert os.listdir(snapshot) == ["b.gguf"]
+    with pytest.raises(ModelError, match="is not in the cache"):
+        remove("org/files:a.gguf")
+    with pytest.raises(ModelError, match="is not in the cache"):
+        remove("qwen3:4b")

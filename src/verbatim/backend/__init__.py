@@ -10,14 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from verbatim.backend import gpu
-from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.errors import BackendError
 
 if TYPE_CHECKING:
     from verbatim.backend.protocol import Backend
     from verbatim.base.config import EngineConfig
     from verbatim.model.load import Model
-
-BACKENDS = ("auto", "cpu", "cuda", "reference")
 
 
 def open_backend(model: Model, config: EngineConfig) -> Backend:
@@ -27,8 +25,6 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
     built and support the model, else reference. If there is a GPU and auto does not use it,
     info.note gives the reason."""
     name, note, gpu_note = config.backend, "", ""
-    if name not in BACKENDS:
-        raise ParameterError("backend", f"{name!r} is not one of {', '.join(BACKENDS)}")
     if name == "cuda":
         return _cuda(model, config)
     if name == "auto" and gpu.present():

@@ -10,7 +10,14 @@ from typing import SupportsIndex
 
 from verbatim.base.errors import ParameterError
 
-DEFAULTS = ("model", "protocol", "greedy")
+# Values of the settings that are names.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "backend": ("auto", "cpu", "cuda", "reference"),
+    "kv_type": ("f16", "q8"),
+    "quant": ("q8_0", "q4_0"),
+    "defaults": ("model", "protocol", "greedy"),
+}
+SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
 
@@ -74,9 +81,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(name, f"{value} is below 1")
-        if self.defaults not in DEFAULTS:
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(choices)}")
+        mode, colon, _ = self.speculate.partition(":")
+        if mode not in SPECULATE or (colon and mode not in ("head", "draft")):
             raise ParameterError(
-                "defaults", f"{self.defaults!r} is not one of {', '.join(DEFAULTS)}"
+                "speculate",
+                f"{self.speculate!r} is not one of "
+                "off, ngram, suffix, head, head:FILE, draft:MODEL, auto",
             )
         processors = os.cpu_count() or 1
         max_threads = max(64, 4 * processors)

@@ -123,7 +123,8 @@ def _cores() -> int:
 
 
 def _cache() -> Iterator[Finding]:
-    from verbatim.weights.catalog import cache_dir, list_models
+    from verbatim.weights.catalog import cache_dir
+    from verbatim.weights.model_list import list_models
 
     cache = cache_dir()
     existing = next(folder for folder in (cache, *cache.parents) if os.path.exists(folder))

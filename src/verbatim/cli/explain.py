@@ -1,13 +1,16 @@
 """`verbatim explain PROMPT`: prints the answer and, for each token, why the sampler chose it.
---what-if samples the recorded logits again with other parameters."""
+--what-if samples the recorded logits again with other parameters; --continue writes the other
+text."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.base.defaults import report
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
@@ -15,13 +18,14 @@ from verbatim.cli.options import (
     PARSE_HELP,
     Command,
     Option,
+    check_output,
     engine_options,
     model_options,
     parse_parameter,
     sampling_of,
     sampling_options,
 )
-from verbatim.cli.terminal import BOLD, note, paint, warn, write, write_json
+from verbatim.cli.terminal import BOLD, note, paint, use_colour, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOP = 5
 DEFAULT_TOKENS = 16
+BAR = 20  # columns of a candidate's bar
 
 
 @click.command(cls=Command)
@@ -37,8 +42,18 @@ DEFAULT_TOKENS = 16
     "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
 )
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
+@click.option("--file", "file", cls=Option, metavar="FILE", help="read the prompt from FILE")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option("--brief", cls=Option, is_flag=True, help="one line per token")
+@click.option(
+    "--token",
+    "wanted",
+    cls=Option,
+    multiple=True,
+    metavar="N|TEXT",
+    help="only token number N, or tokens that contain TEXT (may be repeated)",
+)
+@click.option("--bars/--no-bars", cls=Option, default=None, help="bars [on a terminal]")
 @click.option(
     "--what-if",
     "what_ifs",
@@ -47,6 +62,14 @@ DEFAULT_TOKENS = 16
     metavar="NAME=VALUE,…",
     help="sample the same logits with other parameters, without the model (may be repeated)",
 )
+@click.option(
+    "--continue",
+    "continues",
+    cls=Option,
+    is_flag=True,
+    help="with --what-if: also write the text that those parameters give",
+)
+@click.option("--html", "page", cls=Option, metavar="FILE", help="write one page for a browser")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
 @engine_options
@@ -55,9 +78,14 @@ def command(
     prompt: tuple[str, ...],
     raw: bool,
     parse_special: bool,
+    file: str | None,
     system: str | None,
     brief: bool,
+    wanted: tuple[str, ...],
+    bars: bool | None,
     what_ifs: tuple[str, ...],
+    continues: bool,
+    page: str | None,
     as_json: bool,
     **flags: Any,
 ) -> int:
@@ -67,7 +95,7 @@ def command(
     scores, and the distance to the runner-up. --explain N sets the number of candidates [5];
     without --max-tokens the answer ends after 16 tokens.
     """
-    from verbatim.cli.open_model import open_llm, read_prompt
+    from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.run import check_shown, collect, start
 
     params = sampling_of(
@@ -80,18 +108,37 @@ def command(
     changes = [_changes(text) for text in what_ifs]
     if what_ifs:
         _check_what_if(params)
-    text = read_prompt(prompt)
+    elif continues:
+        raise ParameterError("continue", "belongs to --what-if; name the parameters to change")
+    if page is not None:
+        check_output("html", page)
+    check_structure(params)
+    text = read_prompt(split_model(prompt, flags), file=file)
     with open_llm(flags, quiet=as_json) as llm:
-        code, completion = collect(
-            start(llm, text, params, raw=raw, system=system, parse_special=parse_special),
-            show=False,
-        )
-        assert completion.params is not None, "the engine reports the parameters in force"
-        results = [_what_if(llm, completion, completion.params, change) for change in changes]
+
+        def run(request: SamplingParams) -> tuple[int, Completion]:
+            stream = start(llm, text, request, raw=raw, system=system, parse_special=parse_special)
+            return collect(stream, show=None)
+
+        code, completion = run(params)
+        in_force = completion.params
+        assert in_force is not None, "the engine reports the parameters in force"
+        report_what_if = [
+            (
+                words,
+                _what_if(llm, completion, in_force, change),
+                # The same seed gives the same noise, so the texts are equal up to the difference.
+                run(_unexplained(in_force, completion, change))[1] if continues else None,
+            )
+            for words, change in zip(what_ifs, changes, strict=True)
+        ]
+        if page is not None:
+            _write_page(page, llm, completion, text)
         if as_json:
-            _print_json(llm, completion, list(zip(what_ifs, results, strict=True)))
+            _print_json(llm, completion, report_what_if)
         else:
-            _print(llm, completion, brief, list(zip(what_ifs, results, strict=True)))
+            shown = BAR if (use_colour(sys.stdout) if bars is None else bars) else 0
+            _print(llm, completion, brief, wanted, shown, report_what_if)
     return code
 
 
@@ -149,11 +196,42 @@ def _what_if(
     )
 
 
+def _unexplained(
+    params: SamplingParams, completion: Completion, changes: dict[str, Any]
+) -> SamplingParams:
+    """The request of the answer with `changes`, without its reports."""
+    return params.with_(**{"seed": completion.seed, "explain": 0, "receipt": False, **changes})
+
+
+def _chosen(
+    records: tuple[dict[str, Any], ...], wanted: tuple[str, ...], llm: LLM
+) -> list[dict[str, Any]]:
+    """The records of the tokens that --token names; all of them without it."""
+    if not wanted:
+        return list(records)
+    found = []
+    for number, record in enumerate(records, 1):
+        text = llm.tokenizer.token_bytes(record["token"]).decode("utf-8", "replace")
+        if any(int(w) == number if w.isdecimal() else w in text for w in wanted):
+            found.append(record)
+    if not found:
+        raise ParameterError(
+            "token",
+            f"{', '.join(wanted)!r:.60} names no token of this answer, which has {len(records)}",
+        )
+    return found
+
+
 def _print(
-    llm: LLM, completion: Completion, brief: bool, what_ifs: list[tuple[str, list[WhatIf]]]
+    llm: LLM,
+    completion: Completion,
+    brief: bool,
+    wanted: tuple[str, ...],
+    bars: int,
+    what_ifs: list[tuple[str, list[WhatIf], Completion | None]],
 ) -> None:
-    from verbatim.cli.report import choice_head, closing_line, loop_line
-    from verbatim.observe.explanation import headline, render, render_what_if
+    from verbatim.cli.report import choice_head, closing_line, is_sampled, loop_line
+    from verbatim.observe.explanation import LEGEND, headline, render, render_what_if
 
     show = llm.tokenizer.token_bytes
     for choice in completion.choices:
@@ -161,27 +239,45 @@ def _print(
             write("\n")
         head = choice_head(choice, several=len(completion.choices) > 1)
         write(head + paint(choice.text, BOLD, sys.stdout) + "\n\n")
-        for record in choice.explain:
-            write((headline if brief else render)(record, show) + "\n" + ("" if brief else "\n"))
-    for changes, results in what_ifs:
+        for record in _chosen(choice.explain, wanted, llm):
+            write(
+                headline(record, show) + "\n" if brief else render(record, show, bars=bars) + "\n\n"
+            )
+    for changes, results, other in what_ifs:
         title = f"{'' if not brief else chr(10)}what if {changes}"
         write(f"{title}:\n{render_what_if(results, show)}\n")
+        if other is not None:
+            write(f"the answer with {changes}:\n{paint(other.text, BOLD, sys.stdout)}\n")
     loop = loop_line(completion, "--on-loop report", "--on-loop stop")
     for line in (*completion.warnings, *([loop] if loop else [])):
         warn(line)
-    note(closing_line(llm, completion, sampled=not completion_greedy(completion)))
+    if not brief:
+        for line in LEGEND:
+            note(line)
+    note(closing_line(llm, completion, sampled=is_sampled(completion)))
 
 
-def completion_greedy(completion: Completion) -> bool:
-    """Whether no token was sampled with noise: temperature 0, or beam search."""
-    return all(
-        record.get("final_prob") is None
-        for choice in completion.choices
-        for record in choice.explain
+def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> None:
+    from verbatim.observe.explain_html import explain_page
+
+    assert completion.params is not None, "the engine reports the parameters in force"
+    Path(page).write_text(
+        explain_page(
+            completion.choices[0].explain,
+            llm.tokenizer.token_bytes,
+            title=f"Why {llm.parts.name} chose each token",
+            prompt=prompt,
+            params=report(completion.params, completion.seed),
+        ),
+        "utf-8",
     )
 
 
-def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list[WhatIf]]]) -> None:
+def _print_json(
+    llm: LLM,
+    completion: Completion,
+    what_ifs: list[tuple[str, list[WhatIf], Completion | None]],
+) -> None:
     from verbatim.cli.report import completion_json
 
     out = completion_json(llm, completion)
@@ -192,7 +288,8 @@ def _print_json(llm: LLM, completion: Completion, what_ifs: list[tuple[str, list
                 "tokens": [
                     {"position": r.position, "before": r.before, "after": r.after} for r in results
                 ],
+                **({"text": other.text, "token_ids": list(other.token_ids)} if other else {}),
             }
-            for changes, results in what_ifs
+            for changes, results, other in what_ifs
         ]
     write_json(out)

@@ -20,6 +20,7 @@ import click
 
 from verbatim import __version__
 from verbatim.base.errors import ModelError, RequestError, VerbatimError
+from verbatim.cli.habits import COMMAND_ALIASES, COMMAND_ANSWERS
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 
@@ -92,6 +93,10 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] in COMMAND_ALIASES:
+            args = [*COMMAND_ALIASES[args[0]], *args[1:]]
+        if args and args[0] in COMMAND_ANSWERS:
+            raise click.UsageError(f"no command {args[0]!r}; {COMMAND_ANSWERS[args[0]]}", ctx)
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import shlex
             from difflib import get_close_matches

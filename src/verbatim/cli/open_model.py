@@ -8,12 +8,16 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.cli.options import engine_of
 from verbatim.cli.terminal import Progress, note, warn
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
+
+
+MAX_CHECKED = 20_000  # characters of a grammar; a larger one may take seconds to compile
 
 
 def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
@@ -58,11 +62,36 @@ class _LoadWarnings(logging.Handler):
             warn(record.getMessage())
 
 
-def read_prompt(args: tuple[str, ...], param: str = "prompt") -> str:
-    """The prompt: the only argument of the command, or stdin if it is `-` or missing with a pipe.
+def split_model(args: tuple[str, ...], flags: dict[str, Any]) -> tuple[str, ...]:
+    """`verbatim run MODEL PROMPT`, as Ollama's users type it: the first argument is the model if it
+    is the name of one and -m is not given. The rest is returned."""
+    import click
+
+    source = click.get_current_context().get_parameter_source("model")
+    if source is not None and source.name == "COMMANDLINE":
+        return args
+    if not 1 <= len(args) <= 2 or not _is_model_name(args[0]):
+        return args
+    if len(args) == 1 and (sys.stdin is None or sys.stdin.isatty()):
+        raise ParameterError(
+            "prompt",
+            f"{args[0]!r} is a model, and there is no prompt; to chat with it: "
+            f"verbatim chat {args[0]}",
+        )
+    flags["model"] = args[0]
+    return args[1:]
+
+
+def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None = None) -> str:
+    """The prompt: the only argument of the command, the content of `file`, or stdin if the argument
+    is `-` or missing with a pipe.
 
     Several arguments are an error and are not joined: one of them may be a model name or a separate
     prompt."""
+    if file is not None:
+        if args:
+            raise ParameterError(param, f"--file {file} and an argument contradict each other")
+        return read_text(file, param)
     if len(args) > 1:
         raise ParameterError(param, _too_many_arguments(args, param))
     if args and args != ("-",):
@@ -70,6 +99,8 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt") -> str:
             raise ParameterError(
                 param, f'is empty; type the {param} in quotes, or "-" to read stdin'
             )
+        if names_file(args[0]):
+            warn(f"the {param} is the name of a file; --file {args[0]} reads the file")
         return decode_argument(args[0], param)
     if sys.stdin is None or (not args and sys.stdin.isatty()):
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
@@ -85,6 +116,47 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt") -> str:
             param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
         )
     return text
+
+
+def names_file(text: str) -> bool:
+    """Whether a text on the command line is also the name of an existing file."""
+    try:
+        return len(text) < 1000 and os.path.isfile(text)
+    except ValueError:  # a null byte
+        return False
+
+
+def read_text(file: str, param: str) -> str:
+    """The content of a text file, without its final newline."""
+    try:
+        with open(file, encoding="utf-8", newline="") as handle:
+            text = handle.read().removesuffix("\n")
+    except OSError as error:
+        raise ParameterError(param, f"cannot read {file!r}: {error.strerror}") from None
+    except (UnicodeDecodeError, ValueError):
+        raise ParameterError(param, f"{file!r} is not UTF-8 text; convert it first") from None
+    if not text:
+        raise ParameterError(param, f"{file!r} is empty")
+    return text
+
+
+def check_structure(params: SamplingParams) -> None:
+    """Compile a grammar once before the model loads, so that a typo fails at once. The engine
+    compiles it again, with the model's vocabulary; large ones are left to its worker processes."""
+    for field in STRUCTURE:
+        value = getattr(params, field)
+        if value is None or len(str(value)) > MAX_CHECKED:
+            continue
+        try:
+            from verbatim.grammar.matcher import LIMITS
+            from verbatim.grammar.translate import byte_tokenizer, parser_limits, try_compile
+
+            found = try_compile(field, value, byte_tokenizer(), parser_limits(LIMITS))
+        except ImportError:  # the engine names the missing extra
+            return
+        if "error" in found:
+            kind = {"UnsupportedError": UnsupportedError}.get(found["error"], ParameterError)
+            raise kind(field, found["message"])
 
 
 def decode_argument(text: str, param: str) -> str:
@@ -122,9 +194,9 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
 
 
 def _is_model_name(word: str) -> bool:
-    from verbatim.weights.catalog import CATALOG
+    from verbatim.weights.catalog import is_known
 
-    return word in CATALOG or word.endswith(".gguf")
+    return is_known(word) or word.endswith(".gguf") or word.startswith("hf.co/")
 
 
 def speed_limit(llm: LLM, context: int) -> float | None:

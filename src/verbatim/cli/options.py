@@ -19,6 +19,8 @@ import click
 from verbatim.base.config import EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import DEFAULTED, FIELDS, Field, SamplingParams
+from verbatim.cli.command_class import Command as Command
+from verbatim.cli.command_class import Option as Option
 
 F = TypeVar("F", bound=Callable[..., Any])
 Values = dict[str, Any]
@@ -57,27 +59,6 @@ HIDDEN = {"kv_blocks", "check"}
 FROM_FILE = {"json_schema", "grammar"}  # @FILE as a value reads the file
 PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
 NOT_FLAGS = {"speculate"}  # covered by the engine's --speculate, which also takes draft:MODEL
-
-
-class Option(click.Option):
-    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.section = section
-
-
-class Command(click.Command):
-    """A command whose help groups its flags by section: the few general flags come before the fifty
-    sampling flags."""
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for param in self.get_params(ctx):
-            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
-        for title, rows in sections.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
 
 
 # --------------------------------------------------------------------------------------- sampling
@@ -216,7 +197,19 @@ def _value(name: str, rule: Field, raw: Any) -> Any:
         return raw
     if name in FROM_FILE and raw.startswith("@"):
         return _file(name, raw[1:])
+    if name in FROM_FILE and _is_file_name(raw):
+        raise ParameterError(name, f"{raw!r} is not {_CONTENT[name]}; for a file write @{raw}")
     return raw
+
+
+_CONTENT = {"json_schema": "JSON", "grammar": "a grammar"}
+
+
+def _is_file_name(text: str) -> bool:
+    """Whether a value that should be a schema or a grammar names a file instead."""
+    if "\n" in text or len(text) > 1000 or text.lstrip()[:1] in "{[":
+        return False
+    return text.endswith((".json", ".lark", ".gbnf", ".txt")) or Path(text).is_file()
 
 
 def _choice_text(choice: Any) -> str:
@@ -265,6 +258,18 @@ def check_output(name: str, file: str) -> None:
 
 
 # ------------------------------------------------------------------------------- model and engine
+
+
+def positional_model(flags: Values, name: str | None) -> None:
+    """Take the model from an argument, as in `verbatim serve MODEL`; -m must not contradict it."""
+    if name is None:
+        return
+    source = click.get_current_context().get_parameter_source("model")
+    if source is not None and source.name == "COMMANDLINE" and flags["model"] != name:
+        raise ParameterError(
+            "model", f"{name!r} and --model {flags['model']!r} contradict each other"
+        )
+    flags["model"] = name
 
 
 def model_options(command: F) -> F:

@@ -54,6 +54,17 @@ def closing_line(
     return " · ".join(parts)
 
 
+def short_line(completion: Completion) -> str:
+    """Tokens, time and speed in a few words; why it ended where that is not the model's own end."""
+    usage, timings = completion.usage, completion.timings
+    parts = [_tokens(usage.output_tokens), f"{timings.total:.1f} s"]
+    if rate := timings.decode_rate(usage.output_tokens):
+        parts.append(f"{rate:.1f} tokens per second")
+    if completion.finish != Finish("stop", "eos"):
+        parts.append(finish_text(completion.finish))
+    return " · ".join(parts)
+
+
 def is_sampled(completion: Completion) -> bool:
     """Whether the seed decided anything."""
     params = completion.params

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
     "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
 )
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
+@click.option("--file", "file", cls=Option, metavar="FILE", help="read the prompt from FILE")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
 @click.option(
     "--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text"
@@ -71,6 +72,7 @@ def command(
     prompt: tuple[str, ...],
     raw: bool,
     parse_special: bool,
+    file: str | None,
     system: str | None,
     as_json: bool,
     quiet: bool,
@@ -88,7 +90,7 @@ def command(
     """
     if quiet and verbose:
         raise ParameterError("verbose", "--quiet and --verbose contradict each other")
-    from verbatim.cli.open_model import open_llm, read_prompt
+    from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.report import broken_structure
 
     params = sampling_of(flags, receipt=save_receipt is not None)
@@ -102,14 +104,15 @@ def command(
         raise ParameterError(
             "system", "cannot be used with a raw continuation; leave out --raw or --system"
         )
-    text = read_prompt(prompt)
+    check_structure(params)
+    text = read_prompt(split_model(prompt, flags), file=file)
     with open_llm(flags, quiet=quiet or as_json) as llm:
         if not (raw or llm.has_template or quiet or as_json):
             note(NO_TEMPLATE)
         stream = start(llm, text, params, raw=raw, system=system, parse_special=parse_special)
         # In a pipe, structured output is printed whole: valid, or not at all.
         shown = _streams(params) and not as_json and not _held_back(params)
-        code, completion = collect(stream, show=shown)
+        code, completion = collect(stream, show=write if shown else None)
         broken = broken_structure(completion)
         notices = () if raw or llm.has_template else (NO_TEMPLATE,)
         _finish(
@@ -172,8 +175,9 @@ def start(
     return llm.chat_stream(messages, params)
 
 
-def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
-    """Read a stream to its end. Returns the exit code and the completion.
+def collect(stream: Stream, *, show: Callable[[str], None] | None) -> tuple[int, Completion]:
+    """Read a stream to its end, passing the text of the first answer to `show`. Returns the exit
+    code and the completion.
 
     The first Ctrl-C cancels the request after the running step, and the partial completion is
     returned with code 130. A second Ctrl-C raises at once."""
@@ -190,8 +194,8 @@ def collect(stream: Stream, *, show: bool) -> tuple[int, Completion]:
     try:
         with stream:
             for delta in stream:
-                if show and delta.index == 0 and delta.text:
-                    write(delta.text)
+                if show is not None and delta.index == 0 and delta.text:
+                    show(delta.text)
     finally:
         signal.signal(signal.SIGINT, before)
     assert stream.completion is not None, "a stream ends with its completion"
@@ -248,9 +252,9 @@ def _finish(
     for line in completion.warnings:
         warn(line)
     loop = loop_line(completion, "--on-loop report", "--on-loop stop")
-    for line in (loop, length_line(completion)):
-        if line and not broken:
-            warn(line)
+    for cut in (loop, length_line(completion)):
+        if cut and not broken:
+            warn(cut)
     limit = (
         speed_limit(llm, len(completion.prompt_ids)) if completion.usage.output_tokens > 1 else None
     )

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("text", nargs=-1, metavar="[TEXT]")
+@click.option("--file", "file", cls=Option, metavar="FILE", help="read the text from FILE")
 @click.option(
     "--top",
     cls=Option,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 @engine_options
 def command(
     text: tuple[str, ...],
+    file: str | None,
     top: int,
     tokens: bool,
     window: int | None,
@@ -59,14 +61,15 @@ def command(
 ) -> int:
     """Log-probability of every token of TEXT, and its perplexity.
 
-    TEXT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. Plain output is
-    `perplexity`, a tab, and the number. Log-probabilities are natural logarithms. With --window
-    each token is scored once, in the first window that contains it, after at least window - stride
-    tokens of context (fewer in the first window).
+    TEXT is one argument, in quotes; @FILE or --file FILE reads a file; `-`, or no argument and a
+    pipe, reads stdin. Plain output is `perplexity`, a tab, and the number. Log-probabilities are
+    natural logarithms. With --window each token is scored once, in the first window that contains
+    it, after at least window - stride tokens of context (fewer in the first window).
     """
     from verbatim.cli.open_model import open_llm, read_prompt
 
-    content = read_prompt(text, "text")
+    named = text[0][1:] if len(text) == 1 and text[0].startswith("@") else None
+    content = read_prompt(() if named and not file else text, "text", file or named)
     with open_llm(flags, quiet=as_json) as llm:
         try:
             score = llm.score(content, top=top, window=window, stride=stride)

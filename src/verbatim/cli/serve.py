@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 import click
 
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.cli.options import Command, Option, engine_of, engine_options, model_options
+from verbatim.cli.options import (
+    Command,
+    Option,
+    engine_of,
+    engine_options,
+    model_options,
+    positional_model,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,6 +47,7 @@ def limit_options(command: F) -> F:
 
 
 @click.command(cls=Command)
+@click.argument("name", required=False, metavar="[MODEL]")
 @click.option(
     "--host",
     cls=Option,
@@ -138,7 +146,9 @@ def limit_options(command: F) -> F:
 @limit_options
 @model_options
 @engine_options
-def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> int:
+def command(
+    name: str | None, names: tuple[str, ...], api_key_file: str | None, **flags: Any
+) -> int:
     """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP until SIGTERM or Ctrl-C.
 
     HTTP and the engine are two processes: an engine that dies is restarted, and HTTP stays up.
@@ -151,6 +161,7 @@ def command(names: tuple[str, ...], api_key_file: str | None, **flags: Any) -> i
             f"the server needs {error.name}; install the extra 'server': "
             "pip install '.[server]' in the checkout"
         ) from None
+    positional_model(flags, name)
     limits = {
         f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None
     }

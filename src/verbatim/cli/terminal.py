@@ -16,7 +16,7 @@ from typing import Any
 DIM, RED, YELLOW, GREEN, BOLD = "2", "31", "33", "32", "1"
 
 
-def _use_colour(stream: Any) -> bool:
+def use_colour(stream: Any) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     try:
@@ -26,7 +26,7 @@ def _use_colour(stream: Any) -> bool:
 
 
 def paint(text: str, code: str, stream: Any = None) -> str:
-    return f"\x1b[{code}m{text}\x1b[0m" if text and _use_colour(stream or sys.stderr) else text
+    return f"\x1b[{code}m{text}\x1b[0m" if text and use_colour(stream or sys.stderr) else text
 
 
 def write(text: str) -> None:
@@ -77,7 +77,7 @@ class Progress:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.live = _use_colour(sys.stderr)
+        self.live = use_colour(sys.stderr)
         self._width = 0
         self._last = ""
 

@@ -206,6 +206,14 @@ def _past(
 
 # --- tables
 
+# What the words and columns mean.
+LEGEND = (
+    "p: the model's own probability of the token; rank 1 is its best; entropy: how undecided it is",
+    "stage: what each sampler stage removed; final p: the probability that was drawn from",
+    "score: scaled logit plus noise of the seed; the largest wins; lead: its distance to the next",
+    "*: the drawn token; processed: the logit after bias and penalties",
+)
+
 
 def headline(record: Mapping[str, Any], text: Text) -> str:
     """One token in one line.
@@ -214,7 +222,7 @@ def headline(record: Mapping[str, Any], text: Text) -> str:
     """
     token = record["token"]
     parts = [
-        f"p {_percent(math.exp(record['logprob']))}",
+        f"p {percent(math.exp(record['logprob']))}",
         f"rank {record['rank']}",
         f"entropy {record['entropy']:.2f} nats",
     ]
@@ -223,9 +231,9 @@ def headline(record: Mapping[str, Any], text: Text) -> str:
     return f"position {record['position']}  {_shown(text, token)} ({token})  " + ", ".join(parts)
 
 
-def stage_table(record: Mapping[str, Any], text: Text) -> str:
+def stage_rows(record: Mapping[str, Any], text: Text) -> list[tuple[str, ...]]:
     """What each stage removed; disabled stages are not listed."""
-    rows = [
+    return [
         (
             s["name"],
             str(s["removed"]),
@@ -234,47 +242,74 @@ def stage_table(record: Mapping[str, Any], text: Text) -> str:
         )
         for s in record["stages"]
     ]
-    return columns(("stage", "removed", "left", "of the top"), rows, left=(0, 3))
 
 
-def top_table(record: Mapping[str, Any], text: Text) -> str:
-    """The best tokens by logit, from logit to score. The drawn token is marked with *."""
-    rows = []
+def top_columns(
+    record: Mapping[str, Any], text: Text
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(names, rows) of the best tokens by logit, from logit to score. The drawn token is marked
+    with *. A column that says nothing here is left out: all empty, or `processed` equal to
+    `logit`."""
+    cells: dict[str, list[str]] = {
+        name: []
+        for name in (
+            "", "token", "id", "logit", "p", "processed", "final p", "noise", "score", "removed by",
+        )
+    }  # fmt: skip
     for c in record["top"]:
-        rows.append(
+        final = percent(c["final_prob"]) if c["final_prob"] is not None else "-"
+        for name, value in zip(
+            cells,
             (
                 "*" if c["id"] == record["token"] else "",
                 _shown(text, c["id"]),
                 str(c["id"]),
                 f"{c['logit']:.3f}",
-                _percent(math.exp(c["logprob"])),
+                percent(math.exp(c["logprob"])),
                 _number(c["processed"]),
-                _percent(c["final_prob"]) if c["final_prob"] is not None else "-",
+                final,
                 _number(c["noise"]),
                 _number(c["score"]),
                 c["removed_by"] or "",
-            )
-        )
-    names = (
-        "",
-        "token",
-        "id",
-        "logit",
-        "p",
-        "processed",
-        "final p",
-        "noise",
-        "score",
-        "removed by",
-    )
-    return columns(names, rows, left=(0, 1, 9))
+            ),
+            strict=True,
+        ):
+            cells[name].append(value)
+    if cells["processed"] == cells["logit"]:
+        del cells["processed"]
+    kept = {
+        name: values for name, values in cells.items() if any(v not in ("", "-") for v in values)
+    }
+    return tuple(kept), list(zip(*kept.values(), strict=True))
 
 
-def render(record: Mapping[str, Any], text: Text) -> str:
-    """Everything about one token, as plain lines."""
-    tables = [stage_table(record, text)] if record["stages"] else []
-    body = "\n".join([*tables, top_table(record, text)])
-    return headline(record, text) + "\n" + "\n".join("  " + line for line in body.splitlines())
+def render(record: Mapping[str, Any], text: Text, *, bars: int = 0) -> str:
+    """Everything about one token, as plain lines. `bars`: the width of a bar of each candidate's
+    probability; 0: none."""
+    lines: list[str] = []
+    if record["stages"]:
+        stages = stage_rows(record, text)
+        lines += columns(("stage", "removed", "left", "of the top"), stages, (0, 3)).splitlines()
+    names, rows = top_columns(record, text)
+    if bars:
+        names = (*names, "p as a bar")
+        rows = [
+            (*row, bar(math.exp(c["logprob"]), bars))
+            for row, c in zip(rows, record["top"], strict=True)
+        ]
+    left = [i for i, n in enumerate(names) if n in ("", "token", "removed by", "p as a bar")]
+    lines += columns(names, rows, left).splitlines()
+    return headline(record, text) + "\n" + "\n".join("  " + line for line in lines)
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of at most `width` columns, in eighths of a column.
+
+    >>> bar(0.5, 4), bar(1.0, 2), bar(0.0, 4)
+    ('██', '██', '')
+    """
+    full, rest = divmod(round(8 * width * min(max(share, 0.0), 1.0)), 8)
+    return "█" * full + ("▏▎▍▌▋▊▉"[rest - 1] if rest else "")
 
 
 def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
@@ -287,15 +322,21 @@ def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
                 str(r.position),
                 _shown(text, r.before),
                 _shown(text, r.after) if r.changed else "same",
-                _percent(p) if p is not None else "-",
+                percent(p) if p is not None else "-",
                 str(r.record["stages"][-1]["left"])
                 if r.record["stages"]
                 else str(r.record["vocab"]),
             )
         )
-    changed = sum(r.changed for r in results)
+    changed = [r for r in results if r.changed]
     table = columns(("position", "recorded", "now", "final p", "ids left"), rows, left=(1, 2))
-    return f"{table}\n{changed} of {len(results)} tokens would differ"
+    lines = [table, f"{len(changed)} of {len(results)} tokens would differ"]
+    if changed and changed[0] is not results[-1]:
+        lines.append(
+            f"after position {changed[0].position} each line still assumes the recorded text "
+            "before it: what would be drawn there, not how the other text continues"
+        )
+    return "\n".join(lines)
 
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> str:
@@ -333,5 +374,5 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _percent(p: float) -> str:
+def percent(p: float) -> str:
     return f"{100 * p:.2f} %" if p >= 0.0001 else f"{100 * p:.1e} %"

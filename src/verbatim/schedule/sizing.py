@@ -24,6 +24,7 @@ from typing import Any
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.records import CacheGroup
+from verbatim.base.units import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def plan_cache(
     else:
         free = int(share * (available_memory() if available is None else available))
         if config.kv_memory:
-            memory, rule = int(share * config.kv_memory), f"kv_memory {config.kv_memory}"
+            memory = int(share * config.kv_memory)
+            rule = f"kv_memory {size_text(config.kv_memory)}"
         else:
             memory = min(config.max_running * one, max(one, free // 4), free // 2)
             rule = _reason(memory, config.max_running * one, one, free)
@@ -86,7 +88,8 @@ def plan_cache(
     if min(blocks) < 1:
         raise ParameterError(
             "kv_memory",
-            f"does not hold one block of {sum(block_bytes)} bytes; the context needs {one} bytes",
+            f"{size_text(memory)} does not hold one block of "
+            f"{size_text(sum(block_bytes))}; a context of {context} tokens needs {size_text(one)}",
         )
     # Blocks that one full-length sequence needs while it decodes one token per step.
     least = [full if g.window is None else -(-(g.window - 1) // block_size) + 1 for g in groups]

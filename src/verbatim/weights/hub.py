@@ -48,17 +48,19 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True, slots=True)
 class HubRef:
-    """A model on the hub. No revision: the newest. No file: safetensors, or the only GGUF file."""
+    """A model on the hub. No revision: the newest. No file: safetensors, or the only GGUF file, or
+    the one of the quantisation `quant` (Q4_K_M)."""
 
     repo: str
     revision: str | None = None
     file: str | None = None
+    quant: str | None = None
 
     def __str__(self) -> str:
         return (
             self.repo
             + (f"@{self.revision}" if self.revision else "")
-            + (f":{self.file}" if self.file else "")
+            + (f":{self.file or self.quant}" if self.file or self.quant else "")
         )
 
 
@@ -107,7 +109,9 @@ def _library() -> Any:
 
 def _download(hub: Any, ref: HubRef, names: list[str]) -> Path:
     file = ref.file
-    if file is None and not any(
+    if ref.quant is not None:
+        file = _gguf_of(ref.repo, names, ref.quant)
+    elif file is None and not any(
         name.endswith(".safetensors") and "/" not in name for name in names
     ):
         file = _only_gguf(ref.repo, names)
@@ -142,6 +146,22 @@ def _snapshot(hub: Any, ref: HubRef, *, local: bool, parts: list[str] | None = N
     return Path(
         hub.snapshot_download(ref.repo, revision=ref.revision, local_files_only=local, **patterns)
     )
+
+
+def _gguf_of(repo: str, names: list[str], quant: str) -> str:
+    """The GGUF file of a quantisation: its name ends in it, before the suffix and part numbers, or
+    its folder is named after it."""
+    files = list(group_parts(name for name in names if name.endswith(".gguf")))
+    name = re.escape(quant)
+    wanted = re.compile(rf"(?:^|[-._/]){name}(?:-\d+-of-\d+)?\.gguf$|(?:^|/){name}/", re.IGNORECASE)
+    found = [name for name in files if wanted.search(name)]
+    if len(found) == 1:
+        return found[0]
+    if not files:
+        raise ModelError(f"{repo} holds no GGUF files; leave out :{quant}")
+    shown = ", ".join(f"{repo}:{name}" for name in (found or files)[:20])
+    which = f"{len(found)} files" if found else "no file"
+    raise ModelError(f"{repo} holds {which} of the quantisation {quant}; choose one: {shown}")
 
 
 def _only_gguf(repo: str, names: list[str]) -> str:
@@ -191,6 +211,12 @@ def _find_in_cache(hub: Any, ref: HubRef) -> tuple[Path, str]:
     file = ref.file
     if file is None:
         files = [f.relative_to(path).as_posix() for f in path.rglob("*.gguf")]
+        if ref.quant is not None:
+            try:
+                file = _gguf_of(ref.repo, files, ref.quant)
+            except ModelError:
+                return path, f"no file of the quantisation {ref.quant} is there"
+    if file is None:
         if any(path.glob("*.safetensors")) or not files:
             return path, _missing_in_snapshot(path)
         file = _only_gguf(ref.repo, files)

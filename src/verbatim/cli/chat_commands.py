@@ -1,0 +1,206 @@
+"""The /commands of `verbatim chat`. A line and the chat come in; the conversation changes, and a
+notice goes to stderr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.errors import VerbatimError
+from verbatim.cli.chat_session import check_supported
+from verbatim.cli.options import parse_parameter
+from verbatim.cli.terminal import DIM, GREEN, RED, note, write
+
+if TYPE_CHECKING:
+    from verbatim.cli.chat import ChatLoop
+
+NO_ANSWER = "there is no answer yet"
+EXPLAINED = 5  # candidates of /explain N
+SYNONYMS = {"reset": "clear", "exit": "quit", "bye": "quit", "?": "help", "set": "params"}
+
+
+def run_command(chat: ChatLoop, line: str) -> bool:
+    """Run a /command. Returns True to leave the chat."""
+    name, _, rest = line[1:].strip().partition(" ")
+    name = SYNONYMS.get(name, name)
+    if name == "quit":
+        return True
+    if name in COMMANDS:
+        COMMANDS[name][0](chat, rest.strip())
+        return False
+    matches = get_close_matches(name, COMMANDS, 1)
+    hint = f"did you mean /{matches[0]}?" if matches else "/help lists them"
+    _refuse(f"no command /{name}; {hint} (put a space first to send a line that starts with /)")
+    return False
+
+
+def _refuse(message: str) -> None:
+    note(f"verbatim: {message}", RED)
+
+
+def _turns(count: int) -> str:
+    return f"{count} turn{'s' if count != 1 else ''}"
+
+
+def _help(chat: ChatLoop, rest: str) -> None:
+    for name, (_, argument, text) in COMMANDS.items():
+        note(f"{f'/{name} {argument}'.rstrip():22}{text}")
+    note("Ctrl-C stops the answer, not the program. A line that ends in \\ continues on the next.")
+
+
+def _clear(chat: ChatLoop, rest: str) -> None:
+    chat.talk.clear()
+    note("the conversation is cleared")
+
+
+def _system(chat: ChatLoop, rest: str) -> None:
+    if not rest:
+        note(
+            f"system message: {chat.talk.system}"
+            if chat.talk.system is not None
+            else "no system message is set; the chat template may add its own"
+        )
+        return
+    chat.talk.system = rest
+    chat.talk.clear()
+    note("system message set; the conversation is cleared")
+
+
+def _params(chat: ChatLoop, rest: str) -> None:
+    changes: dict[str, Any] = {}
+    for word in rest.split():
+        name, equals, value = word.partition("=")
+        if not equals:
+            _refuse(f"{word!r} is not NAME=VALUE, such as temperature=0.7")
+            return
+        changes[name.replace("-", "_")] = parse_parameter(name, value)
+    if changes.get("num_beams", 1) > 1:  # a beam search has neither a seed nor a loop stop
+        changes = {"on_loop": "report", "seed": None, **changes}
+    changed = chat.talk.params.with_(**changes)
+    check_supported(changed)
+    chat.talk.params = changed
+    shown = changed.to_mapping() or {"temperature": changed.temperature}
+    note(" ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else DIM)
+
+
+def _retry(chat: ChatLoop, rest: str) -> None:
+    if chat.talk.last is None:
+        note(NO_ANSWER)
+        return
+    _, params, before = chat.talk.last
+    used = before.params or params
+    if used.greedy or used.num_beams > 1:
+        note("the answer would be the same: it was not sampled; try /params temperature=0.7")
+        return
+    asked = chat.talk.undo()
+    assert asked is not None, "the last answer belongs to a turn"
+    seed = (before.seed + 1) % 2**63
+    note(f"again, with seed {seed}")
+    chat.turn(asked, chat.talk.params.with_(seed=seed))
+
+
+def _undo(chat: ChatLoop, rest: str) -> None:
+    asked = chat.talk.undo()
+    if asked is None:
+        note("there is nothing to undo")
+        return
+    line = " ".join(asked.split())
+    note(f"forgot: {line if len(line) <= 60 else line[:57] + '…'}")
+
+
+def _drop(chat: ChatLoop, rest: str) -> None:
+    if rest and not (rest.isdecimal() and int(rest) > 0):
+        _refuse(f"{rest!r} is not a number of turns")
+        return
+    there = len(chat.talk.turns) // 2
+    count = min(int(rest or 1), there)
+    del chat.talk.turns[: 2 * count]
+    note(f"forgot the oldest {_turns(count)}; {there - count} left")
+
+
+def _explain(chat: ChatLoop, rest: str) -> None:
+    from verbatim.observe.explanation import headline, render
+
+    if chat.talk.last is None:
+        note(NO_ANSWER)
+        return
+    tokens = len(chat.talk.last[2].token_ids)
+    if rest and not (rest.isdecimal() and 1 <= int(rest) <= tokens):
+        _refuse(f"{rest!r} is not a token of the answer, which has {tokens}; 1 is the first")
+        return
+    _, completion = chat.talk.explained(EXPLAINED if rest else 1)
+    show = chat.talk.llm.tokenizer.token_bytes
+    records = completion.choices[0].explain
+    if rest:
+        write(render(records[int(rest) - 1], show) + "\n")
+        return
+    for record in records:
+        write(headline(record, show) + "\n")
+
+
+def _stats(chat: ChatLoop, rest: str) -> None:
+    from verbatim.cli.open_model import speed_limit
+    from verbatim.cli.report import closing_line, is_sampled, params_line
+
+    if chat.talk.last is None:
+        note(NO_ANSWER)
+        return
+    llm, completion = chat.talk.llm, chat.talk.last[2]
+    limit = speed_limit(llm, len(completion.prompt_ids))
+    note(closing_line(llm, completion, sampled=is_sampled(completion), limit=limit))
+    note(params_line(completion))
+    note(f"{completion.usage.total_tokens} of {llm.context} tokens of the context are in use")
+
+
+def _model(chat: ChatLoop, rest: str) -> None:
+    talk = chat.talk
+    before = talk.llm.parts.name
+    if rest:
+        talk.llm.close()  # two models may not fit in memory
+        try:
+            talk.llm = chat.reopen(rest)
+        except VerbatimError as error:
+            _refuse(error.message)
+            talk.llm = chat.reopen(before)
+        talk.last = None
+    stays = "; the conversation stays" if rest and talk.turns else ""
+    note(f"{talk.llm.parts.name}, context {talk.llm.context} tokens{stays}")
+
+
+def _save(chat: ChatLoop, rest: str) -> None:
+    if not rest:
+        _refuse("/save needs a file name")
+        return
+    chat.talk.save(rest)
+    note(f"saved {_turns(len(chat.talk.turns) // 2)} to {rest}")
+
+
+def _load(chat: ChatLoop, rest: str) -> None:
+    if not rest:
+        _refuse("/load needs a file name")
+        return
+    chat.talk.load(rest)
+    note(f"loaded {_turns(len(chat.talk.turns) // 2)} from {rest}")
+
+
+def _quit(chat: ChatLoop, rest: str) -> None:
+    raise AssertionError("run_command ends the chat")
+
+
+# name -> (function, argument, help), in the order of /help
+COMMANDS: dict[str, tuple[Callable[[ChatLoop, str], None], str, str]] = {
+    "help": (_help, "", "this list"),
+    "clear": (_clear, "", "forget the conversation (the system message stays)"),
+    "system": (_system, "[TEXT]", "set the system message and start afresh; without TEXT show it"),
+    "params": (_params, "[NAME=VALUE]", "change a parameter; without one show those that are set"),
+    "retry": (_retry, "", "answer the last message again, with the next seed"),
+    "undo": (_undo, "", "forget the last message and its answer"),
+    "drop": (_drop, "[N]", "forget the N oldest messages and their answers [1]"),
+    "explain": (_explain, "[N]", "why each token of the last answer was chosen; N: one token"),
+    "stats": (_stats, "", "the last answer in numbers: tokens, speed, parameters in force"),
+    "model": (_model, "[NAME]", "continue with another model; without NAME show it"),
+    "save": (_save, "FILE", "write the conversation as JSON"),
+    "load": (_load, "FILE", "continue a saved conversation"),
+    "quit": (_quit, "", "leave (also Ctrl-D)"),
+}

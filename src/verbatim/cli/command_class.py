@@ -1,0 +1,89 @@
+"""The click classes of this command line: flags with sections and aliases, and answers to flags of
+other programs (habits.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from verbatim.cli.habits import FLAG_ALIASES, FLAG_ANSWERS
+
+
+class Option(click.Option):
+    """A flag with a section of the help, and with aliases (habits.py) that the help leaves out."""
+
+    def __init__(self, decls: Sequence[str], *, section: str = "Options", **kwargs: Any) -> None:
+        self.aliases = [name for flag in decls for name in FLAG_ALIASES.get(flag, ())]
+        super().__init__([*decls, *self.aliases], **kwargs)
+        self.section = section
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        every = self.opts
+        self.opts = [name for name in every if name not in self.aliases]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = every
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        names = [name for name in self.opts if name not in self.aliases]
+        return " / ".join(f"'{name}'" for name in names)
+
+
+class AnsweredFlag(click.Option):
+    """A flag of another program without a counterpart: an error that names what to type."""
+
+    def __init__(self, names: Sequence[str], answer: str) -> None:
+        super().__init__(
+            [*names, "answered_" + names[0].lstrip("-").replace("-", "_")],
+            is_flag=True,
+            is_eager=True,
+            hidden=True,
+            expose_value=False,
+            callback=self._refuse,
+        )
+        self.answer = answer
+
+    def _refuse(self, ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value:
+            raise click.UsageError(f"no such option: {self.opts[0]}; {self.answer}", ctx)
+
+
+class Command(click.Command):
+    """A command whose help groups its flags by section: the few general flags come before the fifty
+    sampling flags. Flags of other programs are answered (habits.py)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        taken = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        for names, answer in FLAG_ANSWERS.items():
+            if free := [name for name in names if name not in taken]:
+                self.params.append(AnsweredFlag(free, answer))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:  # suggest flags of ours only
+            ours = {
+                name
+                for param in self.params
+                if isinstance(param, Option)
+                for name in (*param.opts, *param.secondary_opts)
+                if name not in param.aliases
+            }
+            near = [name for name in error.possibilities or () if name in ours]
+            raise click.NoSuchOption(
+                error.option_name, error.message, possibilities=near, ctx=error.ctx
+            ) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)

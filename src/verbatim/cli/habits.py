@@ -1,0 +1,72 @@
+"""What users of Ollama, llama.cpp, vLLM and transformers type: aliases that work, and answers that
+name the right flag.
+
+Tables only. options.Command adds the flags to every command that has the flag of ours; main.py
+resolves the commands.
+"""
+
+from __future__ import annotations
+
+# our flag -> names of other programs with the same meaning
+FLAG_ALIASES: dict[str, tuple[str, ...]] = {
+    "--model": ("-hf", "--hf-repo", "--model-path"),
+    "--temperature": ("--temp",),
+    "--max-tokens": ("-n", "--predict", "--n-predict", "--num-predict", "--max-new-tokens"),
+    "--repetition-penalty": ("--repeat-penalty",),
+    "--context": ("-c", "--ctx-size", "--max-model-len", "--num-ctx", "--context-length"),
+    "--threads": ("-t", "--num-thread"),
+    "--max-running": ("--max-num-seqs", "-np", "--parallel"),
+    "--step-tokens": ("--max-num-batched-tokens", "-b", "--batch-size"),
+    "--system": ("-sys", "--system-prompt"),
+    "--served-model-name": ("-a", "--alias"),
+    "--file": ("-f", "--prompt-file"),
+}
+
+# flags without a counterpart -> what to type instead
+FLAG_ANSWERS: dict[tuple[str, ...], str] = {
+    ("-ngl", "--n-gpu-layers", "--gpu-layers", "--num-gpu"): (
+        "a model runs whole on one backend; use --backend cuda or --backend cpu"
+    ),
+    ("-p", "--prompt"): "the prompt is an argument: verbatim run PROMPT",
+    ("-i", "--interactive", "-cnv", "--conversation"): "use verbatim chat",
+    ("--api-key",): (
+        "keys come from --api-key-file FILE or the variable VERBATIM_API_KEY, "
+        "so that no list of processes shows them"
+    ),
+    ("-tp", "--tensor-parallel-size"): "the model runs on one device; leave it out",
+    ("--gpu-memory-utilization",): "--kv-memory SIZE sets the memory of the KV cache",
+    ("--dtype",): (
+        "weights keep the type of their file; --quant q8_0 or q4_0 quantises float weights"
+    ),
+    ("--format",): 'use --json-schema \'{"type": "object"}\', or --json-schema @FILE',
+    ("--keepalive", "--keep-alive"): "the model stays loaded until the command ends; leave it out",
+    ("-fa", "--flash-attn"): "each backend has one attention kernel; leave it out",
+    ("--mlock", "--no-mmap"): "files are mapped into memory; leave it out",
+    ("--trust-remote-code",): "nothing in a model file is ever executed; leave it out",
+    ("--stream", "--no-stream"): "text is streamed, and --json prints one object; leave it out",
+    ("--do-sample",): "use --temperature 1, or --defaults greedy for none",
+    ("--think", "--hidethinking"): "reasoning has no switch here; leave it out",
+}
+
+# commands of other programs -> ours
+COMMAND_ALIASES: dict[str, tuple[str, ...]] = {
+    "generate": ("run",),
+    "list": ("models",),
+    "ls": ("models",),
+    "rm": ("models", "rm"),
+    "show": ("models", "show"),
+    "download": ("pull",),
+    "server": ("serve",),
+    "quantize": ("convert",),
+    "quantise": ("convert",),
+    "perplexity": ("score",),
+}
+COMMAND_ANSWERS: dict[str, str] = {
+    "ps": "no model stays loaded after a command; a server shows its own at /api/ps, and "
+    "`verbatim models` lists the downloaded ones",
+    "stop": "no model stays loaded after a command; Ctrl-C (SIGTERM) stops a server",
+    "create": "there are no Modelfiles; pass --system and the sampling flags to run or chat",
+    "cp": "a model is a file; copy it, and give its path with -m",
+    "push": "models are not uploaded; `verbatim convert` writes a file that you can share",
+    "update": "use pip install --upgrade verbatim-llm",
+}

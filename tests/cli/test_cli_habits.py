@@ -1,0 +1,164 @@
+"""Commands and flags of Ollama, llama.cpp and vLLM: each works, or is answered by name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_result import Call
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError
+from verbatim.cli.habits import COMMAND_ALIASES, COMMAND_ANSWERS, FLAG_ALIASES, FLAG_ANSWERS
+from verbatim.cli.main import COMMANDS
+
+SHORT = ["--raw", "--max-tokens", "4"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (["--temp", "0.7"], ["--temperature", "0.7"]),
+        (["-n", "3"], ["--max-tokens", "3"]),
+        (["--n-predict", "3"], ["--max-tokens", "3"]),
+        (["-c", "64"], ["--context", "64"]),
+        (["--ctx-size", "64"], ["--context", "64"]),
+        (["--max-model-len", "64"], ["--context", "64"]),
+        (["-t", "1"], ["--threads", "1"]),
+        (["--repeat-penalty", "1.5"], ["--repetition-penalty", "1.5"]),
+    ],
+)
+def test_flags_of_other_programs_work(verbatim: Call, theirs: list[str], ours: list[str]) -> None:
+    base = ["run", "--json", "--raw", "--max-tokens", "5", "the cat"]
+    one, other = verbatim(*base, *theirs), verbatim(*base, *ours)
+    assert (one.code, other.code) == (0, 0), one.err
+    assert one.json["tokens"] == other.json["tokens"]
+    assert one.json["params"] == other.json["params"]
+
+
+def test_aliases_are_not_in_the_help_and_name_real_flags(verbatim: Call) -> None:
+    text = verbatim("run", "--help").out
+    assert "--temperature X" in text
+    assert "--temp " not in text
+    assert "-ngl" not in text
+    serve = verbatim("serve", "--help").out
+    for flag in FLAG_ALIASES:
+        assert flag in text or flag in serve, flag
+    wrong = verbatim("run", "--temp", "hot", "x")
+    assert wrong.code == 2
+    assert "'--temperature'" in wrong.err
+
+
+@pytest.mark.parametrize("flags", FLAG_ANSWERS, ids=" ".join)
+def test_flags_without_a_counterpart_are_answered(verbatim: Call, flags: tuple[str, ...]) -> None:
+    for words in (["run", flags[0], "99", "hello"], ["serve", flags[-1], "99"]):
+        result = verbatim(*words)
+        assert result.code == 2
+        assert FLAG_ANSWERS[flags] in result.err
+        assert result.err.count("\n") == 1
+
+
+def test_commands_of_other_programs() -> None:
+    for name, meant in COMMAND_ALIASES.items():
+        assert name not in COMMANDS
+        assert meant[0] in COMMANDS
+    assert {"list", "ls", "ps", "rm", "generate", "show", "stop"} <= {
+        *COMMAND_ALIASES,
+        *COMMAND_ANSWERS,
+    }
+
+
+def test_list_show_and_generate_work(verbatim: Call, tiny: Path) -> None:
+    assert verbatim("list").out == verbatim("models").out == verbatim("ls").out
+    shown = verbatim("show", str(tiny)).out
+    for part in ("family      llama", "context     8,192 tokens", "template    yes"):
+        assert part in shown
+    assert verbatim("generate", *SHORT, "the").out == verbatim("run", *SHORT, "the").out
+
+
+@pytest.mark.parametrize("name", COMMAND_ANSWERS)
+def test_commands_without_a_counterpart_are_answered(verbatim: Call, name: str) -> None:
+    result = verbatim(name, "smollm2")
+    assert (result.code, result.out) == (2, "")
+    assert COMMAND_ANSWERS[name] in result.err
+
+
+def test_the_model_as_an_argument(verbatim: Call, tiny: Path) -> None:
+    plain = verbatim("run", *SHORT, "the").out
+    assert verbatim("run", str(tiny), *SHORT, "the").out == plain
+    assert verbatim("run", str(tiny), *SHORT, stdin="the\n").out == plain
+    chat = verbatim("chat", str(tiny), "--max-tokens", "4", "-q", stdin="the\n")
+    assert chat.code == 0
+    assert chat.out == verbatim("chat", "--max-tokens", "4", "-q", stdin="the\n").out
+    two = verbatim("chat", str(tiny), "-m", "smollm2", stdin="the\n")
+    assert (two.code, "contradict each other" in two.err) == (2, True)
+    missing = verbatim("serve", "/no/such/model.gguf", "-m", "smollm2")
+    assert (missing.code, "contradict each other" in missing.err) == (2, True)
+
+
+def test_models_rm_and_show(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
+    from verbatim.weights.catalog import CATALOG, catalog_path
+
+    path = catalog_path(CATALOG["smollm2"])
+    path.parent.mkdir(parents=True)
+    shutil.copy(tiny, path)
+    result = verbatim("rm", "smollm2")
+    assert (result.code, result.out) == (0, f"{path}\n")
+    assert not path.exists()
+    assert verbatim("models", "rm", "smollm2").code == 3
+    refused = verbatim("rm", str(tiny))
+    assert (refused.code, "delete the file yourself" in refused.err) == (3, True)
+    assert tiny.exists()
+    assert "verbatim models show smollm2" in verbatim("models", "smollm2").err
+
+
+def test_score_reads_a_file_and_not_its_name(verbatim: Call, tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("the cat sat on the mat\n")
+    text = verbatim("score", "the cat sat on the mat").out
+    assert verbatim("score", f"@{file}").out == text
+    assert verbatim("score", "--file", str(file)).out == text
+    named = verbatim("score", str(file))
+    assert named.out != text
+    assert f"warning: the text is the name of a file; --file {file} reads the file" in named.err
+    assert verbatim("run", *SHORT, "-f", str(file)).out == (
+        verbatim("run", *SHORT, "the cat sat on the mat").out
+    )
+    gone = verbatim("score", "@/no/such/file")
+    assert (gone.code, "cannot read '/no/such/file'" in gone.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--json-schema", "none.json"], "for a file write @none.json"),
+        (["--regex", "["], "regex: '[' is not a regular expression"),
+        (["--json-schema", '{"type": "no"}'], "json_schema:"),
+        (["--speculate", "fast"], "speculate: 'fast' is not one of"),
+        (["--backend", "gpu"], "backend: 'gpu' is not one of auto, cpu, cuda, reference"),
+        (["--kv-type", "q4"], "kv_type: 'q4' is not one of f16, q8"),
+        (["--quant", "q5"], "quant: 'q5' is not one of q8_0, q4_0"),
+        (["--kv-memory", "lots"], "kv_memory: 'lots' is not a size"),
+    ],
+)
+def test_values_are_checked_before_the_model_loads(
+    verbatim: Call, flags: list[str], said: str
+) -> None:
+    result = verbatim("run", "-m", "/no/such/model.gguf", *flags, "hello")
+    assert result.code == 2, "3 would mean that the model was opened"
+    assert said in result.err
+
+
+def test_sizes_in_human_units(verbatim: Call) -> None:
+    result = verbatim("run", "--kv-memory", "1K", "hello")
+    assert result.code == 2
+    assert "kv_memory: 1 KiB does not hold one block of" in result.err
+    assert "iB; a context of 8192 tokens needs" in result.err
+
+
+def test_the_engine_checks_the_same_values() -> None:
+    for options in ({"speculate": "draft"}, {"speculate": "head:x"}, {"quant": "q8_0"}):
+        EngineConfig(**options)  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="off:x"):
+        EngineConfig(speculate="off:x")
