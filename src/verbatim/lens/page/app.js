@@ -50,7 +50,7 @@ async function load(event) {
 function header() {
   const { info, offline } = state, branch = current();
   return html`<header>
-    <h1><img src="/lens/icon.svg" alt="" width="22" height="22" ?hidden=${offline} /> Verbatim <span>Lens</span></h1>
+    <h1>${offline ? nothing : html`<img src="/lens/icon.svg" alt="" width="22" height="22" />`} Verbatim <span>Lens</span></h1>
     ${info ? html`<p class="pills"><span title="model">${info.model}</span><span title="backend and numerics version">${info.backend} ${info.detail} · ${info.numerics}</span>
       <span title="fingerprint: the same tokens under the same one">${info.fingerprint}</span></p>` : nothing}
     <nav aria-label="views">

@@ -104,7 +104,7 @@ function sliders(branch, index, step) {
       ${SLIDERS.map((name) => {
         const [low, high, by] = sliderRange(name);
         return html`<label class=${name in state.whatIf ? "moved" : ""}><span>${name} <output>${settings[name]}</output></span>
-          <input type="range" data-what=${name} min=${low} max=${high} step=${by} .value=${String(settings[name])}
+          <input type="range" data-what=${name} aria-label=${name} min=${low} max=${high} step=${by} .value=${String(settings[name])}
             @input=${(e) => whatIf(name, Number(e.target.value))} /></label>`;
       })}
       <label class=${"seed" in state.whatIf ? "moved" : ""}><span>seed</span>
@@ -124,8 +124,9 @@ let step = null;
 
 export function loopView() {
   const branch = current();
+  step = null;
   if (!branch?.tokens.length) return nothing;
-  const index = state.selected;
+  const index = branch.tokens[state.selected] ? state.selected : -1; // a branch may not be there yet
   const running = isRunning(branch);
   step = index < 0 ? null : computeStep(branch, index);
   return html`<section class="card" aria-label="the loop"><h3>The loop <small>context → logits → softmax → sample → append</small></h3>
@@ -148,7 +149,7 @@ function forward() {
 
 export function inspector() {
   const branch = current(), index = state.selected;
-  if (!branch?.tokens.length || index < 0) return nothing;
+  if (!branch?.tokens[index]) return nothing;
   return html`<section class="card" aria-label="candidates"><h3>Candidates <small>the model's own distribution</small></h3>${candidates(branch, index, step)}</section>
     ${step
       ? html`${sliders(branch, index, step)}

@@ -49,6 +49,7 @@ export async function send(more = {}) {
     const made = Array.from({ length: count }, (_, i) => newBranch({ promptIds: ids, label: label(i) }));
     for (const branch of made) branch.asked = asked;
     show(made[0].id, -1);
+    state.following = true;
     await generate(made, params);
   } catch (error) {
     fail(error);
@@ -118,9 +119,7 @@ function read(event, branches, segment) {
 
 function push(branch, token) {
   branch.tokens.push(token);
-  // follow the end of the text unless the user looks at an earlier token
-  if (branch.id === state.current && state.selected === branch.tokens.length - 2)
-    state.selected = branch.tokens.length - 1;
+  if (state.following && branch.id === state.current) state.selected = branch.tokens.length - 1;
 }
 
 function close(event, branches, segment) {
