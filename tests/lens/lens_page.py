@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from live_server import Live
@@ -48,12 +50,16 @@ class LensPage:
         self.page.fill("#prompt", prompt)
         self.page.click("#send")
 
-    def wait_done(self) -> None:
-        self.page.wait_for_selector("#stop[disabled]")
+    @contextmanager
+    def one_request(self) -> Iterator[None]:
+        """Wait until the request that the body causes has ended and is drawn."""
+        before = int(self.page.get_attribute("body", "data-requests") or 0)
+        yield
+        self.page.wait_for_selector(f"body[data-requests='{before + 1}']")
 
     def generate(self, prompt: str = PROMPT, **params: Any) -> list[int]:
-        self.start(prompt, **params)
-        self.wait_done()
+        with self.one_request():
+            self.start(prompt, **params)
         return self.tokens()
 
     def tokens(self) -> list[int]:

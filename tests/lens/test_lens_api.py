@@ -21,6 +21,11 @@ from verbatim.server.process.inspector import engine_report
 from verbatim.testing import fake_parts
 
 pytestmark = pytest.mark.server
+# lit-html 3.3.3 without its sourceMappingURL line; uPlot 1.6.32, dist/uPlot.iife.min.js
+VENDORED = {
+    "lit-html": "22115ca1002e4afc0dd2cb208f28d9c71a577a8989d4185028e26b29676e7842",
+    "uPlot": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+}
 
 
 def step(live: Live, output: list[int], **params: Any) -> dict[str, Any]:
@@ -35,18 +40,15 @@ def step(live: Live, output: list[int], **params: Any) -> dict[str, Any]:
 
 def test_the_page_is_small_and_names_its_libraries() -> None:
     size = sum(path.stat().st_size for path in lens.PAGE.rglob("*") if path.is_file())
-    assert size <= 150_000
+    assert size <= 150_000, size
     vendor = lens.PAGE / "vendor"
-    # uPlot 1.6.32, dist/uPlot.iife.min.js, as the npm registry serves it
-    plot = gzip.decompress((vendor / "uPlot.js.gz").read_bytes())
-    assert hashlib.sha256(plot).hexdigest() == UPLOT
+    for name, digest in VENDORED.items():
+        source = gzip.decompress((vendor / f"{name}.js.gz").read_bytes())
+        assert hashlib.sha256(source).hexdigest() == digest
     for name in ("lit-html", "uPlot"):
         assert "Copyright" in (vendor / f"{name}.LICENSE").read_text()
     assert {"index.html", "app.js", "lens.css", "vendor/uPlot.js"} <= lens.names()
     assert lens.asset("../__init__.py") is None
-
-
-UPLOT = "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
 
 
 def test_files_are_served_with_their_type_and_the_policy(live: Live) -> None:
@@ -179,7 +181,11 @@ def test_steps_are_recorded_only_while_a_page_watches() -> None:
     assert not log.watched
     log.read("a")
     assert log.watched
-    log.add(1.0, 1.5, (StepPart("r", "a", 7, 4, 4, 3, "ngram"), StepPart("s", "b", 0, 9, 0, 0, "")))
+    log.add(
+        1.0,
+        1.5,
+        (StepPart("r", "a", 7, 4, 4, 3, "ngram", 0.25), StepPart("s", "b", 0, 9, 0, 0, "")),
+    )
     [found] = log.read("a")
     assert found["others"] == 9
     assert found["parts"] == [
@@ -191,6 +197,7 @@ def test_steps_are_recorded_only_while_a_page_watches() -> None:
             "drafts": 3,
             "accepted": 2,
             "source": "ngram",
+            "arrival": 0.25,
         }
     ]
     now += WATCH_SECONDS + 1

@@ -147,6 +147,7 @@ function draw() {
   if (box && tiles?.box !== box) tiles = new Tiles(box);
   if (box && state.vocab) tiles.render();
   drawPlot();
+  document.body.dataset.requests = state.requests; // scripts wait for it
 }
 
 // ----------------------------------------------------------------------------------------- start

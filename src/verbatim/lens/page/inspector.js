@@ -7,12 +7,13 @@ import { draw, logprobOf, settingsOf, sideBySide, stages } from "./funnel.js";
 import { noiseKey } from "./noise.js";
 import { branchFrom, branchWith, extend, isStructured, rowOf, rowKey } from "./run.js";
 import { sample } from "./sampler.js";
-import { changed, current, fail, select, selectedToken, state } from "./store.js";
+import { changed, current, select, selectedToken, state } from "./store.js";
 import { play } from "./tiles.js";
 
 const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
 let listed = 12;
-const pending = new Set();
+const pending = new Set(); // rows on their way; one that was refused stays here
+const refused = new Map(); // row -> the server's words
 
 function whatIf(name, value) {
   const own = name === "seed" ? selectedToken().segment.params.seed : settingsOf(selectedToken().segment.params)[name];
@@ -23,12 +24,17 @@ function whatIf(name, value) {
 
 const isRunning = (branch) => branch.status === "running" || branch.status === "waiting";
 
+const isBeam = (token) => (token.segment.params.num_beams ?? 1) > 1;
+
 // Request a row once; the view redraws when it is there.
 function want(branch, index, rest) {
   const key = `${rowKey(branch.tokens[index], index)} ${rest}`;
   if (pending.has(key) || state.offline) return;
   pending.add(key);
-  rowOf(branch, index, { rest }).then(changed, fail).finally(() => pending.delete(key));
+  rowOf(branch, index, { rest }).then(
+    () => pending.delete(key),
+    (error) => refused.set(rowKey(branch.tokens[index], index), error.message),
+  ).finally(changed);
 }
 
 // {row, settings, result, own}: the step under the sliders and under its own settings
@@ -38,7 +44,7 @@ export function computeStep(branch, index) {
   if (!row) {
     // While the text grows, its end is followed with the stream's own numbers only.
     const follows = isRunning(branch) && index === branch.tokens.length - 1;
-    if (token.record && !follows) want(branch, index, false);
+    if (token.record && !follows && !isBeam(token)) want(branch, index, false);
     return null;
   }
   const own = settingsOf(token.segment.params);
@@ -82,7 +88,7 @@ function candidates(branch, index, step) {
         <td class="word"><q>${state.vocab.show(c.id)}</q><small>${c.id}${state.bytes ? ` · ${state.vocab.hex(c.id)}` : ""}</small></td>
         <td class="meter"><i .style=${`inline-size:${(100 * p).toFixed(2)}%`}></i></td>
         <td class="p" data-logprob=${c.logprob}>${percent(p)}</td>
-        <td>${c.by ? html`<span class="tag">${c.by}</span>` : taken ? html`<span class="tag drawn">drawn</span>` : state.offline || structured ? nothing
+        <td>${c.by ? html`<span class="tag">${c.by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline || structured ? nothing
           : html`<button class="small" aria-label="branch from ${state.vocab.show(c.id)}" @click=${() => branchFrom(branch, index, c.id)}>branch</button>`}</td></tr>`;
     })}</tbody></table>
     <p class="row">${known.length > listed ? html`<button class="link" @click=${() => { listed += 52; changed(); }}>Show more of ${known.length}</button>` : nothing}
@@ -156,7 +162,15 @@ export function inspector() {
         <section class="card funnel" aria-label="the funnel"><h3>The funnel <small>what each stage leaves</small></h3>
           ${stages(step.row, step.result, step.settings, branch.tokens[index].segment.params)}
           <h4>The draw</h4>${draw(step.result)}</section>`
-      : html`<section class="card"><p class="hint">${!branch.tokens[index].record ? "Beam search draws no token, so there is no noise to show." : state.offline ? "This step was not opened before the run was saved." : isRunning(branch) ? "The funnel opens when the text ends, or on any earlier token." : "reading the logits …"}</p></section>`}`;
+      : html`<section class="card"><p class="hint">${whyNot(branch, index)}</p></section>`}`;
+}
+
+function whyNot(branch, index) {
+  const token = branch.tokens[index];
+  if (isBeam(token)) return "Beam search keeps the likeliest sequences. It draws no token, so there is no noise to show.";
+  if (state.offline) return "This step was not opened before the run was saved.";
+  if (isRunning(branch)) return "The funnel opens when the text ends, or on any earlier token.";
+  return refused.get(rowKey(token, index)) ?? "reading the logits …";
 }
 
 export function fiveSamplers() {

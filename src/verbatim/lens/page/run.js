@@ -92,6 +92,7 @@ export async function generate(branches, params) {
     fail(error);
   } finally {
     for (const branch of branches) branch.ended = performance.now();
+    state.requests++;
     changed();
   }
 }

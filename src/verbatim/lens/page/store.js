@@ -23,7 +23,7 @@ export const state = {
   whatIf: {}, // settings of the sliders that differ from the segment's own
   trouble: null, proof: null, asking: false, askKey: false,
   rows: new Map(), // "segment:index" -> Row
-  engine: null,
+  engine: null, requests: 0, // requests that have ended
 };
 
 const listeners = [];
