@@ -142,6 +142,35 @@ def test_stages_scores_and_leads_are_equal_also_from_256_candidates(page: Any) -
     assert 75 < len(decided) < 150, "both happen: decided, and sent for the whole row"
 
 
+def test_the_page_knows_every_filter(page: Any) -> None:
+    names = page.evaluate("async () => (await import('/lens/sampler.js')).FILTERS")
+    assert names == [stage.name for stage in FILTERS]
+
+
+def test_exp_log_and_masses_have_the_same_bits(page: Any) -> None:
+    from verbatim.sampling import numerics
+
+    random = np.random.default_rng(5)
+    below = np.concatenate([-random.exponential(8, 5000), -random.uniform(0, 710, 2000), [0.0]])
+    above = np.concatenate([random.uniform(0, 2, 5000), np.exp(random.uniform(-600, 600, 2000))])
+    expected = [
+        numerics.exp(below).tolist(),
+        numerics.log(above).tolist(),
+        numerics.masses(below).tolist(),
+        numerics.spreads(below).tolist(),
+    ]
+    text = page.evaluate(
+        """async (text) => {
+          const [below, above] = JSON.parse(text);
+          const { exp, log, massOf, spreadOf } = await import("/lens/numerics.js");
+          return JSON.stringify([below.map(exp), above.map(log), below.map(massOf),
+            below.map(spreadOf)]);
+        }""",
+        json.dumps([below.tolist(), above.tolist()]),
+    )
+    assert json.loads(text) == expected
+
+
 def test_keys_and_xtc_chances_are_equal(page: Any) -> None:
     from verbatim.sampling.draw import chance
 

@@ -100,6 +100,7 @@ def test_the_bars_are_the_numbers_of_the_api(lens: LensPage) -> None:
         {"typical_p": 0.4, "temperature": 1.2},
         {"seed": 12345},
         {"temperature": 0},
+        {"repetition_penalty": 1.5, "temperature": 1.5},
     ],
     ids=str,
 )

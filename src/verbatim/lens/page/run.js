@@ -196,13 +196,13 @@ function recordOf(record, id) {
 
 // ------------------------------------------------------------------------------------------- steps
 
-export const rowKey = (token, index) => `${token.segment.id}:${token.choice}:${index}`;
+export const rowKey = (token, index, changes = {}) =>
+  `${token.segment.id}:${token.choice}:${index}${Object.keys(changes).length ? JSON.stringify(changes) : ""}`;
 
 // The Row of one step; `rest`: with every logit. null: it cannot be known (offline).
 export async function rowOf(branch, index, { rest = false, changes = {} } = {}) {
   const token = branch.tokens[index];
-  const plain = Object.keys(changes).length === 0;
-  const key = rowKey(token, index) + (plain ? "" : JSON.stringify(changes));
+  const key = rowKey(token, index, changes);
   const known = state.rows.get(key);
   if (known && (known.whole || !rest)) return known;
   if (state.offline) return known ?? null;
