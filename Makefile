@@ -21,7 +21,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys models
+.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys models
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -29,7 +29,7 @@ run: $(VENV)/.installed
 chat: $(VENV)/.installed
 	@$(BIN)/verbatim chat
 
-test: lint
+test: lint browser
 	$(SUITE)
 
 smoke: $(VENV)/.dev
@@ -59,6 +59,14 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
+
+# Chromium for tests/lens: Debian's, where this is Debian and the user may install it. Elsewhere the table of tests that did not
+# run says so.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing chromium (once)" && apt-get update -qq && \
+		apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1; } || \
+		echo "no chromium: the browser tests will not run"
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak --timeout 7200

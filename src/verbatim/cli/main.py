@@ -33,6 +33,7 @@ GROUPS = {
         "serve": "Serve OpenAI's API over HTTP.",
     },
     "Inspect": {
+        "lens": "Open the page that shows how each token is made.",
         "explain": "Show why each token was chosen.",
         "score": "Log-probability of every token of a text, and its perplexity.",
         "replay": "Repeat an answer from its receipt and compare the tokens.",

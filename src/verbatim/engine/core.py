@@ -206,6 +206,7 @@ class EngineCore:
                     step.draws,
                     drawn.get(step.seq_id, 0),
                     source,
+                    request.arrival,
                 )
             )
         self.step_log.add(started, executed, tuple(parts))

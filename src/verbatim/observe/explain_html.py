@@ -72,7 +72,7 @@ def _decoded(text: Text, token: int) -> str:
 def _token(number: int, record: Mapping[str, Any], text: Text) -> str:
     """One token of the answer: the less likely, the stronger its colour."""
     chance = math.exp(record["logprob"])
-    hint = f"token {number}: p {percent(chance)}, rank {record['rank'] + 1}"
+    hint = f"token {number}: p {percent(chance)}, rank {record['rank']}"
     return (
         f'<a href="#t{number}" title="{escape(hint)}" '
         f'style="background: rgba(230, 80, 40, {0.75 * (1 - chance):.3f})">'

@@ -28,6 +28,7 @@ class StepPart(NamedTuple):
     draws: int
     drawn: int
     source: str  # proposer of the drafts
+    arrival: float = 0.0  # of the request, on the clock of the log
 
     def report(self) -> dict[str, Any]:
         drafts = max(self.draws - 1, 0)
@@ -39,6 +40,7 @@ class StepPart(NamedTuple):
             "drafts": drafts,
             "accepted": min(max(self.drawn - 1, 0), drafts),
             "source": self.source,
+            "arrival": self.arrival,
         }
 
 

@@ -50,7 +50,7 @@ async function load(event) {
 function header() {
   const { info, offline } = state, branch = current();
   return html`<header>
-    <h1><img src="/lens/icon.svg" alt="" width="22" height="22" ?hidden=${offline} /> Verbatim <span>Lens</span></h1>
+    <h1>${offline ? nothing : html`<img src="/lens/icon.svg" alt="" width="22" height="22" />`} Verbatim <span>Lens</span></h1>
     ${info ? html`<p class="pills"><span title="model">${info.model}</span><span title="backend and numerics version">${info.backend} ${info.detail} · ${info.numerics}</span>
       <span title="fingerprint: the same tokens under the same one">${info.fingerprint}</span></p>` : nothing}
     <nav aria-label="views">
@@ -114,7 +114,26 @@ function conversation() {
   const asked = branch?.asked ?? state.turns;
   return html`${(state.mode === "chat" ? asked : []).map((turn) => html`<p class="turn ${turn.role}"><b>${turn.role}</b> ${turn.content}</p>`)}
     ${branch ? html`<details class="context"><summary>Context: ${branch.promptIds.length} tokens the model reads</summary>
-        <p class="prompt-tokens">${branch.promptIds.map((id) => html`<span class=${state.vocab.isControl(id) ? "control" : ""} title="id ${id}">${state.vocab.show(id)}</span>`)}</p></details>` : nothing}`;
+        ${promptTokens(branch.promptIds)}</details>` : nothing}`;
+}
+
+// Plain DOM, made once per prompt: a template of 8,000 tokens would be compared in every frame.
+let prompt = { ids: null, node: null };
+
+function promptTokens(ids) {
+  if (prompt.ids !== ids) {
+    const node = document.createElement("p");
+    node.className = "prompt-tokens";
+    for (const id of ids) {
+      const token = document.createElement("span");
+      token.textContent = state.vocab.show(id);
+      token.title = `id ${id}`;
+      token.classList.toggle("control", state.vocab.isControl(id));
+      node.append(token);
+    }
+    prompt = { ids, node };
+  }
+  return prompt.node;
 }
 
 function legend() {
@@ -147,6 +166,7 @@ function draw() {
   if (box && tiles?.box !== box) tiles = new Tiles(box);
   if (box && state.vocab) tiles.render();
   drawPlot();
+  document.body.dataset.requests = state.requests; // scripts wait for it
 }
 
 // ----------------------------------------------------------------------------------------- start

@@ -7,6 +7,8 @@ import { bytes, count, seconds } from "./format.js";
 import { changed, fail, state } from "./store.js";
 
 const KEEP = 1500; // steps kept in the page
+const LANES = 6; // requests drawn on the time axis
+const CELLS = 512; // blocks drawn one by one
 let timer = null, plot = null, last = 0, failures = 0;
 
 export function watch() {
@@ -48,7 +50,27 @@ function timeline(steps) {
       return html`<i class=${kindOf(s)} title=${title} .style=${`block-size:${(8 + (92 * s.seconds) / most).toFixed(1)}%`}>
         ${drafts ? html`<b .style=${`block-size:${((100 * won) / drafts).toFixed(0)}%`}></b>` : nothing}</i>`;
     })}</div>
-    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts (filled: accepted) <i class="others"></i>other keys only</p>`;
+    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts (filled: accepted) <i class="others"></i>other keys only <i class="queue"></i>queued</p>${lanes(shown)}`;
+}
+
+// one lane per request: its time in the queue, then its steps
+function lanes(steps) {
+  const byRequest = new Map();
+  for (const s of steps)
+    for (const p of s.parts) {
+      if (!byRequest.has(p.request)) byRequest.set(p.request, { arrival: p.arrival, pieces: [] });
+      const kind = p.drafts ? "draft" : p.kind;
+      byRequest.get(p.request).pieces.push({ from: s.at, to: s.at + s.seconds, kind, title: `${p.tokens} tokens from position ${p.start}, ${seconds(s.seconds)}` });
+    }
+  const shown = [...byRequest].slice(-LANES);
+  if (!shown.length) return nothing;
+  const zero = Math.min(...shown.map(([, lane]) => lane.arrival));
+  const end = Math.max(...shown.map(([, lane]) => lane.pieces.at(-1).to));
+  const place = (from, to) => `inset-inline-start:${((100 * (from - zero)) / (end - zero)).toFixed(2)}%;inline-size:${((100 * (to - from)) / (end - zero)).toFixed(2)}%`;
+  return html`<ul class="lanes" aria-label="the last requests of this key">${shown.map(([id, { arrival, pieces }]) => html`<li>
+      <span>${id.slice(4, 12)}</span><div><i class="queue" title="queued ${seconds(pieces[0].from - arrival)}" .style=${place(arrival, pieces[0].from)}></i>
+      ${pieces.slice(-400).map((p) => html`<i class=${p.kind} title=${p.title} .style=${place(p.from, p.to)}></i>`)}</div>
+      <small>queued ${seconds(pieces[0].from - arrival)}</small></li>`)}</ul>`;
 }
 
 const NAMES = { o: "own", s: "shared", x: "of other keys", c: "cached", ".": "free" };
@@ -58,7 +80,7 @@ function strip(pool) {
   const runs = [], used = pool.strip.replace(/\.+$/, "").length;
   const shown = pool.strip.slice(0, Math.max(64, Math.ceil(used * 1.5)));
   for (const letter of shown) {
-    if (runs.at(-1)?.letter === letter) runs.at(-1).length++;
+    if (shown.length > CELLS && runs.at(-1)?.letter === letter) runs.at(-1).length++;
     else runs.push({ letter, length: 1 });
   }
   return html`<div class="strip" role="img" aria-label="${pool.own} own, ${pool.shared} shared, ${pool.cached} cached, ${pool.free} free blocks">
@@ -119,8 +141,10 @@ export function drawPlot() {
   const data = [steps.map((s) => s.at - zero), pick("prefill"), pick("decode"), pick("draft"), steps.map(() => floor)];
   if (plot && plot.root.parentElement === box && plot.width0 === box.clientWidth) return plot.setData(data);
   plot?.destroy();
-  const style = getComputedStyle(document.documentElement);
-  const colour = (name) => style.getPropertyValue(name).trim();
+  const colour = (name) => {
+    box.style.color = `var(${name})`; // a canvas needs the resolved colour
+    return getComputedStyle(box).color;
+  };
   const dots = (label, name) => ({ label, stroke: colour(name), paths: () => null, points: { show: true, size: 5, fill: colour(name) } });
   const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
   plot = new globalThis.uPlot(
@@ -133,6 +157,7 @@ export function drawPlot() {
     },
     data, box,
   );
+  box.style.color = "";
   plot.width0 = box.clientWidth;
   return undefined;
 }

@@ -7,15 +7,20 @@ import { draw, logprobOf, settingsOf, sideBySide, stages } from "./funnel.js";
 import { noiseKey } from "./noise.js";
 import { branchFrom, branchWith, extend, isStructured, rowOf, rowKey } from "./run.js";
 import { sample } from "./sampler.js";
-import { changed, current, fail, select, selectedToken, state } from "./store.js";
+import { changed, current, select, selectedToken, state } from "./store.js";
 import { play } from "./tiles.js";
 
 const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
+// Stages before the temperature need the whole history: the server runs them, the page draws.
+const PENALTIES = { repetition_penalty: 1, frequency_penalty: 0, presence_penalty: 0 };
+const ownOf = (params) => ({ ...settingsOf(params), ...Object.fromEntries(Object.entries(PENALTIES).map(([name, off]) => [name, params[name] ?? off])) });
 let listed = 12;
-const pending = new Set();
+const pending = new Set(); // rows on their way; one that was refused stays here
+const refused = new Map(); // row -> the server's words
 
 function whatIf(name, value) {
-  const own = name === "seed" ? selectedToken().segment.params.seed : settingsOf(selectedToken().segment.params)[name];
+  const { params } = selectedToken().segment;
+  const own = name === "seed" ? params.seed : ownOf(params)[name];
   if (value === own || Number.isNaN(value)) delete state.whatIf[name];
   else state.whatIf[name] = value;
   changed();
@@ -23,30 +28,39 @@ function whatIf(name, value) {
 
 const isRunning = (branch) => branch.status === "running" || branch.status === "waiting";
 
+const isBeam = (token) => (token.segment.params.num_beams ?? 1) > 1;
+
 // Request a row once; the view redraws when it is there.
-function want(branch, index, rest) {
-  const key = `${rowKey(branch.tokens[index], index)} ${rest}`;
+function want(branch, index, rest, changes) {
+  const key = `${rowKey(branch.tokens[index], index, changes)} ${rest}`;
   if (pending.has(key) || state.offline) return;
   pending.add(key);
-  rowOf(branch, index, { rest }).then(changed, fail).finally(() => pending.delete(key));
+  rowOf(branch, index, { rest, changes }).then(
+    () => pending.delete(key),
+    (error) => refused.set(rowKey(branch.tokens[index], index), error.message),
+  ).finally(changed);
 }
 
 // {row, settings, result, own}: the step under the sliders and under its own settings
 export function computeStep(branch, index) {
   const token = branch.tokens[index];
-  const row = state.rows.get(rowKey(token, index));
+  const { seed, ...changes } = state.whatIf;
+  const earlier = Object.fromEntries(Object.entries(changes).filter(([name]) => name in PENALTIES));
+  const asked = state.rows.get(rowKey(token, index, earlier));
+  if (!asked && Object.keys(earlier).length) want(branch, index, false, earlier);
+  const row = asked ?? state.rows.get(rowKey(token, index));
   if (!row) {
     // While the text grows, its end is followed with the stream's own numbers only.
     const follows = isRunning(branch) && index === branch.tokens.length - 1;
-    if (token.record && !follows) want(branch, index, false);
+    if (token.record && !follows && !isBeam(token)) want(branch, index, false, {});
     return null;
   }
-  const own = settingsOf(token.segment.params);
-  const { seed, ...changes } = state.whatIf;
+  const own = ownOf(token.segment.params);
   const settings = { ...own, ...changes };
   row.usedKey = seed === undefined ? row.key : noiseKey(BigInt(seed), token.choice ?? 0);
   const result = sample(row, settings, row.usedKey);
-  if (result.undecided) want(branch, index, true);
+  if (!asked) result.undecided = state.offline ? "a penalty needs the server" : "the server applies the penalty";
+  else if (result.undecided) want(branch, index, true, earlier);
   return { row, settings, own, result };
 }
 
@@ -82,7 +96,7 @@ function candidates(branch, index, step) {
         <td class="word"><q>${state.vocab.show(c.id)}</q><small>${c.id}${state.bytes ? ` · ${state.vocab.hex(c.id)}` : ""}</small></td>
         <td class="meter"><i .style=${`inline-size:${(100 * p).toFixed(2)}%`}></i></td>
         <td class="p" data-logprob=${c.logprob}>${percent(p)}</td>
-        <td>${c.by ? html`<span class="tag">${c.by}</span>` : taken ? html`<span class="tag drawn">drawn</span>` : state.offline || structured ? nothing
+        <td>${c.by ? html`<span class="tag">${c.by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline || structured ? nothing
           : html`<button class="small" aria-label="branch from ${state.vocab.show(c.id)}" @click=${() => branchFrom(branch, index, c.id)}>branch</button>`}</td></tr>`;
     })}</tbody></table>
     <p class="row">${known.length > listed ? html`<button class="link" @click=${() => { listed += 52; changed(); }}>Show more of ${known.length}</button>` : nothing}
@@ -94,17 +108,17 @@ function sliders(branch, index, step) {
   const changes = Object.keys(state.whatIf).length;
   const fork = () => branchWith(branch, index, { ...state.whatIf });
   const outcome = result.undecided
-    ? html`<span class="tag">${state.offline ? "cannot say: " : "asking for every logit: "}${result.undecided}</span>`
+    ? html`<span class="tag">${state.offline ? "cannot say: " : "one moment: "}${result.undecided}</span>`
     : result.token === token.id
       ? html`still <q>${state.vocab.show(result.token)}</q>`
       : html`would draw <q class="other">${state.vocab.show(result.token)}</q>`;
   return html`<section class="card" aria-label="what if">
     <h3>What if? <small>the same logits, the same noise</small></h3>
     <div class="sliders">
-      ${SLIDERS.map((name) => {
+      ${[...SLIDERS, ...(state.offline ? [] : Object.keys(PENALTIES))].map((name) => {
         const [low, high, by] = sliderRange(name);
         return html`<label class=${name in state.whatIf ? "moved" : ""}><span>${name} <output>${settings[name]}</output></span>
-          <input type="range" data-what=${name} min=${low} max=${high} step=${by} .value=${String(settings[name])}
+          <input type="range" data-what=${name} aria-label=${name} min=${low} max=${high} step=${by} .value=${String(settings[name])}
             @input=${(e) => whatIf(name, Number(e.target.value))} /></label>`;
       })}
       <label class=${"seed" in state.whatIf ? "moved" : ""}><span>seed</span>
@@ -124,8 +138,9 @@ let step = null;
 
 export function loopView() {
   const branch = current();
+  step = null;
   if (!branch?.tokens.length) return nothing;
-  const index = state.selected;
+  const index = branch.tokens[state.selected] ? state.selected : -1; // a branch may not be there yet
   const running = isRunning(branch);
   step = index < 0 ? null : computeStep(branch, index);
   return html`<section class="card" aria-label="the loop"><h3>The loop <small>context → logits → softmax → sample → append</small></h3>
@@ -148,14 +163,22 @@ function forward() {
 
 export function inspector() {
   const branch = current(), index = state.selected;
-  if (!branch?.tokens.length || index < 0) return nothing;
+  if (!branch?.tokens[index]) return nothing;
   return html`<section class="card" aria-label="candidates"><h3>Candidates <small>the model's own distribution</small></h3>${candidates(branch, index, step)}</section>
     ${step
       ? html`${sliders(branch, index, step)}
         <section class="card funnel" aria-label="the funnel"><h3>The funnel <small>what each stage leaves</small></h3>
-          ${stages(step.row, step.result, step.settings, branch.tokens[index].segment.params)}
+          ${stages(step.row, step.result, step.settings, { ...branch.tokens[index].segment.params, ...state.whatIf })}
           <h4>The draw</h4>${draw(step.result)}</section>`
-      : html`<section class="card"><p class="hint">${!branch.tokens[index].record ? "Beam search draws no token, so there is no noise to show." : state.offline ? "This step was not opened before the run was saved." : isRunning(branch) ? "The funnel opens when the text ends, or on any earlier token." : "reading the logits …"}</p></section>`}`;
+      : html`<section class="card"><p class="hint">${whyNot(branch, index)}</p></section>`}`;
+}
+
+function whyNot(branch, index) {
+  const token = branch.tokens[index];
+  if (isBeam(token)) return "Beam search keeps the likeliest sequences. It draws no token, so there is no noise to show.";
+  if (state.offline) return "This step was not opened before the run was saved.";
+  if (isRunning(branch)) return "The funnel opens when the text ends, or on any earlier token.";
+  return refused.get(rowKey(token, index)) ?? "reading the logits …";
 }
 
 export function fiveSamplers() {

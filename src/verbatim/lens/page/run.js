@@ -49,6 +49,7 @@ export async function send(more = {}) {
     const made = Array.from({ length: count }, (_, i) => newBranch({ promptIds: ids, label: label(i) }));
     for (const branch of made) branch.asked = asked;
     show(made[0].id, -1);
+    state.following = true;
     await generate(made, params);
   } catch (error) {
     fail(error);
@@ -91,6 +92,7 @@ export async function generate(branches, params) {
     fail(error);
   } finally {
     for (const branch of branches) branch.ended = performance.now();
+    state.requests++;
     changed();
   }
 }
@@ -118,9 +120,7 @@ function read(event, branches, segment) {
 
 function push(branch, token) {
   branch.tokens.push(token);
-  // follow the end of the text unless the user looks at an earlier token
-  if (branch.id === state.current && state.selected === branch.tokens.length - 2)
-    state.selected = branch.tokens.length - 1;
+  if (state.following && branch.id === state.current) state.selected = branch.tokens.length - 1;
 }
 
 function close(event, branches, segment) {
@@ -191,18 +191,18 @@ function recordOf(record, id) {
   if (rank < 0) return null;
   const { logit, logprob, final_prob } = record.top[rank];
   const rival = record.top[rank === 0 ? 1 : 0];
-  return { ...record, token: id, logit, logprob, final_prob, rank, margin: logit - rival.logit, lead: null };
+  return { ...record, token: id, logit, logprob, final_prob, rank: rank + 1, margin: logit - rival.logit, lead: null };
 }
 
 // ------------------------------------------------------------------------------------------- steps
 
-export const rowKey = (token, index) => `${token.segment.id}:${token.choice}:${index}`;
+export const rowKey = (token, index, changes = {}) =>
+  `${token.segment.id}:${token.choice}:${index}${Object.keys(changes).length ? JSON.stringify(changes) : ""}`;
 
 // The Row of one step; `rest`: with every logit. null: it cannot be known (offline).
 export async function rowOf(branch, index, { rest = false, changes = {} } = {}) {
   const token = branch.tokens[index];
-  const plain = Object.keys(changes).length === 0;
-  const key = rowKey(token, index) + (plain ? "" : JSON.stringify(changes));
+  const key = rowKey(token, index, changes);
   const known = state.rows.get(key);
   if (known && (known.whole || !rest)) return known;
   if (state.offline) return known ?? null;

@@ -18,11 +18,12 @@ export const state = {
   mode: "chat", system: "", input: "Name the capital of France.", turns: [],
   params: {}, // set by the user; everything else is a default
   branches: [], current: null, other: null, // ids; `other` is compared with `current`
-  selected: -1, colour: "probability", bytes: false, playing: false,
+  selected: -1, following: false, // the selection moves with the end of the text
+  colour: "probability", bytes: false, playing: false,
   whatIf: {}, // settings of the sliders that differ from the segment's own
   trouble: null, proof: null, asking: false, askKey: false,
   rows: new Map(), // "segment:index" -> Row
-  engine: null,
+  engine: null, requests: 0, // requests that have ended
 };
 
 const listeners = [];
@@ -62,6 +63,7 @@ export function newBranch({ parent = null, forkAt = 0, tokens = [], promptIds, l
 export function select(index) {
   const last = (current()?.tokens.length ?? 0) - 1;
   state.selected = Math.max(-1, Math.min(index, last));
+  state.following = false;
   state.whatIf = {};
   changed();
 }
@@ -72,6 +74,7 @@ export function show(id, index = null) {
   if (state.other === id) state.other = null;
   const last = (current()?.tokens.length ?? 0) - 1;
   state.selected = index === null ? Math.min(state.selected, last) : index;
+  state.following = false;
   state.whatIf = {};
   changed();
 }

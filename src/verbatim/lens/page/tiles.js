@@ -7,7 +7,7 @@ import { announce, changed, current, select, state } from "./store.js";
 // name -> [title, what 0 and 1 mean, value in 0 .. 1: how surprising]
 export const COLOURS = {
   probability: ["probability", "certain", "unlikely", (r) => Math.min(1, -r.logprob / 7)],
-  rank: ["rank", "first", "64th", (r) => Math.min(1, Math.log2(1 + r.rank) / 6)],
+  rank: ["rank", "first", "64th", (r) => Math.min(1, Math.log2(r.rank) / 6)],
   entropy: ["entropy", "0 nats", "6 nats", (r) => Math.min(1, r.entropy / 6)],
   margin: ["margin", "8 ahead", "8 behind", (r) => Math.max(0, Math.min(1, 0.5 - (r.margin ?? 8) / 16))],
   relative: ["relative to the best", "the best", "1/100", (r) =>
@@ -17,7 +17,7 @@ export const COLOURS = {
 export function describe(token, index) {
   const { record } = token, shown = state.vocab.quoted(token.id);
   if (!record) return `token ${index + 1}, ${shown}, id ${token.id}`;
-  return `token ${index + 1}, ${shown}, id ${token.id}, probability ${percent(Math.exp(record.logprob))}, rank ${record.rank + 1}, entropy ${record.entropy.toFixed(2)} nats${token.forced ? ", chosen by you" : ""}`;
+  return `token ${index + 1}, ${shown}, id ${token.id}, probability ${percent(Math.exp(record.logprob))}, rank ${record.rank}, entropy ${record.entropy.toFixed(2)} nats${token.forced ? ", chosen by you" : ""}`;
 }
 
 export class Tiles {

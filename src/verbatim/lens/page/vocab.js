@@ -35,7 +35,8 @@ export class Vocab {
     const bytes = this.bytesOf(id);
     try {
       const text = utf8.decode(bytes);
-      return text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
+      const seen = text.trim() ? text : text.replaceAll(" ", "␣");
+      return seen.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
     } catch {
       return `⟨${this.hex(id)}⟩`;
     }

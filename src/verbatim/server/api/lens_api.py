@@ -138,7 +138,13 @@ def _params(call: RequestContext, params: dict[str, Any]) -> dict[str, Any]:
 
 async def _row(call: RequestContext, known: list[int], salt: str) -> bytes:
     call.admission.enter_context(call.state.admit_rows())
-    params = {"max_tokens": 1, "temperature": 0.0, "explain": 1, "receipt": True, "seed": 0}
+    params: dict[str, Any] = {
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "explain": 1,
+        "receipt": True,
+        "seed": 0,
+    }
     if salt:
         params["cache_salt"] = salt
     call.submit(Generate(call.next_id(), call.tenant, params, False, known, explain_rows=True))

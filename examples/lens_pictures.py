@@ -1,0 +1,111 @@
+"""Make the pictures of the Lens in docs/pictures: a server on the default model, a browser, a few
+clicks. Needs Chromium, Playwright and Pillow (`make test` installs them).
+
+    python examples/lens_pictures.py [FOLDER]
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from playwright.sync_api import Page, sync_playwright
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+DESKTOP, PHONE = (1440, 1000), (390, 844)  # CSS pixels
+PICTURES = {
+    "lens-light": (DESKTOP, "light", "generate"),
+    "lens-dark": (DESKTOP, "dark", "branch"),
+    "lens-engine": (DESKTOP, "light", "engine"),
+    "lens-phone-light": (PHONE, "light", "generate"),
+    "lens-phone-dark": (PHONE, "dark", "generate"),
+}
+PROMPT = "Tell me about Paris in two sentences."
+
+
+def start_server() -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "verbatim", "serve", "--port", "0"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    url = ""
+    for line in process.stderr:
+        if found := re.search(r"listening on (http://\S+)", line):
+            url = found[1]
+        if " ready: " in line:
+            break
+    return process, url
+
+
+def set_param(page: Page, name: str, value: object) -> None:
+    box = page.locator(f"#p-{name}")
+    box.evaluate("box => box.closest('details').open = true")
+    box.fill(str(value))
+    box.dispatch_event("change")
+
+
+def generate(page: Page, url: str, view: str) -> None:
+    page.goto(url)
+    page.wait_for_selector("#send:not([disabled])")
+    set_param(page, "seed", 4)
+    set_param(page, "top_p", 0.95)
+    page.fill("#prompt", PROMPT)
+    page.click("#send")
+    page.wait_for_selector("body[data-requests='1']")
+    page.click("#tile-8")
+    page.wait_for_selector(".stages")
+    if view == "branch":
+        page.click(".candidates tr:not(.drawn) button >> nth=1")
+        page.wait_for_selector("body[data-requests='2']")
+        page.wait_for_selector(".stages")
+    if view == "engine":
+        page.click("nav >> text=Engine")
+        page.wait_for_selector("#plot canvas")
+        page.wait_for_timeout(1500)  # one more poll of the engine
+    page.wait_for_timeout(400)  # the bars' transitions
+
+
+def save(png: bytes, path: Path) -> None:
+    """A palette of 128 colours: a third of the size, and no visible difference on flat colours."""
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    picture.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB")
+
+
+def take(browser: Any, url: str, folder: Path) -> None:
+    for name, ((width, height), scheme, view) in PICTURES.items():
+        page = browser.new_page(
+            viewport={"width": width, "height": height}, color_scheme=scheme, device_scale_factor=1
+        )
+        page.set_default_timeout(120_000)
+        generate(page, url, view)
+        full = (width, height) == DESKTOP
+        if not full:
+            page.evaluate("() => document.querySelector('.sequence').scrollIntoView()")
+        save(page.screenshot(full_page=full), folder / f"{name}.png")
+        page.close()
+
+
+def main(folder: Path = FOLDER) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    server, url = start_server()
+    try:
+        with sync_playwright() as playwright:
+            flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+            browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+            take(browser, url, folder)
+            browser.close()
+    finally:
+        server.terminate()
+        server.communicate()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))

@@ -1,0 +1,68 @@
+"""Fixtures of the Lens tests: one server on the fake model, one browser."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+
+from live_server import Live
+
+MANY = 10**9  # steps
+
+
+class Gate:
+    """The file that says how many steps the fake engine may run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.open()
+
+    def set(self, steps: int) -> None:
+        new = self.path.with_suffix(
+            ".new"
+        )  # replaced at once: the engine never reads half a number
+        new.write_text(str(steps))
+        new.replace(self.path)
+
+    def open(self) -> None:
+        self.set(MANY)
+
+
+@pytest.fixture(scope="session")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("lens") / "gate")
+
+
+@pytest.fixture(scope="session")
+def live(gate: Gate) -> Iterator[Live]:
+    server = Live(engine=f"pipeline,gate={gate.path}").wait_ready()
+    yield server
+    gate.open()
+    assert server.stop() == 0, server.log_text()
+
+
+def chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    found = chromium()
+    if found is None:
+        pytest.skip("no Chromium: `make test` installs Debian's chromium only as root")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = playwright.chromium.launch(executable_path=found, args=flags)
+        yield running
+        running.close()

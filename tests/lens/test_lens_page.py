@@ -1,0 +1,340 @@
+"""The Lens in a browser: it streams, its numbers are the API's, its redraws and branches are what
+the server would draw, and a saved run replays."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lens_page import LensPage, api, prompt_ids
+from live_server import Live
+
+pytestmark = pytest.mark.server
+SETTINGS = {"max_tokens": 24, "seed": 11, "temperature": 0.8, "ignore_eos": True}
+TYPED = {name: value for name, value in SETTINGS.items() if name != "ignore_eos"}
+
+
+@pytest.fixture(scope="module")
+def lens(browser: Any, live: Live) -> Iterator[LensPage]:
+    """One page for the module, with a run of 24 tokens. At the end: no console error, and no
+    request to another host."""
+    page = LensPage(browser, live).open()
+    page.page.locator("#p-ignore_eos").evaluate("box => { box.closest('details').open = true }")
+    page.page.check("#p-ignore_eos")
+    page.generate(**TYPED)
+    yield page
+    page.close()
+    assert page.errors == []
+    assert {url.split("/")[2] for url in page.requests if url.startswith("http")} == {
+        live.url.split("/")[2]
+    }
+    assert not [url for url in page.requests if not url.startswith(("http", "blob:", "data:"))]
+
+
+def test_the_page_is_served_under_a_strict_policy(live: Live) -> None:
+    answer = live.client.get("/")
+    assert answer.status_code == 200
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert not re.search(r"<script(?![^>]*src=)|<style|style=|\son\w+=", answer.text)
+    assert live.client.get("/lens/../pyproject.toml").status_code == 404
+    assert live.client.get("/lens/__init__.py").status_code == 404
+
+
+def test_chat_streams_with_probabilities_while_streaming(
+    browser: Any, live: Live, gate: Any
+) -> None:
+    """The engine stops after a few steps: the page already shows tokens and their numbers."""
+    page = LensPage(browser, live).open()
+    page.set(max_tokens=12, seed=5)
+    page.page.fill("#prompt", "hello")
+    gate.set(int(live.metrics()["verbatim_steps_total"]) + 5)
+    with page.one_request():
+        page.page.click("#send")
+        page.page.wait_for_selector("#tile-2")
+        assert page.page.is_enabled("#stop")
+        assert "probability" in str(page.page.get_attribute("#tile-1", "aria-label"))
+        assert page.page.locator(".candidates tr").count() >= 10
+        gate.open()
+    ids = live.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}).json()
+    direct = api(live, ids["tokens"], max_tokens=12, seed=5)
+    assert page.tokens() == direct["ids"]
+    assert page.errors == []
+    page.close()
+
+
+def test_the_bars_are_the_numbers_of_the_api(lens: LensPage) -> None:
+    direct = api(lens.live, prompt_ids(lens.live), **SETTINGS)
+    assert lens.tokens() == direct["ids"]
+    for index in (0, 7, 23):
+        lens.select(index)
+        record = direct["explain"][index]
+        rows = lens.page.locator(".candidates tr")
+        shown = {
+            int(str(rows.nth(i).get_attribute("data-id"))): float(
+                str(rows.nth(i).locator(".p").get_attribute("data-logprob"))
+            )
+            for i in range(12)
+        }
+        assert shown == {c["id"]: c["logprob"] for c in record["top"][:12]}
+        winner = lens.page.locator(".draw tr.winner td").all_text_contents()
+        assert winner[3] == f"{record['score']:.2f}"
+        assert float(winner[1].removesuffix(" %")) == pytest.approx(
+            100 * record["final_prob"], abs=0.005
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 1.75},
+        {"temperature": 2, "top_p": 0.6},
+        {"top_k": 3, "temperature": 1.5},
+        {"min_p": 0.2, "temperature": 1.9},
+        {"typical_p": 0.4, "temperature": 1.2},
+        {"seed": 12345},
+        {"temperature": 0},
+        {"repetition_penalty": 1.5, "temperature": 1.5},
+    ],
+    ids=str,
+)
+def test_a_redraw_is_what_a_request_with_that_setting_draws(
+    lens: LensPage, changes: dict[str, float]
+) -> None:
+    ids, known = lens.tokens(), prompt_ids(lens.live)
+    for index in (2, 9):
+        lens.select(index)
+        drawn = lens.slide(**changes)
+        direct = api(lens.live, known + ids[:index], **{**SETTINGS, **changes, "max_tokens": 1})
+        assert drawn == direct["ids"][0]
+        lens.page.click("text=Reset >> nth=-1")
+
+
+def test_a_branch_is_a_request_with_that_prefix(lens: LensPage) -> None:
+    before, known = lens.tokens(), prompt_ids(lens.live)
+    lens.select(6)
+    row = lens.page.locator(".candidates tr:not(.drawn)").nth(3)
+    candidate = int(str(row.get_attribute("data-id")))
+    with lens.one_request():
+        row.locator("button").click()
+    prefix = [*before[:6], candidate]
+    direct = api(lens.live, known + prefix, **SETTINGS)
+    assert lens.tokens() == prefix + direct["ids"]
+    usage = direct["usage"]["prompt_tokens"]
+    cached = int(lens.page.locator(".branch.on .cached").text_content() or -1)
+    computed = int(lens.page.locator(".branch.on .computed").text_content() or -1)
+    assert cached + computed == usage
+    assert cached >= 16  # the prefix cache holds whole blocks
+    assert lens.page.locator(".two .column").count() == 2, "compared with its parent"
+    lens.page.click("text=Undo")
+    lens.page.wait_for_selector(".branch >> nth=1", state="detached")
+    assert lens.tokens() == before
+
+
+def test_a_branch_with_other_settings_starts_with_the_redrawn_token(lens: LensPage) -> None:
+    before, known = lens.tokens(), prompt_ids(lens.live)
+    lens.select(4)
+    drawn = lens.slide(temperature=1.9, top_k=50)
+    with lens.one_request():
+        lens.page.click("text=Branch here with these settings")
+    settings = {**SETTINGS, "temperature": 1.9, "top_k": 50}
+    direct = api(lens.live, known + before[:4], **settings)
+    assert lens.tokens() == before[:4] + direct["ids"]
+    assert direct["ids"][0] == drawn
+    lens.page.click("text=Undo")
+    lens.page.wait_for_selector(".branch >> nth=1", state="detached")
+
+
+def test_the_keyboard_walks_over_the_tokens(lens: LensPage) -> None:
+    lens.select(3)
+    lens.page.focus("#tiles")
+    for key, at in (("ArrowRight", 4), ("End", 23), ("Home", 0), ("ArrowDown", 10)):
+        lens.page.keyboard.press(key)
+        active = lens.page.wait_for_selector(f"#tile-{at}[aria-selected=true]")
+        assert active is not None
+        assert lens.page.get_attribute("#tiles", "aria-activedescendant") == f"tile-{at}"
+    assert "probability" in str(lens.page.text_content("#live"))
+    unnamed = lens.page.evaluate(
+        "() => [...document.querySelectorAll('button, input, select, textarea')].filter(e =>"
+        " !e.textContent.trim() && !e.getAttribute('aria-label') && !e.labels?.length)"
+        ".map(e => e.outerHTML)"
+    )
+    assert unnamed == []
+
+
+def test_colours_follow_the_choice(lens: LensPage) -> None:
+    heat = "tile => tile.style.getPropertyValue('--heat')"
+    seen = set()
+    for name in ("probability", "rank", "entropy", "margin", "relative"):
+        lens.page.select_option("#colour", name)
+        lens.page.evaluate("() => new Promise(r => requestAnimationFrame(() => r()))")
+        seen.add(tuple(lens.page.locator(f"#tile-{i}").evaluate(heat) for i in range(24)))
+    assert len(seen) == 5
+    lens.page.select_option("#colour", "probability")
+
+
+def test_the_engine_view_shows_this_keys_steps_and_blocks(lens: LensPage) -> None:
+    lens.page.click("nav >> text=Engine")
+    lens.page.wait_for_selector(".strip i")
+    lens.page.wait_for_selector(".timeline i")
+    lens.page.wait_for_selector("#plot canvas")
+    lens.page.click("nav >> text=Generate")
+    lens.page.wait_for_selector("#tile-23")
+
+
+# --------------------------------------------------------------------- saved runs and the proof
+
+
+@pytest.fixture(scope="module")
+def saved(lens: LensPage, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    lens.select(5)
+    with lens.page.expect_download() as download:
+        lens.page.click("#save")
+    path = tmp_path_factory.mktemp("saved") / "run.html"
+    download.value.save_as(path)
+    return path
+
+
+def data_of(path: Path) -> dict[str, Any]:
+    found = re.search(r'id="run">(.*?)</script>', path.read_text(), re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
+
+
+def prove(lens: LensPage, file: Path) -> str:
+    lens.page.set_input_files("#load", file)
+    lens.page.wait_for_selector("#tile-23")
+    lens.page.click("#prove")
+    lens.page.wait_for_selector("#proof.identical, #proof.different")
+    return str(lens.page.text_content("#proof"))
+
+
+def test_a_saved_run_opens_without_a_server(browser: Any, lens: LensPage, saved: Path) -> None:
+    page = LensPage(browser, lens.live, offline=True)
+    page.page.goto(saved.as_uri())
+    page.page.wait_for_selector("#tile-23")
+    assert page.tokens() == lens.tokens()
+    page.select(9)
+    assert page.page.locator("[data-stage=temperature]").count() == 1
+    row = next(data for key, data in data_of(saved)["rows"] if key.endswith(":0:9"))
+    assert page.slide(temperature=0) == row["top"][0][0]
+    assert page.errors == []
+    assert [url for url in page.requests if url.startswith("http")] == []
+    page.close()
+
+
+def test_a_loaded_receipt_replays_identical(lens: LensPage, saved: Path) -> None:
+    said = prove(lens, saved)
+    assert "Identical" in said
+    assert "24 tokens" in said
+
+
+@pytest.mark.parametrize("what", ["number", "candidate", "token", "receipt"])
+def test_a_planted_wrong_number_is_noticed(
+    lens: LensPage, saved: Path, tmp_path: Path, what: str
+) -> None:
+    from verbatim.observe.receipt import digest_of
+
+    data = data_of(saved)
+    receipt = data["segments"][0]["receipt"]
+    if what == "number":
+        data["tokens"][7]["record"]["logprob"] += 1e-9
+    elif what == "candidate":
+        data["tokens"][3]["record"]["top"][2]["logit"] += 1e-6
+    elif what == "token":
+        receipt["choices"][0]["token_ids"][5] ^= 1
+        receipt["sha256"] = digest_of(receipt)
+    else:
+        receipt["choices"][0]["token_ids"][5] ^= 1  # without a new digest
+    file = tmp_path / "planted.json"
+    file.write_text(json.dumps(data))
+    said = prove(lens, file)
+    place = {"number": "token 8", "candidate": "token 4", "token": "token 5", "receipt": "sha256"}
+    assert "Not identical" in said
+    assert place[what] in said
+    if what == "receipt":  # the server refuses a damaged receipt
+        lens.expect_errors(400, "/lens/api/replay")
+
+
+def test_2000_tokens_stay_still_while_a_slider_moves(
+    lens: LensPage, saved: Path, tmp_path: Path, record_property: Any
+) -> None:
+    """60 redraws touch no tile: the cost of a redraw does not depend on the length of the text."""
+    data = data_of(saved)
+    tokens = data["tokens"]
+    data["tokens"] = [dict(tokens[i % len(tokens)]) for i in range(2000)]
+    data["branches"][0]["tokens"] = list(range(2000))
+    file = tmp_path / "long.json"
+    file.write_text(json.dumps(data))
+    lens.page.set_input_files("#load", file)
+    lens.page.wait_for_selector("#tile-1999", state="attached")
+    lens.select(5)
+    lens.slide(top_k=40)
+    tiles, redraws, milliseconds = lens.page.evaluate(
+        """async () => {
+          let tiles = 0, redraws = 0;
+          const box = document.querySelector("[data-what=temperature]");
+          const watch = new MutationObserver((all) => { tiles += all.length; });
+          watch.observe(document.getElementById("tiles"), { subtree: true, childList: true,
+            attributes: true, characterData: true });
+          const seen = new MutationObserver(() => { redraws++; });
+          seen.observe(document.querySelector(".stages"), { subtree: true, childList: true,
+            attributes: true, characterData: true });
+          const start = performance.now();
+          for (let i = 0; i < 60; i++) {
+            box.value = 0.3 + i / 40;
+            box.dispatchEvent(new Event("input"));
+            await new Promise((r) => requestAnimationFrame(() => r()));
+          }
+          await new Promise((r) => setTimeout(r));
+          return [tiles, redraws, performance.now() - start];
+        }"""
+    )
+    assert tiles == 0
+    assert redraws >= 30, "the funnel follows the slider"
+    record_property("60 redraws, milliseconds", milliseconds)
+
+
+# --------------------------------------------------------------------------------- errors, phone
+
+
+def test_errors_are_shown_kindly(browser: Any, live: Live, tmp_path: Path) -> None:
+    page = LensPage(browser, live).open()
+    page.start(top_p=5, max_tokens=4)
+    alert = page.page.wait_for_selector("[role=alert]")
+    assert alert is not None
+    assert "top_p" in str(alert.text_content())
+    assert page.page.locator(".control.wrong #p-top_p").count() == 1
+    page.set(top_p=1)
+    page.page.wait_for_selector(".control.wrong", state="detached")
+    broken = tmp_path / "nothing.html"
+    broken.write_text("<p>not a run</p>")
+    page.page.set_input_files("#load", broken)
+    page.page.wait_for_selector("text=This file holds no run of the Lens.")
+    page.page.route("**/tokenize", lambda route: route.abort())
+    page.page.click("#send")
+    page.page.wait_for_selector("text=The server does not answer.")
+    page.expect_errors(400, "/v1/completions", "net::ERR_FAILED")
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(browser: Any, live: Live, scheme: str) -> None:
+    page = LensPage(browser, live, color_scheme=scheme)
+    page.page.set_viewport_size({"width": 390, "height": 844})
+    page.open()
+    page.generate(**TYPED)
+    page.select(3)
+    wide = page.page.evaluate("() => document.documentElement.scrollWidth")
+    assert wide <= 390
+    colour = page.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    light = sum(map(int, re.findall(r"\d+", colour)[:3])) > 380
+    assert light == (scheme == "light")
+    assert page.errors == []
+    page.close()
