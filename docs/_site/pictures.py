@@ -117,7 +117,7 @@ def main() -> None:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams.update({"svg.hashsalt": "verbatim", "font.size": 9})
+    matplotlib.rcParams.update({"svg.hashsalt": "verbatim", "svg.fonttype": "none", "font.size": 9})
     badges()
     explain()
     bench()

@@ -21,6 +21,7 @@ import contextlib
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -162,7 +163,7 @@ class Runner:
         return done.returncode, done.stdout, done.stderr
 
     def _in_process(self, words: list[str]) -> tuple[int, str, str]:
-        """`verbatim …` without a new interpreter: half of the time of a command is its start."""
+        """A command without a new interpreter: half of the time of a command is its start."""
         from verbatim.cli.main import main
 
         code = 0
@@ -172,16 +173,30 @@ class Runner:
             _environ(environment()),
         ):
             try:
-                code = main(words[1:]) or 0  # type: ignore[func-returns-value]
+                if words[0] == "python":
+                    _run_script(words[1:])
+                else:
+                    main(words[1:])
             except SystemExit as done:
                 code = int(done.code or 0)
         return code, out.getvalue(), err.getvalue()
 
 
+def _run_script(words: list[str]) -> None:
+    """`python FILE …`, with the file's folder first on the path, as the interpreter does."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = words, [str((ROOT / words[0]).parent)]
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+
+
 def _plain(text: str) -> list[str] | None:
-    """The words of a single `verbatim` command without shell syntax; None for anything else."""
+    """The words of a single `verbatim` or `python examples/…` command without shell syntax; None
+    for anything else."""
     joined = text.replace("\\\n", " ").strip()
-    if not joined.startswith("verbatim ") or "\n" in joined:
+    if not joined.startswith(("verbatim ", "python examples/")) or "\n" in joined:
         return None
     lexer = shlex.shlex(joined, posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
