@@ -31,7 +31,7 @@ def main(words: list[str] | None = None) -> dict[str, list[float]]:
     options = arguments(__doc__, words)
     out: dict[str, list[float]] = {}
     with LLM("smollm2") as llm:
-        plain = SamplingParams(max_tokens=1, logprobs=TOP, seed=1)
+        plain = SamplingParams(max_tokens=1, logprobs=TOP, seed=1, temperature=1, top_p=1)
         top = llm.generate(PROMPT, plain).logprobs[0].top
         names = [llm.decode([token]) for token, _ in top]
         for name, setting in SETTINGS.items():
@@ -41,7 +41,7 @@ def main(words: list[str] | None = None) -> dict[str, list[float]]:
         print(f"{'':10}" + "".join(f"{name:>17}" for name in SETTINGS))
         for row, text in enumerate(names[:6]):
             print(f"{text!r:10}" + "".join(f"{out[name][row]:17.3f}" for name in SETTINGS))
-        many = llm.generate(PROMPT, SamplingParams(max_tokens=1, seed=1, n=DRAWS, top_k=5))
+        many = llm.generate(PROMPT, plain.with_(logprobs=None, n=DRAWS, top_k=5))
         counts = Counter(choice.text for choice in many.choices)
         print(f"{DRAWS} draws with top-k 5:", [counts[name] for name in names[:5]])
     if options.plot:

@@ -36,7 +36,10 @@ def main(words: list[str] | None = None) -> dict[str, list[float]]:
         score = llm.score(HUMAN)
         first = len(prompt)
         out["a person's text"] = [entry.logprob for entry in score.logprobs[first:] if entry]
-        for name, setting in (("greedy", {"temperature": 0}), ("sampled", {"seed": 1})):
+        for name, setting in (
+            ("greedy", {"temperature": 0}),
+            ("sampled", {"seed": 1, "temperature": 1, "top_p": 1}),
+        ):
             done = llm.generate(prompt, params.with_(**setting))
             out[name] = [entry.logprob for entry in done.logprobs]
             if name == "greedy":
