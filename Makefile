@@ -8,7 +8,7 @@ PROMPT ?= Name the capital of France.
 export PROMPT  # through the environment: a quote or a backtick in it is text
 CPU     = src/verbatim/backend/cpu
 NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*/*.cpp $(CPU)/*/*.h $(CPU)/*/*.inc)
-CHECKED = src tests bench examples
+CHECKED = src tests bench examples docs
 
 # What `make test` and `make test-slow-machine` run: a folder, a file, or pytest's name of a test.
 TESTS  ?= tests
@@ -21,7 +21,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys models
+.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys models docs pictures docs-outputs
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -78,9 +78,21 @@ clients: $(VENV)/.dev
 config-keys: $(VENV)/.installed
 	$(BIN)/python -m verbatim.model.keys_doc > docs/config-keys.md
 
-# docs/models.md, the parity table, from the test cases; a test checks that it is current
+# docs/model-parity.md, the parity table, from the test cases; a test checks that it is current
 models: $(VENV)/.dev
-	$(BIN)/python tests/parity/models_doc.py > docs/models.md
+	$(BIN)/python tests/parity/models_doc.py > docs/model-parity.md
+# The documentation site in build/site; open build/site/index.html. A warning of MkDocs is an error.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+# Every picture of README.md and docs/ (the plots of the course have the times of this machine)
+pictures: $(VENV)/.dev
+	$(BIN)/python docs/_site/pictures.py
+
+# Record the outputs that README.md and docs/ show anew, after a change of what a command prints
+docs-outputs: $(VENV)/.dev
+	$(BIN)/python tests/docs/doc_blocks.py --write
 
 bench: $(VENV)/.installed
 	@$(BIN)/verbatim bench

@@ -1,13 +1,11 @@
 """The documents match the code: docs/one-token.md exactly, except that numbers may vary as BLAS
-libraries do; and the examples of the README."""
+libraries do. tests/docs runs the examples of README.md and of the other pages."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
-import json
 import re
-import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -73,20 +71,6 @@ def test_files_named_in_one_token_md_have_docstrings_and_short_functions() -> No
                 assert lines <= 50, f"{file}: {node.name} has {lines} lines"
 
 
-def test_the_example_of_the_readme_runs(
-    default_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
-    example = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert example is not None
-    exec(compile(example[1], "README.md", "exec"), {})
-    result = capsys.readouterr().out
-    assert "Paris" in result
-    promised = re.search(r"print\(vote\.answer, vote\.counts\)\s+# (.*)", example[1])
-    assert promised is not None
-    assert result.splitlines()[-1] == promised[1]
-
-
 def test_every_link_between_documents_resolves() -> None:
     pages = [
         ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
@@ -95,39 +79,3 @@ def test_every_link_between_documents_resolves() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
-
-
-@pytest.mark.native
-def test_readme_commands_print_the_documented_output(
-    default_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each line under a `$ verbatim …` is printed, in that order; … stands for omitted lines."""
-    pytest.importorskip("verbatim.backend.cpu._native", reason="the numbers are of the cpu backend")
-    from verbatim.cli.main import main
-
-    monkeypatch.delenv("VERBATIM_MODEL", raising=False)
-    text = (ROOT / "README.md").read_text("utf-8")
-    [block] = re.findall(r"## The command line\n\n```\n(.*?)```", text, re.DOTALL)
-    calls = [
-        part.split("\n", 1) for part in re.split(r"^\$ verbatim ", block, flags=re.MULTILINE)[1:]
-    ]
-    assert len(calls) == 4
-    for line, promised in calls:
-        words, _, jq = line.partition(" | jq -c ")
-        with pytest.raises(SystemExit):
-            main(shlex.split(words))
-        result = capsys.readouterr()
-        if jq:
-            answer = json.loads(result.out)
-            lines = [
-                json.dumps(
-                    [answer[name] for name in re.findall(r"\.(\w+)", jq)], separators=(",", ":")
-                )
-            ]
-        else:
-            lines = (result.out + result.err).splitlines()
-        rest = iter(lines)
-        for wanted in promised.splitlines():
-            assert wanted in ("", "…") or wanted in rest, (
-                f"$ verbatim {words} should print {wanted!r}; it printed {lines}"
-            )

@@ -1,4 +1,4 @@
-"""Generate docs/models.md, the parity table, from the test cases: `make models`. Prints to stdout.
+"""Generate docs/model-parity.md, the parity table, from the test cases: `make models`.
 
 A cell is filled by a test: transformers' tiny random checkpoints (checkpoints.py) for the two file
 kinds, testing_models.py for the backends. test_models_doc.py checks that the file is current and

@@ -1,4 +1,4 @@
-"""docs/models.md is current, and every family has the tests that the table promises."""
+"""docs/model-parity.md is current, and every family has the tests that the table promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_docs_models_is_up_to_date() -> None:
-    assert (ROOT / "docs/models.md").read_text("utf-8") == document(), "run `make models`"
+    assert (ROOT / "docs/model-parity.md").read_text("utf-8") == document(), "run `make models`"
 
 
 def test_every_model_type_has_a_checkpoint_and_runs_on_every_backend() -> None:

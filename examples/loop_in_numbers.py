@@ -1,7 +1,7 @@
 """The loop in numbers: draws by hand, what the KV cache saves, what it costs, when decode turns
-compute-bound. docs/tour.md shows its output; --plots writes the figures there.
+compute-bound. docs/loop-in-numbers.md shows its output; --plots writes the figures there.
 
-python examples/tour.py [--model smollm2] [--plots docs/tour]
+python examples/loop_in_numbers.py [--model smollm2] [--plots docs/assets]
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _plots(
         tuple(Line(n, tuple(zip(batches, v, strict=True))) for n, v in steps.items()),
         log_x=True,
     )
-    draw([cache, sizes, roof], str(folder / "tour.svg"))
+    draw([cache, sizes, roof], str(folder / "loop-in-numbers.svg"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""MkDocs hooks of the documentation site.
+
+Pages come in as Markdown; two things change before MkDocs renders them:
+
+- `<!-- generate: NAME -->` is replaced by a table or list that tables.py makes from the code, so
+  that it is never out of date.
+- A link that leaves docs/ (README.md, a source file) points to a page that is generated here from
+  that file, so that the site is complete without a network.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tables
+
+ROOT = Path(__file__).parents[2]
+# File of the repository -> page of the site, made from it.
+ROOT_PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security-tests.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
+}
+LANGUAGES = {
+    ".py": "python",
+    ".cpp": "cpp",
+    ".h": "cpp",
+    ".inc": "cpp",
+    ".json": "json",
+    ".txt": "text",
+    ".toml": "toml",
+    ".yml": "yaml",
+}
+GENERATE = re.compile(r"^<!-- generate: ([\w -]+?) -->$", re.MULTILINE)
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made from files outside docs/."""
+    for name, page in ROOT_PAGES.items():
+        text = (ROOT / name).read_text("utf-8")
+        files.append(File.generated(config, page, content=_from_root(text)))
+    for target in sorted(_linked_sources(config)):
+        content = _source_page(target)
+        files.append(File.generated(config, _source_name(target), content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = posixpath.dirname(page.file.src_uri)
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(here, match[1]))
+        if target.startswith("../"):
+            target = _site_target(target[3:])
+        elif target.startswith("docs/"):  # a page made from a file of the root
+            target = target[5:]
+        elif files.get_file_from_path(target) is None and page.file.src_uri in ROOT_PAGES.values():
+            target = _site_target(target)
+        else:
+            return match[0]
+        return posixpath.relpath(target, here or ".") + (match[2] or "")
+
+    text = GENERATE.sub(lambda match: tables.generate(match[1]), markdown)
+    return _outside_code(text, lambda part: LINK.sub(link, part))
+
+
+def _outside_code(text: str, change: Any) -> str:
+    """Apply `change` to the text between fenced code blocks."""
+    out, end = [], 0
+    for fence in FENCE.finditer(text):
+        out += [change(text[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*out, change(text[end:])])
+
+
+def _from_root(text: str) -> str:
+    """The badges at the top of README.md are local pictures; everything else stays as it is."""
+    return text.replace('src="docs/', 'src="').replace("](docs/assets/", "](assets/")
+
+
+def _linked_sources(config: MkDocsConfig) -> set[str]:
+    """Files outside docs/ that a page links to, relative to the repository."""
+    docs = Path(config.docs_dir)
+    pages = [page for page in docs.rglob("*.md") if page.name != "README.md"]
+    found = set()
+    for page in [*pages, *(ROOT / name for name in ROOT_PAGES)]:
+        for match in LINK.finditer(FENCE.sub("", page.read_text("utf-8"))):
+            target = (page.parent / match[1]).resolve()
+            if target.is_relative_to(ROOT) and not target.is_relative_to(docs):
+                found.add(target.relative_to(ROOT).as_posix())
+    return found - ROOT_PAGES.keys()
+
+
+def _site_target(target: str) -> str:
+    return ROOT_PAGES.get(target) or _source_name(target)
+
+
+def _source_name(target: str) -> str:
+    return f"source/{target.rstrip('/')}.md"
+
+
+def _source_page(target: str) -> str:
+    """A file with its syntax highlighted, or the list of a folder; not in the search index."""
+    path = ROOT / target
+    head = f"---\nsearch:\n  exclude: true\nhide: [toc]\n---\n\n# {target}\n\n"
+    if path.is_dir():
+        names = sorted(child.name for child in path.iterdir() if not child.name.startswith("_"))
+        return head + "\n".join(f"- `{name}`" for name in names) + "\n"
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"{head}`````{language} linenums='1'\n{path.read_text('utf-8')}`````\n"

@@ -1,0 +1,35 @@
+"""Fixtures of the documentation's tests: the built site, and a server for its examples."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "server"))
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it; a warning of MkDocs is an error."""
+    target = tmp_path_factory.mktemp("site")
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(target)]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return target
+
+
+@pytest.fixture(scope="session")
+def doc_server(default_model: Path) -> Iterator[Callable[[], int]]:
+    """The port of a server with the default model, which starts on the first call."""
+    from doc_server import DocServer
+
+    server = DocServer()
+    yield server.port
+    server.stop()

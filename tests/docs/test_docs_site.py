@@ -1,0 +1,149 @@
+"""The documentation site builds without a warning, is complete, and asks nothing outside for a
+file."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import inspect
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+
+import verbatim
+from verbatim import EngineConfig
+from verbatim.base.params import FIELDS
+from verbatim.cli import main as cli_main
+from verbatim.server.api.field_table import PROTOCOLS
+
+ROOT = Path(__file__).parents[2]
+
+
+def page(site: Path, name: str) -> str:
+    return html.unescape((site / name).read_text("utf-8"))
+
+
+def plain(text: str) -> str:
+    """The text of a page without its tags, entities and line breaks."""
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", "", text)))
+
+
+def test_every_public_name_has_its_entry(site: Path) -> None:
+    reference = "".join(page(site, p.relative_to(site)) for p in site.glob("reference/*.html"))
+    for name in verbatim.__all__:
+        if name.startswith("__"):
+            assert f"verbatim.{name}" in plain(reference), name
+        else:
+            assert f'id="verbatim.{name}"' in reference, name
+
+
+@pytest.mark.parametrize("owner", ["LLM", "AsyncEngine", "Stream", "AsyncStream"])
+def test_every_public_method_has_its_entry(owner: str, site: Path) -> None:
+    internal = {"from_parts", "submit_to", "call"}  # tests/test_exports.py names them
+    engines = page(site, "reference/engines.html")
+    for name, _ in inspect.getmembers_static(getattr(verbatim, owner), callable):
+        if not name.startswith("_") and name not in internal:
+            assert f'id="verbatim.{owner}.{name}"' in engines, f"{owner}.{name}"
+
+
+def test_every_flag_of_every_command_is_shown(site: Path) -> None:
+    text = page(site, "cli.html")
+    for name in cli_main.COMMANDS:
+        assert f'id="{name}"' in text, name
+        command = cli_main.cli.get_command(click.Context(cli_main.cli), name)
+        assert command is not None
+        for param in command.get_params(click.Context(command)):
+            if isinstance(param, click.Option) and not param.hidden:
+                for flag in (*param.opts, *param.secondary_opts):
+                    assert re.search(rf"{re.escape(flag)}(?![\w-])", text), f"{name} {flag}"
+
+
+def test_every_setting_and_parameter_is_shown(site: Path) -> None:
+    text = page(site, "reference/parameters.html")
+    for name in [*FIELDS, *(field.name for field in dataclasses.fields(EngineConfig))]:
+        assert f"<code>{name}</code>" in text, name
+
+
+def test_every_request_field_and_route_is_shown(
+    site: Path, default_model: Path, doc_server: Callable[[], int]
+) -> None:
+    fields, routes = plain(page(site, "api-fields.html")), page(site, "server.html")
+    for route, (_, table) in PROTOCOLS.items():
+        for name in table:
+            assert f" {name} " in fields, f"{route}: {name}"
+    schema = httpx.get(f"http://127.0.0.1:{doc_server()}/openapi.json").json()
+    for route in schema["paths"]:
+        assert f"<code>{route}</code>" in routes, route
+
+
+def test_every_metric_is_shown(
+    site: Path, default_model: Path, doc_server: Callable[[], int]
+) -> None:
+    text = page(site, "operations.html")
+    metrics = httpx.get(f"http://127.0.0.1:{doc_server()}/metrics").text
+    names = re.findall(r"^# TYPE (\w+)", metrics, re.MULTILINE)
+    assert len(names) > 20
+    for name in names:
+        assert f"<code>{name}</code>" in text, name
+
+
+class Requests(HTMLParser):
+    """Addresses that a browser fetches when it shows a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        if tag in ("script", "img", "iframe", "source", "audio", "video"):
+            self.found.append(values.get("src", ""))
+        elif tag == "link" and values.get("rel") not in ("canonical", "next", "prev"):
+            self.found.append(values.get("href", ""))
+
+
+def test_no_page_asks_anything_outside(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        text = path.read_text("utf-8")
+        outside = [u for u in Requests(text).found if re.match(r"(https?:)?//", u)]
+        assert not outside, f"{path.relative_to(site)}: {outside}"
+        assert 'class="mermaid"' not in text, "Material fetches mermaid from a CDN"
+    for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
+        text = path.read_text("utf-8")
+        assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", text), path.relative_to(site)
+
+
+def test_search_works_without_a_server(site: Path) -> None:
+    """From the file system the index is a script, and a shim stands in for the web worker."""
+    index = (site / "search" / "search_index.js").read_text("utf-8")
+    assert index.startswith("var __index")
+    assert "min_p" in index
+    assert "assets/iframe-worker.js" in (site / "index.html").read_text("utf-8")
+    assert "source/examples" not in index, "source files stay out of the index"
+
+
+def test_no_marker_is_left_in_a_page(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        assert "<!-- generate:" not in path.read_text("utf-8"), path.relative_to(site)
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 150
+    for number, line in enumerate(lines, 1):
+        assert len(line) <= 100 or line.startswith("|"), f"README.md:{number}"
+
+
+def test_the_list_of_decisions_is_complete() -> None:
+    for folder in ("adr", "log"):
+        index = (ROOT / "docs" / folder / "README.md").read_text("utf-8")
+        for decision in (ROOT / "docs" / folder).glob("0*.md"):
+            title = decision.read_text("utf-8").splitlines()[0].lstrip("# ")
+            assert f"]({decision.name})" in index, decision.name
+            assert re.sub(r"^\d+\. ", "", title) in index, f"{decision.name}: {title}"
