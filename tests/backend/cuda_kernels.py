@@ -39,8 +39,8 @@ from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
-from verbatim.sampling.numerics import log
 from verbatim.sampling.logprobs import score_targets
+from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
 from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
 from verbatim.testing_models import FAMILIES, tiny_model
