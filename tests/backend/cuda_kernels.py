@@ -39,6 +39,7 @@ from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
+from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
 from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
@@ -612,6 +613,12 @@ def test_gpu_sampler_leaves_rows_that_are_not_finite_to_the_host(
     logits[:2, 300], logits[2:4, 650], logits[4:] = np.nan, np.inf, -np.inf
     rows = rows_at(np.random.default_rng(3), np.array([0.0, 1.0] * 3))
     assert sampler(torch.from_numpy(logits).to(device), rows) == [-1] * 6
+
+
+def test_the_host_scores_logits_of_the_device_like_the_specification() -> None:
+    logits = np.random.default_rng(4).normal(size=(5, VOCAB)).astype(np.float32)
+    host = host_sampler(EngineConfig(threads=2))(logits)
+    assert host.score([7, 8, 9], 2, first=1) == score_targets(logits[1:4], [7, 8, 9], 2)
 
 
 # Parameters that reach the sampler in another form (a row's mask, key, beam or withheld ids, a
