@@ -28,6 +28,7 @@ from pydantic import Field, Json, SecretStr
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.grammar.document_check import DocumentCheck, State
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import lower
 from verbatim.grammar.matcher import Structure, compile_structure
@@ -244,6 +245,24 @@ def test_more_unique_items_than_there_are_is_refused() -> None:
 )  # fmt: skip
 def test_equal_is_equal_as_json_values(text: str, valid: bool) -> None:
     assert takes(build({"type": "array", "uniqueItems": True}), text) is valid
+
+
+def test_tokens_of_several_characters_are_checked_as_a_whole() -> None:
+    """An array may open and close inside one token, and a string inside another."""
+    schema = {"type": "array", "items": {"type": "array", "uniqueItems": True}}
+    tokens = [b"[", b"[0,0]", b"[0,1]", b'["a', b'","', b'a"]', b'b"]]', b"</s>"]
+    check = DocumentCheck(schema, tokens, [7])
+
+    def after(*ids: int) -> list[int]:
+        state = State()
+        for token in ids:
+            state = check.after(token, state)
+        return allowed(check.filter(bytes([0x7F]), state)[0])
+
+    assert 1 not in after(0)
+    assert 2 in after(0)
+    assert 5 not in after(0, 3, 4)
+    assert 6 in after(0, 3, 4)
 
 
 # --- other keywords that are checked
