@@ -12,11 +12,14 @@ import decimal
 import enum
 import ipaddress
 import json
+import lzma
 import pathlib
 import random
 import re
 import typing
 import uuid
+from collections import Counter
+from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
@@ -27,7 +30,8 @@ import typing_extensions
 from pydantic import Field, Json, SecretStr
 
 from verbatim import LLM, SamplingParams
-from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
+from verbatim.grammar.document_check import DocumentCheck, State
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import lower
 from verbatim.grammar.matcher import Structure, compile_structure
@@ -47,10 +51,15 @@ def allowed(mask: bytes) -> list[int]:
     return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
 
 
+class Unfinished(Exception):
+    """The random model did not finish within the limit."""
+
+
 def random_document(structure: Structure, seed: int, limit: int = 1500) -> str:
     rng, matcher, out = random.Random(seed), structure.start(), bytearray()
     while not matcher.finished:
-        assert len(out) < limit, "the random model does not finish"
+        if len(out) >= limit:
+            raise Unfinished
         tokens = allowed(matcher.mask())
         if max(tokens) >= 256 and rng.random() < 0.7:
             break
@@ -69,9 +78,9 @@ def takes(structure: Structure, text: str) -> bool:
         try:
             if matcher.finished or byte not in allowed(matcher.mask()):
                 return False
+            matcher.advance(byte)
         except UnsupportedError:
             return False
-        matcher.advance(byte)
     return matcher.accepting
 
 
@@ -246,6 +255,24 @@ def test_equal_is_equal_as_json_values(text: str, valid: bool) -> None:
     assert takes(build({"type": "array", "uniqueItems": True}), text) is valid
 
 
+def test_tokens_of_several_characters_are_checked_as_a_whole() -> None:
+    """An array may open and close inside one token, and a string inside another."""
+    schema = {"type": "array", "items": {"type": "array", "uniqueItems": True}}
+    tokens = [b"[", b"[0,0]", b"[0,1]", b'["a', b'","', b'a"]', b'b"]]', b"</s>"]
+    check = DocumentCheck(schema, tokens, [7])
+
+    def after(*ids: int) -> list[int]:
+        state = State()
+        for token in ids:
+            state = check.after(token, state)
+        return allowed(check.filter(bytes([0x7F]), state)[0])
+
+    assert 1 not in after(0)
+    assert 2 in after(0)
+    assert 5 not in after(0, 3, 4)
+    assert 6 in after(0, 3, 4)
+
+
 # --- other keywords that are checked
 
 CHECKED: list[tuple[dict[str, Any], str, str]] = [
@@ -319,6 +346,25 @@ def test_a_dead_end_is_an_error_that_names_the_keyword() -> None:
         matcher.advance(tokens[0])
 
 
+@pytest.mark.parametrize(
+    ("schema", "bad"),
+    [
+        ({"type": ["boolean", "null"], "not": {"const": False}}, "false"),
+        ({"enum": [1, 23], "not": {"const": 1}}, "1"),
+        ({"oneOf": [{"type": "null"}, {"enum": [None, 5]}]}, "null"),
+    ],
+)
+def test_a_scalar_that_nothing_can_follow_is_checked(schema: dict[str, Any], bad: str) -> None:
+    """The engine ends such an output at once, without an end token."""
+    structure = build(schema)
+    for seed in range(10):
+        try:
+            jsonschema.validate(json.loads(random_document(structure, seed)), schema)
+        except UnsupportedError as error:
+            assert "cannot become a valid document" in str(error)  # noqa: PT017
+    assert not takes(structure, bad)
+
+
 def test_drafts_are_checked_like_drawn_tokens() -> None:
     structure = build({"type": "array", "items": {"type": "integer"}, "uniqueItems": True})
     matcher = structure.start()
@@ -329,6 +375,31 @@ def test_drafts_are_checked_like_drawn_tokens() -> None:
     for byte in b"[1,1":
         twin.advance(byte)
     assert twin.mask() == masks[-1]
+
+
+def test_random_documents_under_the_test_suite_are_valid() -> None:
+    """One document per schema of the JSON-Schema-Test-Suite that compiles."""
+    data = Path(__file__).parent.parent / "data" / "json_schema_test_suite.json.xz"
+    count: Counter[str] = Counter()
+    for file, cases in json.loads(lzma.decompress(data.read_bytes())).items():
+        for case in cases if file not in ("format", "vocabulary") else ():
+            try:
+                structure = build(case["schema"])
+            except RequestError:
+                continue
+            try:
+                document = json.loads(random_document(structure, 0, limit=400))
+            except UnsupportedError as error:
+                assert "cannot become a valid document" in str(error)  # noqa: PT017
+                count["dead end"] += 1
+                continue
+            except Unfinished:
+                count["unfinished"] += 1
+                continue
+            count["valid"] += 1
+            assert jsonschema.Draft202012Validator(case["schema"]).is_valid(document), case
+    assert count["valid"] >= 280
+    assert count["dead end"] <= 10
 
 
 # --- references and older drafts

@@ -24,7 +24,9 @@ from verbatim.grammar.ecma_pattern import rust_pattern
 from verbatim.grammar.lower import canonical, distinct, finite_items, target
 from verbatim.grammar.translate import pattern_matcher
 
-MAX_EVALUATIONS = 50_000  # keywords per document; about half a second
+MAX_EVALUATIONS = 20_000  # keywords per document; some tenths of a second
+LITERALS = (b"true", b"false", b"null")
+MAX_VERDICTS = 64  # documents whose verdicts are kept
 FIELD = "json_schema"
 
 
@@ -60,8 +62,17 @@ class DocumentCheck:
         self._schema, self._tokens, self._eos = schema, token_bytes, frozenset(eos_ids)
         self._validate = validator(schema)
         self._rules: dict[tuple[Any, ...], Frame] = {}
+        self._verdicts: dict[Any, str] = {}  # of the last documents, by key
+        # Tokens by what they can end: a string, a value, a number or literal that is open.
         self._closers = _by_closers(token_bytes)
-        self._enders = _bits(i for i, t in enumerate(token_bytes) if set(t) & set(b'"]},\t\n\r '))
+        self._quotes, self._enders, self._blanks = (
+            _bits(i for i, token in enumerate(token_bytes) if set(token) & set(ends))
+            for ends in (b'"', b'",]}', b"\t\n\r ")
+        )
+        self._enders |= _bits(i for i, t in enumerate(token_bytes) if t.endswith((b"e", b"l")))
+        self._always = _bits(iter(sorted(eos_ids))) | _bits(  # a whole array, in one token
+            i for i, token in enumerate(token_bytes) if b"[" in token and b"," in token
+        )
 
     def after(self, token: int, state: State) -> State:
         """The state after a token that the mask allows."""
@@ -94,18 +105,16 @@ class DocumentCheck:
 
     def _suspects(self, state: State) -> int:
         """The tokens that can complete the document, or an item that must be unique."""
-        depth, top = len(state.stack), state.stack[-1] if state.stack else None
-        if top is not None and top.choices is not None:
+        if state.stack and state.stack[-1].choices is not None:
             return -1
-        if depth == 0:
-            return -1  # a scalar, or the first token
-        suspects = self._closers[min(depth, len(self._closers) - 1)]
-        inner = next((i for i, f in enumerate(reversed(state.stack)) if f.unique), None)
-        if inner == 0:
-            return suspects | self._enders
-        if inner is not None:
-            suspects |= self._closers[min(inner, len(self._closers) - 1)]
-        return suspects
+        if state.string:
+            ends = self._quotes
+        else:
+            ends = self._enders | (self._blanks if state.scalar >= 0 else 0)
+        # Brackets that a token must close to reach the document or a unique array.
+        outer = enumerate(reversed(state.stack))
+        needed = next((i for i, frame in outer if frame.unique), len(state.stack))
+        return (ends & self._closers[min(needed, len(self._closers) - 1)]) | self._always
 
     # ------------------------------------------------------------------------------ scanner
 
@@ -147,6 +156,9 @@ class DocumentCheck:
                     stack = (*stack[:-1], stack[-1]._replace(wants_key=True))
             elif byte not in b" \t\n\r:" and scalar < 0:
                 scalar = at
+        if scalar >= 0 and text[scalar:] in LITERALS:  # nothing can extend it
+            stack, complete = self._value(text[scalar:], text, len(text), stack)
+            scalar = -1
         _check_prefix(text, stack, scalar)
         return State(text, stack, starts, scalar, string, escape, complete)
 
@@ -181,9 +193,14 @@ class DocumentCheck:
         return self._rules[path]
 
     def _complete(self, text: bytes) -> None:
-        problem = self._validate(json.loads(text))
-        if problem:
-            raise Invalid(problem)
+        document = json.loads(text)
+        key = canonical(document)  # tokens of one mask differ in white space only
+        if key not in self._verdicts:
+            if len(self._verdicts) >= MAX_VERDICTS:
+                self._verdicts.clear()
+            self._verdicts[key] = self._validate(document)
+        if self._verdicts[key]:
+            raise Invalid(self._verdicts[key])
 
 
 def _check_prefix(text: bytes, stack: tuple[Frame, ...], scalar: int) -> None:

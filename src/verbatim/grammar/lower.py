@@ -224,8 +224,10 @@ class _Lowering:
         out["allOf"] = [*out.get("allOf", []), {"anyOf": [holds, fails]}]
 
     def _negation(self, test: Any, scope: Mapping[str, Any]) -> Any:
-        """The negation of "property p is one of these values" where p has finitely many values;
-        otherwise true."""
+        """The negation of true, or of "property p is one of these values" where p has finitely many
+        values; otherwise true."""
+        if test in (True, {}):
+            return False
         properties = _mapping(test.get("properties")) if isinstance(test, Mapping) else {}
         if len(properties) != 1 or set(test) - {"properties", "required", "type"}:
             return True

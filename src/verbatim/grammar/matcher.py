@@ -268,6 +268,8 @@ class Matcher:
         self._inner = consume(self._inner, self._origin, token)
         if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
             self._check()
+        if self._structure.check is not None and self.finished and not self.accepting:
+            raise self._dead_end("its value is not allowed")  # a number, whose end no byte shows
 
     def allowed_drafts(self, drafts: Sequence[int]) -> tuple[int, ...]:
         """The longest prefix of `drafts` that the grammar accepts within its limits. A draft that
@@ -356,12 +358,15 @@ class Matcher:
             return mask
         mask, reason = check.filter(mask, self._check_state)
         if not any(mask):
-            raise UnsupportedError(
-                self._structure.field,
-                f"the text so far cannot become a valid document ({reason}); try another seed, or "
-                "say in the prompt what the schema requires",
-            )
+            raise self._dead_end(reason)
         return mask
+
+    def _dead_end(self, reason: str) -> UnsupportedError:
+        return UnsupportedError(
+            self._structure.field,
+            f"the text so far cannot become a valid document ({reason}); try another seed, or say "
+            "in the prompt what the schema requires",
+        )
 
     def _check(self) -> None:
         if self._inner.is_error():
