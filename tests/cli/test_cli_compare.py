@@ -169,3 +169,27 @@ def test_the_example_quiz_is_valid() -> None:
     assert len({q.text for q in questions}) == len(questions) >= 20
     assert all(q.choices and q.is_right(q.answer) for q in questions)
     assert json.loads(QUIZ.read_text().splitlines()[0])["question"] == questions[0].text
+
+
+@pytest.mark.model
+@pytest.mark.native
+def test_the_table_in_the_docs_is_reproduced(default_model: Path) -> None:
+    """The first three rows of docs/tools/compare.md: seeds make them the same on every machine."""
+    from verbatim.base.params import SamplingParams
+    from verbatim.diagnose.quiz import read_quiz, run_quiz
+    from verbatim.engine.llm import LLM
+
+    pytest.importorskip("verbatim.backend.cpu._native", reason="the native kernels are not built")
+    params = SamplingParams(temperature=1.0, max_tokens=16)
+    with LLM(default_model, backend="cpu", context=256) as llm:
+        result = run_quiz(llm, read_quiz(str(QUIZ))[:3], samples=8, params=params)
+    words = {True: "right", False: "wrong"}
+    text = (QUIZ.parents[1] / "docs" / "tools" / "compare.md").read_text()
+    for row in result.rows:
+        [line] = [line for line in text.splitlines() if line.startswith(row["question"])]
+        assert line.split()[-4:] == [
+            words[row["greedy_right"]],
+            f"{row['sampled_right']:.0%}",
+            words[row["best_right"]],
+            words[row["vote_right"]],
+        ]

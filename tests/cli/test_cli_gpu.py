@@ -191,3 +191,12 @@ def test_the_default_model_on_the_gpu(verbatim: Call, default_model: Path) -> No
             assert [entry.logprob for entry in score if entry is not None] == [
                 e.logprob for e in done.logprobs
             ]
+
+
+@needs_card
+def test_plan_measures_the_gpu(verbatim: Call) -> None:
+    """Any GPU that runs the kernels reads more than 100 GB/s and does more than 5 TFLOPS."""
+    found = verbatim("plan", "7B", "--json").json["device"]
+    assert found["kind"] == "measured"
+    assert found["read_bytes"] > 1e11
+    assert found["ops"] > 5e12

@@ -233,6 +233,8 @@ def _print(asked: list[str], outcomes: list[Outcome]) -> None:
 def _print_texts(out: Console, prompt: str, at: int, outcomes: list[Outcome]) -> None:
     from rich.table import Table
 
+    from verbatim.cli.tables import put
+
     out.print(prompt, style="bold")
     columns = max(1, min(len(outcomes), out.width // COLUMN))
     for low in range(0, len(outcomes), columns):
@@ -242,7 +244,7 @@ def _print_texts(out: Console, prompt: str, at: int, outcomes: list[Outcome]) ->
             head = f"{outcome.setting.name} ({outcome.finish[at]})"
             table.add_column(head, header_style="cyan", ratio=1, overflow="fold")
         table.add_row(*[_marked(outcomes[0].texts[at], o.texts[at], out) for o in shown])
-        out.print(table)
+        put(out, table)
         out.print()
 
 

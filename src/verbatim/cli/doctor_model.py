@@ -83,6 +83,11 @@ def _print(name: str, files: ModelFiles, found: list[Finding], sound: bool) -> N
     verdict = "sound" if sound else "NOT SOUND"
     out.print()
     out.print(
-        f"{verdict}: {len(found)} checks, {count['bad']} faults, {count['note']} notes",
+        f"{verdict}: {len(found)} checks, {_many(count['bad'], 'fault')},"
+        f" {_many(count['note'], 'note')}",
         style="bold green" if sound else "bold red",
     )
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

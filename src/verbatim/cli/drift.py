@@ -147,7 +147,7 @@ def _print(found: list[Series], window: int) -> None:
             f"{s.mean(s.logprobs, 0):.2f} → {s.mean(s.logprobs, 2):.2f}",
             f"{s.mean(s.entropies, 0):.2f} → {s.mean(s.entropies, 2):.2f}",
             f"{s.repetition:.0%}",
-            "-" if s.loop_at is None else f"{s.loop} tokens, from {_loop_start(s)}",
+            "-" if s.loop_at is None else f"{s.loop}, from {_loop_start(s)}",
         )
         for s in found
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
 # Control characters of a model's text would move the cursor: show their Unicode pictures instead.
@@ -31,6 +31,17 @@ def console() -> Console:
 def visible(text: str) -> str:
     """A model's text for a table, without control characters other than newline and tab."""
     return text.translate(_PICTURES)
+
+
+def put(out: Console, what: RenderableType) -> None:
+    """Print a table. In a pipe without the spaces that fill its last column."""
+    if out.is_terminal:
+        out.print(what)
+        return
+    with out.capture() as captured:
+        out.print(what)
+    for line in captured.get().splitlines():
+        out.file.write(line.rstrip() + "\n")
 
 
 def section(
@@ -62,4 +73,4 @@ def section(
     if title:
         out.print()
         out.print(title, style="bold")
-    out.print(table)
+    put(out, table)

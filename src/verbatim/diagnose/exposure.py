@@ -76,7 +76,7 @@ def measure_drift(
     base = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, explain=1)
     free = llm.generate([list(start)] * 2, [base, base.with_(temperature=temperature, seed=seed)])
     forced = _forced(llm, list(given), max(1, context), tokens)
-    names = ("greedy", f"temperature {temperature:g}")
+    names = ("greedy", f"T = {temperature:g}")
     return [
         forced,
         *(_free(name, done.choices[0]) for name, done in zip(names, free, strict=True)),
@@ -107,7 +107,7 @@ def _forced(llm: LLM, ids: list[int], context: int, tokens: int) -> Series:
     chosen = ids[context:]
     at, period = find_loop(chosen)
     return Series(
-        "given text, teacher-forced",
+        "teacher-forced text",
         llm.tokenizer.decode(chosen),
         tuple(chosen),
         tuple(row.logprob for row in score.logprobs[context:] if row is not None),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Questions with short answers: a sound chat model ends each within TURN_TOKENS.
 SHORT = ("Say hello.", "What is 2 + 2?", "Name a colour.", "Is the sun hot?")
-TURN_TOKENS = 48
+TURN_TOKENS = 64
 # Tasks with long answers, where loops appear.
 OPEN = (
     "Write a story about a lighthouse.",

@@ -72,7 +72,7 @@ def draw_curves(panels: Sequence[tuple[str, Sequence[Curve]]], x_label: str, pat
                 axis.axvline(curve.mark, color=colour, linestyle=":")
         axis.set_ylabel(title)
         axis.grid(alpha=0.3)
-    axes[0][0].legend(fontsize=8)
+    axes[0][0].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     axes[-1][0].set_xlabel(x_label)
     _save(figure, path)
 
