@@ -161,6 +161,16 @@ def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
     assert other.code == 1
     assert other.json["identical"] is False
     assert "token 4" in other.json["message"]
+    lines = verbatim("replay", str(file)).out.splitlines()
+    told = "\n".join(lines)
+    assert "receipt   …" in told
+    assert "this run  …" in told
+    assert told.count("in this run ") == 2, "how likely both tokens were"
+    receipt["digest"] = "0" * 64
+    receipt["sha256"] = digest_of(receipt)
+    file.write_text(json.dumps(receipt))
+    told = verbatim("replay", str(file)).out
+    assert "digest differs: '000000000000…' then" in told
 
     receipt["prompt_ids"].append(3)
     file.write_text(json.dumps(receipt))

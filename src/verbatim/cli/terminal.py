@@ -70,7 +70,8 @@ def warn(text: str) -> None:
 
 
 class Progress:
-    """One line on stderr, rewritten in place on a terminal; in a log, one line per phase.
+    """One line on stderr, rewritten in place on a terminal. In a log or a pipe: one line when a
+    download starts, and nothing else, because a line there could not be erased.
 
     Used as the `progress` callback of LLM and of the catalog: (description, bytes done, bytes
     total)."""
@@ -85,34 +86,31 @@ class Progress:
         if self.quiet:
             return
         line = " ".join(line.split())
-        if total:
+        if total and self.live:
             amount = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
             line = f"fetching {line}: {self._bar(done / total)} {amount}"
+        elif total:
+            line = f"fetching {line} ({total / 1e6:.0f} MB)"
         if self.live:
             columns = _columns()
             shown = line if len(line) < columns else line[: columns - 2] + "…"
             sys.stderr.write("\r\x1b[2K" + paint(shown, DIM))
             sys.stderr.flush()
             self._width = len(shown)
-        elif _phase(line) != self._last:  # in a log: one line per phase, not one per update
+        elif total and line != self._last:
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
-        self._last = _phase(line)
+        self._last = line
 
     def _bar(self, share: float) -> str:
         full = round(20 * min(share, 1.0))
-        return "[" + "#" * full + "-" * (20 - full) + "]" if self.live else "…"
+        return "[" + "#" * full + "-" * (20 - full) + "]"
 
     def clear(self) -> None:
         if self._width:
             sys.stderr.write("\r\x1b[2K")
             sys.stderr.flush()
             self._width = 0
-
-
-def _phase(line: str) -> str:
-    """The first word of the line: "fetching", "loading" or "writing"."""
-    return line.split(" ", 1)[0]
 
 
 def _columns() -> int:

@@ -138,7 +138,7 @@ def compare(
     """Compare token by token. `makers`: this run's values of MAKERS; those that differ are the
     reasons why the tokens may differ."""
     reasons = tuple(
-        f"{name} differs: {receipt[name]!r} then, {makers[name]!r} now"
+        f"{name} differs: {_brief(receipt[name])} then, {_brief(makers[name])} now"
         for name in ("digest", "backend", "numerics", "context")
         if name in makers and makers[name] != receipt[name]
     )
@@ -161,6 +161,12 @@ def compare(
             reasons,
         )
     return Verdict(True)
+
+
+def _brief(value: Any) -> str:
+    """A value in quotes; a digest by its first 12 characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:13]}…'"
 
 
 def _ids(value: Any) -> bool:
