@@ -45,10 +45,24 @@ def write_json(value: Any) -> None:
 
 
 def note(text: str, code: str = DIM) -> None:
-    """Write a line to stderr. A closed stderr is ignored: the answer still counts."""
+    """Write a line to stderr, wrapped between words on a terminal. A closed stderr is ignored: the
+    answer still counts."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(paint(_ascii_fallback(text), code) + "\n")
+        sys.stderr.write(paint(_wrapped(_ascii_fallback(text)), code) + "\n")
         sys.stderr.flush()
+
+
+def _wrapped(text: str) -> str:
+    if not use_colour(sys.stderr):
+        return text
+    import textwrap
+
+    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    width = max(columns() - 1, 20)
+    return "\n".join(
+        line if len(line) <= width else textwrap.fill(line, width, **keep)  # type: ignore[arg-type]
+        for line in text.split("\n")
+    )
 
 
 def _ascii_fallback(text: str) -> str:
@@ -92,8 +106,8 @@ class Progress:
         elif total:
             line = f"fetching {line} ({total / 1e6:.0f} MB)"
         if self.live:
-            columns = _columns()
-            shown = line if len(line) < columns else line[: columns - 2] + "…"
+            width = columns()
+            shown = line if len(line) < width else line[: width - 2] + "…"
             sys.stderr.write("\r\x1b[2K" + paint(shown, DIM))
             sys.stderr.flush()
             self._width = len(shown)
@@ -113,7 +127,7 @@ class Progress:
             self._width = 0
 
 
-def _columns() -> int:
+def columns() -> int:
     import shutil
 
     return shutil.get_terminal_size().columns
