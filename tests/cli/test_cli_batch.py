@@ -171,7 +171,7 @@ def test_an_output_file_with_other_content_is_not_changed(
     before = target.read_bytes()
     result = verbatim("batch", str(source), str(target), *ENGINE)
     assert result.code == 2
-    assert "OUT: line 2 of" in result.err
+    assert f"OUT: {target}: line 2 is not" in result.err
     assert target.read_bytes() == before
 
 
@@ -195,5 +195,5 @@ def test_a_bad_line_or_an_unwritable_output_fails_before_any_request(
     source.write_bytes(json.dumps(request("a")).encode() + b"\n" + raw + b"\n")
     result = verbatim("batch", str(source), str(target), "-q", "--test-engine", "no such engine")
     assert result.code == 2
-    assert result.err.startswith(f"verbatim: IN: {says}")
+    assert result.err.startswith(f"verbatim: IN: {source}: {says}")
     assert not target.exists()

@@ -337,3 +337,28 @@ def test_temporary_files_of_a_killed_conversion_are_removed_by_the_next(
     finally:
         alive.kill()
         alive.communicate()
+
+
+def test_names_of_llama_cpp_and_quantised_sources(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=256)
+    metadata, extra = model_metadata(model, "tiny")
+    source, small, again = (tmp_path / f"{name}.gguf" for name in ("f32", "q4", "q8"))
+    write_gguf(source, metadata, [*extra, *model_tensors(model)])
+
+    def call(*words: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["convert", *words])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, capsys.readouterr().err
+
+    code, told = call(str(source), str(small), "--quant", "Q4_K_M")
+    assert code == 0
+    assert "every matrix is written as q4_k" in told
+    assert read_gguf(small).tensors["blk.0.ffn_up.weight"].type == "q4_k"
+    code, told = call(str(small), str(again), "--quant", "q8_0")
+    assert (code, "quantised already" in told, again.exists()) == (2, True, False)
+    assert call(str(small), str(again), "--quant", "q8_0", "--requantize")[0] == 0
+    code, told = call(str(source), str(again), "--quant", "iq4_xs", "--force")
+    assert (code, "is not one of f32" in told) == (2, True)

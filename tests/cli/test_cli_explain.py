@@ -161,6 +161,16 @@ def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
     assert other.code == 1
     assert other.json["identical"] is False
     assert "token 4" in other.json["message"]
+    lines = verbatim("replay", str(file)).out.splitlines()
+    told = "\n".join(lines)
+    assert "receipt   …" in told
+    assert "this run  …" in told
+    assert told.count("in this run ") == 2, "how likely both tokens were"
+    receipt["digest"] = "0" * 64
+    receipt["sha256"] = digest_of(receipt)
+    file.write_text(json.dumps(receipt))
+    told = verbatim("replay", str(file)).out
+    assert "digest differs: '000000000000…' then" in told
 
     receipt["prompt_ids"].append(3)
     file.write_text(json.dumps(receipt))
@@ -187,7 +197,9 @@ def test_tokens_are_chosen_by_number_or_text(verbatim: Call, tiny: Path) -> None
     assert (none.code, "names no token of this answer, which has 6" in none.err) == (2, True)
 
 
-def test_a_column_without_content_is_left_out(verbatim: Call) -> None:
+def test_a_column_without_content_is_left_out(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
     greedy = verbatim(*WORDS, "--token", "1").out
     for name in ("final p", "noise", "score", "removed by", "processed"):
         assert name not in greedy
@@ -196,14 +208,15 @@ def test_a_column_without_content_is_left_out(verbatim: Call) -> None:
     for name in ("final p", "noise", "score", "removed by"):
         assert name in sampled
     assert "█" not in sampled
-    assert "p as a bar" in verbatim(*full, "--bars").out
+    monkeypatch.setenv("COLUMNS", "120")
+    assert set("█▏▎▍▌▋▊▉") & set(verbatim(*full, "--bars").out)
     assert "rank 1 is its best" in verbatim(*full).err, "a legend"
 
 
 def test_a_what_if_says_what_it_assumes_and_writes_the_other_text(verbatim: Call) -> None:
     base = [*WORDS, "--temperature", "1.5", "--seed", "3"]
     result = verbatim(*base, "--what-if", "temperature=0", "--continue")
-    assert "each line still assumes the recorded text before it" in result.out
+    assert "are conditional on the recorded text before them" in result.out
     other = verbatim("run", *WORDS[1:], "--temperature", "0", "--seed", "3", "-q").out
     assert f"the answer with temperature=0:\n{other}" in result.out
     data = verbatim(*base, "--what-if", "temperature=0", "--continue", "--json").json

@@ -4,6 +4,8 @@ lost."""
 from __future__ import annotations
 
 import io
+import sys
+from pathlib import Path
 
 import pyte
 import pytest
@@ -12,6 +14,7 @@ from rich.console import Console
 from verbatim.cli.chat_input import candidates
 from verbatim.cli.markdown_stream import MarkdownStream, split_blocks
 
+ROOT = Path(__file__).parents[2]
 ANSWER = """\
 # Rain
 
@@ -97,3 +100,17 @@ def test_tab_completion(tmp_path: object) -> None:
     assert candidates("/model sm", "sm", commands, lambda: ["smollm2", "qwen3:0.6b"]) == ["smollm2"]
     assert candidates(f"/save {tmp_path}", str(tmp_path), commands, list) == [f"{tmp_path}/"]
     assert candidates("hello /m", "/m", commands, list) == []
+
+
+def test_the_recordings_are_there_and_fit_their_terminals() -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        import record_terminal
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+    for name, (arguments, _) in record_terminal.COMMANDS.items():
+        for columns in record_terminal.WIDTHS:
+            lines = (record_terminal.TARGET / f"{name}-{columns}.txt").read_text().splitlines()
+            assert lines[0] == f"$ verbatim {arguments}", "recorded with the present command"
+            assert len(lines) > 3
+            assert all(len(line) <= columns for line in lines[1:])

@@ -36,7 +36,7 @@ def test_piped_output_is_the_text_and_nothing_else(verbatim: Call, llm: LLM) -> 
         in result.err
     )
     assert "first token" in result.err
-    assert "tokens/s" in result.err
+    assert "tokens per second" in result.err
     assert whole.finish_reason in result.err
     assert "seed" not in result.err  # temperature 0: nothing is sampled
     assert "\x1b" not in result.out + result.err

@@ -32,7 +32,7 @@ def test_the_capital_of_france(default_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     closing = done.stderr.strip().splitlines()[-1]
-    for word in ("prompt", "output tokens", "first token", "tokens/s", "stop"):
+    for word in ("prompt", "output tokens", "first token", "tokens per second", "stop"):
         assert word in closing
 
 

@@ -113,8 +113,8 @@ def command(
         limits=limits,
         store_items=0,
     )
-    if quiet:  # the engine process logs by itself
-        os.environ.setdefault("VERBATIM_LOG", "WARNING")
+    # The engine process logs by itself; its start and end are no news to a batch.
+    os.environ.setdefault("VERBATIM_LOG", "WARNING")
     if todo:
         with (
             open(target, "a", encoding="utf-8") as out,
@@ -145,44 +145,46 @@ def read_requests(path: Path) -> list[Line]:
         for number, raw in enumerate(file, 1):
             if not raw.strip():
                 continue
+            where = f"{path}: line {number}"
             try:
                 line = json.loads(raw.decode("utf-8"), object_pairs_hook=no_key_twice)
             except UnicodeDecodeError:
                 raise ParameterError(
-                    "IN", f"line {number} is not UTF-8; save the file in that encoding"
+                    "IN", f"{where} is not UTF-8; save the file in that encoding"
                 ) from None
             except (json.JSONDecodeError, RecursionError):
-                raise ParameterError("IN", f"line {number} is not JSON") from None
+                raise ParameterError("IN", f"{where} is not JSON") from None
             except ValueError as error:
-                raise ParameterError("IN", f"line {number}: {error}") from None
+                raise ParameterError("IN", f"{where}: {error}") from None
             if (
                 not isinstance(line, dict)
                 or not isinstance(line.get("custom_id"), str)
                 or not isinstance(line.get("body"), dict)
             ):
                 raise ParameterError(
-                    "IN", f"line {number} needs custom_id (a string) and body (an object)"
+                    "IN", f"{where} needs custom_id (a string) and body (an object)"
                 )
             if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
                 raise ParameterError(
-                    "IN", f"line {number}: no such key of a request: {min(unknown)[:40]!r}"
+                    "IN", f"{where}: no such key of a request: {min(unknown)[:40]!r}"
                 )
             if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
                 raise ParameterError(
-                    "IN", f"line {number}: method must be POST and url one of {', '.join(URLS)}"
+                    "IN",
+                    f"{where}: method must be POST and url one of {', '.join(URLS)}",
                 )
             if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
                 raise ParameterError(
                     "IN",
-                    f"line {number}: custom_id {line['custom_id'][:40]!a} contains an unpaired"
-                    " surrogate",
+                    f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate",
                 )
             if line["custom_id"] in seen:
                 raise ParameterError(
-                    "IN", f"line {number}: custom_id {line['custom_id'][:40]!r} appears twice"
+                    "IN",
+                    f"{where}: custom_id {line['custom_id'][:40]!r} appears twice",
                 )
             if line["body"].get("stream"):
-                raise ParameterError("IN", f"line {number}: a batch cannot be streamed")
+                raise ParameterError("IN", f"{where}: a batch cannot be streamed")
             seen.add(line["custom_id"])
             out.append(line)
     return out
@@ -212,7 +214,7 @@ def read_answers(path: Path, wanted: set[str]) -> dict[str, int]:
             ours, final = answer["custom_id"] in wanted, not is_retryable(status_of(answer))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ParameterError(
-                "OUT", f"line {number} of {path} is not an answer of a batch; choose another file"
+                "OUT", f"{path}: line {number} is not an answer of a batch; choose another file"
             ) from None
         if final or not ours:
             kept.append(text + b"\n")

@@ -305,8 +305,8 @@ def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
     )
     prompt = card.prefill_ceiling(limits, 1)
     print(
-        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens/s decode of one sequence"
-        + (f"; {prompt:.0f} tokens/s prefill" if prompt else "")
+        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens per second, decode of one sequence"
+        + (f"; {prompt:.0f} tokens per second, prefill" if prompt else "")
     )
     return limits, card
 

@@ -32,6 +32,14 @@ FILE_TYPES = {  # values of general.file_type, as llama.cpp numbers them
     "q6_k": 18,
     "bf16": 32,
 }
+# llama.cpp's names of mixtures -> the type that most of their matrices have.
+MIXTURES = {
+    "q4_k_s": "q4_k",
+    "q4_k_m": "q4_k",
+    "q5_k_s": "q5_k",
+    "q5_k_m": "q5_k",
+}
+FLOATS = ("f32", "f16", "bf16")
 # Types with blocks of 32, for rows whose length is not a multiple of the K-quants' 256.
 SMALL_BLOCK_TYPES = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 WINDOW = 512  # tokens per perplexity window, as in llama.cpp
@@ -43,15 +51,21 @@ WINDOW = 512  # tokens per perplexity window, as in llama.cpp
 @click.option(
     "--quant",
     cls=Option,
-    type=click.Choice(TYPES),
-    help="type of the weight matrices; default: unchanged",
+    metavar="TYPE",
+    help=f"type of the weight matrices: {', '.join(TYPES)}; default: unchanged",
 )
 @click.option(
     "--head",
     "head",
     cls=Option,
-    type=click.Choice(TYPES),
+    metavar="TYPE",
     help="type of embedding and output head [q8_0 if --quant is smaller]",
+)
+@click.option(
+    "--requantise",
+    cls=Option,
+    is_flag=True,
+    help="quantise a source that is quantised already, which adds to its error",
 )
 @click.option(
     "--perplexity",
@@ -66,6 +80,7 @@ def command(
     target: str,
     quant: str | None,
     head: str | None,
+    requantise: bool,
     perplexity: str | None,
     force: bool,
     offline: bool,
@@ -79,6 +94,7 @@ def command(
     from verbatim.weights.gguf_write import write_gguf
     from verbatim.weights.split import with_siblings
 
+    quant, head = _type_name("quant", quant), _type_name("head", head)
     out = Path(target)
     if out.suffix != ".gguf":
         raise ParameterError("target", f"{target!r} does not end in .gguf")
@@ -95,6 +111,8 @@ def command(
         name: _type_for(name, tensor.type, tensor.shape, quant, head)
         for name, tensor in tensors.items()
     }
+    if not requantise:
+        _check_source(tensors, chosen)
     _explain_types(tensors, chosen, quant)
     if quant:
         metadata = {
@@ -112,6 +130,34 @@ def command(
     if text is not None:
         _compare(path, out, text)
     return 0
+
+
+def _type_name(param: str, given: str | None) -> str | None:
+    """One of TYPES, from a name in any case. A mixture of llama.cpp becomes its main type."""
+    if given is None:
+        return None
+    name = given.lower()
+    if name in TYPES:
+        return name
+    if name in MIXTURES:
+        note(
+            f"{given} is a mixture of llama.cpp, with some matrices in a larger type; every matrix "
+            f"is written as {MIXTURES[name]}, embedding and head as --head says"
+        )
+        return MIXTURES[name]
+    raise ParameterError(param, f"{given!r} is not one of {', '.join((*TYPES, *MIXTURES))}")
+
+
+def _check_source(tensors: dict[str, Tensor], chosen: dict[str, str]) -> None:
+    """Refuse to quantise again what is quantised already: both errors would add up."""
+    again = [t for n, t in tensors.items() if t.type not in FLOATS and chosen[n] != t.type]
+    if again:
+        raise ParameterError(
+            "quant",
+            f"the source is quantised already ({len(again)} matrices, such as {again[0].name} in "
+            f"{again[0].type}), and quantising it again adds to its error; start from the original "
+            "weights, or use --requantise",
+        )
 
 
 def _read(file: str) -> str:
@@ -228,4 +274,5 @@ def _compare(before: Path, after: Path, text: str) -> None:
     old, new = results
     if math.isnan(old):
         raise ParameterError("perplexity", "the text has fewer than two tokens")
+    write("\tsource\ttarget\tchange\n")
     write(f"perplexity\t{old:.4f}\t{new:.4f}\t{(new / old - 1) * 100:+.2f} %\n")

@@ -25,7 +25,7 @@ from verbatim.cli.options import (
     sampling_of,
     sampling_options,
 )
-from verbatim.cli.terminal import BOLD, note, paint, use_colour, warn, write, write_json
+from verbatim.cli.terminal import BOLD, columns, note, paint, use_colour, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 DEFAULT_TOP = 5
 DEFAULT_TOKENS = 16
-BAR = 20  # columns of a candidate's bar
 
 
 @click.command(cls=Command)
@@ -137,8 +136,8 @@ def command(
         if as_json:
             _print_json(llm, completion, report_what_if)
         else:
-            shown = BAR if (use_colour(sys.stdout) if bars is None else bars) else 0
-            _print(llm, completion, brief, wanted, shown, report_what_if)
+            drawn = use_colour(sys.stdout) if bars is None else bars
+            _print(llm, completion, brief, wanted, columns() if drawn else 0, report_what_if)
     return code
 
 
@@ -227,7 +226,7 @@ def _print(
     completion: Completion,
     brief: bool,
     wanted: tuple[str, ...],
-    bars: int,
+    screen: int,
     what_ifs: list[tuple[str, list[WhatIf], Completion | None]],
 ) -> None:
     from verbatim.cli.report import choice_head, closing_line, is_sampled, loop_line
@@ -241,7 +240,9 @@ def _print(
         write(head + paint(choice.text, BOLD, sys.stdout) + "\n\n")
         for record in _chosen(choice.explain, wanted, llm):
             write(
-                headline(record, show) + "\n" if brief else render(record, show, bars=bars) + "\n\n"
+                f"{headline(record, show)}\n"
+                if brief
+                else f"{render(record, show, screen=screen)}\n\n"
             )
     for changes, results, other in what_ifs:
         title = f"{'' if not brief else chr(10)}what if {changes}"

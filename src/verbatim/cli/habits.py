@@ -20,6 +20,7 @@ FLAG_ALIASES: dict[str, tuple[str, ...]] = {
     "--system": ("-sys", "--system-prompt"),
     "--served-model-name": ("-a", "--alias"),
     "--file": ("-f", "--prompt-file"),
+    "--requantise": ("--requantize", "--allow-requantize"),
 }
 
 # flags without a counterpart -> what to type instead

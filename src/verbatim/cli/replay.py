@@ -4,10 +4,11 @@ first token that differs, and its likely cause."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +16,13 @@ from verbatim.base.errors import ParameterError
 from verbatim.cli.options import Command, Option, engine_options, model_options
 
 DIFFERENT = 1
+CANDIDATES = 20  # candidates of each token that a mismatch is looked up in
+NEAR = 12  # tokens shown before and after the first difference
+
+if TYPE_CHECKING:
+    from verbatim.base.records import Completion
+    from verbatim.engine.llm import LLM
+    from verbatim.observe.receipt import Verdict
 
 
 @click.command(cls=Command)
@@ -43,6 +51,8 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     # A receipt holds every value that is not the declared default: no model default may fill in.
     declared = {name: FIELDS[name].default for name in DEFAULTED}
     params = SamplingParams.from_mapping({**declared, **receipt["params"]})
+    if params.num_beams == 1:
+        params = params.with_(explain=CANDIDATES)  # how close the first difference was
     with open_llm(flags, quiet=as_json) as llm:
         info = llm.parts.backend.info
         done = llm.generate(list(receipt["prompt_ids"]), params)
@@ -52,17 +62,51 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
             "numerics": info.numerics,
             "context": llm.context,
         }
-    verdict = compare(receipt, done.choices, environment)
+        verdict = compare(receipt, done.choices, environment)
+        around = [] if verdict.identical else _around(llm, receipt, done, verdict)
     if as_json:
         out = {
             "identical": verdict.identical,
             "tokens": sum(len(c.token_ids) for c in done.choices),
             "message": str(verdict),
+            **({"around": around} if around else {}),
         }
         sys.stdout.write(json.dumps(out) + "\n")
     else:
-        sys.stdout.write(f"{verdict}\n")
+        sys.stdout.write("\n".join([str(verdict), *around]) + "\n")
     return 0 if verdict.identical else DIFFERENT
+
+
+def _around(llm: LLM, receipt: dict[str, Any], done: Completion, verdict: Verdict) -> list[str]:
+    """The two texts around the first difference, and how likely both tokens were here."""
+    from verbatim.observe.explanation import percent, quoted
+
+    def shown(token: int | None) -> str:
+        return "the end" if token is None else quoted(llm.tokenizer.token_bytes(token))
+
+    at = verdict.position
+    then = next(c["token_ids"] for c in receipt["choices"] if c["index"] == verdict.choice)
+    choice = next((c for c in done.choices if c.index == verdict.choice), None)
+    now = list(choice.token_ids) if choice is not None else []
+    lines = []
+    for name, ids in (("receipt ", then), ("this run", now)):
+        before, after = llm.decode(ids[max(at - NEAR, 0) : at]), llm.decode(ids[at : at + NEAR])
+        lines.append(f"{name}  …{before!r} then {after!r}…")
+    if choice is None or at >= len(choice.explain):
+        return lines
+    record = choice.explain[at]
+    places = {c["id"]: (rank, c["logprob"]) for rank, c in enumerate(record["top"], 1)}
+    for token in dict.fromkeys((verdict.expected, verdict.got)):
+        if token in places:
+            rank, logprob = places[token]
+            chance = f"p {percent(math.exp(logprob))}, rank {rank}"
+        else:
+            chance = f"not among the {len(places)} most likely tokens"
+        if token is not None:
+            lines.append(f"in this run {shown(token)} has {chance}")
+    if record.get("lead") is not None:
+        lines.append(f"{shown(record['token'])} led by {record['lead']:.4f}; a small lead can turn")
+    return lines
 
 
 def _read(file: str) -> Any:

@@ -34,7 +34,7 @@ def closing_line(
     rate = timings.decode_rate(usage.output_tokens)
     if rate:
         parts.append(
-            f"{rate:.1f} tokens/s"
+            f"{rate:.1f} tokens per second"
             + (f" of {limit:.0f} possible" if limit and rate <= limit else "")
         )
     if usage.drafted_tokens:

@@ -45,10 +45,24 @@ def write_json(value: Any) -> None:
 
 
 def note(text: str, code: str = DIM) -> None:
-    """Write a line to stderr. A closed stderr is ignored: the answer still counts."""
+    """Write a line to stderr, wrapped between words on a terminal. A closed stderr is ignored: the
+    answer still counts."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(paint(_ascii_fallback(text), code) + "\n")
+        sys.stderr.write(paint(_wrapped(_ascii_fallback(text)), code) + "\n")
         sys.stderr.flush()
+
+
+def _wrapped(text: str) -> str:
+    if not use_colour(sys.stderr):
+        return text
+    import textwrap
+
+    keep = {"break_long_words": False, "break_on_hyphens": False, "replace_whitespace": False}
+    width = max(columns() - 1, 20)
+    return "\n".join(
+        line if len(line) <= width else textwrap.fill(line, width, **keep)  # type: ignore[arg-type]
+        for line in text.split("\n")
+    )
 
 
 def _ascii_fallback(text: str) -> str:
@@ -70,7 +84,8 @@ def warn(text: str) -> None:
 
 
 class Progress:
-    """One line on stderr, rewritten in place on a terminal; in a log, one line per phase.
+    """One line on stderr, rewritten in place on a terminal. In a log or a pipe: one line when a
+    download starts, and nothing else, because a line there could not be erased.
 
     Used as the `progress` callback of LLM and of the catalog: (description, bytes done, bytes
     total)."""
@@ -85,23 +100,25 @@ class Progress:
         if self.quiet:
             return
         line = " ".join(line.split())
-        if total:
+        if total and self.live:
             amount = f"{done / 1e6:.0f} of {total / 1e6:.0f} MB"
             line = f"fetching {line}: {self._bar(done / total)} {amount}"
+        elif total:
+            line = f"fetching {line} ({total / 1e6:.0f} MB)"
         if self.live:
-            columns = _columns()
-            shown = line if len(line) < columns else line[: columns - 2] + "…"
+            width = columns()
+            shown = line if len(line) < width else line[: width - 2] + "…"
             sys.stderr.write("\r\x1b[2K" + paint(shown, DIM))
             sys.stderr.flush()
             self._width = len(shown)
-        elif _phase(line) != self._last:  # in a log: one line per phase, not one per update
+        elif total and line != self._last:
             sys.stderr.write(line + "\n")
             sys.stderr.flush()
-        self._last = _phase(line)
+        self._last = line
 
     def _bar(self, share: float) -> str:
         full = round(20 * min(share, 1.0))
-        return "[" + "#" * full + "-" * (20 - full) + "]" if self.live else "…"
+        return "[" + "#" * full + "-" * (20 - full) + "]"
 
     def clear(self) -> None:
         if self._width:
@@ -110,12 +127,7 @@ class Progress:
             self._width = 0
 
 
-def _phase(line: str) -> str:
-    """The first word of the line: "fetching", "loading" or "writing"."""
-    return line.split(" ", 1)[0]
-
-
-def _columns() -> int:
+def columns() -> int:
     import shutil
 
     return shutil.get_terminal_size().columns

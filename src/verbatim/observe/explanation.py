@@ -206,6 +206,8 @@ def _past(
 
 # --- tables
 
+MIN_BAR, MAX_BAR = 5, 24  # columns of a bar
+
 # What the words and columns mean.
 LEGEND = (
     "p: the model's own probability of the token; rank 1 is its best; entropy: how undecided it is",
@@ -283,22 +285,23 @@ def top_columns(
     return tuple(kept), list(zip(*kept.values(), strict=True))
 
 
-def render(record: Mapping[str, Any], text: Text, *, bars: int = 0) -> str:
-    """Everything about one token, as plain lines. `bars`: the width of a bar of each candidate's
-    probability; 0: none."""
+def render(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
+    """Everything about one token, as plain lines. `screen`: columns of the terminal, whose rest
+    shows each candidate's probability as a bar; 0: no bars."""
     lines: list[str] = []
     if record["stages"]:
         stages = stage_rows(record, text)
         lines += columns(("stage", "removed", "left", "of the top"), stages, (0, 3)).splitlines()
     names, rows = top_columns(record, text)
-    if bars:
-        names = (*names, "p as a bar")
-        rows = [
-            (*row, bar(math.exp(c["logprob"]), bars))
-            for row, c in zip(rows, record["top"], strict=True)
-        ]
-    left = [i for i, n in enumerate(names) if n in ("", "token", "removed by", "p as a bar")]
-    lines += columns(names, rows, left).splitlines()
+    left = [i for i, name in enumerate(names) if name in ("", "token", "removed by")]
+    table = columns(names, rows, left).splitlines()
+    used = max(map(len, table)) + 4  # the indent, and two columns before the bar
+    if screen - used >= MIN_BAR:
+        width = min(screen - used, MAX_BAR)
+        for i, candidate in enumerate(record["top"], 1):
+            drawn = bar(math.exp(candidate["logprob"]), width)
+            table[i] = f"{table[i]:{used - 4}}  {drawn}".rstrip()
+    lines += table
     return headline(record, text) + "\n" + "\n".join("  " + line for line in lines)
 
 
@@ -333,8 +336,8 @@ def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
     lines = [table, f"{len(changed)} of {len(results)} tokens would differ"]
     if changed and changed[0] is not results[-1]:
         lines.append(
-            f"after position {changed[0].position} each line still assumes the recorded text "
-            "before it: what would be drawn there, not how the other text continues"
+            f"steps after position {changed[0].position} are conditional on the recorded text "
+            "before them"
         )
     return "\n".join(lines)
 

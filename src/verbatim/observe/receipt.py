@@ -139,7 +139,7 @@ def compare(
     """Compare token by token. `makers`: this run's values of MAKERS; those that differ are the
     reasons why the tokens may differ."""
     reasons = tuple(
-        f"{name} differs: {receipt[name]!r} then, {makers[name]!r} now"
+        f"{name} differs: {_brief(receipt[name])} then, {_brief(makers[name])} now"
         for name in ("digest", "backend", "numerics", "context")
         if name in makers and makers[name] != receipt[name]
     )
@@ -174,6 +174,12 @@ def _with_floats(params: Mapping[str, Any]) -> dict[str, Any]:
         elif kind == "bias" and isinstance(value, dict):
             out[name] = {k: float(v) if type(v) is int else v for k, v in value.items()}
     return out
+
+
+def _brief(value: Any) -> str:
+    """A value in quotes; a digest by its first 12 characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:13]}…'"
 
 
 def _ids(value: Any) -> bool:

@@ -293,10 +293,10 @@ class Middleware:
         self._count(scope, getattr(scope.get("route"), "path", "other"), status)
 
     def _count(self, scope: Scope, route: str, status: int) -> None:
-        """Count the response in the metrics and the access log. Neither holds prompt text or keys;
-        the tenant is a digest of its key."""
+        """Count the response in the metrics and the access log (health checks only in the metrics).
+        Neither holds prompt text or keys; the tenant is a digest of its key."""
         self._state.metrics.answered(route, status)
-        if self._state.access is not None:
+        if self._state.access is not None and route not in OPEN_ROUTES:
             line = {
                 "id": scope["verbatim.id"],
                 "method": scope["method"],
