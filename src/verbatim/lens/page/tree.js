@@ -64,12 +64,10 @@ export function tree() {
 export function facts(branch) {
   const usage = branch.usage, wait = branch.firstToken - branch.started;
   const made = branch.tokens.length;
-  const span = (branch.ended || performance.now()) - branch.firstToken;
   const details = usage?.completion_tokens_details;
   return html`<p class="facts">
     <span>${made} tokens</span>
     ${branch.firstToken ? html`<span>first after ${seconds(wait / 1000)}</span>` : nothing}
-    ${made > 2 && branch.firstToken && branch.started ? html`<span>${((1000 * (made - 1)) / span).toFixed(0)} tokens/s with explanations</span>` : nothing}
     ${usage ? html`<span>${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens} prompt tokens cached</span>` : nothing}
     ${details?.accepted_prediction_tokens + details?.rejected_prediction_tokens
       ? html`<span>drafts: ${details.accepted_prediction_tokens} accepted, ${details.rejected_prediction_tokens} rejected</span>` : nothing}
