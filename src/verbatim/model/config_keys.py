@@ -181,6 +181,8 @@ CONFIG_KEYS: dict[str, Table] = {
         **sizes(32064, 3072, 8192, 32, 32, None, 4096),
         **rope_keys(10000.0, partial=True, original=4096),
         **llama_keys(),
+        "full_attn_mod": must_equal(1, note="not used by transformers", private=True),
+        "interpolate_factor": must_equal(1, note="not used by transformers", private=True),
         "rms_norm_eps": followed("epsilon of the norms", 1e-5),
         "attention_bias": NO_BIAS,
         "mlp_bias": NO_BIAS,

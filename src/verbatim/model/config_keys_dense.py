@@ -166,7 +166,8 @@ DENSE_KEYS: dict[str, Table] = {
             nullable=True,
         ),
         "sliding_window_pattern": followed(
-            "layer period: every N-th layer is full_attention, where layer_types is absent",
+            "where layer_types is absent: every N-th layer is full_attention; or a string of L "
+            "(sliding) and G (full), repeated",
             4,
             nullable=True,
         ),

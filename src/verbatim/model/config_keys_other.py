@@ -28,6 +28,7 @@ _COHERE: dict[str, Key] = {
         "rope_gptj", note="rotary positions of interleaved pairs", private=True
     ),
     "rotary_pct": must_equal(1.0, 1, note="whole heads are rotated", private=True),
+    "use_qk_norm": must_equal(False, note="no layer norm of queries and keys", private=True),
     "use_parallel_block": must_equal(True, note=_PARALLEL, private=True),
     "use_gated_activation": must_equal(True, note="the MLP has a gate", private=True),
     "use_parallel_embedding": no_effect("training only", private=True),

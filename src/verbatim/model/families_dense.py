@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from verbatim.base.errors import ModelError
@@ -114,8 +115,7 @@ def _exaone4(f: Fields, requested: int | None) -> ModelSpec:
     """Olmo's norms, each head normed; with windows, full layers have no rotary positions."""
     base = rotary(f, requested, family_record(f, "exaone4"), uniform=False)
     window = window_of(f)
-    pattern = 1 if f.has("layer_types") else f.integer("sliding_window_pattern")
-    windows = layer_windows(f, len(base.layers), lambda i: (i + 1) % pattern != 0, window)
+    windows = layer_windows(f, len(base.layers), _exaone4_pattern(f), window)
     layers = tuple(
         replace(a, window=w, rope=a.rope if w is not None or window is None else None)
         for a, w in zip(base.layers, windows, strict=True)
@@ -123,6 +123,15 @@ def _exaone4(f: Fields, requested: int | None) -> ModelSpec:
     return replace(
         base, family="exaone4", pre_norms=False, post_norms=True, qk_norm="head", layers=layers
     )
+
+
+def _exaone4_pattern(f: Fields) -> Callable[[int], bool]:
+    """Whether layer i is sliding: a period, or a string such as LLLG (local, global)."""
+    pattern = f.raw("sliding_window_pattern", None)
+    if isinstance(pattern, str) and pattern and set(pattern) <= set("LG"):
+        return lambda i: pattern[i % len(pattern)] == "L"
+    period = 1 if f.has("layer_types") else f.integer("sliding_window_pattern")
+    return lambda i: (i + 1) % period != 0
 
 
 def _glm4(f: Fields, requested: int | None) -> ModelSpec:

@@ -114,6 +114,10 @@ class _Reader:
     def optional(self, name: str) -> Decimal | None:
         return None if self._values.get(name) is None else self.number(name)
 
+    def positive(self, name: str) -> Decimal | None:
+        """As `optional`; 0 counts as absent."""
+        return None if self._values.get(name) in (0, None) else self.number(name)
+
     def flag(self, name: str, default: bool) -> bool:
         return bool(self._values.get(name, default))
 
@@ -209,7 +213,7 @@ def _yarn_magnitude(r: _Reader, factor: Decimal) -> Decimal:
     def magnitude(m: Decimal) -> Decimal:
         return _ONE if factor <= 1 else Decimal("0.1") * m * factor.ln() + 1
 
-    one, all_dims = r.optional("mscale"), r.optional("mscale_all_dim")
+    one, all_dims = r.positive("mscale"), r.positive("mscale_all_dim")
     return magnitude(one) / magnitude(all_dims) if one and all_dims else magnitude(_ONE)
 
 

@@ -33,7 +33,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.model.load import Model, load_model
-from verbatim.testing_models import tiny_model
+from verbatim.testing_models import NEWER_FAMILIES, tiny_model
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
@@ -180,8 +180,9 @@ def states(model: Model, tokens: tuple[int, ...], cuts: list[int], threads: int 
     """The final state of every token and the logits of the last one. The prefill is chunked at the
     positions `cuts`."""
     backend = cpu.CpuBackend(model, EngineConfig(threads=threads))
-    backend.allocate((len(tokens) // 16 + 1,))
-    table = (tuple(range(len(tokens) // 16 + 1)),)
+    groups, blocks = len(model.spec.groups), len(tokens) // 16 + 1
+    backend.allocate((blocks,) * groups)
+    table = (tuple(range(blocks)),) * groups
     draw = DrawSpec(SamplingParams(temperature=0.0), 0, len(tokens))
     result = b""
     for i, (start, end) in enumerate(pairwise([0, *cuts, len(tokens)])):
@@ -227,6 +228,20 @@ def test_mixtures_of_random_shapes_have_the_same_bits_everywhere(data: st.DataOb
             ), (isa, cuts)
         patch.setenv("VERBATIM_ISA", "scalar")
         assert states(model, tokens, cuts, threads=1) == scalar, cuts
+
+
+@pytest.mark.parametrize("family", NEWER_FAMILIES)
+def test_newer_families_have_the_same_bits_everywhere(family: str) -> None:
+    """Attention sinks, scales, norms over all heads, sigmoid routers: every instruction set gives
+    the bits of the scalar kernels, with any number of threads and in any chunks."""
+    model = tiny_model(family, type="q8_0")
+    tokens = tuple(np.random.default_rng(2).integers(0, 260, 70).tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERBATIM_ISA", "scalar")
+        scalar = states(model, tokens, [])
+        patch.setenv("VERBATIM_ISA", ISAS[-1])
+        assert states(model, tokens, []) == scalar
+        assert states(model, tokens, [1, 20, 37], threads=3) == scalar
 
 
 # ---- the default model
