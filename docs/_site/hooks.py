@@ -53,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from files outside docs/."""
     for name, page in ROOT_PAGES.items():
         text = (ROOT / name).read_text("utf-8")
-        files.append(File.generated(config, page, content=_from_root(text)))
+        files.append(File.generated(config, page, content=text))
     for target in sorted(_linked_sources(config)):
         content = _source_page(target)
         files.append(File.generated(config, _source_name(target), content=content))
@@ -80,11 +80,6 @@ def _outside_code(text: str, change: Any) -> str:
         out += [change(text[end : fence.start()]), fence[0]]
         end = fence.end()
     return "".join([*out, change(text[end:])])
-
-
-def _from_root(text: str) -> str:
-    """The badges at the top of README.md are local pictures; everything else stays as it is."""
-    return text.replace('src="docs/', 'src="').replace("](docs/assets/", "](assets/")
 
 
 def _linked_sources(config: MkDocsConfig) -> set[str]:
