@@ -83,7 +83,7 @@ models: $(VENV)/.dev
 	$(BIN)/python tests/parity/models_doc.py > docs/model-parity.md
 # The documentation site in build/site; open build/site/index.html. A warning of MkDocs is an error.
 docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
 # Every picture of README.md and docs/ (the plots of the course have the times of this machine)

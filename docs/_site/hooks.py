@@ -32,6 +32,7 @@ ROOT_PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security-tests.md",
     "CODE_OF_CONDUCT.md": "code-of-conduct.md",
+    "docs/README.md": "documents.md",
 }
 LANGUAGES = {
     ".py": "python",
@@ -52,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from files outside docs/."""
     for name, page in ROOT_PAGES.items():
         text = (ROOT / name).read_text("utf-8")
-        files.append(File.generated(config, page, content=_from_root(text)))
+        files.append(File.generated(config, page, content=text))
     for target in sorted(_linked_sources(config)):
         content = _source_page(target)
         files.append(File.generated(config, _source_name(target), content=content))
@@ -60,19 +61,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    here = posixpath.dirname(page.file.src_uri)
+    here = page.file.src_uri
+    home = next((name for name, made in ROOT_PAGES.items() if made == here), f"docs/{here}")
 
     def link(match: re.Match[str]) -> str:
-        target = posixpath.normpath(posixpath.join(here, match[1]))
-        if target.startswith("../"):
-            target = _site_target(target[3:])
-        elif target.startswith("docs/"):  # a page made from a file of the root
-            target = target[5:]
-        elif files.get_file_from_path(target) is None and page.file.src_uri in ROOT_PAGES.values():
-            target = _site_target(target)
-        else:
-            return match[0]
-        return posixpath.relpath(target, here or ".") + (match[2] or "")
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(home), match[1]))
+        made = _site_target(target)
+        return posixpath.relpath(made, posixpath.dirname(here) or ".") + (match[2] or "")
 
     text = GENERATE.sub(lambda match: tables.generate(match[1]), markdown)
     return _outside_code(text, lambda part: LINK.sub(link, part))
@@ -87,26 +82,26 @@ def _outside_code(text: str, change: Any) -> str:
     return "".join([*out, change(text[end:])])
 
 
-def _from_root(text: str) -> str:
-    """The badges at the top of README.md are local pictures; everything else stays as it is."""
-    return text.replace('src="docs/', 'src="').replace("](docs/assets/", "](assets/")
-
-
 def _linked_sources(config: MkDocsConfig) -> set[str]:
-    """Files outside docs/ that a page links to, relative to the repository."""
-    docs = Path(config.docs_dir)
-    pages = [page for page in docs.rglob("*.md") if page.name != "README.md"]
+    """Files of the repository that a page links to and that are not pages themselves."""
     found = set()
-    for page in [*pages, *(ROOT / name for name in ROOT_PAGES)]:
+    for page in [*Path(config.docs_dir).rglob("*.md"), *(ROOT / name for name in ROOT_PAGES)]:
         for match in LINK.finditer(FENCE.sub("", page.read_text("utf-8"))):
             target = (page.parent / match[1]).resolve()
-            if target.is_relative_to(ROOT) and not target.is_relative_to(docs):
-                found.add(target.relative_to(ROOT).as_posix())
-    return found - ROOT_PAGES.keys()
+            if target.is_relative_to(ROOT):
+                name = target.relative_to(ROOT).as_posix()
+                if _site_target(name) == _source_name(name):
+                    found.add(name)
+    return found
 
 
 def _site_target(target: str) -> str:
-    return ROOT_PAGES.get(target) or _source_name(target)
+    """The page of the site for a file of the repository."""
+    if target in ROOT_PAGES:
+        return ROOT_PAGES[target]
+    if target.startswith("docs/") and not target.startswith("docs/_site/"):
+        return target[5:]
+    return _source_name(target)
 
 
 def _source_name(target: str) -> str:

@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "tests" / "server"))
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it; a warning of MkDocs is an error."""
     target = tmp_path_factory.mktemp("site")
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(target)]
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(target)]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
