@@ -218,6 +218,24 @@ def formats() -> str:
     return _table(("type", "weights per block", "bytes per block", "bits per weight"), rows)
 
 
+# ---------------------------------------------------------------------------------------- documents
+
+
+def _titles(folder: str) -> str:
+    """Links to the numbered pages of a folder of docs/, with their titles."""
+    pages = sorted((Path(__file__).parents[1] / folder).glob("0*.md"))
+    titles = [page.read_text("utf-8").splitlines()[0].lstrip("# ") for page in pages]
+    return "\n".join(f"- [{t}]({p.name})" for t, p in zip(titles, pages, strict=True)) + "\n"
+
+
+def decisions() -> str:
+    return _titles("adr")
+
+
+def logs() -> str:
+    return _titles("log")
+
+
 # ------------------------------------------------------------------------------------- public names
 
 
@@ -242,5 +260,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes,
     "families": families,
     "formats": formats,
+    "decisions": decisions,
+    "logs": logs,
     "other-names": other_names,
 }
