@@ -226,7 +226,7 @@ class ByteTokenizer:
     """One token per byte, and four control tokens: "hi" is [104, 105]."""
 
     BOS, EOS, USER, ASSISTANT = 256, 257, 258, 259
-    NAMES = ("<s>", "</s>", "<|user|>", "<|assistant|>")
+    NAMES: tuple[str, ...] = ("<s>", "</s>", "<|user|>", "<|assistant|>")
 
     vocab_size = 260
     bos_id: int | None = BOS

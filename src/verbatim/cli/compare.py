@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.options import (
@@ -21,7 +21,6 @@ from verbatim.cli.options import (
     given_sampling,
     model_options,
     parse_parameter,
-    parse_size,
     sampling_of,
     sampling_options,
 )

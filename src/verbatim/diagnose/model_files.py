@@ -14,8 +14,9 @@ from typing import Any
 
 from verbatim.base.errors import VerbatimError
 from verbatim.model.load import Model, load_model
-from verbatim.text.chat_template import ChatTemplate, template_from_directory, template_from_gguf
+from verbatim.text.chat_template import ChatTemplate
 from verbatim.text.hf_vocab import NAMED, special_texts
+from verbatim.text.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.safetensors import read_json
