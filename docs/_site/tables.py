@@ -24,7 +24,7 @@ def generate(name: str) -> str:
 
 
 def _cell(text: object) -> str:
-    return str(text).replace("|", "\\|").replace("<", "&lt;").replace("\n", "\\n")
+    return str(text).replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").replace("\n", "\\n")
 
 
 def _code(text: object) -> str:
