@@ -147,7 +147,7 @@ def resolve(
         for name in FILTERS:
             if values.pop(name, None) is not None:
                 origins[name] = DEFAULT
-    return params.with_(**values).with_origins(origins)
+    return params.with_origins(origins, checked=values)
 
 
 def _supplied(

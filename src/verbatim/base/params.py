@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -342,20 +341,28 @@ class SamplingParams:
 
     def with_(self, **changes: Any) -> SamplingParams:
         """A copy with these parameters changed. The others keep their values and origins."""
+        known = self._known
         kept = {
             name: getattr(self, name)
             for name, rule in FIELDS.items()
-            if name in self._known or getattr(self, name) != rule.default
+            if name in known or getattr(self, name) != rule.default
         }
         made = SamplingParams(**{**kept, **changes})
-        return made.with_origins({n: o for n, o in self.origins if n not in changes})
+        origins = {**dict(made.origins), **{n: o for n, o in self.origins if n not in changes}}
+        object.__setattr__(made, "origins", tuple(sorted(origins.items())))
+        return made
 
-    def with_origins(self, origins: Mapping[str, str]) -> SamplingParams:
-        """A copy that names where these parameters came from."""
-        made = copy(self)
-        object.__setattr__(
-            made, "origins", tuple(sorted({**dict(self.origins), **origins}.items()))
-        )
+    def with_origins(
+        self, origins: Mapping[str, str], checked: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
+        """A copy that names where these parameters came from. `checked`: new values that are valid
+        already, so that a request costs no second validation of every field."""
+        made = object.__new__(SamplingParams)
+        values = checked or {}
+        for name in FIELDS:
+            object.__setattr__(made, name, values.get(name, getattr(self, name)))
+        merged = {**dict(self.origins), **origins}
+        object.__setattr__(made, "origins", tuple(sorted(merged.items())))
         return made
 
     @property
@@ -365,7 +372,7 @@ class SamplingParams:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
         """From JSON or flags. An unknown name raises UnknownParameterError."""
-        return cls().with_(**values)
+        return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
         """The parameters that were given or differ from their defaults, as JSON-ready values."""

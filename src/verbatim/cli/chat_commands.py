@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verbatim.base.errors import VerbatimError
 from verbatim.cli.chat_session import check_supported
@@ -13,14 +13,26 @@ from verbatim.cli.options import parse_parameter
 from verbatim.cli.terminal import DIM, GREEN, RED, note, write
 
 if TYPE_CHECKING:
-    from verbatim.cli.chat import ChatLoop
+    from verbatim.base.params import SamplingParams
+    from verbatim.cli.chat_session import Conversation
+    from verbatim.engine.llm import LLM
+
+
+class Chat(Protocol):
+    """What a command needs of chat.py's ChatLoop."""
+
+    talk: Conversation
+    reopen: Callable[[str], LLM]
+
+    def turn(self, text: str, params: SamplingParams | None = None) -> None: ...
+
 
 NO_ANSWER = "there is no answer yet"
 EXPLAINED = 5  # candidates of /explain N
 SYNONYMS = {"reset": "clear", "exit": "quit", "bye": "quit", "?": "help", "set": "params"}
 
 
-def run_command(chat: ChatLoop, line: str) -> bool:
+def run_command(chat: Chat, line: str) -> bool:
     """Run a /command. Returns True to leave the chat."""
     name, _, rest = line[1:].strip().partition(" ")
     name = SYNONYMS.get(name, name)
@@ -43,18 +55,18 @@ def _turns(count: int) -> str:
     return f"{count} turn{'s' if count != 1 else ''}"
 
 
-def _help(chat: ChatLoop, rest: str) -> None:
+def _help(chat: Chat, rest: str) -> None:
     for name, (_, argument, text) in COMMANDS.items():
         note(f"{f'/{name} {argument}'.rstrip():22}{text}")
     note("Ctrl-C stops the answer, not the program. A line that ends in \\ continues on the next.")
 
 
-def _clear(chat: ChatLoop, rest: str) -> None:
+def _clear(chat: Chat, rest: str) -> None:
     chat.talk.clear()
     note("the conversation is cleared")
 
 
-def _system(chat: ChatLoop, rest: str) -> None:
+def _system(chat: Chat, rest: str) -> None:
     if not rest:
         note(
             f"system message: {chat.talk.system}"
@@ -67,7 +79,7 @@ def _system(chat: ChatLoop, rest: str) -> None:
     note("system message set; the conversation is cleared")
 
 
-def _params(chat: ChatLoop, rest: str) -> None:
+def _params(chat: Chat, rest: str) -> None:
     changes: dict[str, Any] = {}
     for word in rest.split():
         name, equals, value = word.partition("=")
@@ -84,7 +96,7 @@ def _params(chat: ChatLoop, rest: str) -> None:
     note(" ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else DIM)
 
 
-def _retry(chat: ChatLoop, rest: str) -> None:
+def _retry(chat: Chat, rest: str) -> None:
     if chat.talk.last is None:
         note(NO_ANSWER)
         return
@@ -100,7 +112,7 @@ def _retry(chat: ChatLoop, rest: str) -> None:
     chat.turn(asked, chat.talk.params.with_(seed=seed))
 
 
-def _undo(chat: ChatLoop, rest: str) -> None:
+def _undo(chat: Chat, rest: str) -> None:
     asked = chat.talk.undo()
     if asked is None:
         note("there is nothing to undo")
@@ -109,7 +121,7 @@ def _undo(chat: ChatLoop, rest: str) -> None:
     note(f"forgot: {line if len(line) <= 60 else line[:57] + '…'}")
 
 
-def _drop(chat: ChatLoop, rest: str) -> None:
+def _drop(chat: Chat, rest: str) -> None:
     if rest and not (rest.isdecimal() and int(rest) > 0):
         _refuse(f"{rest!r} is not a number of turns")
         return
@@ -119,7 +131,7 @@ def _drop(chat: ChatLoop, rest: str) -> None:
     note(f"forgot the oldest {_turns(count)}; {there - count} left")
 
 
-def _explain(chat: ChatLoop, rest: str) -> None:
+def _explain(chat: Chat, rest: str) -> None:
     from verbatim.observe.explanation import headline, render
 
     if chat.talk.last is None:
@@ -139,7 +151,7 @@ def _explain(chat: ChatLoop, rest: str) -> None:
         write(headline(record, show) + "\n")
 
 
-def _stats(chat: ChatLoop, rest: str) -> None:
+def _stats(chat: Chat, rest: str) -> None:
     from verbatim.cli.open_model import speed_limit
     from verbatim.cli.report import closing_line, is_sampled, params_line
 
@@ -153,7 +165,7 @@ def _stats(chat: ChatLoop, rest: str) -> None:
     note(f"{completion.usage.total_tokens} of {llm.context} tokens of the context are in use")
 
 
-def _model(chat: ChatLoop, rest: str) -> None:
+def _model(chat: Chat, rest: str) -> None:
     talk = chat.talk
     before = talk.llm.parts.name
     if rest:
@@ -168,7 +180,7 @@ def _model(chat: ChatLoop, rest: str) -> None:
     note(f"{talk.llm.parts.name}, context {talk.llm.context} tokens{stays}")
 
 
-def _save(chat: ChatLoop, rest: str) -> None:
+def _save(chat: Chat, rest: str) -> None:
     if not rest:
         _refuse("/save needs a file name")
         return
@@ -176,7 +188,7 @@ def _save(chat: ChatLoop, rest: str) -> None:
     note(f"saved {_turns(len(chat.talk.turns) // 2)} to {rest}")
 
 
-def _load(chat: ChatLoop, rest: str) -> None:
+def _load(chat: Chat, rest: str) -> None:
     if not rest:
         _refuse("/load needs a file name")
         return
@@ -184,12 +196,12 @@ def _load(chat: ChatLoop, rest: str) -> None:
     note(f"loaded {_turns(len(chat.talk.turns) // 2)} from {rest}")
 
 
-def _quit(chat: ChatLoop, rest: str) -> None:
+def _quit(chat: Chat, rest: str) -> None:
     raise AssertionError("run_command ends the chat")
 
 
 # name -> (function, argument, help), in the order of /help
-COMMANDS: dict[str, tuple[Callable[[ChatLoop, str], None], str, str]] = {
+COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "help": (_help, "", "this list"),
     "clear": (_clear, "", "forget the conversation (the system message stays)"),
     "system": (_system, "[TEXT]", "set the system message and start afresh; without TEXT show it"),
