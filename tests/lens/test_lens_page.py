@@ -265,7 +265,7 @@ def test_a_planted_wrong_number_is_noticed(
 
 
 def test_2000_tokens_stay_still_while_a_slider_moves(
-    lens: LensPage, saved: Path, tmp_path: Path, record_property: Any
+    lens: LensPage, saved: Path, tmp_path: Path
 ) -> None:
     """60 redraws touch no tile: the cost of a redraw does not depend on the length of the text."""
     data = data_of(saved)
@@ -300,7 +300,7 @@ def test_2000_tokens_stay_still_while_a_slider_moves(
     )
     assert tiles == 0
     assert redraws >= 30, "the funnel follows the slider"
-    record_property("60 redraws, milliseconds", milliseconds)
+    print(f"60 redraws in {milliseconds:.0f} ms")  # not judged: it depends on the load
 
 
 # --------------------------------------------------------------------------------- errors, phone
