@@ -182,7 +182,9 @@ def test_colours_follow_the_choice(lens: LensPage) -> None:
 def test_the_engine_view_shows_this_keys_steps_and_blocks(lens: LensPage) -> None:
     lens.page.click("nav >> text=Engine")
     lens.page.wait_for_selector(".strip i")
+    api(lens.live, "a request of the same key", max_tokens=4)  # recorded: the page watches
     lens.page.wait_for_selector(".timeline i")
+    lens.page.wait_for_selector(".lanes i")
     lens.page.wait_for_selector("#plot canvas")
     lens.page.click("nav >> text=Generate")
     lens.page.wait_for_selector("#tile-23")
@@ -263,7 +265,7 @@ def test_a_planted_wrong_number_is_noticed(
 
 
 def test_2000_tokens_stay_still_while_a_slider_moves(
-    lens: LensPage, saved: Path, tmp_path: Path, record_property: Any
+    lens: LensPage, saved: Path, tmp_path: Path
 ) -> None:
     """60 redraws touch no tile: the cost of a redraw does not depend on the length of the text."""
     data = data_of(saved)
@@ -298,7 +300,7 @@ def test_2000_tokens_stay_still_while_a_slider_moves(
     )
     assert tiles == 0
     assert redraws >= 30, "the funnel follows the slider"
-    record_property("60 redraws, milliseconds", milliseconds)
+    print(f"60 redraws in {milliseconds:.0f} ms")  # not judged: it depends on the load
 
 
 # --------------------------------------------------------------------------------- errors, phone
@@ -321,6 +323,27 @@ def test_errors_are_shown_kindly(browser: Any, live: Live, tmp_path: Path) -> No
     page.page.click("#send")
     page.page.wait_for_selector("text=The server does not answer.")
     page.expect_errors(400, "/v1/completions", "net::ERR_FAILED")
+    page.close()
+
+
+def test_a_server_with_keys_is_asked_for_one(browser: Any, live: Live) -> None:
+    """The server here has no keys: the test answers as one that has."""
+    page = LensPage(browser, live)
+    message = {"error": {"message": "this server needs a key", "code": "invalid_api_key"}}
+
+    def answer(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer open sesame":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json=message)
+
+    page.page.route("**/lens/api/*", answer)
+    page.page.goto(live.url + "/")
+    page.page.fill("input[name=key]", "open sesame")
+    page.page.click("text=Use it")
+    page.page.wait_for_selector("#send:not([disabled])")
+    assert page.page.locator("[role=alert], input[name=key]").count() == 0
+    page.expect_errors(401, "/lens/api/info")
     page.close()
 
 

@@ -3,7 +3,7 @@
 import { html, nothing, render } from "./vendor/lit-html.js";
 import { get, setKey } from "./api.js";
 import { controls } from "./controls.js";
-import { drawPlot, engineView, watch } from "./engine.js";
+import { drawPlot, engineView, poll, watch } from "./engine.js";
 import { fiveSamplers, inspector, loopView } from "./inspector.js";
 import { prove } from "./proof.js";
 import { extend, send, stopAll } from "./run.js";
@@ -178,7 +178,7 @@ async function open() {
     state.vocab = Vocab.fromServer(vocab);
     state.trouble = null;
     if (!info.has_template) state.mode = "raw";
-    watch();
+    poll(); // the server records steps from now on
   } catch (error) {
     if (error.status === 503 || error.status === 0) {
       state.loading = error.status ? "the model is being loaded …" : error.message;

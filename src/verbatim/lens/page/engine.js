@@ -17,7 +17,8 @@ export function watch() {
   timer = setTimeout(poll, soon ? 500 : 5000);
 }
 
-async function poll() {
+export async function poll() {
+  clearTimeout(timer);
   try {
     const report = await get(`/lens/api/engine?after=${last}`);
     const steps = [...(state.engine?.steps ?? []), ...report.steps].slice(-KEEP);

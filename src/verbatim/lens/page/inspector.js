@@ -37,7 +37,11 @@ function want(branch, index, rest, changes) {
   pending.add(key);
   rowOf(branch, index, { rest, changes }).then(
     () => pending.delete(key),
-    (error) => refused.set(rowKey(branch.tokens[index], index), error.message),
+    (error) => {
+      refused.set(rowKey(branch.tokens[index], index), error.message);
+      if (![429, 503].includes(error.status)) return;
+      setTimeout(() => pending.delete(key) && changed(), 1000 * (error.retry ?? 1)); // busy: again
+    },
   ).finally(changed);
 }
 
