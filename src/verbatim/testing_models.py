@@ -78,6 +78,16 @@ TINY_CONFIGS |= {
         "residual_multiplier": 0.7,
         "logits_scaling": 0.8,
     },
+    "granitehybrid": {
+        "model_type": "granitemoehybrid",
+        **_BASE,
+        "shared_intermediate_size": 48,
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * 3,
+        "position_embedding_type": "rope",
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+    },
     "olmo2": {"model_type": "olmo2", **_BASE},
     "olmo3": {
         "model_type": "olmo3",

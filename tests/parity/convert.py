@@ -159,6 +159,8 @@ def _arrays(
     rules = {**own, **{k: v for k, v in _NAMES.items() if k not in own}}  # the first match counts
     if architecture == "gpt-oss":
         state = _split_gpt_oss(state)
+    if config["model_type"] == "granitemoehybrid":
+        state = _split_granite(state)
     result: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in state.items():
@@ -206,6 +208,18 @@ def _split_gpt_oss(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             result[name.replace("gate_up", "up")] = values[:, 1::2]
         else:
             result[name] = values
+    return result
+
+
+def _split_granite(state: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The fused MLP of granitemoehybrid, under llama's names."""
+    result: dict[str, np.ndarray] = {}
+    for name, values in state.items():
+        if "shared_mlp.input_linear" in name:
+            for part, rows in zip(("gate", "up"), np.split(values, 2), strict=True):
+                result[name.replace("shared_mlp.input_linear", f"mlp.{part}_proj")] = rows
+        else:
+            result[name.replace("shared_mlp.output_linear", "mlp.down_proj")] = values
     return result
 
 

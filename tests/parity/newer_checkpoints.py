@@ -25,6 +25,18 @@ _OSS: dict[str, Any] = {
     "head_dim": 16,
     "sliding_window": 9,
 }
+_HYBRID = {
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 40,
+    "intermediate_size": 40,
+    "layer_types": ["attention"] * 2,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 4,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+}
 _FALCON = {
     "num_key_value_heads": ABSENT,
     "intermediate_size": ABSENT,
@@ -57,6 +69,8 @@ _CASES = [
         },
         gguf="granite",
     ),
+    Case("granitemoehybrid", "GraniteMoeHybrid", _HYBRID, gguf="granite"),
+    Case("granitemoehybrid-nope", "GraniteMoeHybrid", {**_HYBRID, "position_embedding_type": None}),
     Case("olmo2", "Olmo2", {}, gguf="olmo2"),
     Case("olmo2-bias", "Olmo2", {"attention_bias": True, "num_key_value_heads": 4}),
     Case(

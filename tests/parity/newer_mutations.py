@@ -10,6 +10,7 @@ Values = dict[str, tuple[Any, ...]]
 KIND = {
     "smollm3": "SmolLM3",
     "granite": "Granite",
+    "granitemoehybrid": "GraniteMoeHybrid",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "seed_oss": "SeedOss",
@@ -40,6 +41,14 @@ _YARN = {
 _BASES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 2},
     "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "granitemoehybrid": {
+        "shared_intermediate_size": 40,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["attention"] * 2,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    },
     "olmo3": {"sliding_window": 5},
     "seed_oss": {"head_dim": 16},
     "hunyuan_v1_dense": {"head_dim": 16},
@@ -101,6 +110,14 @@ _VALUES: dict[str, Values] = {
         "attention_multiplier": _SCALE,
         "residual_multiplier": _SCALE,
         "logits_scaling": _SCALE,
+    },
+    "granitemoehybrid": {
+        "shared_intermediate_size": (48, 64),
+        "num_local_experts": (0, 4),
+        "position_embedding_type": ("rope", "nope", None, ABSENT),
+        "embedding_multiplier": _SCALE,
+        "attention_multiplier": _SCALE,
+        "mamba_d_state": (16,),
     },
     "seed_oss": {"attention_out_bias": (True, False), "residual_dropout": (0.3,)},
     "hunyuan_v1_dense": {"eod_token_id": (5, None), "use_qk_norm": (True, False)},

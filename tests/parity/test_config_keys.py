@@ -33,6 +33,7 @@ CLASSES = {
     "gpt2": "GPT2",
     "smollm3": "SmolLM3",
     "granite": "Granite",
+    "granitemoehybrid": "GraniteMoeHybrid",
     "olmo2": "Olmo2",
     "olmo3": "Olmo3",
     "seed_oss": "SeedOss",

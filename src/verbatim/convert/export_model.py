@@ -26,7 +26,10 @@ from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.names import gguf_source
 from verbatim.weights.tensor import Tensor
 
-ARCHITECTURE = {"mixtral": "llama"}  # family -> GGUF's name for it, where they differ
+ARCHITECTURE = {
+    "mixtral": "llama",
+    "granitehybrid": "granite",
+}  # family -> GGUF's name for it, where they differ
 # Fields that GGUF stores in another form, such as the norm offset, which is added to the weights.
 NOT_COMPARED = {"family", "norm_offset", "layers"}
 
@@ -82,7 +85,7 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _scales(spec: ModelSpec) -> dict[str, Any]:
-    if spec.family == "granite":
+    if spec.family in ("granite", "granitehybrid"):
         return {
             "embedding_scale": float(spec.embed_scale),
             "attention.scale": float(spec.scale),

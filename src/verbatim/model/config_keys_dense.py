@@ -9,6 +9,7 @@ from verbatim.model.config_key_parts import (
     FULL_ONLY,
     IMAGES,
     NO_BIAS,
+    ROUTER,
     TRAINING,
     WINDOW_TYPES,
     llama_keys,
@@ -25,6 +26,10 @@ _NESTED_ROPE = {
     "rope_scaling": followed("changes the record of full_attention"),
     "original_max_position_embeddings": must_equal(note="belongs in the rope record"),
 }
+_MAMBA = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+)
 _UNUSED_BY_HUNYUAN = (
     "add_classification_head",
     "attention_head_dim",
@@ -73,6 +78,41 @@ DENSE_KEYS: dict[str, Table] = {
         "attention_multiplier": followed("multiplies the scores of attention", 1.0),
         "residual_multiplier": followed("multiplies the outputs of attention and MLP", 1.0),
         "logits_scaling": followed("divides the logits", 1.0),
+    },
+    "granitemoehybrid": {
+        **COMMON_KEYS,
+        **ROUTER,
+        **sizes(32000, 4096, 11008, 32, 32, None, 2048),
+        **rope_keys(10000.0),
+        **llama_keys(),
+        "intermediate_size": no_effect(
+            "inner width of an expert; `shared_intermediate_size` decides"
+        ),
+        "shared_intermediate_size": followed("inner width of the MLP", 1024),
+        "num_local_experts": followed(
+            "checked: 0, because only dense models are supported", 8, nullable=True
+        ),
+        "num_experts_per_tok": no_effect("there are no experts"),
+        "layer_types": followed(
+            "checked: every layer is attention; Mamba layers are not supported"
+        ),
+        "layers_block_type": alias("layer_types"),
+        "position_embedding_type": followed("rope: rotary positions; nope or absent: none"),
+        "attention_bias": followed("biases of q, k, v and o", False),
+        "mlp_bias": NO_BIAS,
+        "sliding_window": FULL["sliding_window"],
+        **{
+            name: followed(f"{note}; null: 1", 1.0, nullable=True)
+            for name, note in (
+                ("embedding_multiplier", "multiplies the embeddings"),
+                ("attention_multiplier", "multiplies the scores of attention"),
+                ("residual_multiplier", "multiplies the outputs of attention and MLP"),
+                ("logits_scaling", "divides the logits"),
+            )
+        },
+        **dict.fromkeys(_MAMBA, no_effect("of Mamba layers, which are not supported")),
+        "init_method": no_effect("training only", private=True),
+        "normalization_function": must_equal("rmsnorm", note="RMS norms", private=True),
     },
     "olmo2": {
         **COMMON_KEYS,

@@ -9,7 +9,7 @@ from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.family_parts import layer_windows, rotary, window_of, with_windows
 from verbatim.model.rope_record import Record, family_record, layer_type_record, rope_of
-from verbatim.model.spec import ModelSpec
+from verbatim.model.spec import LayerSpec, ModelSpec
 
 _OLMO3_THETA = 500000.0
 
@@ -38,11 +38,25 @@ def _granite(f: Fields, requested: int | None) -> ModelSpec:
     return replace(
         rotary(f, requested, family_record(f, "granite")),
         family="granite",
-        embed_scale=f.number("embedding_multiplier"),
-        attention_scale=f.number("attention_multiplier"),
-        residual_scale=f.number("residual_multiplier"),
-        logit_scale=1.0 / f.number("logits_scaling"),
+        embed_scale=f.number("embedding_multiplier", 1.0),
+        attention_scale=f.number("attention_multiplier", 1.0),
+        residual_scale=f.number("residual_multiplier", 1.0),
+        logit_scale=1.0 / f.number("logits_scaling", 1.0),
     )
+
+
+def _granite_hybrid(f: Fields, requested: int | None) -> ModelSpec:
+    """The dense models of Granite 4, whose configs are those of hybrids without Mamba layers."""
+    if f.integer("num_local_experts", low=0):
+        raise f.fail("num_local_experts", "only 0 is supported")
+    if not f.has("layer_types"):
+        raise f.fail("layer_types", "absent, all layers are Mamba layers, which are not supported")
+    kind = f.string("position_embedding_type", "nope")
+    if kind not in ("rope", "nope"):
+        raise f.fail("position_embedding_type", "rope or nope is needed")
+    dense = f.with_values(intermediate_size=f.integer("shared_intermediate_size"))
+    spec = replace(_granite(dense, requested), family="granitehybrid")
+    return spec if kind == "rope" else replace(spec, layers=(LayerSpec(),) * len(spec.layers))
 
 
 def _olmo2(f: Fields, requested: int | None) -> ModelSpec:
@@ -153,6 +167,7 @@ def _arcee(f: Fields, requested: int | None) -> ModelSpec:
 DENSE_FAMILIES = {
     "smollm3": _smollm3,
     "granite": _granite,
+    "granitemoehybrid": _granite_hybrid,
     "olmo2": _olmo2,
     "olmo3": _olmo3,
     "seed_oss": _seed_oss,

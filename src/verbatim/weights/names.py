@@ -90,6 +90,12 @@ HF_LAYER = {
     "qwen3moe": _LLAMA,
     "smollm3": _LLAMA,
     "granite": _LLAMA,
+    "granitehybrid": _LLAMA
+    | {
+        "mlp.gate": "shared_mlp.input_linear",
+        "mlp.up": "shared_mlp.input_linear",
+        "mlp.down": "shared_mlp.output_linear",
+    },
     "olmo2": _LLAMA | _POST_NORMS,
     "seed_oss": _LLAMA,
     "hunyuan-dense": _LLAMA
@@ -166,6 +172,7 @@ GGUF_LAYER = {
     "gpt2": _GGUF | _GGUF_FUSED_QKV,
     "smollm3": _GGUF,
     "granite": _GGUF,
+    "granitehybrid": _GGUF,
     "olmo2": _GGUF,
     "seed_oss": _GGUF | _GGUF_MLP_NORM,
     "hunyuan-dense": _GGUF,
@@ -185,8 +192,8 @@ GGUF_LAYER = {
 }
 # Architectures whose GGUF files rotate interleaved pairs.
 _GGUF_INTERLEAVED = (
-    *("llama", "mixtral", "smollm3", "granite", "mistral3", "command-r", "cohere2", "glm4"),
-    *("ernie4_5", "arcee"),
+    *("llama", "mixtral", "smollm3", "granite", "granitehybrid", "mistral3", "command-r"),
+    *("cohere2", "glm4", "ernie4_5", "arcee"),
 )
 _GGUF_TOP = {
     "embed": "token_embd",
