@@ -24,7 +24,8 @@ def generate(name: str) -> str:
 
 
 def _cell(text: object) -> str:
-    return str(text).replace("|", "\\|").replace("[", "\\[").replace("<", "&lt;").replace("\n", "\\n")
+    escaped = str(text).replace("|", "\\|").replace("[", "\\[")
+    return escaped.replace("<", "&lt;").replace("\n", "\\n")
 
 
 def _code(text: object) -> str:
