@@ -27,7 +27,6 @@ from verbatim.backend.cuda import gpu_sampler, jit, kernels
 from verbatim.backend.cuda.backend import GraphInputs, host_sampler
 from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler, PendingTokens
-from verbatim.backend.cuda.kernels import QueryTiles
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.protocol import Backend
 from verbatim.backend.step_rows import make_batch
@@ -115,10 +114,16 @@ def test_every_family_agrees_with_the_reference(family: str) -> None:
 def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compares a prefill in one step with chunks beside another sequence. Each matmul has two
+    """Compares a prefill in one step with chunks beside another sequence. Some matmuls have two
     splits, which run in parallel for few rows and in one program for many."""
     monkeypatch.setattr(kernels, "BK", 16)
-    monkeypatch.setattr(kernels, "PARALLEL_SPLIT_ROWS", 4)
+    choose_tile = kernels.choose_tile
+
+    def choose(m: int, n: int, k: int, splits: int, tma: bool) -> kernels.MatmulTile:
+        tile = choose_tile(16, n, k, splits, False)
+        return tile if m <= 4 else tile._replace(rows=32, parallel=1, tma=tma)
+
+    monkeypatch.setattr(kernels, "choose_tile", choose)
     model = small(family, hidden_size=64)
     assert kernels.split_k(64, 64)[0] == 2
     assert difference(model, TOKENS) < 0.02
@@ -136,11 +141,8 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
 def test_attention_over_several_spans_is_right_and_keeps_its_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With spans of one small tile, 36 tokens have three spans. They agree with the reference, and
-    chunks of rows have the same bits."""
-    from verbatim.backend.cuda import ops
-
-    monkeypatch.setattr(kernels, "TILE", 16)
+    """With spans of 16 positions, 36 tokens have three spans. They agree with the reference, and
+    chunks of rows have the same bits, merged in one program or by a second kernel."""
     monkeypatch.setattr(kernels, "SPAN", 16)
     tokens, model = (
         np.random.default_rng(2).integers(0, 260, 36).tolist(),
@@ -151,7 +153,7 @@ def test_attention_over_several_spans_is_right_and_keeps_its_bits(
     expected = run_alone(backend, tokens)
     seq = Blocks(backend.spec, backend.block_size, 7).allocate(0, tokens)
     run(backend, [seq], [33])
-    monkeypatch.setattr(ops, "ATTENTION_BUFFER", 1)  # attention runs in several launches
+    monkeypatch.setattr(kernels, "ATTENTION_BUFFER", 1)  # one program merges the spans
     run(backend, [seq], [2])
     assert same_bits(expected, seq)
 
@@ -191,7 +193,7 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
     """Sequences arrive, grow, change rows and finish, with drafts. The inputs give each row's
     token, slot and blocks, whatever the previous step left there."""
     random = np.random.default_rng(6)
-    inputs = GraphInputs(16, 2, (77, 88), device)
+    inputs = GraphInputs(16, 8, (77, 88), 16, device)
     tables = {
         i: tuple(tuple(random.integers(0, 60, 64).tolist()) for _ in range(2)) for i in range(12)
     }
@@ -216,7 +218,7 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
         assert sent.positions.tolist() == batch.positions.tolist() + [0] * (16 - n)
         owners = [s for s in sequences for _ in s.tokens]
         for group, padding in enumerate((77, 88)):
-            slots, table = sent.slots[group].tolist(), sent.tiles[group].table
+            slots, table = sent.slots[group].tolist(), sent.tiles[group][0].table
             assert slots[n:] == [padding * 16] * (16 - n)
             assert table[n:, 0].tolist() == [padding] * (16 - n)
             for row, (owner, position) in enumerate(
@@ -388,20 +390,6 @@ def test_a_mixture_of_experts_does_not_overlap_steps() -> None:
     """It sorts rows on the host in every layer, so a launch ahead would gain nothing."""
     assert not opened(small("qwen3moe")).overlap
     assert opened(small("llama")).overlap
-
-
-def test_a_part_of_the_query_tiles_counts_its_rows_from_zero() -> None:
-    first, count = torch.tensor([0, 3, 4, 8]), torch.tensor([3, 1, 4, 2])
-    tiles = QueryTiles(torch.arange(8).view(4, 2), first, count, torch.tensor([7, 0, 5, 9]), 4)
-    for start, end, rows in ((0, 2, (0, 4)), (1, 3, (3, 8)), (2, 9, (4, 10))):
-        *found, part = tiles.part(start, end)
-        assert tuple(found) == rows
-        assert part.first_row.tolist() == [row - rows[0] for row in first.tolist()[start:end]]
-        assert part.count.tolist() == count.tolist()[start:end]
-    alone = QueryTiles(tiles.table, torch.arange(4), torch.ones(4), tiles.first_position, 1)
-    assert alone.part(1, 3)[:2] == (1, 3)
-    assert alone.part(3, 9)[:2] == (3, 4)
-    assert alone.part(1, 3)[2].first_row.tolist() == [0, 1]
 
 
 def test_launching_ahead_backs_off_after_a_discarded_step() -> None:

@@ -59,9 +59,7 @@ def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.Monk
     code, line = cuda_line(verbatim)
     assert code == 0
     assert line.startswith("note")
-    assert (
-        "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-llm[cuda]" in line
-    )
+    assert "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-llm[cuda]" in line
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,12 @@ from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of, sample_rows
 
-NUMERICS_VERSION = "cuda-1"
+NUMERICS_VERSION = "cuda-2"
 COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the following copies
 # bytes needed beside the weights: attention's buffer is 256 MiB; CUDA graphs, a small KV cache
 RESERVED_BYTES = 512 << 20
 MAX_GRAPH_ROWS = 256  # rows of a step that replays a CUDA graph; larger steps launch each kernel
+MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
 class CudaBackend:
@@ -274,32 +275,49 @@ class CudaBackend:
 
     def _device_step(self, batch: Batch) -> DeviceStep:
         """Cut the sequences into query tiles, and copy the step's integers to the device."""
-        max_rows = kernels.max_tile_rows(self.spec.heads, self.spec.kv_heads)
-        first_row, count, owner = [], [], []
-        for s, (first, last) in enumerate(
-            zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
-        ):
-            for row in range(first, last, max_rows):
-                first_row.append(row)
-                count.append(min(max_rows, last - row))
-                owner.append(s)
-        rows = np.array(first_row, np.int32)
-        sent = self._send(
-            [batch.tokens, batch.positions, rows, np.array(count, np.int32), batch.positions[rows]]
-        )
-        tokens, positions, first, counts, first_positions = sent
-        tables = self._send([table[owner] for table in batch.tables])
+        cuts = self._cut_tiles(batch)
+        arrays = [batch.tokens, batch.positions, batch.outputs, batch.logits]
+        arrays += [self._slots(batch, table) for table in batch.tables]
+        for first_row, count, owner in cuts.values():
+            arrays += [first_row, count, batch.positions[first_row]]
+            arrays += [table[owner] for table in batch.tables]
+        tokens, positions, outputs, logits, *rest = self._send(arrays)
+        groups = len(batch.tables)
+        slots, rest = tuple(rest[:groups]), rest[groups:]
+        tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
+        for lines in cuts:
+            first, counts, first_positions, *tables = rest[: 3 + groups]
+            rest = rest[3 + groups :]
+            for tiling, table in zip(tilings, tables, strict=True):
+                tiling.append(QueryTiles(table, first, counts, first_positions, lines))
         all_outputs = len(batch.outputs) == batch.rows
         all_logits = len(batch.logits) == len(batch.outputs)
         return DeviceStep(
             tokens,
             positions,
-            tuple(self._send([self._slots(batch, table) for table in batch.tables])),
-            tuple(QueryTiles(table, first, counts, first_positions, max_rows) for table in tables),
-            None if all_outputs else self._send([batch.outputs])[0],
-            None if all_logits else self._send([batch.logits])[0],
+            slots,
+            tuple(tuple(tiling) for tiling in tilings),
+            None if all_outputs else outputs,
+            None if all_logits else logits,
             kernels.span_count(int(batch.positions.max()) + 1),
         )
+
+    def _cut_tiles(self, batch: Batch) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Lines per query tile -> first row, rows and sequence of each such tile."""
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        cuts: dict[int, list[tuple[int, int, int]]] = {}
+        for s, (first, last) in enumerate(
+            zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
+        ):
+            lines = kernels.tile_lines(heads, kv_heads, last - first)
+            most = lines // (heads // kv_heads)
+            cuts.setdefault(lines, []).extend(
+                (row, min(most, last - row), s) for row in range(first, last, most)
+            )
+        return {
+            lines: tuple(np.array(cut, np.int32).T)
+            for lines, cut in cuts.items()  # type: ignore[misc]
+        }
 
     def _slots(self, batch: Batch, table: np.ndarray) -> np.ndarray:
         """The cache slot of each row: block * block_size + place in the block."""
@@ -325,6 +343,7 @@ class CudaBackend:
         and spans, both rounded up to a power of two."""
         size = 1 << (rows - 1).bit_length()
         spans = 1 << (kernels.span_count(max(s.end for s in sequences)) - 1).bit_length()
+        spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
             graph = self._graphs[size, spans] = StepGraph(self, size, spans)
@@ -347,7 +366,7 @@ class GraphInputs:
     another object than in the previous step."""
 
     def __init__(
-        self, rows: int, spans: int, padding: tuple[int, ...], device: torch.device
+        self, rows: int, spans: int, padding: tuple[int, ...], lines: int, device: torch.device
     ) -> None:
         self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
         groups = len(padding)
@@ -363,7 +382,7 @@ class GraphInputs:
         row = torch.arange(rows, dtype=torch.int32, device=device)
         one = torch.ones_like(row)
         tiles = tuple(
-            QueryTiles(table.view(rows, self.width), row, one, positions, 1)
+            (QueryTiles(table.view(rows, self.width), row, one, positions, lines),)
             for table in rest[groups:]
         )
         self.step = DeviceStep(tokens, positions, tuple(rest[:groups]), tiles, None, None, spans)
@@ -403,7 +422,8 @@ class StepGraph:
     """A captured CUDA graph of one step with a fixed number of rows and spans."""
 
     def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
-        self.inputs = GraphInputs(rows, spans, backend._padding_blocks, backend.device)
+        lines = kernels.tile_lines(backend.spec.heads, backend.spec.kv_heads, 1)
+        self.inputs = GraphInputs(rows, spans, backend._padding_blocks, lines, backend.device)
         self.inputs.fill(())
         torch.cuda.synchronize()  # the inputs are on the device, and no other step runs
         stream = torch.cuda.Stream()

@@ -14,43 +14,65 @@ launched without fused multiply-add, because the compiler decides where to fuse.
 import triton
 import triton.language as tl
 
+ROW_GROUP: tl.constexpr = tl.constexpr(8)  # row tiles that share the weights of a column tile in L2
 
-@triton.jit(do_not_specialize=["M"])
+
+@triton.jit
+def tile_position(program, ROW_TILES, COLUMN_TILES, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program. GROUP row tiles advance together through the columns,
+    so that programs that run at the same time share weights and rows in the L2 cache."""
+    group = program // (GROUP * COLUMN_TILES)
+    first = group * GROUP
+    height = tl.minimum(ROW_TILES - first, GROUP)
+    inside = program - group * GROUP * COLUMN_TILES
+    return first + inside % height, inside // height
+
+
+@triton.jit(do_not_specialize=["M", "BLOCKS"])
 def matmul(
-    x, w, out, rows, experts, M, N, K,
-    SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
+    x, w, out, rows, experts, M, N, K, BLOCKS,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATHER: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Split-K matmul: out[m, n] = sum over k of x[m, k] w[n, k].
 
-    A split is BLOCKS blocks of BK inputs. A program sums SPLITS splits: either all of them, or one
-    split, whose partial sum it writes to out[split]."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    A split is BLOCKS blocks of BK inputs. A program sums SPLITS splits: either all of them in
+    order, or one split, whose partial sum it writes to out[split]; the reader then adds the partial
+    sums in order (sum_splits). With TMA, x and w are tensor descriptors."""
+    row_tile, column_tile = tile_position(
+        tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), ROW_GROUP
+    )
+    m, n = row_tile * BM + tl.arange(0, BM), column_tile * BN + tl.arange(0, BN)
     inside, k0 = m < M, tl.arange(0, BK)
     source = m.to(tl.int64)
     if GATHER:  # mixture of experts: rows are sorted by expert; -1 pads a tile
         source = tl.load(rows + m, mask=inside, other=-1).to(tl.int64)
-        w += tl.load(experts + tl.program_id(1)).to(tl.int64) * N * K
+        w += tl.load(experts + row_tile).to(tl.int64) * N * K
     inside = inside & (source >= 0)
-    total, sum_ = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    first = tl.program_id(2)
-    # one flat loop instead of two nested ones, so that loads are prefetched across split borders
-    for block in range(SPLITS * BLOCKS):
-        k = (first * BLOCKS + block) * BK + k0
-        a = tl.load(
-            x + source[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0
-        )
-        b = tl.load(
-            w + n[None, :].to(tl.int64) * K + k[:, None],
-            mask=(n < N)[None, :] & (k < K)[:, None],
-            other=0.0,
-        )
-        # "ieee": full precision for a router, whose weights are float32
-        sum_ = tl.dot(a.to(w.dtype.element_ty), b, sum_, input_precision="ieee")
-        if block % BLOCKS == BLOCKS - 1:
-            total += sum_
-            sum_ = tl.zeros((BM, BN), tl.float32)
+    first = tl.program_id(1)
+    total = tl.zeros((BM, BN), tl.float32)
+    for split in range(SPLITS):
+        sum_ = tl.zeros((BM, BN), tl.float32)
+        for block in range(BLOCKS):
+            start = ((first + split) * BLOCKS + block) * BK
+            if TMA:
+                a = x.load([row_tile * BM, start])
+                b = w.load([column_tile * BN, start]).T
+            else:
+                k = start + k0
+                a = tl.load(
+                    x + source[:, None] * K + k[None, :],
+                    mask=inside[:, None] & (k < K)[None, :],
+                    other=0.0,
+                ).to(w.dtype.element_ty)
+                b = tl.load(
+                    w + n[None, :].to(tl.int64) * K + k[:, None],
+                    mask=(n < N)[None, :] & (k < K)[:, None],
+                    other=0.0,
+                )
+            # "ieee": full precision for a router, whose weights are float32
+            sum_ = tl.dot(a, b, sum_, input_precision="ieee")
+        total += sum_
     place = (first * M + m[:, None]).to(tl.int64) * N + n[None, :]
     tl.store(out + place, total, mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -202,91 +224,156 @@ def mlp_activation(
     tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def merge(peak, mass, total, span_peak, span_mass, span_total, factor):
+    """Add one span's result to the result of the spans before it, line by line."""
+    new_peak = tl.maximum(peak, span_peak)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: no position seen yet
+    fade, gain = tl.exp2((peak - base) * factor), tl.exp2((span_peak - base) * factor)
+    total = total * fade[:, None] + span_total * gain[:, None]
+    return new_peak, mass * fade + span_mass * gain, total
+
+
+@triton.jit
+def load_blocks(table, start, last, SIZE: tl.constexpr, SPAN: tl.constexpr):
+    """The cache block of each position of a span; -1 after the last position."""
+    p = start + tl.arange(0, SPAN)
+    return tl.load(table + p // SIZE, mask=p <= last, other=-1).to(tl.int64)
+
+
+@triton.jit
+def attend_span(
+    query, keys, values, block, start, head, position, HEADS, DIM, scale, cap, factor, window,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """The largest score (peak), the sum of weights (mass) and the weighted sum of values of each
+    line over one span. A weight is 2^((score - peak) * factor)."""
+    p, d = start + tl.arange(0, SPAN), tl.arange(0, BLOCK)
+    place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
+    held = (d < DIM)[None, :]
+    if MASK:
+        # a block that left the window is released (-1); its slot may hold another sequence's values
+        held = held & (block >= 0)[:, None]
+    k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0.0)
+    v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0.0)
+    score = tl.dot(query, tl.trans(k))
+    if CAP:
+        score = cap - 2.0 * cap / (tl.exp(2.0 * (score * scale) / cap) + 1.0)
+    if MASK:
+        seen = p[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (p[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, float("-inf"))
+    peak = tl.max(score, 1)
+    base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf: the line sees no position
+    weight = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None])).to(values.dtype.element_ty)
+    # The mass is a product with ones: unlike tl.sum, a tensor core adds in an order that does not
+    # depend on the number of lines. All columns are equal.
+    ones = tl.full((SPAN, 16), 1.0, values.dtype.element_ty)
+    return peak, tl.max(tl.dot(weight, ones), 1), tl.dot(weight, v)
+
+
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
 def attend(
-    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses,
-    ROWS, HEADS, DIM, scale, cap, window,
-    SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
-    SPAN: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses, out,
+    ROWS, HEADS, DIM, scale, cap, factor, window,
+    SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Flash attention of one query tile (rows of one sequence), one KV head, one span of positions.
+    """Flash attention of one query tile (rows of one sequence) and one KV head.
 
-    Writes per line the unnormalised sum, the largest score (peak) and the sum of weights (mass).
+    With MERGE a program reduces all spans of positions, merges them in order and writes the result
+    to `out`. Otherwise it reduces the span of its program id, and merge_spans merges.
     A line of the tile is one query head of one row. A masked position has weight 0 and does not
-    change the line's bits."""
-    tile, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    change the line's bits; a span in which a line sees no position does not change it either."""
+    # the last tiles of a prompt have the most positions: they start first
+    tile, head, span = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line = tl.arange(0, LINES)
     row, shared = line // SHARED, line % SHARED
     used = (row < tl.load(count + tile)) & (line < LINES // SHARED * SHARED)
-    position = tl.load(first_position + tile) + row
-    last = tl.max(tl.where(used, position, -1), 0)
+    first = tl.load(first_position + tile)
+    position = first + row
+    last = first + tl.load(count + tile) - 1
     row = (tl.load(first_row + tile) + row).to(tl.int64)
     heads = HEADS * SHARED
     query_head = head * SHARED + shared
     d = tl.arange(0, BLOCK)
+    stored = used[:, None] & (d < DIM)[None, :]
     query = tl.load(
-        q + (row * heads + query_head)[:, None] * DIM + d[None, :],
-        mask=used[:, None] & (d < DIM)[None, :],
-        other=0.0,
-    )
-    query = query.to(keys.dtype.element_ty)
-    peak = tl.full((LINES,), float("-inf"), tl.float32)
-    mass = tl.zeros((LINES,), tl.float32)
-    total = tl.zeros((LINES, BLOCK), tl.float32)
-    begin = span * SPAN
-    if WINDOW:
-        begin = tl.maximum(
-            begin, tl.maximum(tl.load(first_position + tile) - window + 1, 0) // TILE * TILE
-        )
-    for start in range(begin, tl.minimum(span * SPAN + SPAN, last + 1), TILE):
-        p = start + tl.arange(0, TILE)
-        block = tl.load(table + tile.to(tl.int64) * WIDTH + p // SIZE, mask=p <= last, other=-1).to(
-            tl.int64
-        )
-        place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
-        # a block that left the window is released (-1); its slot may hold another sequence's values
-        held = (block >= 0)[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0.0)
-        score = tl.dot(query, tl.trans(k)) * scale
-        if CAP:
-            score = cap - 2.0 * cap / (tl.exp(2.0 * score / cap) + 1.0)
-        seen = used[:, None] & (p[None, :] <= position[:, None])
+        q + (row * heads + query_head)[:, None] * DIM + d[None, :], mask=stored, other=0.0
+    ).to(keys.dtype.element_ty)
+    table += tile.to(tl.int64) * WIDTH
+    if MERGE:
+        peak = tl.full((LINES,), float("-inf"), tl.float32)
+        mass = tl.zeros((LINES,), tl.float32)
+        total = tl.zeros((LINES, BLOCK), tl.float32)
+        begin, whole = 0, (first + 1) // SPAN * SPAN  # spans before `whole` need no mask
         if WINDOW:
-            seen = seen & (p[None, :] > position[:, None] - window)
-        score = tl.where(seen, score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: no position seen yet
-        fade = tl.exp(peak - base)
-        weight = tl.exp(score - base[:, None])
-        v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0.0)
-        mass = mass * fade + tl.sum(weight, 1)
-        total = tl.dot(weight.to(values.dtype.element_ty), v, total * fade[:, None])
-        peak = new_peak
-    at = (span.to(tl.int64) * ROWS + row) * heads + query_head
-    tl.store(peaks + at, peak, mask=used)
-    tl.store(masses + at, mass, mask=used)
-    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None] & (d < DIM)[None, :])
+            begin = tl.maximum(first - window + 1, 0) // SPAN * SPAN
+            whole = begin
+        block = load_blocks(table, begin, last, SIZE, SPAN)
+        for start in range(begin, whole, SPAN):
+            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
+            span_peak, span_mass, span_total = attend_span(
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, False,
+            )  # fmt: skip
+            peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
+            block = following
+        for start in range(whole, last + 1, SPAN):
+            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
+            span_peak, span_mass, span_total = attend_span(
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
+            )  # fmt: skip
+            peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
+            block = following
+        at = row * heads + query_head
+        result = (total / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at[:, None] * DIM + d[None, :], result, mask=stored)
+    else:
+        start = span * SPAN
+        seen = start <= last
+        if WINDOW:
+            seen = seen & (start + SPAN > first - window + 1)
+        if seen:
+            block = load_blocks(table, start, last, SIZE, SPAN)
+            peak, mass, total = attend_span(
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
+            )  # fmt: skip
+            at = (span.to(tl.int64) * ROWS + row) * heads + query_head
+            tl.store(peaks + at, peak, mask=used)
+            tl.store(masses + at, mass, mask=used)
+            tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
 
 
-@triton.jit(do_not_specialize=["ROWS", "SPANS"])
-def merge_spans(sums, peaks, masses, out, ROWS, HEADS, DIM, SPANS, BLOCK: tl.constexpr):
-    """Merge the spans of one query head of one row in order of position, and normalise."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    peak, mass = float("-inf"), 0.0
-    total = tl.zeros((BLOCK,), tl.float32)
-    for span in range(SPANS):
-        at = (span * ROWS + row) * HEADS + head
-        span_peak = tl.load(peaks + at)
-        new_peak = tl.maximum(peak, span_peak)
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        fade, gain = tl.exp(peak - base), tl.exp(span_peak - base)
-        mass = mass * fade + tl.load(masses + at) * gain
-        total = total * fade + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * gain
-        peak = new_peak
-    tl.store(
-        out + (row * HEADS + head) * DIM + d, (total / mass).to(out.dtype.element_ty), mask=d < DIM
-    )
+@triton.jit(do_not_specialize=["ROWS"])
+def merge_spans(
+    sums, peaks, masses, out, first_row, count, first_position, ROWS, HEADS, DIM, factor, window,
+    SPAN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Merge the spans of one query head of one row of a tile in order of position, and
+    normalise."""
+    tile, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if i < tl.load(count + tile):
+        row = tl.load(first_row + tile).to(tl.int64) + i
+        first = tl.load(first_position + tile)
+        d = tl.arange(0, BLOCK)[None, :]
+        peak, mass = tl.full((1,), float("-inf"), tl.float32), tl.zeros((1,), tl.float32)
+        total = tl.zeros((1, BLOCK), tl.float32)
+        begin = 0
+        if WINDOW:
+            begin = tl.maximum(first - window + 1, 0) // SPAN
+        for span in range(begin, (first + i) // SPAN + 1):
+            at = (span * ROWS + row) * HEADS + head + tl.arange(0, 1)
+            part = tl.load(sums + at[:, None] * DIM + d, mask=d < DIM, other=0.0)
+            peak, mass, total = merge(
+                peak, mass, total, tl.load(peaks + at), tl.load(masses + at), part, factor
+            )
+        result = (total / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + (row * HEADS + head) * DIM + d, result, mask=d < DIM)
 
 
 # ---- sampling

@@ -28,8 +28,6 @@ MATRICES = (
     "moe.gate", "moe.up", "moe.down",
 )
 # fmt: on
-# bytes for the partial results of attention's spans; more rows than fit run in several launches
-ATTENTION_BUFFER = 256 << 20
 
 
 def load(
@@ -82,7 +80,7 @@ class DeviceStep:
     tokens: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     slots: tuple[torch.Tensor, ...]  # per cache group [rows]: cache slot of the row's key and value
-    tiles: tuple[QueryTiles, ...]  # per cache group
+    tiles: tuple[tuple[QueryTiles, ...], ...]  # per cache group, tiles of few and of many lines
     outputs: torch.Tensor | None  # rows whose final state is needed; None: all rows
     logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
     spans: int  # attention spans of the longest sequence
@@ -211,25 +209,11 @@ class CudaOps:
             values,
             step.slots[group],
         )
-        row_bytes = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
-        tiles = step.tiles[group]
-        max_tiles = max(1, ATTENTION_BUFFER // row_bytes // tiles.max_rows)
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
-
-        def attend(queries: torch.Tensor, tiles: QueryTiles) -> torch.Tensor:
-            scale, cap = spec.scale, spec.attention_softcap
-            return kernels.attend(
-                queries, keys, values, tiles, step.spans, scale, cap, window, dtype
-            )
-
-        if len(tiles.count) <= max_tiles:
-            return attend(queries, tiles)
-        out = torch.empty_like(queries, dtype=dtype)
-        # a long prompt in a long context: several launches share the buffer
-        for start in range(0, len(tiles.count), max_tiles):
-            first, last, part = tiles.part(start, start + max_tiles)
-            out[first:last] = attend(queries[first:last], part)
-        return out
+        scale, cap = spec.scale, spec.attention_softcap
+        return kernels.attend(
+            queries, keys, values, step.tiles[group], step.spans, scale, cap, window, dtype
+        )
 
     # ---- MLP and mixture of experts
 
