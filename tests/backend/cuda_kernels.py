@@ -23,11 +23,13 @@ from plans import BLOCKS, Blocks, run, run_alone, same_bits
 
 from verbatim.backend import gpu, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
-from verbatim.backend.cuda import gpu_sampler, jit, kernels
+from verbatim.backend.cuda import gpu_sampler, jit_sampling, kernels, sampling_plan
 from verbatim.backend.cuda.backend import GraphInputs, host_sampler
 from verbatim.backend.cuda.device import kernel_ran
-from verbatim.backend.cuda.gpu_sampler import GpuSampler, PendingTokens
+from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
+from verbatim.backend.cuda.pending_tokens import PendingTokens
+from verbatim.backend.cuda.token_counts import TokenCounts
 from verbatim.backend.protocol import Backend
 from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
@@ -235,7 +237,7 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
 
 
 def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
-    """(arrival step, prompt, parameters) of 12 requests: the device samples most of them, the host
+    """(arrival step, prompt, parameters) of 18 requests: the device samples most of them, the host
     some, and some have drafts."""
     kinds: list[dict[str, Any]] = [
         {"top_p": 0.8},
@@ -244,9 +246,12 @@ def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
         {"n": 2},
         {"stop": ["a"]},
         {"speculate": "suffix"},
+        {"repetition_penalty": 1.3},
+        {"top_k": 3, "logprobs": 2},
+        {"typical_p": 0.8},
     ]
     out = []
-    for i in range(12):
+    for i in range(18):
         more = kinds[i // 2] if i % 2 else {}
         options = {
             "temperature": r.choice((0.0, 0.8, 1.3)),
@@ -332,7 +337,7 @@ def test_overlapped_decoding_does_not_change_the_tokens(
     if device.type == "cpu":
         # fewer programs for the interpreter; compiled, 16 rows would not fit into registers
         monkeypatch.setattr(gpu_sampler, "ROWS", 16)
-    monkeypatch.setattr(gpu_sampler, "SLACK", 0.3)  # many rows are undecided and computed again
+    monkeypatch.setattr(sampling_plan, "SLACK", 0.3)  # many rows are undecided and computed again
     plain, ahead = open_fake_model(windows, monkeypatch), open_fake_model(windows, monkeypatch)
     monkeypatch.setattr(plain._ahead, "steady", lambda *_: False)
     matched, launched, finish = 0, 0, ahead._finish
@@ -421,6 +426,7 @@ def sampler(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> GpuSampler
     if device.type == "cpu":  # the interpreter's time depends on the number of programs
         monkeypatch.setattr(gpu_sampler, "ROWS", 1024)
         monkeypatch.setattr(gpu_sampler, "CHUNK", 256)
+        monkeypatch.setattr(gpu_sampler, "GROUP", 4)
     return GpuSampler(VOCAB, device)
 
 
@@ -437,12 +443,18 @@ def rows_at(random: np.random.Generator, temperatures: np.ndarray) -> list[Row]:
     ]
 
 
+def tokens_of(sampler: GpuSampler, logits: np.ndarray, rows: list[Row]) -> list[int]:
+    """Token ids of the rows, each of its own sequence; -1 where the host must sample."""
+    drawn = sampler(torch.from_numpy(logits).to(sampler.device), rows, list(range(len(rows))))
+    return [-1 if one is None else one.token for one in drawn]
+
+
 @triton.jit
 def gumbel_of(high, low, out, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(
         out + i,
-        jit.gumbel(
+        jit_sampling.gumbel(
             tl.load(high + i).to(tl.uint32, bitcast=True),
             tl.load(low + i).to(tl.uint32, bitcast=True),
         ),
@@ -499,7 +511,7 @@ def noise_of(words, out, FIRST, N: tl.constexpr):
     at = words + tl.arange(0, 1)[:, None]
     k0, k1 = tl.load(at).to(tl.uint32, bitcast=True), tl.load(at + 1).to(tl.uint32, bitcast=True)
     position = tl.load(at + 2).to(tl.uint32, bitcast=True)
-    tl.store(out + tl.arange(0, N)[None, :], jit.gumbel_noise(FIRST, position, k0, k1, N))
+    tl.store(out + tl.arange(0, N)[None, :], jit_sampling.gumbel_noise(FIRST, position, k0, k1, N))
 
 
 @pytest.mark.parametrize(
@@ -539,7 +551,7 @@ def test_gpu_sampler_gives_the_host_samplers_token_or_none(
     logits[7, :], logits[7, 700] = -np.inf, -2.0
     logits = logits.astype(np.float32)
     rows = rows_at(random, random.choice([0.0, 1e-20, 1e-3, 0.1, 0.6, 1.0, 1.5, 100.0], count))
-    found = sampler(torch.from_numpy(logits).to(device), rows)
+    found = tokens_of(sampler, logits, rows)
     drawn = host_sampler(EngineConfig(threads=2))(logits, rows)
     assert all(token in (-1, one.token) for token, one in zip(found, drawn, strict=True))
     assert all(token >= 0 for token, row in zip(found, rows, strict=True) if row.spec.params.greedy)
@@ -569,11 +581,11 @@ def test_gpu_sampler_leaves_near_ties_to_the_host(
             [a, b]
         ]
         gaps[i] = abs(scores[0] - scores[1])
-    found = np.array(sampler(torch.from_numpy(logits).to(device), rows))
+    found = np.array(tokens_of(sampler, logits, rows))
     drawn = np.array([one.token for one in host_sampler(EngineConfig(threads=2))(logits, rows)])
     assert ((found == -1) | (found == drawn)).all()
-    assert (found[gaps < 0.8 * gpu_sampler.SLACK] == -1).all()
-    assert (found[gaps > 1.2 * gpu_sampler.SLACK] >= 0).all()
+    assert (found[gaps < 0.8 * sampling_plan.SLACK] == -1).all()
+    assert (found[gaps > 1.2 * sampling_plan.SLACK] >= 0).all()
     assert (gaps < 1e-6).sum() > 50
 
 
@@ -583,7 +595,7 @@ def test_gpu_sampler_leaves_rows_that_are_not_finite_to_the_host(
     logits = np.zeros((6, VOCAB), np.float32)
     logits[:2, 300], logits[2:4, 650], logits[4:] = np.nan, np.inf, -np.inf
     rows = rows_at(np.random.default_rng(3), np.array([0.0, 1.0] * 3))
-    assert sampler(torch.from_numpy(logits).to(device), rows) == [-1] * 6
+    assert tokens_of(sampler, logits, rows) == [-1] * 6
 
 
 # Parameters that reach the sampler in another form (a row's mask, key, beam or withheld ids, a
@@ -597,24 +609,118 @@ ELSEWHERE = {
 }  # fmt: skip
 # Parameters with a value that the device does not support.
 HOST_ONLY: dict[str, object] = {
-    "logit_bias": {3: 1.0}, "allowed_token_ids": (1, 2), "banned_token_ids": (7,),
-    "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1,
-    "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35, "top_k": 5, "top_p": 0.9,
-    "min_p": 0.1, "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 0.5, "best_of": 2,
-    "logprobs": 0, "explain": 1,
+    "logit_bias": {3: 1.0}, "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35,
+    "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 0.5, "explain": 1,
+    "logprobs": 33, "top_k": 513,
+}  # fmt: skip
+# Parameters that change the plan of the device.
+ON_DEVICE: dict[str, object] = {
+    "allowed_token_ids": (1, 2), "banned_token_ids": (7,), "repetition_penalty": 1.1,
+    "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_p": 0.9, "min_p": 0.1, "best_of": 2,
 }  # fmt: skip
 
 
 def test_gpu_sampler_classifies_every_sampling_parameter() -> None:
-    """A new sampling parameter must be added here and to row_params, or the device would ignore
+    """A new sampling parameter must be added here and to row_plan, or the device would ignore
     it."""
-    assert ELSEWHERE | set(HOST_ONLY) == set(FIELDS)
+    assert ELSEWHERE | set(HOST_ONLY) | set(ON_DEVICE) == set(FIELDS)
+    plan_of, plain = sampling_plan.row_plan, SamplingParams()
     for name, value in HOST_ONLY.items():
-        params = SamplingParams().with_(**{name: value})
-        assert gpu_sampler.row_params(params) == gpu_sampler.HOST, name
-    assert gpu_sampler.row_params(SamplingParams(temperature=0.5)) == (2.0, gpu_sampler.SLACK)
-    greedy = SamplingParams(temperature=0.0, top_p=0.5)
-    assert gpu_sampler.row_params(greedy) == gpu_sampler.ARGMAX
+        assert plan_of(plain.with_(**{name: value})) is None, name
+    for name, value in ON_DEVICE.items():
+        assert plan_of(plain.with_(**{name: value})) not in (None, plan_of(plain)), name
+    processed = plain.with_(logprobs=1, logprobs_mode="processed")
+    assert plan_of(processed) is None
+    plan = plan_of(SamplingParams(temperature=0.5))
+    assert plan is not None
+    assert (plan.scale, plan.slack, plan.list_k) == (2.0, sampling_plan.SLACK, 0)
+    assert plan_of(SamplingParams(temperature=0.0, top_p=0.5)) == sampling_plan.RowPlan()
+
+
+def random_params(r: random.Random) -> SamplingParams:
+    options: dict[str, Any] = {"temperature": r.choice((0.0, 0.3, 0.8, 1.0, 1.7))}
+    choices: dict[str, tuple[Any, ...]] = {
+        "top_k": (1, 3, 20, 40), "top_p": (0.01, 0.3, 0.9, 0.999), "min_p": (0.001, 0.1, 1.0),
+        "repetition_penalty": (1.3, 0.7), "frequency_penalty": (0.4, -0.3),
+        "presence_penalty": (0.7, -1.1), "banned_token_ids": ((0, 5, 700),),
+        "allowed_token_ids": ((1, 2, 3, 9, 77, 300, 699),), "logprobs": (0, 1, 5), "best_of": (2,),
+        "min_tokens": (30,),
+    }  # fmt: skip
+    for name, values in choices.items():
+        if r.random() < 0.3:
+            options[name] = r.choice(values)
+    return SamplingParams(**options)
+
+
+def random_row(r: random.Random, logits: np.ndarray, vocab: int) -> Row:
+    params = random_params(r)
+    prompt, written = r.randint(1, 20), r.randint(0, 40)
+    likely = np.argsort(-logits)[:30].tolist()
+    history = tuple(r.choice(likely) for _ in range(prompt + written))
+    withheld = (2, likely[0]) if params.min_tokens and written < 30 else ()
+    mask = None
+    if r.random() < 0.2:
+        bits = np.zeros(-(-vocab // 8) * 8, bool)
+        bits[r.sample(range(vocab), r.choice((1, 5, 600)))] = True
+        mask = np.packbits(bits, bitorder="little").tobytes()[: r.choice((None, 60))]
+        mask = mask if any(mask) else None
+    spec = DrawSpec(
+        params, r.getrandbits(64), prompt, history if params.needs_history else (), withheld,
+        (mask,) if mask else (),
+    )  # fmt: skip
+    return Row(spec, prompt + written, spec.history, mask)
+
+
+def test_gpu_sampler_equals_the_host_sampler_for_all_parameters(
+    sampler: GpuSampler, device: torch.device
+) -> None:
+    """Random combinations of filters, penalties, bans, masks and log-probabilities: equal tokens
+    and log-probabilities to the last bit, and few rows left to the host."""
+    r, numbers = random.Random(5), np.random.default_rng(5)
+    count = 96 if device.type == "cpu" else 4096
+    logits = numbers.standard_normal((count, VOCAB)) * numbers.choice([1.0, 3.0, 10.0], (count, 1))
+    logits[::4] = np.rint(logits[::4])  # ties
+    logits = logits.astype(np.float32)
+    rows = [random_row(r, logits[i], VOCAB) for i in range(count)]
+    found = sampler(torch.from_numpy(logits).to(device), rows, list(range(count)))
+    drawn = host_sampler(EngineConfig(threads=2))(logits, rows)
+    left = [i for i, one in enumerate(found) if one is None]
+    for i, (one, wanted) in enumerate(zip(found, drawn, strict=True)):
+        assert one is None or one == wanted, (i, rows[i].spec.params)
+    undecided = [i for i in left if drawn[i].token >= 0]  # not: no id is allowed
+    assert len(undecided) <= count // 1000, [rows[i].spec.params for i in undecided]
+    kinds = {bool(row.spec.params.top_k) for i, row in enumerate(rows) if i not in left}
+    assert kinds == {True, False}
+
+
+def test_token_counts_follow_a_sequence_and_recover(device: torch.device) -> None:
+    """Counts grow by known tokens and by tokens that only the device has; a history that does not
+    continue the counts fills them again."""
+    counts = TokenCounts(50, device)
+    params = SamplingParams(frequency_penalty=0.5)
+
+    def check(seq_id: int, history: tuple[int, ...], drawn: int | None = None) -> None:
+        spec = DrawSpec(params, 0, 3, history)
+        tokens = None if drawn is None else torch.tensor([4, drawn], dtype=torch.int32).to(device)
+        slot = counts.slots([99, seq_id], [None, spec], tokens)[1]
+        wanted = np.zeros(50, int)
+        for token in (*history[3:], *(() if drawn is None else (drawn,))):
+            wanted[token] += 2
+        wanted[list(set(history[:3]))] += 1
+        assert counts.table[slot].tolist() == wanted.tolist()
+
+    check(1, (7, 7, 8))
+    check(1, (7, 7, 8, 9))  # one token more
+    check(1, (7, 7, 8, 9), drawn=5)
+    counts.confirm(1, 5)
+    check(1, (7, 7, 8, 9, 5))
+    check(1, (7, 7, 8, 9, 5), drawn=6)
+    counts.confirm(1, -1)  # the token was not decided
+    check(1, (7, 7, 8, 9, 5, 3))
+    check(1, (7, 7, 8, 9, 5, 3, 3, 3))  # two tokens more
+    for seq_id in range(2, 40):  # more sequences than slots
+        check(seq_id, (seq_id, 1, 2, 3))
+    check(1, (7, 7, 8, 9, 5, 3, 3, 3, 1))
 
 
 def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
@@ -624,20 +730,20 @@ def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
     backend: Any = opened(small("llama"))
     kinds = [
         {"temperature": 0.0},
-        {"top_p": 0.8},
+        {"typical_p": 0.8},
         {"temperature": 0.7},
-        {"logprobs": 2},
+        {"top_n_sigma": 2.0},
         {"temperature": 2.0},
     ]
     specs = [DrawSpec(SamplingParams(**kind), 50 + i, 4) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]
     plain = SamplingParams()
     specs += [
-        DrawSpec(plain, 9, 4, withheld=(4,)),
+        DrawSpec(plain, 9, 4, beam=3),
         DrawSpec(plain, 9, 4),
         DrawSpec(plain, 9, 4, beam=2),
         DrawSpec(plain, 9, 4),
     ]
-    rows = [Row(spec, 6 + i, mask=b"\x0f" if i == 8 else None) for i, spec in enumerate(specs)]
+    rows = [Row(spec, 6 + i) for i, spec in enumerate(specs)]
     logits = torch.from_numpy(
         np.random.default_rng(4).standard_normal((len(rows), backend.spec.vocab)).astype(np.float32)
     )
@@ -648,11 +754,12 @@ def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
         return draw_on_host(logits, rows)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(backend, "_draw_on_host", record)
-    assert backend._draw(logits.to(device), rows) == backend._sampler(logits.numpy(), rows)
-    assert on_host == [[1, 3, 5, 7, 8]]
+    ids = list(range(len(rows)))
+    assert backend._draw(logits.to(device), rows, ids) == backend._sampler(logits.numpy(), rows)
+    assert on_host == [[1, 3, 5, 7]]
     logits[2, 3] = torch.nan
     with pytest.raises(BackendError, match="not finite"):
-        backend._draw(logits.to(device), rows)
+        backend._draw(logits.to(device), rows, ids)
 
 
 def test_unsupported_options_and_missing_gpus_are_errors_with_a_reason(

@@ -144,7 +144,8 @@ class CudaBackend:
         hidden, logits = self._forward(plan)
         if only_draws(plan):
             rows = [row for s in plan.sequences for row in rows_of(s)]
-            return split_draws(plan, self._draw(logits, rows))
+            seq_ids = [s.seq_id for s in plan.sequences for _ in range(s.draws)]
+            return split_draws(plan, self._draw(logits, rows, seq_ids))
         if not any(s.hidden for s in plan.sequences):
             hidden = hidden[:0]
         return collect(plan, hidden.cpu().numpy(), logits.cpu().numpy(), self._sampler)
@@ -173,7 +174,13 @@ class CudaBackend:
         _, logits = self._forward(StepPlan(0, steps), tokens)
         specs = [step.draw for step in steps if step.draw is not None]
         assert len(specs) == len(steps), "every row is sampled"
-        pending = self.gpu_sampler.launch(logits, specs, [step.start + 1 for step in steps])
+        pending = self.gpu_sampler.launch(
+            logits,
+            specs,
+            [step.start + 1 for step in steps],
+            [step.seq_id for step in steps],
+            tokens,
+        )
         return LaunchedStep(steps, [step.tokens[0] for step in steps], pending)
 
     def _launch_next(
@@ -212,33 +219,41 @@ class CudaBackend:
         if following is not None:
             at, ahead = following
             self._ahead.launched = ahead._replace(inputs=[tokens[row] for row in at])
-        drawn = {seq_id: tokens[row] for seq_id, row in rows.items() if tokens[row] >= 0}
+            for step, row in zip(ahead.steps, at, strict=True):
+                self.gpu_sampler.counts.confirm(step.seq_id, tokens[row])
+        results = launched.tokens.drawn(tokens)
+        drawn = {seq_id: results[row] for seq_id, row in rows.items() if tokens[row] >= 0}
         self.gpu_sampler.rows += len(drawn)
         rest = tuple([step for step in plan.sequences if step.seq_id not in drawn])
         others: dict[int, SeqResult] = {}
         if rest:
             result = self._step(plan._replace(sequences=rest))
             others = {done.seq_id: done for done in result.sequences}
-        results = [
-            others.get(s.seq_id) or SeqResult(s.seq_id, (Drawn(drawn[s.seq_id], 0.0),))
-            for s in plan.sequences
-        ]
-        return StepResult(plan.step, tuple(results))
+        return StepResult(
+            plan.step,
+            tuple(
+                [
+                    others.get(s.seq_id) or SeqResult(s.seq_id, (drawn[s.seq_id],))
+                    for s in plan.sequences
+                ]
+            ),
+        )
 
     # ---- sampling
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
+    ) -> list[Drawn]:
         """Sample on the device. Copy the logits of undecided rows only; the host samples those."""
-        tokens = self.gpu_sampler(logits, rows)
-        drawn = [Drawn(token, 0.0) for token in tokens]
-        left = [i for i, token in enumerate(tokens) if token < 0]
+        drawn = self.gpu_sampler(logits, rows, seq_ids)
+        left = [i for i, one in enumerate(drawn) if one is None]
         if left:
             if len(left) < len(rows):
                 logits = logits[torch.tensor(left, device=self.device)]
             on_host = self._draw_on_host(logits, [rows[i] for i in left])
             for i, one in zip(left, on_host, strict=True):
                 drawn[i] = one
-        return drawn
+        return [one for one in drawn if one is not None]
 
     def _draw_on_host(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         if self._host_logits is None or len(self._host_logits) < len(rows):
