@@ -10,9 +10,7 @@ Without a GPU the backend opens only under TRITON_INTERPRET=1, Triton's interpre
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +19,11 @@ import triton
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
+from verbatim.backend.cuda.host_sampler import host_sampler
 from verbatim.backend.cuda.kernels import QueryTiles
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
+from verbatim.backend.cuda.step_graph import StepGraph
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.step_rows import Batch, collect, make_batch, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
@@ -31,7 +31,7 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
-from verbatim.sampling.pipeline import Row, rows_of, sample_rows
+from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-2"
 COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the following copies
@@ -324,15 +324,12 @@ class CudaBackend:
         for s, (first, last) in enumerate(
             zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
         ):
-            lines = kernels.tile_lines(heads, kv_heads, last - first)
+            lines = kernels.tile_lines(heads, kv_heads, last - first, self.device)
             most = lines // (heads // kv_heads)
             cuts.setdefault(lines, []).extend(
                 (row, min(most, last - row), s) for row in range(first, last, most)
             )
-        return {
-            lines: tuple(np.array(cut, np.int32).T)
-            for lines, cut in cuts.items()  # type: ignore[misc]
-        }
+        return {lines: tuple(np.array(cut, np.int32).T) for lines, cut in cuts.items()}
 
     def _slots(self, batch: Batch, table: np.ndarray) -> np.ndarray:
         """The cache slot of each row: block * block_size + place in the block."""
@@ -373,93 +370,6 @@ class CudaBackend:
         self._weights.clear()
 
 
-class GraphInputs:
-    """The integers of a step in which every row is its own query tile, as the input of a graph.
-
-    The host writes them and sends them in one copy. Padding rows write to the padding block. Block
-    tables persist from step to step: a row's table is rewritten only if its tuple of blocks is
-    another object than in the previous step."""
-
-    def __init__(
-        self, rows: int, spans: int, padding: tuple[int, ...], lines: int, device: torch.device
-    ) -> None:
-        self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
-        groups = len(padding)
-        # tokens, positions, per group slots, per group block tables
-        sizes = [rows, rows, *[rows] * groups, *[rows * self.width] * groups]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32)
-        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._tokens, self._positions, *parts = (part.numpy() for part in self._host.split(sizes))
-        self._slots = parts[:groups]
-        self._tables = [table.reshape(rows, self.width) for table in parts[groups:]]
-        self._row_blocks: list[list[tuple[int, ...]]] = [[()] * rows for _ in padding]
-        tokens, positions, *rest = self._sent.split(sizes)
-        row = torch.arange(rows, dtype=torch.int32, device=device)
-        one = torch.ones_like(row)
-        tiles = tuple(
-            (QueryTiles(table.view(rows, self.width), row, one, positions, lines),)
-            for table in rest[groups:]
-        )
-        self.step = DeviceStep(tokens, positions, tuple(rest[:groups]), tiles, None, None, spans)
-
-    def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:
-        """Write and send the step's integers. `drawn` replaces the tokens, if only the device has
-        them."""
-        tokens = [token for s in sequences for token in s.tokens]
-        n = len(tokens)
-        self._tokens[:n], self._tokens[n:] = tokens, 0
-        positions = [p for s in sequences for p in range(s.start, s.end)]
-        self._positions[:n], self._positions[n:] = positions, 0
-        block, place = self._positions[:n] // BLOCK_SIZE, self._positions[:n] % BLOCK_SIZE
-        for group, (table, row_blocks, slots, padding) in enumerate(
-            zip(self._tables, self._row_blocks, self._slots, self.padding, strict=True)
-        ):
-            for row, blocks in enumerate([s.blocks[group] for s in sequences for _ in s.tokens]):
-                if row_blocks[row] is not blocks:
-                    table[row, : len(blocks)] = blocks[: self.width]
-                    row_blocks[row] = blocks
-            table[n:, 0] = padding
-            row_blocks[n:] = [()] * (self.rows - n)
-            slots[:n] = table[np.arange(n), block] * BLOCK_SIZE + place
-            slots[n:] = padding * BLOCK_SIZE
-            assert slots.min() >= 0, "the block of each token is in the table"
-        # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
-        # pinned memory before the copy from it is done.
-        sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)
-        # copied by NumPy, because PyTorch would wake one thread per core
-        sent.numpy()[:] = self._host.numpy()
-        self._sent.copy_(sent, non_blocking=True)
-        if drawn is not None:
-            self.step.tokens[:n].copy_(drawn)
-
-
-class StepGraph:
-    """A captured CUDA graph of one step with a fixed number of rows and spans."""
-
-    def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
-        lines = kernels.tile_lines(backend.spec.heads, backend.spec.kv_heads, 1)
-        self.inputs = GraphInputs(rows, spans, backend._padding_blocks, lines, backend.device)
-        self.inputs.fill(())
-        torch.cuda.synchronize()  # the inputs are on the device, and no other step runs
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # warm-up: compiles kernels, which a capture does not allow
-                forward(backend.spec, backend._ops(self.inputs.step))
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        # all graphs share one memory pool, because only one of them runs at a time
-        with torch.cuda.graph(self.graph, pool=backend.pool):
-            self.out = forward(backend.spec, backend._ops(self.inputs.step))
-
-    def run(
-        self, sequences: Sequence[SeqStep], tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.inputs.fill(sequences, tokens)
-        self.graph.replay()
-        hidden, logits = self.out
-        return hidden, logits
-
-
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     """Open a model on a GPU that runs a test kernel and has memory for the weights.
 
@@ -481,36 +391,3 @@ def weight_bytes(model: Model) -> int:
     """Bytes of the weights in half precision, as ops.load stores them (norms are float32, but
     small)."""
     return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
-
-
-def host_sampler(config: EngineConfig) -> Any:
-    """The native sampler if it is built, else sampling/pipeline.py."""
-    try:
-        from verbatim.backend.cpu.backend import native, physical_cores
-        from verbatim.backend.cpu.sampler import NativeSampler
-    except ImportError:
-        return sample_rows
-    threads = config.threads or physical_cores()
-    source = HostLogits(native.RowSampler(os.environ.get("VERBATIM_ISA", ""), threads))
-    sampler = NativeSampler(native, source)
-
-    def draw(logits: np.ndarray, rows: Sequence[Row]) -> list[Drawn]:
-        source.rows = np.ascontiguousarray(logits)
-        return sampler.draw(rows)
-
-    return draw
-
-
-class HostLogits:
-    """The part of the native engine's interface that NativeSampler uses, over logits copied from
-    the GPU."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.rows = np.zeros((0, 0), np.float32)
-
-    def logits(self) -> np.ndarray:
-        return self.rows
-
-    def sample(self, native_rows: list[Any]) -> Any:
-        return self._sampler.draw(self.rows, native_rows)

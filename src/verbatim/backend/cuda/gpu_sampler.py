@@ -5,8 +5,8 @@ tokens are those of sampling/pipeline.py, to the bit. jit_sampling.py has three 
 
 - A draw from all ids is the id with the largest key d + noise. The device computes all keys in
   float32, with an error below a fraction of SLACK. If the best key leads all others by more than
-  SLACK, float64 finds the same id; otherwise (about one row in four thousand) the host samples. An
-  argmax involves no arithmetic and is always proven.
+  SLACK, float64 finds the same id; otherwise (about one row in four thousand) the ids near the best
+  are computed again in float64. An argmax involves no arithmetic and is always proven.
 - A draw through top-k, top-p or min-p collects the best ids in a list and computes filters, masses
   and noise of the list exactly, in float64. If the list does not hold every id that the filters
   keep (a flat distribution and no top-k), the host samples.
@@ -29,10 +29,10 @@ from verbatim.backend.cuda import jit_sampling
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.sampling_plan import (
-    EXACT_ARGMAX,
     HOST,
     RowPlan,
     ban_words,
+    exact_argmax,
     list_size,
     mask_words,
     row_plan,
@@ -127,7 +127,7 @@ class GpuSampler:
             and not plan.list_k
             and (spec.withheld or spec.masks)
         ):
-            return plan._replace(**EXACT_ARGMAX)
+            return exact_argmax(plan)
         return plan
 
     def _launch(
@@ -150,7 +150,7 @@ class GpuSampler:
         out = torch.full((len(specs),), -1, dtype=torch.int32, device=self.device)
         if any(not plan.list_k for plan in some):
             noise = any(plan.scale for plan in some)
-            out = self._draw_from_all(x, row_max, row_params, noise)
+            out = self._draw_from_all(x, row_max, row_params, shapes, noise)
         if any(plan.list_k for plan in some):
             self._draw_from_list(x, row_max, row_params, shapes, some, out)
         reported, size = None, 0
@@ -160,7 +160,7 @@ class GpuSampler:
             return PendingTokens(out, out, None, reported, [p.logprobs for p in some], size)
         on_host = to_pinned(out)
         if reported is not None:
-            reported = tuple(to_pinned(tensor) for tensor in reported)  # type: ignore[assignment]
+            reported = tuple(to_pinned(tensor) for tensor in reported)
         arrived = torch.cuda.Event()
         arrived.record()
         return PendingTokens(out, on_host, arrived, reported, [p.logprobs for p in some], size)
@@ -264,7 +264,12 @@ class GpuSampler:
     # ---- draws
 
     def _draw_from_all(
-        self, x: torch.Tensor, row_max: torch.Tensor, row_params: torch.Tensor, noise: bool
+        self,
+        x: torch.Tensor,
+        row_max: torch.Tensor,
+        row_params: torch.Tensor,
+        shapes: torch.Tensor,
+        noise: bool,
     ) -> torch.Tensor:
         count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
         bests, seconds = torch.empty((2, count, chunks), dtype=torch.float32, device=self.device)
@@ -284,6 +289,13 @@ class GpuSampler:
             (ROWS, block),
             warps=1,
         )
+        if noise:
+            launch(
+                jit_sampling.resolve_ties,
+                (count, 1, 1),
+                (x, bests, row_max, row_params, shapes, out, count, self.vocab, chunks),
+                (block, CHUNK),
+            )
         return out
 
     def _draw_from_list(

@@ -243,6 +243,43 @@ def gumbel64(id, position, k0, k1):
     return -log64(-log64((bits.to(tl.float64) + 0.5) * 2.220446049250313e-16))
 
 
+@triton.jit(do_not_specialize=["ROWS"])
+def resolve_ties(
+    x, bests, row_max, row_params, shapes, out, ROWS, VOCAB, CHUNKS,
+    BLOCK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Draw from all ids in float64 for one row that select_token left undecided.
+
+    Only chunks whose best float32 key is within the slack of the row's best can hold the winner."""
+    row = tl.program_id(0)
+    slack = tl.load(row_params + 4 * ROWS + row).to(tl.float32, bitcast=True)
+    top = tl.load(row_max + row).to(tl.float64)
+    undecided = (tl.load(out + row) < 0) & (slack > 0.0) & (slack < float("inf"))
+    if undecided & (tl.abs(top) < float("inf")):
+        c = tl.arange(0, BLOCK)
+        peaks = tl.load(bests + row * CHUNKS + c, mask=c < CHUNKS, other=float("-inf"))
+        least = tl.max(peaks, 0) - slack
+        k0 = tl.load(row_params + row).to(tl.uint32, bitcast=True)
+        k1 = tl.load(row_params + ROWS + row).to(tl.uint32, bitcast=True)
+        position = tl.load(row_params + 2 * ROWS + row).to(tl.uint32, bitcast=True)
+        temperature = tl.load(shapes + 3 * row)
+        best = tl.full((), float("-inf"), tl.float64)
+        token = tl.full((), -1, tl.int32)
+        for chunk in range(CHUNKS):
+            if tl.load(bests + row * CHUNKS + chunk) >= least:
+                id = chunk * BV + tl.arange(0, BV)
+                value = tl.load(
+                    x + row.to(tl.int64) * VOCAB + id, mask=id < VOCAB, other=float("-inf")
+                ).to(tl.float64)
+                key = (value - top) / temperature + gumbel64(id, position, k0, k1)
+                peak = tl.max(key, 0)
+                first = tl.min(tl.where(key == peak, id, VOCAB), 0)
+                better = peak > best  # of equal keys the lower id, in an earlier chunk, stays
+                best = tl.where(better, peak, best)
+                token = tl.where(better, first, token)
+        tl.store(out + row, token)
+
+
 # ---- processors: grammar masks, bans and penalties
 
 

@@ -7,10 +7,12 @@ absolute position, never on the number of rows.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +21,9 @@ import triton
 from verbatim.backend.cuda import jit
 from verbatim.backend.cuda.launch import launch
 
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton
-    TensorDescriptor: Any = None
+TensorDescriptor: Any = None  # an older Triton has none
+with contextlib.suppress(ImportError):
+    TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 BN = 64  # outputs per tile of a mixture-of-experts matmul
 BK = 128  # inputs per block; splits are whole blocks, so it affects the bits
@@ -112,7 +113,7 @@ def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
         sums = 8.0 * m * n * tile.parallel if tile.parallel > 1 else 0.0
         rate = TILES[tile[:5]] / SMS * 1e6  # of one SM, per µs
         program = flops / rate + SPLIT_TIME * splits / tile.parallel
-        return triton.cdiv(programs, SMS) * program + sums / SUM_BANDWIDTH
+        return float(triton.cdiv(programs, SMS) * program + sums / SUM_BANDWIDTH)
 
     tiles = [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
     return min(tiles, key=microseconds)
@@ -150,8 +151,13 @@ def matmul(
 
 
 @functools.cache
-def hopper(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 9
+def is_large(device: torch.device) -> bool:
+    """Whether the GPU has tensor descriptors and the shared memory of a Hopper (227 KiB per block),
+    which the largest tiles need."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return bool(properties.major >= 9 and properties.shared_memory_per_block_optin >= 227 << 10)
 
 
 def has_tma(weight: torch.Tensor) -> bool:
@@ -160,7 +166,7 @@ def has_tma(weight: torch.Tensor) -> bool:
         TensorDescriptor is not None
         and weight.element_size() == 2
         and weight.shape[1] % 8 == 0
-        and hopper(weight.device)
+        and is_large(weight.device)
     )
 
 
@@ -313,7 +319,9 @@ def attend(
     factor = LOG2E if cap else LOG2E * scale  # weights are powers of two
     out = torch.empty_like(q, dtype=dtype)
     for tiles in tilings:
-        merged = merge_in_program(len(tiles.count) * kv_heads, rows * heads * dim, spans)
+        # a program of a prompt's tile uses a whole SM, one of few lines half of it
+        programs = len(tiles.count) * kv_heads * (1 if tiles.lines == DECODE_LINES else 2)
+        merged = merge_in_program(programs, rows * heads * dim, spans)
         sums, peaks, masses = (
             (q, q, q)  # not used
             if merged
@@ -336,7 +344,7 @@ def attend(
                 cap > 0, window is not None, merged,
             ),
             warps=8 if tiles.lines > 64 else 4,
-            stages=2,
+            stages=2 if is_large(q.device) else 1,
         )  # fmt: skip
         if not merged:
             launch(
@@ -358,11 +366,12 @@ def merge_in_program(programs: int, values: int, spans: int) -> bool:
     return spans == 1 or programs >= PROGRAMS or spans * values * 4 > ATTENTION_BUFFER
 
 
-def tile_lines(heads: int, kv_heads: int, rows: int) -> int:
+def tile_lines(heads: int, kv_heads: int, rows: int, device: torch.device) -> int:
     """Lines of the query tiles of a sequence that computes this many rows in a step."""
     shared = heads // kv_heads
-    lines = DECODE_LINES if rows * shared <= DECODE_LINES else PREFILL_LINES
-    return max(lines, triton.next_power_of_2(shared))
+    most = PREFILL_LINES if is_large(device) else PREFILL_LINES // 2
+    lines = DECODE_LINES if rows * shared <= DECODE_LINES else most
+    return max(lines, int(triton.next_power_of_2(shared)))
 
 
 def span_count(positions: int) -> int:

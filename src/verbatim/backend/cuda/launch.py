@@ -31,7 +31,24 @@ def launch(
     if INTERPRETED:
         kernel[grid](*args, *constants)
         return
-    key = (kernel, constants, warps, stages, fuse, *[variant(arg) for arg in args])
+    # what Triton specialises a kernel on
+    key = (
+        kernel,
+        constants,
+        warps,
+        stages,
+        fuse,
+        *[
+            (arg.dtype, arg.data_ptr() % 16 == 0)
+            if isinstance(arg, torch.Tensor)
+            else (arg == 1, arg % 16 == 0, arg < 1 << 31)
+            if isinstance(arg, int)
+            else None
+            if isinstance(arg, float)
+            else (arg.base.dtype, *arg.block_shape)  # a tensor descriptor
+            for arg in args
+        ],
+    )
     compiled = _compiled.get(key)
     if compiled is None:  # compile and launch the usual way
         _compiled[key] = kernel[grid](
@@ -39,14 +56,3 @@ def launch(
         )
     else:
         compiled[grid](*args, *constants)
-
-
-def variant(arg: Any) -> Any:
-    """What Triton specialises a kernel on."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, int):
-        return arg == 1, arg % 16 == 0, arg < 1 << 31
-    if isinstance(arg, float):
-        return None
-    return arg.base.dtype, tuple(arg.block_shape)  # a tensor descriptor

@@ -26,8 +26,8 @@ class RowPlan(NamedTuple):
     scale: float = 0.0  # 1 / temperature, and the slack of a draw from all ids (-1: argmax)
     slack: float = -1.0
     list_k: int = 0  # ids to collect in a list; 0: draw from all ids
-    top_k: int = 0  # filters of a draw from the list
     temperature: float = 1.0
+    top_k: int = 0  # filters of a draw from the list
     top_p: float = 1.0
     log_min_p: float = -np.inf
     penalties: tuple[float, float, float] | None = None  # repetition, frequency, presence
@@ -35,8 +35,6 @@ class RowPlan(NamedTuple):
     logprobs: int = -1  # alternatives to report; -1: no log-probability
 
 
-# an argmax over float64 logits: the list of one id
-EXACT_ARGMAX = {"slack": np.inf, "list_k": 1, "top_k": 1}
 HOST = RowPlan(slack=np.inf)  # an infinite slack: no lead is large enough
 
 
@@ -58,7 +56,7 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
         logprobs=(p.logprobs or 0) if p.wants_logprob else -1,
     )
     if p.greedy:  # no filter runs at temperature 0
-        return plan._replace(**EXACT_ARGMAX) if plan.penalties or plan.bans else plan
+        return exact_argmax(plan) if plan.penalties or plan.bans else plan
     if (
         p.typical_p < 1.0
         or p.top_n_sigma
@@ -76,7 +74,12 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
             top_p=p.top_p,
             log_min_p=log_of_share(p.min_p) if p.min_p else -np.inf,
         )
-    return plan._replace(scale=1.0 / p.temperature, slack=SLACK)
+    return plan._replace(scale=1.0 / p.temperature, slack=SLACK, temperature=p.temperature)
+
+
+def exact_argmax(plan: RowPlan) -> RowPlan:
+    """An argmax over float64 logits: the list of one id."""
+    return plan._replace(slack=np.inf, list_k=1, top_k=1)
 
 
 def list_size(list_k: int) -> int:
