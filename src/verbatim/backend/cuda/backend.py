@@ -23,7 +23,7 @@ from verbatim.backend.cuda.host_sampler import host_sampler
 from verbatim.backend.cuda.kernels import QueryTiles
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
-from verbatim.backend.cuda.step_graph import StepGraph
+from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.step_rows import Batch, collect, make_batch, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
@@ -162,7 +162,11 @@ class CudaBackend:
         step = self._device_step(make_batch(plan, len(self._caches)))
         if tokens is not None:
             step.tokens.copy_(tokens)
-        hidden, logits = forward(self.spec, self._ops(step))
+        return self._compute(step)
+
+    def _compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
+        ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step)
+        hidden, logits = forward(self.spec, ops)
         return hidden, logits
 
     # ---- overlapped decoding
@@ -285,9 +289,6 @@ class CudaBackend:
 
     # ---- the inputs of a step without a graph
 
-    def _ops(self, step: DeviceStep) -> CudaOps:
-        return CudaOps(self.spec, self._weights, self._caches, self._angles, step)
-
     def _device_step(self, batch: Batch) -> DeviceStep:
         """Cut the sequences into query tiles, and copy the step's integers to the device."""
         cuts = self._cut_tiles(batch)
@@ -358,7 +359,9 @@ class CudaBackend:
         spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
-            graph = self._graphs[size, spans] = StepGraph(self, size, spans)
+            lines = kernels.tile_lines(self.spec.heads, self.spec.kv_heads, 1, self.device)
+            inputs = GraphInputs(size, spans, self._padding_blocks, lines, self.device)
+            graph = self._graphs[size, spans] = StepGraph(inputs, self._compute, self.pool)
         hidden, logits = graph.run(sequences, tokens)
         return hidden[:rows], logits[:rows]
 

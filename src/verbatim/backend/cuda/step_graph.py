@@ -6,8 +6,8 @@ has a fixed number of rows and attention spans; padding rows fill it up.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -17,10 +17,9 @@ from verbatim.backend.cuda.kernels import QueryTiles
 from verbatim.backend.cuda.ops import DeviceStep
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import SeqStep
-from verbatim.model.decoder import forward
 
-if TYPE_CHECKING:
-    from verbatim.backend.cuda.backend import CudaBackend
+# final states and logits of a step
+Forward: TypeAlias = Callable[[DeviceStep], tuple[torch.Tensor, torch.Tensor]]
 
 
 class GraphInputs:
@@ -86,21 +85,20 @@ class GraphInputs:
 class StepGraph:
     """A captured CUDA graph of one step with a fixed number of rows and spans."""
 
-    def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
-        spec = backend.spec
-        lines = kernels.tile_lines(spec.heads, spec.kv_heads, 1, backend.device)
-        self.inputs = GraphInputs(rows, spans, backend._padding_blocks, lines, backend.device)
+    def __init__(self, inputs: GraphInputs, forward: Forward, pool: Any) -> None:
+        """`forward` computes a step; `pool` is the memory that all graphs share, because only one
+        of them runs at a time."""
+        self.inputs = inputs
         self.inputs.fill(())
         torch.cuda.synchronize()  # the inputs are on the device, and no other step runs
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(2):  # warm-up: compiles kernels, which a capture does not allow
-                forward(backend.spec, backend._ops(self.inputs.step))
+                forward(inputs.step)
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        # all graphs share one memory pool, because only one of them runs at a time
-        with torch.cuda.graph(self.graph, pool=backend.pool):
-            self.out = forward(backend.spec, backend._ops(self.inputs.step))
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.out = forward(inputs.step)
 
     def run(
         self, sequences: Sequence[SeqStep], tokens: torch.Tensor | None
