@@ -1,6 +1,6 @@
 """CUDA backend on shapes of real models with random weights: batch invariance and throughput.
 
-    python bench/cuda.py [--shape qwen3-0.6b] [--skip-crowd]
+    python bench/cuda.py [--shape qwen3-0.6b] [--skip-crowd] [--samplers]
 
 Needs a GPU, PyTorch and Triton; no model file. The crowd is nano-vllm's benchmark: 256 concurrent
 requests, prompts and outputs of 100 to 1,024 random tokens, temperature 0.6. The last line is JSON.
@@ -49,6 +49,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
     },
 }  # fmt: skip
+
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "top_p and top_k": {"top_p": 0.95, "top_k": 20},
+    "min_p and top_k": {"min_p": 0.05, "top_k": 100},
+    "repetition_penalty": {"repetition_penalty": 1.1},
+    "presence and frequency_penalty": {"presence_penalty": 0.5, "frequency_penalty": 0.2},
+    "logprobs": {"logprobs": 5},
+    "banned_token_ids": {"banned_token_ids": (1, 2, 3)},
+}
 
 
 class FakeTokenizer(ByteTokenizer):
@@ -132,7 +143,7 @@ def same_in_company(llm: LLM, vocab: int) -> int:
 
 def same_drawn(llm: LLM, vocab: int) -> int:
     """Number of 256 completions that differ between sampling on the device and on the host (which
-    log-probabilities force)."""
+    processed log-probabilities force)."""
     r = random.Random(2)
     prompts = [[r.randrange(vocab) for _ in range(8)] for _ in range(256)]
     params = [
@@ -142,29 +153,78 @@ def same_drawn(llm: LLM, vocab: int) -> int:
             max_tokens=64,
             ignore_eos=True,
             speculate="off",
+            **r.choice(list(SAMPLERS.values())),
         )
         for i in range(256)
     ]
     device = llm.generate(prompts, params)
-    host = llm.generate(prompts, [p.with_(logprobs=0) for p in params])
+    on_host = {"logprobs": 0, "logprobs_mode": "processed"}
+    host = llm.generate(prompts, [p.with_(**on_host) for p in params])
     return sum(a.token_ids != b.token_ids for a, b in zip(device, host, strict=True))
 
 
-def one_sequence(llm: LLM, vocab: int) -> float:
-    """Milliseconds per token of one sequence at a context of 32."""
+def one_sequence(llm: LLM, vocab: int, context: int = 32, **options: Any) -> float:
+    """Milliseconds per token of one sequence after a prompt of `context` tokens."""
     times = []
     for i in range(5):
         r = random.Random(i)
-        params = SamplingParams(temperature=0, max_tokens=129, ignore_eos=True, speculate="off")
-        done = llm.generate([r.randrange(vocab) for _ in range(32)], params)
+        params = SamplingParams(
+            max_tokens=129,
+            ignore_eos=True,
+            speculate="off",
+            seed=1,
+            **{"temperature": 0, **options},
+        )
+        done = llm.generate([r.randrange(vocab) for _ in range(context)], params)
         times.append((done.timings.total - done.timings.first_token) / 128 * 1000)
     return statistics.median(times[1:])
+
+
+def sampler_rates(llm: LLM, vocab: int) -> dict[str, dict[str, float]]:
+    """Tokens per second of the crowd's first 96 requests with each sampler, and the share of draws
+    that the host had to repeat."""
+    out = {}
+    sampler = llm.core.backend.gpu_sampler
+    for seed, (name, options) in enumerate(SAMPLERS.items()):
+        rates = []
+        for run in range(2):  # the first run compiles and captures
+            prompts, _ = crowd(vocab, seed=100 + 2 * seed + run)
+            _, lengths = crowd(vocab)
+            params = [
+                SamplingParams(
+                    temperature=0.6, seed=i, max_tokens=n, ignore_eos=True, speculate="off",
+                    **options,
+                )
+                for i, n in enumerate(lengths[:96])
+            ]  # fmt: skip
+            sampler.rows = sampler.undecided = 0
+            began = time.perf_counter()
+            llm.generate(prompts[:96], params)
+            rates.append(sum(lengths[:96]) / (time.perf_counter() - began))
+        out[name] = {
+            "tokens_s": round(rates[-1]),
+            "undecided": round(sampler.undecided / max(1, sampler.rows), 6),
+        }
+        print(name, out[name], flush=True)
+    return out
+
+
+def prefill_rate(llm: LLM, vocab: int) -> float:
+    """Prompt tokens per second of one prompt of 2,000 tokens."""
+    times = []
+    for i in range(6):
+        r = random.Random(50 + i)
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, speculate="off")
+        done = llm.generate([r.randrange(vocab) for _ in range(2000)], params)
+        times.append(done.timings.first_token)
+    return 2000 / statistics.median(times[2:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--skip-crowd", action="store_true")
+    parser.add_argument("--samplers", action="store_true", help="the crowd with each sampler")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -178,6 +238,11 @@ def main() -> None:
     out["differ"] = same_in_company(llm, vocab)
     out["differ_drawn"] = same_drawn(llm, vocab)
     out["ms_token"] = one_sequence(llm, vocab)
+    out["ms_token_top_p_top_k"] = one_sequence(llm, vocab, temperature=0.6, top_p=0.95, top_k=20)
+    out["ms_token_context_2000"] = one_sequence(llm, vocab, 2000)
+    out["prefill_tokens_s"] = prefill_rate(llm, vocab)
+    if args.samplers:
+        out["samplers"] = sampler_rates(llm, vocab)
     if not args.skip_crowd:
         prompts, lengths = crowd(vocab)
         params = [
@@ -190,9 +255,10 @@ def main() -> None:
             )
             for i, n in enumerate(lengths)
         ]
-        # Warm-up: compile the kernels of these sizes. Other prompts, to avoid prefix hits.
+        # Warm-up: compile the kernels and capture the graphs of all sizes that occur while the
+        # crowd shrinks. Other prompts, to avoid prefix hits.
         others, _ = crowd(vocab, seed=1)
-        llm.generate(others, [param.with_(max_tokens=4) for param in params])
+        llm.generate(others, params)
         sampler = llm.core.backend.gpu_sampler
         sampler.rows = sampler.undecided = 0
         began = time.perf_counter()

@@ -10,9 +10,7 @@ Without a GPU the backend opens only under TRITON_INTERPRET=1, Triton's interpre
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -21,14 +19,15 @@ import triton
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
+from verbatim.backend.cuda.host_sampler import host_sampler
 from verbatim.backend.cuda.kernels import QueryTiles
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
+from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.step_rows import (
     Batch,
     HostRows,
-    LogitRows,
     collect,
     make_batch,
     only_draws,
@@ -41,11 +40,12 @@ from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of
 
-NUMERICS_VERSION = "cuda-1"
+NUMERICS_VERSION = "cuda-2"
 COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the following copies
 # bytes needed beside the weights: attention's buffer is 256 MiB; CUDA graphs, a small KV cache
 RESERVED_BYTES = 512 << 20
 MAX_GRAPH_ROWS = 256  # rows of a step that replays a CUDA graph; larger steps launch each kernel
+MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
 class CudaBackend:
@@ -148,7 +148,8 @@ class CudaBackend:
         hidden, logits = self._forward(plan)
         if only_draws(plan):
             rows = [row for s in plan.sequences for row in rows_of(s)]
-            return split_draws(plan, self._draw(logits, rows))
+            seq_ids = [s.seq_id for s in plan.sequences for _ in range(s.draws)]
+            return split_draws(plan, self._draw(logits, rows, seq_ids))
         if not any(s.hidden for s in plan.sequences):
             hidden = hidden[:0]
         return collect(plan, hidden.cpu().numpy(), self._host_rows(logits.cpu().numpy()))
@@ -165,7 +166,11 @@ class CudaBackend:
         step = self._device_step(make_batch(plan, len(self._caches)))
         if tokens is not None:
             step.tokens.copy_(tokens)
-        hidden, logits = forward(self.spec, self._ops(step))
+        return self._compute(step)
+
+    def _compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
+        ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step)
+        hidden, logits = forward(self.spec, ops)
         return hidden, logits
 
     # ---- overlapped decoding
@@ -177,7 +182,13 @@ class CudaBackend:
         _, logits = self._forward(StepPlan(0, steps), tokens)
         specs = [step.draw for step in steps if step.draw is not None]
         assert len(specs) == len(steps), "every row is sampled"
-        pending = self.gpu_sampler.launch(logits, specs, [step.start + 1 for step in steps])
+        pending = self.gpu_sampler.launch(
+            logits,
+            specs,
+            [step.start + 1 for step in steps],
+            [step.seq_id for step in steps],
+            tokens,
+        )
         return LaunchedStep(steps, [step.tokens[0] for step in steps], pending)
 
     def _launch_next(
@@ -216,33 +227,41 @@ class CudaBackend:
         if following is not None:
             at, ahead = following
             self._ahead.launched = ahead._replace(inputs=[tokens[row] for row in at])
-        drawn = {seq_id: tokens[row] for seq_id, row in rows.items() if tokens[row] >= 0}
+            for step, row in zip(ahead.steps, at, strict=True):
+                self.gpu_sampler.counts.confirm(step.seq_id, tokens[row])
+        results = launched.tokens.drawn(tokens)
+        drawn = {seq_id: results[row] for seq_id, row in rows.items() if tokens[row] >= 0}
         self.gpu_sampler.rows += len(drawn)
         rest = tuple([step for step in plan.sequences if step.seq_id not in drawn])
         others: dict[int, SeqResult] = {}
         if rest:
             result = self._step(plan._replace(sequences=rest))
             others = {done.seq_id: done for done in result.sequences}
-        results = [
-            others.get(s.seq_id) or SeqResult(s.seq_id, (Drawn(drawn[s.seq_id], 0.0),))
-            for s in plan.sequences
-        ]
-        return StepResult(plan.step, tuple(results))
+        return StepResult(
+            plan.step,
+            tuple(
+                [
+                    others.get(s.seq_id) or SeqResult(s.seq_id, (drawn[s.seq_id],))
+                    for s in plan.sequences
+                ]
+            ),
+        )
 
     # ---- sampling
 
-    def _draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    def _draw(
+        self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
+    ) -> list[Drawn]:
         """Sample on the device. Copy the logits of undecided rows only; the host samples those."""
-        tokens = self.gpu_sampler(logits, rows)
-        drawn = [Drawn(token, 0.0) for token in tokens]
-        left = [i for i, token in enumerate(tokens) if token < 0]
+        drawn = self.gpu_sampler(logits, rows, seq_ids)
+        left = [i for i, one in enumerate(drawn) if one is None]
         if left:
             if len(left) < len(rows):
                 logits = logits[torch.tensor(left, device=self.device)]
             on_host = self._draw_on_host(logits, [rows[i] for i in left])
             for i, one in zip(left, on_host, strict=True):
                 drawn[i] = one
-        return drawn
+        return [one for one in drawn if one is not None]
 
     def _draw_on_host(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
         if self._host_logits is None or len(self._host_logits) < len(rows):
@@ -274,37 +293,48 @@ class CudaBackend:
 
     # ---- the inputs of a step without a graph
 
-    def _ops(self, step: DeviceStep) -> CudaOps:
-        return CudaOps(self.spec, self._weights, self._caches, self._angles, step)
-
     def _device_step(self, batch: Batch) -> DeviceStep:
         """Cut the sequences into query tiles, and copy the step's integers to the device."""
-        max_rows = kernels.max_tile_rows(self.spec.heads, self.spec.kv_heads)
-        first_row, count, owner = [], [], []
-        for s, (first, last) in enumerate(
-            zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
-        ):
-            for row in range(first, last, max_rows):
-                first_row.append(row)
-                count.append(min(max_rows, last - row))
-                owner.append(s)
-        rows = np.array(first_row, np.int32)
-        sent = self._send(
-            [batch.tokens, batch.positions, rows, np.array(count, np.int32), batch.positions[rows]]
-        )
-        tokens, positions, first, counts, first_positions = sent
-        tables = self._send([table[owner] for table in batch.tables])
+        cuts = self._cut_tiles(batch)
+        arrays = [batch.tokens, batch.positions, batch.outputs, batch.logits]
+        arrays += [self._slots(batch, table) for table in batch.tables]
+        for first_row, count, owner in cuts.values():
+            arrays += [first_row, count, batch.positions[first_row]]
+            arrays += [table[owner] for table in batch.tables]
+        tokens, positions, outputs, logits, *rest = self._send(arrays)
+        groups = len(batch.tables)
+        slots, rest = tuple(rest[:groups]), rest[groups:]
+        tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
+        for lines in cuts:
+            first, counts, first_positions, *tables = rest[: 3 + groups]
+            rest = rest[3 + groups :]
+            for tiling, table in zip(tilings, tables, strict=True):
+                tiling.append(QueryTiles(table, first, counts, first_positions, lines))
         all_outputs = len(batch.outputs) == batch.rows
         all_logits = len(batch.logits) == len(batch.outputs)
         return DeviceStep(
             tokens,
             positions,
-            tuple(self._send([self._slots(batch, table) for table in batch.tables])),
-            tuple(QueryTiles(table, first, counts, first_positions, max_rows) for table in tables),
-            None if all_outputs else self._send([batch.outputs])[0],
-            None if all_logits else self._send([batch.logits])[0],
+            slots,
+            tuple(tuple(tiling) for tiling in tilings),
+            None if all_outputs else outputs,
+            None if all_logits else logits,
             kernels.span_count(int(batch.positions.max()) + 1),
         )
+
+    def _cut_tiles(self, batch: Batch) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Lines per query tile -> first row, rows and sequence of each such tile."""
+        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+        cuts: dict[int, list[tuple[int, int, int]]] = {}
+        for s, (first, last) in enumerate(
+            zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
+        ):
+            lines = kernels.tile_lines(heads, kv_heads, last - first, self.device)
+            most = lines // (heads // kv_heads)
+            cuts.setdefault(lines, []).extend(
+                (row, min(most, last - row), s) for row in range(first, last, most)
+            )
+        return {lines: tuple(np.array(cut, np.int32).T) for lines, cut in cuts.items()}
 
     def _slots(self, batch: Batch, table: np.ndarray) -> np.ndarray:
         """The cache slot of each row: block * block_size + place in the block."""
@@ -330,9 +360,12 @@ class CudaBackend:
         and spans, both rounded up to a power of two."""
         size = 1 << (rows - 1).bit_length()
         spans = 1 << (kernels.span_count(max(s.end for s in sequences)) - 1).bit_length()
+        spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
-            graph = self._graphs[size, spans] = StepGraph(self, size, spans)
+            lines = kernels.tile_lines(self.spec.heads, self.spec.kv_heads, 1, self.device)
+            inputs = GraphInputs(size, spans, self._padding_blocks, lines, self.device)
+            graph = self._graphs[size, spans] = StepGraph(inputs, self._compute, self.pool)
         hidden, logits = graph.run(sequences, tokens)
         return hidden[:rows], logits[:rows]
 
@@ -342,92 +375,6 @@ class CudaBackend:
         self._graphs.clear()
         self._caches = ()
         self._weights.clear()
-
-
-class GraphInputs:
-    """The integers of a step in which every row is its own query tile, as the input of a graph.
-
-    The host writes them and sends them in one copy. Padding rows write to the padding block. Block
-    tables persist from step to step: a row's table is rewritten only if its tuple of blocks is
-    another object than in the previous step."""
-
-    def __init__(
-        self, rows: int, spans: int, padding: tuple[int, ...], device: torch.device
-    ) -> None:
-        self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
-        groups = len(padding)
-        # tokens, positions, per group slots, per group block tables
-        sizes = [rows, rows, *[rows] * groups, *[rows * self.width] * groups]
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32)
-        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._tokens, self._positions, *parts = (part.numpy() for part in self._host.split(sizes))
-        self._slots = parts[:groups]
-        self._tables = [table.reshape(rows, self.width) for table in parts[groups:]]
-        self._row_blocks: list[list[tuple[int, ...]]] = [[()] * rows for _ in padding]
-        tokens, positions, *rest = self._sent.split(sizes)
-        row = torch.arange(rows, dtype=torch.int32, device=device)
-        one = torch.ones_like(row)
-        tiles = tuple(
-            QueryTiles(table.view(rows, self.width), row, one, positions, 1)
-            for table in rest[groups:]
-        )
-        self.step = DeviceStep(tokens, positions, tuple(rest[:groups]), tiles, None, None, spans)
-
-    def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:
-        """Write and send the step's integers. `drawn` replaces the tokens, if only the device has
-        them."""
-        tokens = [token for s in sequences for token in s.tokens]
-        n = len(tokens)
-        self._tokens[:n], self._tokens[n:] = tokens, 0
-        positions = [p for s in sequences for p in range(s.start, s.end)]
-        self._positions[:n], self._positions[n:] = positions, 0
-        block, place = self._positions[:n] // BLOCK_SIZE, self._positions[:n] % BLOCK_SIZE
-        for group, (table, row_blocks, slots, padding) in enumerate(
-            zip(self._tables, self._row_blocks, self._slots, self.padding, strict=True)
-        ):
-            for row, blocks in enumerate([s.blocks[group] for s in sequences for _ in s.tokens]):
-                if row_blocks[row] is not blocks:
-                    table[row, : len(blocks)] = blocks[: self.width]
-                    row_blocks[row] = blocks
-            table[n:, 0] = padding
-            row_blocks[n:] = [()] * (self.rows - n)
-            slots[:n] = table[np.arange(n), block] * BLOCK_SIZE + place
-            slots[n:] = padding * BLOCK_SIZE
-            assert slots.min() >= 0, "the block of each token is in the table"
-        # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
-        # pinned memory before the copy from it is done.
-        sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)
-        # copied by NumPy, because PyTorch would wake one thread per core
-        sent.numpy()[:] = self._host.numpy()
-        self._sent.copy_(sent, non_blocking=True)
-        if drawn is not None:
-            self.step.tokens[:n].copy_(drawn)
-
-
-class StepGraph:
-    """A captured CUDA graph of one step with a fixed number of rows and spans."""
-
-    def __init__(self, backend: CudaBackend, rows: int, spans: int) -> None:
-        self.inputs = GraphInputs(rows, spans, backend._padding_blocks, backend.device)
-        self.inputs.fill(())
-        torch.cuda.synchronize()  # the inputs are on the device, and no other step runs
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # warm-up: compiles kernels, which a capture does not allow
-                forward(backend.spec, backend._ops(self.inputs.step))
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        # all graphs share one memory pool, because only one of them runs at a time
-        with torch.cuda.graph(self.graph, pool=backend.pool):
-            self.out = forward(backend.spec, backend._ops(self.inputs.step))
-
-    def run(
-        self, sequences: Sequence[SeqStep], tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.inputs.fill(sequences, tokens)
-        self.graph.replay()
-        hidden, logits = self.out
-        return hidden, logits
 
 
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
@@ -451,36 +398,3 @@ def weight_bytes(model: Model) -> int:
     """Bytes of the weights in half precision, as ops.load stores them (norms are float32, but
     small)."""
     return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
-
-
-def host_sampler(config: EngineConfig) -> Callable[[np.ndarray], LogitRows]:
-    """Wraps logits in host memory: in the native sampler if it is built, else in NumPy code."""
-    try:
-        from verbatim.backend.cpu.backend import native, physical_cores
-        from verbatim.backend.cpu.sampler import NativeSampler
-    except ImportError:
-        return HostRows
-    threads = config.threads or physical_cores()
-    source = HostLogits(native.RowSampler(os.environ.get("VERBATIM_ISA", ""), threads))
-    sampler = NativeSampler(native, source)
-
-    def wrap(logits: np.ndarray) -> LogitRows:
-        source.rows = np.ascontiguousarray(logits)
-        return sampler
-
-    return wrap
-
-
-class HostLogits:
-    """The part of the native engine's interface that NativeSampler uses, over logits copied from
-    the GPU."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.rows = np.zeros((0, 0), np.float32)
-
-    def logits(self) -> np.ndarray:
-        return self.rows
-
-    def sample(self, native_rows: list[Any], first: int = 0) -> Any:
-        return self._sampler.draw(self.rows[first : first + len(native_rows)], native_rows)

@@ -1,17 +1,23 @@
 """GpuSampler: sample on the device, so that only token ids and no logits are copied to the host.
 
-In: rows of logits on the device. Out: one token id per row, or -1 where the host must sample.
+In: rows of logits on the device. Out: one Drawn per row, or None where the host must sample. The
+tokens are those of sampling/pipeline.py, to the bit. jit_sampling.py has three ways to get them:
 
-It is a float32 pre-selection that either proves the token or sends the row to the host. A draw is
-the id with the largest key d + noise (sampling/draw.py), in float64. The device computes all keys
-in float32, with an error below a fraction of SLACK. If the best key leads all others by more than
-SLACK, float64 finds the same id. Otherwise (about one row in four thousand), and if a logit is not
-finite, and for every sampling parameter that this file does not support, the result is -1 and the
-host samples the row. An argmax involves no arithmetic and is always proven.
+- A draw from all ids is the id with the largest key d + noise. The device computes all keys in
+  float32, with an error below a fraction of SLACK. If the best key leads all others by more than
+  SLACK, float64 finds the same id; otherwise (about one row in four thousand) the ids near the best
+  are computed again in float64. An argmax involves no arithmetic and is always proven.
+- A draw through top-k, top-p or min-p collects the best ids in a list and computes filters, masses
+  and noise of the list exactly, in float64. If the list does not hold every id that the filters
+  keep (a flat distribution and no top-k), the host samples.
+- Grammar masks, bans and penalties are applied before, in float64, to a copy of the logits.
+
+Rows with other parameters, and rows whose logits are not finite, go to the host.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,34 +25,27 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import jit
+from verbatim.backend.cuda import jit_sampling
+from verbatim.backend.cuda.launch import launch
+from verbatim.backend.cuda.pending_tokens import PendingTokens
+from verbatim.backend.cuda.sampling_plan import (
+    HOST,
+    RowPlan,
+    ban_words,
+    exact_argmax,
+    list_size,
+    mask_words,
+    row_plan,
+)
+from verbatim.backend.cuda.token_counts import MAX_HISTORY, TokenCounts
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec
+from verbatim.base.records import Drawn, DrawSpec
 from verbatim.sampling.pipeline import Row
 
-SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
-MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
 ROWS, CHUNK = 1, 2048  # rows and token ids per program
-MAX_CACHED = 4096  # requests whose parameters are cached; a full cache is cleared
-COLUMNS = 5  # int32 values per row, see jit.chunk_top2
-
-RowParams = tuple[float, float]  # scale and slack of a row
-ARGMAX: RowParams = (0.0, -1.0)
-HOST: RowParams = (0.0, float("inf"))  # an infinite slack: no lead is large enough
-
-
-class PendingTokens(NamedTuple):
-    """Token ids [rows] int32 of a launched sampler: on the device, and on their way to the host."""
-
-    on_device: torch.Tensor
-    on_host: torch.Tensor
-    arrived: torch.cuda.Event | None
-
-    def wait(self) -> list[int]:
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        ids: list[int] = self.on_host.tolist()
-        return ids
+GROUP = 128  # ids of which only the largest logit decides the list's threshold
+MAX_CACHED = 4096  # requests whose plan is cached; a full cache is cleared
+COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and draw_from_list
 
 
 class GpuSampler:
@@ -56,117 +55,350 @@ class GpuSampler:
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab, self.device = vocab, device
         self.rows = self.undecided = 0
-        self._cache: dict[int, tuple[SamplingParams, RowParams]] = {}
+        self.counts = TokenCounts(vocab, device)
+        self._cache: dict[int, tuple[SamplingParams, RowPlan | None]] = {}
+        self._bans: dict[tuple[int, tuple[int, ...]], tuple[SamplingParams, np.ndarray]] = {}
 
-    def __call__(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-        """Token ids of the rows, -1 where the host must sample. Waits for the device."""
-        params = [self._params(row.spec) if row.mask is None else HOST for row in rows]
-        supported = len(params) - params.count(HOST)
+    def __call__(
+        self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
+    ) -> list[Drawn | None]:
+        """One Drawn per row, None where the host must sample. Waits for the device."""
+        draws = Counter(seq_ids)
+        plans = [
+            # several rows of one sequence are drafts, each with its own history
+            None if plan is not None and plan.penalties and draws[seq_id] > 1 else plan
+            for plan, seq_id in zip(
+                map(self._plan, [row.spec for row in rows]), seq_ids, strict=True
+            )
+        ]
+        supported = len(plans) - plans.count(None)
         if not supported:
-            return [-1] * len(rows)
-        tokens = self._launch(
-            logits, [row.spec for row in rows], [row.position for row in rows], params
-        ).wait()
+            return [None] * len(rows)
+        pending = self._launch(
+            logits,
+            [row.spec for row in rows],
+            [row.position for row in rows],
+            plans,
+            seq_ids,
+            [row.mask for row in rows],
+        )
+        tokens = pending.wait()
         self.rows += supported
-        self.undecided += tokens.count(-1) - (len(params) - supported)
-        return tokens
+        drawn = pending.drawn(tokens)
+        out = [
+            one if plan is not None and one.token >= 0 else None
+            for plan, one in zip(plans, drawn, strict=True)
+        ]
+        self.undecided += out.count(None) - (len(plans) - supported)
+        return out
 
     def supports(self, spec: DrawSpec) -> bool:
-        """Whether the device samples the rows of this spec, except for undecided ones."""
-        return not spec.masks and self._params(spec) is not HOST
+        """Whether the device samples the rows of this spec, except for undecided ones, and can
+        sample the next row before the host knows the token."""
+        return not spec.masks and self._plan(spec) is not None
 
     def launch(
-        self, logits: torch.Tensor, specs: Sequence[DrawSpec], positions: Sequence[int]
+        self,
+        logits: torch.Tensor,
+        specs: Sequence[DrawSpec],
+        positions: Sequence[int],
+        seq_ids: Sequence[int],
+        drawn: torch.Tensor | None = None,
     ) -> PendingTokens:
-        """Sample rows with supported specs for these positions, without waiting for the device."""
-        return self._launch(logits, specs, positions, [self._params(spec) for spec in specs])
+        """Sample rows with supported specs for these positions, without waiting for the device.
+
+        `drawn` [rows]: tokens that follow the histories of the specs, on the device."""
+        plans = [self._plan(spec) for spec in specs]
+        return self._launch(logits, specs, positions, plans, seq_ids, [None] * len(specs), drawn)
+
+    def _plan(self, spec: DrawSpec) -> RowPlan | None:
+        if spec.beam or len(spec.history) > MAX_HISTORY:
+            return None
+        # the cache keeps the params object alive, so no other object gets its id
+        cached = self._cache.get(id(spec.params))
+        if cached is None:
+            if len(self._cache) >= MAX_CACHED:
+                self._cache.clear()
+            cached = self._cache[id(spec.params)] = (spec.params, row_plan(spec.params))
+        plan = cached[1]
+        if (
+            plan is not None
+            and plan.slack < 0.0
+            and not plan.list_k
+            and (spec.withheld or spec.masks)
+        ):
+            return exact_argmax(plan)
+        return plan
 
     def _launch(
         self,
         logits: torch.Tensor,
         specs: Sequence[DrawSpec],
         positions: Sequence[int],
-        params: Sequence[RowParams],
+        plans: Sequence[RowPlan | None],
+        seq_ids: Sequence[int],
+        masks: Sequence[bytes | None],
+        drawn: torch.Tensor | None = None,
     ) -> PendingTokens:
-        on_device = self._sample(
-            logits, self._send(specs, positions, params), any(scale for scale, _ in params)
-        )
+        assert logits.is_contiguous(), "the kernels need contiguous rows"
+        some = [plan or HOST for plan in plans]
+        x = self._process(logits, specs, positions, plans, seq_ids, masks, drawn)
+        row_params, shapes = self._send(specs, positions, some)
+        row_max = x.amax(1)
+        if x is not logits:  # a logit that is not finite is an error, even if a mask removes it
+            row_max = torch.where(logits.amax(1).isfinite(), row_max, torch.nan)
+        out = torch.full((len(specs),), -1, dtype=torch.int32, device=self.device)
+        if any(not plan.list_k for plan in some):
+            noise = any(plan.scale for plan in some)
+            out = self._draw_from_all(x, row_max, row_params, shapes, noise)
+        if any(plan.list_k for plan in some):
+            self._draw_from_list(x, row_max, row_params, shapes, some, out)
+        reported, size = None, 0
+        if any(plan.logprobs >= 0 for plan in some):
+            reported, size = self._report(logits, some, out)
         if self.device.type != "cuda":
-            return PendingTokens(on_device, on_device, None)
-        on_host = torch.empty(len(on_device), dtype=torch.int32, pin_memory=True)
-        on_host.copy_(on_device, non_blocking=True)
+            return PendingTokens(out, out, None, reported, [p.logprobs for p in some], size)
+        on_host = to_pinned(out)
+        if reported is not None:
+            reported = tuple(to_pinned(tensor) for tensor in reported)
         arrived = torch.cuda.Event()
         arrived.record()
-        return PendingTokens(on_device, on_host, arrived)
-
-    def _params(self, spec: DrawSpec) -> RowParams:
-        if spec.beam or spec.withheld:
-            return HOST
-        # the cache keeps the params object alive, so no other object gets its id
-        cached = self._cache.get(id(spec.params))
-        if cached is None:
-            if len(self._cache) >= MAX_CACHED:
-                self._cache.clear()
-            cached = self._cache[id(spec.params)] = (spec.params, row_params(spec.params))
-        return cached[1]
+        return PendingTokens(out, on_host, arrived, reported, [p.logprobs for p in some], size)
 
     def _send(
-        self, specs: Sequence[DrawSpec], positions: Sequence[int], params: Sequence[RowParams]
-    ) -> torch.Tensor:
-        """The `row_params` table [COLUMNS, rows] of jit.chunk_top2, in one copy to the device.
+        self, specs: Sequence[DrawSpec], positions: Sequence[int], plans: Sequence[RowPlan]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `row_params` table [COLUMNS, rows] int32 and the `shapes` [rows, 3] float64 of
+        jit_sampling, in one copy to the device.
 
         PyTorch does not reuse the pinned memory before the copy is done."""
+        count = len(specs)
         pinned = torch.empty(
-            COLUMNS * len(specs), dtype=torch.int32, pin_memory=self.device.type == "cuda"
+            (COLUMNS + 6) * count, dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        table = pinned.numpy().reshape(COLUMNS, len(specs))
+        shapes = pinned[: 6 * count].numpy().view(np.float64).reshape(count, 3)
+        shapes[:] = [(plan.temperature, plan.top_p, plan.log_min_p) for plan in plans]
+        table = pinned[6 * count :].numpy().reshape(COLUMNS, count)
         table[:2] = np.array([spec.key for spec in specs], "<u8").view(np.int32).reshape(-1, 2).T
-        table[2] = positions
-        table[3:] = np.array(params, np.float32).view(np.int32).T
+        table[2] = np.array(positions, np.int64).astype(np.int32)
+        table[3:5] = (
+            np.array([(plan.scale, plan.slack) for plan in plans], np.float32).view(np.int32).T
+        )
+        table[5] = [plan.top_k for plan in plans]
+        sent = pinned.to(self.device, non_blocking=True)
+        return sent[6 * count :], sent[: 6 * count].view(torch.float64)
+
+    def _copy(self, array: np.ndarray) -> torch.Tensor:
+        """Copy an array to the device without waiting for it."""
+        given = torch.from_numpy(array)
+        if self.device.type != "cuda":
+            return given
+        pinned = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
+        pinned.numpy()[...] = array
         return pinned.to(self.device, non_blocking=True)
 
-    def _sample(self, logits: torch.Tensor, params: torch.Tensor, noise: bool) -> torch.Tensor:
-        count, chunks = len(logits), triton.cdiv(self.vocab, CHUNK)
-        assert logits.is_contiguous(), "the kernels need contiguous rows"
-        row_max = logits.amax(1)
-        bests, seconds = (
-            torch.empty((count, chunks), dtype=torch.float32, device=self.device) for _ in range(2)
-        )
+    # ---- processors
+
+    def _process(
+        self,
+        logits: torch.Tensor,
+        specs: Sequence[DrawSpec],
+        positions: Sequence[int],
+        plans: Sequence[RowPlan | None],
+        seq_ids: Sequence[int],
+        masks: Sequence[bytes | None],
+        drawn: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The logits after masks, bans and penalties, in float64; `logits` if no row has any."""
+        allowed = [
+            None if plan is None else self._mask(spec, position, plan, mask)
+            for spec, position, plan, mask in zip(specs, positions, plans, masks, strict=True)
+        ]
+        penalised = [
+            spec if plan is not None and plan.penalties else None
+            for spec, plan in zip(specs, plans, strict=True)
+        ]
+        given = [mask for mask in allowed if mask is not None]
+        if not given and not any(penalised):
+            return logits
+        slots = [-1] * len(specs)
+        if any(penalised):
+            slots = self.counts.slots(seq_ids, penalised, drawn)
+        words = triton.cdiv(self.vocab, 32)
+        at = np.cumsum([mask is not None for mask in allowed]) - 1
+        index = [int(i) if mask is not None else -1 for i, mask in zip(at, allowed, strict=True)]
+        bits = np.stack(given) if given else np.zeros((1, words), np.int32)
+        strengths = [(plan and plan.penalties) or (1.0, 0.0, 0.0) for plan in plans]
+        table = self._copy(np.array([index, slots], np.int32))
+        x = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
+        counts = self.counts.table if len(self.counts.table) else x.view(torch.int16)
+        launch(
+            jit_sampling.process_logits,
+            (len(specs), triton.cdiv(self.vocab, CHUNK), 1),
+            (
+                logits, table, self._copy(np.array(strengths)), self._copy(bits), counts, x,
+                self.vocab, words, len(counts),
+            ),
+            (CHUNK,),
+        )  # fmt: skip
+        return x
+
+    def _mask(
+        self, spec: DrawSpec, position: int, plan: RowPlan, grammar: bytes | None
+    ) -> np.ndarray | None:
+        """Bits of the ids that a row may draw, as int32 words; None: all."""
+        withheld = spec.withheld if position - spec.prompt_len < spec.params.min_tokens else ()
+        mask = None
+        if plan.bans or withheld:
+            key = (id(spec.params), withheld)
+            if key not in self._bans:
+                if len(self._bans) >= MAX_CACHED:
+                    self._bans.clear()
+                self._bans[key] = (spec.params, ban_words(spec.params, withheld, self.vocab))
+            mask = self._bans[key][1]
+        if grammar is not None:
+            words = mask_words(np.frombuffer(grammar, np.uint8), self.vocab)
+            mask = words if mask is None else words & mask
+        return mask
+
+    # ---- draws
+
+    def _draw_from_all(
+        self,
+        x: torch.Tensor,
+        row_max: torch.Tensor,
+        row_params: torch.Tensor,
+        shapes: torch.Tensor,
+        noise: bool,
+    ) -> torch.Tensor:
+        count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
+        bests, seconds = torch.empty((2, count, chunks), dtype=torch.float32, device=self.device)
         ids = torch.empty((count, chunks), dtype=torch.int32, device=self.device)
         out = torch.empty(count, dtype=torch.int32, device=self.device)
         programs, block = triton.cdiv(count, ROWS), triton.next_power_of_2(chunks)
-        jit.chunk_top2[(programs, chunks)](
-            logits, row_max, params, bests, seconds, ids, count, self.vocab, chunks,
-            noise, ROWS, CHUNK, num_warps=4, enable_fp_fusion=False
-        )  # fmt: skip
-        jit.select_token[(programs,)](
-            bests, seconds, ids, row_max, params, out, count, self.vocab, chunks,
-            ROWS, block, num_warps=1,
-        )  # fmt: skip
+        launch(
+            jit_sampling.chunk_top2,
+            (programs, chunks, 1),
+            (x, row_max, row_params, bests, seconds, ids, count, self.vocab, chunks),
+            (noise, ROWS, CHUNK),
+        )
+        launch(
+            jit_sampling.select_token,
+            (programs, 1, 1),
+            (bests, seconds, ids, row_max, row_params, out, count, self.vocab, chunks),
+            (ROWS, block),
+            warps=1,
+        )
+        if noise:
+            launch(
+                jit_sampling.resolve_ties,
+                (count, 1, 1),
+                (x, bests, row_max, row_params, shapes, out, count, self.vocab, chunks),
+                (block, CHUNK),
+            )
         return out
 
+    def _draw_from_list(
+        self,
+        x: torch.Tensor,
+        row_max: torch.Tensor,
+        row_params: torch.Tensor,
+        shapes: torch.Tensor,
+        plans: Sequence[RowPlan],
+        out: torch.Tensor,
+    ) -> None:
+        open_end = any(plan.list_k and not plan.top_k and plan.top_p < 1.0 for plan in plans)
+        best = self._best_ids(x, row_max, shapes, [plan.list_k for plan in plans], open_end)
+        chunks = triton.cdiv(self.vocab, CHUNK)
+        launch(
+            jit_sampling.draw_from_list,
+            (len(x), 1, 1),
+            (
+                best.ids, best.values, best.used, best.tau, row_max, row_params, shapes,
+                best.list_k, best.mass, out, self.vocab, chunks,
+            ),
+            (best.size, min(64, best.size), triton.next_power_of_2(chunks), open_end),
+            warps=8 if best.size > 64 else 4,
+        )  # fmt: skip
 
-def row_params(p: SamplingParams) -> RowParams:
-    """Scale and slack of a pure argmax or a pure temperature draw; HOST for everything else."""
-    if (
-        p.wants_logprob
-        or p.explain
-        or p.needs_history
-        or p.logit_bias
-        or p.banned_token_ids
-        or p.allowed_token_ids is not None
-    ):
-        return HOST
-    if p.greedy:
-        return ARGMAX  # no filter runs at temperature 0
-    if (
-        p.top_k
-        or p.top_p < 1.0
-        or p.min_p
-        or p.typical_p < 1.0
-        or p.top_n_sigma
-        or p.xtc_probability
-        or p.temperature < MIN_TEMPERATURE
-    ):
-        return HOST
-    return 1.0 / p.temperature, SLACK
+    def _best_ids(
+        self,
+        x: torch.Tensor,
+        row_max: torch.Tensor,
+        shapes: torch.Tensor,
+        list_k: Sequence[int],
+        mass: bool,
+    ) -> BestIds:
+        count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
+        size = list_size(max(list_k))
+        wanted = self._copy(np.array(list_k, np.int32))
+        groups = chunks * (CHUNK // GROUP)
+        maxima = torch.empty((count, groups), dtype=torch.float32, device=self.device)
+        masses = torch.empty((count, chunks), dtype=torch.int64, device=self.device)
+        tau = torch.empty(count, dtype=torch.float32, device=self.device)
+        used = torch.zeros(count, dtype=torch.int32, device=self.device)
+        ids = torch.empty((count, size), dtype=torch.int32, device=self.device)
+        values = torch.empty((count, size), dtype=torch.float64, device=self.device)
+        launch(
+            jit_sampling.group_maxima,
+            (count, chunks, 1),
+            (x, row_max, shapes, wanted, maxima, masses, self.vocab, chunks),
+            (GROUP, CHUNK, mass),
+        )
+        launch(
+            jit_sampling.list_threshold,
+            (count, 1, 1),
+            (maxima, wanted, tau, groups),
+            (triton.next_power_of_2(groups),),
+        )
+        launch(
+            jit_sampling.collect_list,
+            (count, chunks, 1),
+            (x, wanted, tau, used, ids, values, self.vocab),
+            (CHUNK, size),
+        )
+        return BestIds(ids, values, used, tau, wanted, masses, size)
+
+    def _report(
+        self, logits: torch.Tensor, plans: Sequence[RowPlan], tokens: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], int]:
+        """Best ids, their logits and scores of the model's own distribution, see report_list."""
+        count, chunks = len(plans), triton.cdiv(self.vocab, CHUNK)
+        row_max = logits.amax(1)
+        shapes = torch.ones(3 * count, dtype=torch.float64, device=self.device)
+        list_k = [max(1, plan.logprobs) if plan.logprobs >= 0 else 0 for plan in plans]
+        best = self._best_ids(logits, row_max, shapes, list_k, True)
+        top = max(list_k)
+        top_ids = torch.zeros((count, top), dtype=torch.int32, device=self.device)
+        top_values = torch.zeros((count, top), dtype=torch.float32, device=self.device)
+        scores = torch.zeros((count, 4), dtype=torch.int64, device=self.device)
+        launch(
+            jit_sampling.report_list,
+            (count, 1, 1),
+            (
+                best.ids, best.values, best.used, logits, row_max, tokens, best.list_k, best.mass,
+                top_ids, top_values, scores, self.vocab, chunks, top,
+            ),
+            (best.size, min(64, best.size), triton.next_power_of_2(chunks)),
+            warps=8 if best.size > 64 else 4,
+        )  # fmt: skip
+        return (top_ids, top_values, scores), best.size
+
+
+class BestIds(NamedTuple):
+    """The ids of each row that reach its threshold, in any order, and masses per chunk."""
+
+    ids: torch.Tensor  # [rows, size] int32
+    values: torch.Tensor  # [rows, size] float64
+    used: torch.Tensor  # [rows] int32; more than `size`: the list is not complete
+    tau: torch.Tensor  # [rows] float32: the threshold
+    list_k: torch.Tensor  # [rows] int32; 0: the row has no list
+    mass: torch.Tensor  # [rows, chunks] int64
+    size: int
+
+
+def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Start the copy of a tensor to the host."""
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    out.copy_(tensor, non_blocking=True)
+    return out

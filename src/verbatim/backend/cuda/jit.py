@@ -14,43 +14,65 @@ launched without fused multiply-add, because the compiler decides where to fuse.
 import triton
 import triton.language as tl
 
+ROW_GROUP: tl.constexpr = tl.constexpr(8)  # row tiles that share the weights of a column tile in L2
 
-@triton.jit(do_not_specialize=["M"])
+
+@triton.jit
+def tile_position(program, ROW_TILES, COLUMN_TILES, GROUP: tl.constexpr):
+    """(row tile, column tile) of a program. GROUP row tiles advance together through the columns,
+    so that programs that run at the same time share weights and rows in the L2 cache."""
+    group = program // (GROUP * COLUMN_TILES)
+    first = group * GROUP
+    height = tl.minimum(ROW_TILES - first, GROUP)
+    inside = program - group * GROUP * COLUMN_TILES
+    return first + inside % height, inside // height
+
+
+@triton.jit(do_not_specialize=["M", "BLOCKS"])
 def matmul(
-    x, w, out, rows, experts, M, N, K,
-    SPLITS: tl.constexpr, BLOCKS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATHER: tl.constexpr,
+    x, w, out, rows, experts, M, N, K, BLOCKS,
+    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATHER: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Split-K matmul: out[m, n] = sum over k of x[m, k] w[n, k].
 
-    A split is BLOCKS blocks of BK inputs. A program sums SPLITS splits: either all of them, or one
-    split, whose partial sum it writes to out[split]."""
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    m = tl.program_id(1) * BM + tl.arange(0, BM)
+    A split is BLOCKS blocks of BK inputs. A program sums SPLITS splits: either all of them in
+    order, or one split, whose partial sum it writes to out[split]; the reader then adds the partial
+    sums in order (sum_splits). With TMA, x and w are tensor descriptors."""
+    row_tile, column_tile = tile_position(
+        tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), ROW_GROUP
+    )
+    m, n = row_tile * BM + tl.arange(0, BM), column_tile * BN + tl.arange(0, BN)
     inside, k0 = m < M, tl.arange(0, BK)
     source = m.to(tl.int64)
     if GATHER:  # mixture of experts: rows are sorted by expert; -1 pads a tile
         source = tl.load(rows + m, mask=inside, other=-1).to(tl.int64)
-        w += tl.load(experts + tl.program_id(1)).to(tl.int64) * N * K
+        w += tl.load(experts + row_tile).to(tl.int64) * N * K
     inside = inside & (source >= 0)
-    total, sum_ = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    first = tl.program_id(2)
-    # one flat loop instead of two nested ones, so that loads are prefetched across split borders
-    for block in range(SPLITS * BLOCKS):
-        k = (first * BLOCKS + block) * BK + k0
-        a = tl.load(
-            x + source[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0
-        )
-        b = tl.load(
-            w + n[None, :].to(tl.int64) * K + k[:, None],
-            mask=(n < N)[None, :] & (k < K)[:, None],
-            other=0.0,
-        )
-        # "ieee": full precision for a router, whose weights are float32
-        sum_ = tl.dot(a.to(w.dtype.element_ty), b, sum_, input_precision="ieee")
-        if block % BLOCKS == BLOCKS - 1:
-            total += sum_
-            sum_ = tl.zeros((BM, BN), tl.float32)
+    first = tl.program_id(1)
+    total = tl.zeros((BM, BN), tl.float32)
+    for split in range(SPLITS):
+        sum_ = tl.zeros((BM, BN), tl.float32)
+        for block in range(BLOCKS):
+            start = ((first + split) * BLOCKS + block) * BK
+            if TMA:
+                a = x.load([row_tile * BM, start])
+                b = w.load([column_tile * BN, start]).T
+            else:
+                k = start + k0
+                a = tl.load(
+                    x + source[:, None] * K + k[None, :],
+                    mask=inside[:, None] & (k < K)[None, :],
+                    other=0.0,
+                ).to(w.dtype.element_ty)
+                b = tl.load(
+                    w + n[None, :].to(tl.int64) * K + k[:, None],
+                    mask=(n < N)[None, :] & (k < K)[:, None],
+                    other=0.0,
+                )
+            # "ieee": full precision for a router, whose weights are float32
+            sum_ = tl.dot(a, b, sum_, input_precision="ieee")
+        total += sum_
     place = (first * M + m[:, None]).to(tl.int64) * N + n[None, :]
     tl.store(out + place, total, mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -219,232 +241,169 @@ def mlp_activation(
     tl.store(out + row * WIDTH + i, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def merge(peak, mass, total, span_peak, span_mass, span_total, factor):
+    """Add one span's result to the result of the spans before it, line by line."""
+    new_peak = tl.maximum(peak, span_peak)
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: no position seen yet
+    fade, gain = tl.exp2((peak - base) * factor), tl.exp2((span_peak - base) * factor)
+    total = total * fade[:, None] + span_total * gain[:, None]
+    return new_peak, mass * fade + span_mass * gain, total
+
+
+@triton.jit
+def add_sink(peak, mass, total, sink, factor):
+    """Add an attention sink to each line: a score in nats that has a weight and no value."""
+    level, sink_level = peak * factor, sink * 1.4426950408889634
+    top = tl.maximum(level, sink_level)
+    fade = tl.exp2(level - top)
+    return mass * fade + tl.exp2(sink_level - top), total * fade[:, None]
+
+
+@triton.jit
+def load_blocks(table, start, last, SIZE: tl.constexpr, SPAN: tl.constexpr):
+    """The cache block of each position of a span; -1 after the last position."""
+    p = start + tl.arange(0, SPAN)
+    return tl.load(table + p // SIZE, mask=p <= last, other=-1).to(tl.int64)
+
+
+@triton.jit
+def attend_span(
+    query, keys, values, block, start, head, position, HEADS, DIM, scale, cap, factor, window,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """The largest score (peak), the sum of weights (mass) and the weighted sum of values of each
+    line over one span. A weight is 2^((score - peak) * factor)."""
+    p, d = start + tl.arange(0, SPAN), tl.arange(0, BLOCK)
+    place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
+    held = (d < DIM)[None, :]
+    if MASK:
+        # a block that left the window is released (-1); its slot may hold another sequence's values
+        held = held & (block >= 0)[:, None]
+    k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0.0)
+    v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0.0)
+    score = tl.dot(query, tl.trans(k))
+    if CAP:
+        score = cap - 2.0 * cap / (tl.exp(2.0 * (score * scale) / cap) + 1.0)
+    if MASK:
+        seen = p[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (p[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, float("-inf"))
+    peak = tl.max(score, 1)
+    base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf: the line sees no position
+    weight = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None])).to(values.dtype.element_ty)
+    # The mass is a product with ones: unlike tl.sum, a tensor core adds in an order that does not
+    # depend on the number of lines. All columns are equal.
+    ones = tl.full((SPAN, 16), 1.0, values.dtype.element_ty)
+    return peak, tl.max(tl.dot(weight, ones), 1), tl.dot(weight, v)
+
+
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
 def attend(
-    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses,
-    ROWS, HEADS, DIM, scale, cap, window,
-    SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
-    SPAN: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses, sinks,
+    out, ROWS, HEADS, DIM, scale, cap, factor, window,
+    SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Flash attention of one query tile (rows of one sequence), one KV head, one span of positions.
+    """Flash attention of one query tile (rows of one sequence) and one KV head.
 
-    Writes per line the unnormalised sum, the largest score (peak) and the sum of weights (mass).
+    With MERGE a program reduces all spans of positions, merges them in order and writes the result
+    to `out`. Otherwise it reduces the span of its program id, and merge_spans merges.
     A line of the tile is one query head of one row. A masked position has weight 0 and does not
-    change the line's bits."""
-    tile, head, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    change the line's bits; a span in which a line sees no position does not change it either."""
+    # the last tiles of a prompt have the most positions: they start first
+    tile, head, span = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line = tl.arange(0, LINES)
     row, shared = line // SHARED, line % SHARED
     used = (row < tl.load(count + tile)) & (line < LINES // SHARED * SHARED)
-    position = tl.load(first_position + tile) + row
-    last = tl.max(tl.where(used, position, -1), 0)
+    first = tl.load(first_position + tile)
+    position = first + row
+    last = first + tl.load(count + tile) - 1
     row = (tl.load(first_row + tile) + row).to(tl.int64)
     heads = HEADS * SHARED
     query_head = head * SHARED + shared
     d = tl.arange(0, BLOCK)
+    stored = used[:, None] & (d < DIM)[None, :]
     query = tl.load(
-        q + (row * heads + query_head)[:, None] * DIM + d[None, :],
-        mask=used[:, None] & (d < DIM)[None, :],
-        other=0.0,
-    )
-    query = query.to(keys.dtype.element_ty)
-    peak = tl.full((LINES,), float("-inf"), tl.float32)
-    mass = tl.zeros((LINES,), tl.float32)
-    total = tl.zeros((LINES, BLOCK), tl.float32)
-    begin = span * SPAN
-    if WINDOW:
-        begin = tl.maximum(
-            begin, tl.maximum(tl.load(first_position + tile) - window + 1, 0) // TILE * TILE
-        )
-    for start in range(begin, tl.minimum(span * SPAN + SPAN, last + 1), TILE):
-        p = start + tl.arange(0, TILE)
-        block = tl.load(table + tile.to(tl.int64) * WIDTH + p // SIZE, mask=p <= last, other=-1).to(
-            tl.int64
-        )
-        place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
-        # a block that left the window is released (-1); its slot may hold another sequence's values
-        held = (block >= 0)[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0.0)
-        score = tl.dot(query, tl.trans(k)) * scale
-        if CAP:
-            score = cap - 2.0 * cap / (tl.exp(2.0 * score / cap) + 1.0)
-        seen = used[:, None] & (p[None, :] <= position[:, None])
+        q + (row * heads + query_head)[:, None] * DIM + d[None, :], mask=stored, other=0.0
+    ).to(keys.dtype.element_ty)
+    table += tile.to(tl.int64) * WIDTH
+    if MERGE:
+        peak = tl.full((LINES,), float("-inf"), tl.float32)
+        mass = tl.zeros((LINES,), tl.float32)
+        total = tl.zeros((LINES, BLOCK), tl.float32)
+        begin, whole = 0, (first + 1) // SPAN * SPAN  # spans before `whole` need no mask
         if WINDOW:
-            seen = seen & (p[None, :] > position[:, None] - window)
-        score = tl.where(seen, score, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(score, 1))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # -inf: no position seen yet
-        fade = tl.exp(peak - base)
-        weight = tl.exp(score - base[:, None])
-        v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0.0)
-        mass = mass * fade + tl.sum(weight, 1)
-        total = tl.dot(weight.to(values.dtype.element_ty), v, total * fade[:, None])
-        peak = new_peak
-    at = (span.to(tl.int64) * ROWS + row) * heads + query_head
-    tl.store(peaks + at, peak, mask=used)
-    tl.store(masses + at, mass, mask=used)
-    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=used[:, None] & (d < DIM)[None, :])
+            begin = tl.maximum(first - window + 1, 0) // SPAN * SPAN
+            whole = begin
+        block = load_blocks(table, begin, last, SIZE, SPAN)
+        for start in range(begin, whole, SPAN):
+            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
+            span_peak, span_mass, span_total = attend_span(
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, False,
+            )  # fmt: skip
+            peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
+            block = following
+        for start in range(whole, last + 1, SPAN):
+            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
+            span_peak, span_mass, span_total = attend_span(
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
+            )  # fmt: skip
+            peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
+            block = following
+        if SINKS:
+            sink = tl.load(sinks + query_head, mask=used, other=0.0)
+            mass, total = add_sink(peak, mass, total, sink, factor)
+        at = row * heads + query_head
+        result = (total / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at[:, None] * DIM + d[None, :], result, mask=stored)
+    else:
+        start = span * SPAN
+        seen = start <= last
+        if WINDOW:
+            seen = seen & (start + SPAN > first - window + 1)
+        if seen:
+            block = load_blocks(table, start, last, SIZE, SPAN)
+            peak, mass, total = attend_span(
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
+            )  # fmt: skip
+            at = (span.to(tl.int64) * ROWS + row) * heads + query_head
+            tl.store(peaks + at, peak, mask=used)
+            tl.store(masses + at, mass, mask=used)
+            tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
 
 
-@triton.jit(do_not_specialize=["ROWS", "SPANS"])
+@triton.jit(do_not_specialize=["ROWS"])
 def merge_spans(
-    sums, peaks, masses, sinks, out, ROWS, HEADS, DIM, SPANS, SINKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    sums, peaks, masses, sinks, out, first_row, count, first_position, ROWS, HEADS, DIM, factor,
+    window, SPAN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the spans of one query head of one row in order of position, and normalise.
-
-    SINKS: a score per head whose weight counts in the sum, with a value of zero."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, BLOCK)
-    peak, mass = float("-inf"), 0.0
-    total = tl.zeros((BLOCK,), tl.float32)
-    for span in range(SPANS):
-        at = (span * ROWS + row) * HEADS + head
-        span_peak = tl.load(peaks + at)
-        new_peak = tl.maximum(peak, span_peak)
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        fade, gain = tl.exp(peak - base), tl.exp(span_peak - base)
-        mass = mass * fade + tl.load(masses + at) * gain
-        total = total * fade + tl.load(sums + at * DIM + d, mask=d < DIM, other=0.0) * gain
-        peak = new_peak
-    if SINKS:
-        sink = tl.load(sinks + head)
-        base = tl.maximum(peak, sink)
-        fade = tl.exp(peak - base)
-        mass = mass * fade + tl.exp(sink - base)
-        total = total * fade
-    tl.store(
-        out + (row * HEADS + head) * DIM + d, (total / mass).to(out.dtype.element_ty), mask=d < DIM
-    )
-
-
-# ---- sampling
-# The Gumbel noise of sampling/draw.py in float32: the same random bits, rounded. docs/numerics.md
-# bounds the error; gpu_sampler.py uses the bound.
-
-
-@triton.jit
-def philox(counter, position, k0, k1):
-    """Philox4x32-10 for counters (counter, position, 0, 0); all uint32."""
-    c0, c1 = counter, position
-    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
-    for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
-        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def uniform(high, low):
-    """(the upper 52 of 64 bits + 1/2) / 2^52. The relative error does not grow for small values."""
-    return (
-        high.to(tl.float32) * 1048576.0 + ((low >> 12).to(tl.float32) + 0.5)
-    ) * 2.220446049250313e-16
-
-
-@triton.jit
-def split_exponent(x):
-    """x = 2^k (1 + f), with 1 + f from sqrt(1/2) to sqrt(2); k and f are exact."""
-    bits = x.to(tl.int32, bitcast=True)
-    k = (bits - 0x3F3504F3) >> 23
-    return k, (bits - (k << 23)).to(tl.float32, bitcast=True) - 1.0
-
-
-@triton.jit
-def log_of(k, f):
-    """log(2^k (1 + f)). For k = 0 the relative error stays bounded however small f is."""
-    s = f / (2.0 + f)
-    z = s * s
-    tail = z * (0.3333333333333333 + z * (0.2 + z * (0.14285714285714285 + z * 0.1111111111111111)))
-    return k.to(tl.float32) * 0.6931471805599453 + (s + s) * (1.0 + tail)
-
-
-@triton.jit
-def gumbel(high, low):
-    """-log(-log(u)) of 64 random bits. Near u = 1 it uses 1 - u, made of the inverted bits."""
-    k, f = split_exponent(uniform(high, low))
-    k, f = split_exponent(
-        -log_of(k, tl.where(k == 0, -uniform(high ^ 0xFFFFFFFF, low ^ 0xFFFFFFFF), f))
-    )
-    return -log_of(k, f)
-
-
-@triton.jit
-def gumbel_noise(first, position, k0, k1, BV: tl.constexpr):
-    """The noise of BV token ids from id 2 * first on. position, k0, k1 are uint32 [rows, 1].
-
-    One Philox call gives the bits of two neighbouring ids."""
-    pair = (first + tl.arange(0, BV // 2)).to(tl.uint32, bitcast=True)[None, :]
-    pair, position = tl.broadcast(pair, position)
-    even_low, even_high, odd_low, odd_high = philox(pair, position, k0, k1)
-    return gumbel(tl.interleave(even_high, odd_high), tl.interleave(even_low, odd_low))
-
-
-@triton.jit(do_not_specialize=["ROWS"])
-def chunk_top2(
-    logits, row_max, row_params, bests, seconds, ids, ROWS, VOCAB, CHUNKS,
-    NOISE: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """One chunk of BV ids of BR rows: the best key, the lowest id with that key, and the best key
-    of all other ids.
-
-    A key is the logit, or (logit - row_max) * scale + noise if the row has a temperature.
-    `row_params` is [5, rows] int32: the two halves of the noise key, the position, scale and slack
-    (float32 bits; a slack below 0 means argmax). Triton's launcher owns the name `params`."""
-    row, chunk = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
-    used = row < ROWS
-    id = (chunk * BV + tl.arange(0, BV))[None, :]
-    key = tl.load(
-        logits + row.to(tl.int64)[:, None] * VOCAB + id,
-        mask=used[:, None] & (id < VOCAB),
-        other=float("-inf"),
-    )
-    if NOISE:
-        k0 = tl.load(row_params + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
-        k1 = tl.load(row_params + ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[
-            :, None
-        ]
-        position = tl.load(row_params + 2 * ROWS + row, mask=used, other=0).to(
-            tl.uint32, bitcast=True
-        )[:, None]
-        scale = tl.load(row_params + 3 * ROWS + row, mask=used, other=0).to(
-            tl.float32, bitcast=True
-        )[:, None]
-        slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(
-            tl.float32, bitcast=True
-        )[:, None]
-        top = tl.load(row_max + row, mask=used, other=0.0)[:, None]
-        noise = gumbel_noise(chunk * (BV // 2), position, k0, k1, BV)
-        key = tl.where(slack < 0.0, key, (key - top) * scale + noise)
-    best = tl.max(key, 1)
-    first = tl.min(tl.where(key == best[:, None], id, VOCAB), 1)
-    at = row * CHUNKS + chunk
-    tl.store(bests + at, best, mask=used)
-    tl.store(ids + at, first, mask=used)
-    tl.store(seconds + at, tl.max(tl.where(id == first[:, None], float("-inf"), key), 1), mask=used)
-
-
-@triton.jit(do_not_specialize=["ROWS"])
-def select_token(
-    bests, seconds, ids, row_max, row_params, out, ROWS, VOCAB, CHUNKS,
-    BR: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Reduce the chunks of BR rows: the row's best id if every other key is more than `slack` below
-    its key, else -1. A row whose maximum is infinite or NaN always gives -1."""
-    row, i = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, BLOCK)[None, :]
-    used = row < ROWS
-    at, inside = row[:, None] * CHUNKS + i, used[:, None] & (i < CHUNKS)
-    peaks, id = (
-        tl.load(bests + at, mask=inside, other=float("-inf")),
-        tl.load(ids + at, mask=inside, other=VOCAB),
-    )
-    best = tl.max(peaks, 1)
-    first = tl.min(tl.where(peaks == best[:, None], id, VOCAB), 1)
-    others = tl.where(id == first[:, None], float("-inf"), peaks)
-    second = tl.max(tl.maximum(others, tl.load(seconds + at, mask=inside, other=float("-inf"))), 1)
-    slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(tl.float32, bitcast=True)
-    proven = (best - second > slack) & (
-        tl.abs(tl.load(row_max + row, mask=used, other=0.0)) < float("inf")
-    )
-    tl.store(out + row, tl.where(proven, first, -1), mask=used)
+    """Merge the spans of one query head of one row of a tile in order of position, and
+    normalise."""
+    tile, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if i < tl.load(count + tile):
+        row = tl.load(first_row + tile).to(tl.int64) + i
+        first = tl.load(first_position + tile)
+        d = tl.arange(0, BLOCK)[None, :]
+        peak, mass = tl.full((1,), float("-inf"), tl.float32), tl.zeros((1,), tl.float32)
+        total = tl.zeros((1, BLOCK), tl.float32)
+        begin = 0
+        if WINDOW:
+            begin = tl.maximum(first - window + 1, 0) // SPAN
+        for span in range(begin, (first + i) // SPAN + 1):
+            at = (span * ROWS + row) * HEADS + head + tl.arange(0, 1)
+            part = tl.load(sums + at[:, None] * DIM + d, mask=d < DIM, other=0.0)
+            peak, mass, total = merge(
+                peak, mass, total, tl.load(peaks + at), tl.load(masses + at), part, factor
+            )
+        if SINKS:
+            sink = tl.load(sinks + head + tl.arange(0, 1))
+            mass, total = add_sink(peak, mass, total, sink, factor)
+        result = (total / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + (row * HEADS + head) * DIM + d, result, mask=d < DIM)

@@ -7,31 +7,43 @@ absolute position, never on the number of rows.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from verbatim.backend.cuda import jit
+from verbatim.backend.cuda.launch import launch
 
-BN = 64  # outputs per matmul tile
-BK = 128  # inputs per block of a split; with BN it determines the splits, so it affects the bits
-PROGRAMS = 264  # programs that saturate a large GPU's memory: two per SM of 132
-STAGES = 3  # blocks of weights prefetched at once
-LARGE_TILE_ROWS = 256  # above this many rows the matmul uses larger tiles and shorter blocks
-PARALLEL_SPLIT_ROWS = 16  # up to this many rows the splits of a matmul run in parallel
-TILE = 64  # positions per attention tile
-SPAN = 512  # positions that one attention program reduces in order; spans are merged afterwards
+TensorDescriptor: Any = None  # an older Triton has none
+with contextlib.suppress(ImportError):
+    TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
+
+BN = 64  # outputs per tile of a mixture-of-experts matmul
+BK = 128  # inputs per block; splits are whole blocks, so it affects the bits
+PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
+MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
+SPAN = 128  # positions that attention reduces at once; spans are merged in order
 EXPERT_ROWS = 16  # rows per tile of a mixture-of-experts matmul
-TILE_LINES = 16  # lines of a query tile: (row, query head) pairs that share a KV head
+DECODE_LINES = 16  # lines of a query tile of few rows: (row, query head) pairs that share a KV head
+PREFILL_LINES = 128  # lines of a query tile of a prompt
+LOG2E = 1.4426950408889634
+ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention's spans
 
 
 def split_k(n: int, k: int) -> tuple[int, int]:
-    """(splits, blocks of BK inputs per split) of a matmul with a weight [n, k]."""
+    """(splits, blocks of BK inputs per split) of a matmul with a weight [n, k].
+
+    Weights with n <= k (attention output, MLP down) have four splits: tensor parallelism can give
+    whole splits to a device and still add them in the same order."""
     blocks = triton.cdiv(k, BK)
-    splits = max(1, min(PROGRAMS // triton.cdiv(n, BN), blocks // 2))
+    splits = max(1, min(MAX_SPLITS, blocks // 2)) if n <= k else 1
     blocks_per_split = triton.cdiv(blocks, splits)
     return triton.cdiv(blocks, blocks_per_split), blocks_per_split
 
@@ -57,23 +69,105 @@ class SplitSums:
         return int(self.splits.shape[1])
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> SplitSums:
+class MatmulTile(NamedTuple):
+    """How a matmul is launched. None of it affects the bits."""
+
+    rows: int
+    columns: int
+    inputs: int  # of a block
+    warps: int
+    stages: int  # blocks prefetched at once
+    parallel: int  # programs that share the splits of a tile: 1, or one per split
+    tma: bool  # loads by tensor descriptors; the GPU is Hopper or newer
+
+
+# Tiles of the tensor-core kernel (rows, columns, inputs, warps, stages) and the rate that each
+# reaches on an H200 when it fills all 132 SMs, in TFLOP/s (docs/gpu-performance.md).
+TILES = {
+    (128, 256, 64, 8, 4): 740.0,
+    (128, 128, 64, 4, 4): 640.0,
+    (64, 256, 64, 4, 4): 640.0,
+    (64, 128, 64, 4, 5): 460.0,
+    (64, 64, 128, 4, 4): 340.0,
+}
+SMS = 132
+SUM_BANDWIDTH = 4.5e6  # bytes per µs at which partial sums are written and read
+SPLIT_TIME = 1.0  # µs to drain and refill the prefetched blocks at the end of a split
+
+
+@functools.cache
+def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
+    """The tile with the shortest predicted time: whole waves of programs over the SMs, and the
+    traffic of partial sums."""
+    if m <= 16:
+        columns = 64 if triton.cdiv(n, 64) * splits >= SMS else 32
+        return MatmulTile(16, columns, BK, 4, 3, splits, False)
+    if not tma:
+        rows = 32 if m <= 32 else 64 if m <= 256 else 128
+        block = BK if m <= 256 else BK // 2
+        return MatmulTile(rows, BN, block, 4, 3 if m <= 256 else 4, 1, False)
+
+    def microseconds(tile: MatmulTile) -> float:
+        programs = triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns) * tile.parallel
+        flops = 2.0 * tile.rows * tile.columns * k / tile.parallel
+        sums = 8.0 * m * n * tile.parallel if tile.parallel > 1 else 0.0
+        rate = TILES[tile[:5]] / SMS * 1e6  # of one SM, per µs
+        program = flops / rate + SPLIT_TIME * splits / tile.parallel
+        return float(triton.cdiv(programs, SMS) * program + sums / SUM_BANDWIDTH)
+
+    tiles = [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
+    return min(tiles, key=microseconds)
+
+
+def matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    tile: MatmulTile | None = None,
+) -> SplitSums:
     """x [m, k] times weightᵀ, weight [n, k] in half precision.
 
     x is rounded to the weight's type; sums are float32."""
     (m, k), n = x.shape, weight.shape[0]
     splits, blocks = split_k(n, k)
-    parallel = m <= PARALLEL_SPLIT_ROWS
-    out = torch.empty((splits if parallel else 1, m, n), dtype=torch.float32, device=x.device)
-    bm, bk, stages = 16 if m <= 16 else 32 if m <= 32 else 64, BK, STAGES
-    if m > LARGE_TILE_ROWS:
-        bm, bk, stages = 128, BK // 2, STAGES + 1
-    grid = (triton.cdiv(n, BN), triton.cdiv(m, bm), splits if parallel else 1)
-    jit.matmul[grid](
-        x, weight, out, x, x, m, n, k, 1 if parallel else splits, blocks * (BK // bk),
-        bm, BN, bk, False, num_warps=4, num_stages=stages
-    )  # fmt: skip
+    if tile is None:
+        tile = choose_tile(m, n, k, splits, has_tma(weight))
+    out = torch.empty((tile.parallel, m, n), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(n, tile.columns) * triton.cdiv(m, tile.rows), tile.parallel, 1)
+    a, b = x, weight
+    if tile.tma:
+        a = TensorDescriptor.from_tensor(x.to(weight.dtype), [tile.rows, tile.inputs])
+        b = TensorDescriptor.from_tensor(weight, [tile.columns, tile.inputs])
+    launch(
+        jit.matmul,
+        grid,
+        (a, b, out, out, out, m, n, k, blocks * (BK // tile.inputs)),
+        (splits // tile.parallel, tile.rows, tile.columns, tile.inputs, False, tile.tma),
+        warps=tile.warps,
+        stages=tile.stages,
+        fuse=True,  # for the tensor cores; nothing else multiplies
+    )
     return SplitSums(out, bias)
+
+
+@functools.cache
+def is_large(device: torch.device) -> bool:
+    """Whether the GPU has tensor descriptors and the shared memory of a Hopper (227 KiB per block),
+    which the largest tiles need."""
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    return bool(properties.major >= 9 and properties.shared_memory_per_block_optin >= 227 << 10)
+
+
+def has_tma(weight: torch.Tensor) -> bool:
+    """Whether tensor descriptors can load this weight: half precision, rows aligned to 16 bytes."""
+    return (
+        TensorDescriptor is not None
+        and weight.element_size() == 2
+        and weight.shape[1] % 8 == 0
+        and is_large(weight.device)
+    )
 
 
 def expert_matmul(
@@ -85,11 +179,13 @@ def expert_matmul(
     (_, k), m, n = x.shape, len(rows), weight.shape[1]
     splits, blocks = split_k(n, k)
     out = torch.empty((1, m, n), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(n, BN), m // EXPERT_ROWS, 1)
-    jit.matmul[grid](
-        x, weight, out, rows, experts, m, n, k, splits, blocks,
-        EXPERT_ROWS, BN, BK, True, num_warps=4, num_stages=STAGES,
-    )  # fmt: skip
+    launch(
+        jit.matmul,
+        (triton.cdiv(n, BN) * (m // EXPERT_ROWS), 1, 1),
+        (x, weight, out, rows, experts, m, n, k, blocks),
+        (splits, EXPERT_ROWS, BN, BK, True, False),
+        fuse=True,
+    )
     return SplitSums(out)
 
 
@@ -127,11 +223,15 @@ def add_norm(
     splits, bias = (sums.splits, sums.bias) if sums is not None else (given[None], None)
     block = triton.next_power_of_2(width)
     # unused pointers are `given`: the kernel does not read them
-    jit.add_norm[(rows,)](
-        given, splits, given if bias is None else bias, weight, given if shift is None else shift,
-        out, rows * width, width, eps, offset,
-        len(splits) if sums is not None else 0, bias is not None, x is not None, kind, block,
-        num_warps=min(8, max(1, block // 256)), enable_fp_fusion=False,
+    launch(
+        jit.add_norm,
+        (rows, 1, 1),
+        (
+            given, splits, given if bias is None else bias, weight,
+            given if shift is None else shift, out, rows * width, width, eps, offset,
+        ),
+        (len(splits) if sums is not None else 0, bias is not None, x is not None, kind, block),
+        warps=min(8, max(1, block // 256)),
     )  # fmt: skip
     return out
 
@@ -156,13 +256,20 @@ def qkv_rope_cache(
     q_norm, k_norm = norms or (q, q)
     cos, sin = angles or (q, q)
     bias = qkv.bias
-    jit.qkv_rope_cache[(rows, queries + 2 * heads)](
-        qkv.splits, q if bias is None else bias, q_norm, k_norm, positions, cos, sin, slots,
-        q, keys, values, rows * qkv.width, heads,
-        queries // heads, dim, cos.shape[1] if angles else 0, eps, offset,
-        len(qkv.splits), bias is not None,
-        "none" if norms is None else "last" if norm_last else "first", angles is not None,
-        size, triton.next_power_of_2(dim), num_warps=1, enable_fp_fusion=False,
+    launch(
+        jit.qkv_rope_cache,
+        (rows, queries + 2 * heads, 1),
+        (
+            qkv.splits, q if bias is None else bias, q_norm, k_norm, positions, cos, sin, slots,
+            q, keys, values, rows * qkv.width, heads,
+            queries // heads, dim, cos.shape[1] if angles else 0, eps, offset,
+        ),
+        (
+            len(qkv.splits), bias is not None,
+            "none" if norms is None else "last" if norm_last else "first", angles is not None,
+            size, triton.next_power_of_2(dim),
+        ),
+        warps=1,
     )  # fmt: skip
     return q
 
@@ -172,10 +279,12 @@ def mlp_activation(up: SplitSums, kind: str, gated: bool, dtype: torch.dtype) ->
     rows, width = up.rows, up.width // (2 if gated else 1)
     out = torch.empty((rows, width), dtype=dtype, device=up.splits.device)
     bias = up.bias
-    jit.mlp_activation[(rows, triton.cdiv(width, 1024))](
-        up.splits, up.splits if bias is None else bias, out, rows * up.width, width,
-        len(up.splits), bias is not None, kind, gated, 1024, enable_fp_fusion=False,
-    )  # fmt: skip
+    launch(
+        jit.mlp_activation,
+        (rows, triton.cdiv(width, 1024), 1),
+        (up.splits, up.splits if bias is None else bias, out, rows * up.width, width),
+        (len(up.splits), bias is not None, kind, gated, 1024),
+    )
     return out
 
 
@@ -190,36 +299,14 @@ class QueryTiles:
     first_row: torch.Tensor
     count: torch.Tensor  # rows of the tile
     first_position: torch.Tensor
-    max_rows: int  # most rows of a tile; 1: tile i is row i
-
-    def part(self, start: int, end: int) -> tuple[int, int, QueryTiles]:
-        """(first row, end row, tiles) of the tiles start to end, with rows counted from the first.
-
-        Tiles of one row need no copy from the device, which a CUDA graph does not allow."""
-        rows, count = self.first_row[start:end], self.count[start:end]
-        first, last = (
-            (start, start + len(rows))
-            if self.max_rows == 1
-            else (int(rows[0]), int(rows[-1] + count[-1]))
-        )
-        return (
-            first,
-            last,
-            QueryTiles(
-                self.table[start:end],
-                rows - first,
-                count,
-                self.first_position[start:end],
-                self.max_rows,
-            ),
-        )
+    lines: int  # lines of each tile: (row, query head) pairs that share a KV head
 
 
 def attend(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    tiles: QueryTiles,
+    tilings: Sequence[QueryTiles],
     spans: int,
     scale: float,
     cap: float,
@@ -229,41 +316,68 @@ def attend(
 ) -> torch.Tensor:
     """Attention of q [rows, heads * dim] over one layer's KV cache -> [rows, heads * dim].
 
-    `sinks` [heads]: one more score per head, without a value."""
+    Each row is in one tile of one of the tilings. `sinks` [heads]: one more score per head,
+    without a value."""
     _, kv_heads, size, dim = keys.shape
     rows, heads = len(q), q.shape[1] // dim
     shared = heads // kv_heads
-    sums = torch.empty((spans, rows, heads, dim), dtype=torch.float32, device=q.device)
-    peaks, masses = (
-        torch.empty((spans, rows, heads), dtype=torch.float32, device=q.device) for _ in range(2)
-    )
-    block = max(16, triton.next_power_of_2(dim))
-    lines = max(TILE_LINES, triton.next_power_of_2(shared))
-    grid = (len(tiles.count), kv_heads, spans)
-    jit.attend[grid](
-        q, keys, values, tiles.table, tiles.table.shape[1],
-        tiles.first_row, tiles.count, tiles.first_position, sums, peaks, masses,
-        rows, kv_heads, dim, scale, cap, window or 0, shared, size, lines, TILE, SPAN, block,
-        cap > 0, window is not None, num_warps=4, num_stages=2, enable_fp_fusion=False,
-    )  # fmt: skip
+    factor = LOG2E if cap else LOG2E * scale  # weights are powers of two
     out = torch.empty_like(q, dtype=dtype)
-    jit.merge_spans[(rows, heads)](
-        sums, peaks, masses, peaks if sinks is None else sinks, out, rows, heads, dim, spans,
-        sinks is not None, triton.next_power_of_2(dim),
-        num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    for tiles in tilings:
+        # a program of a prompt's tile uses a whole SM, one of few lines half of it
+        programs = len(tiles.count) * kv_heads * (1 if tiles.lines == DECODE_LINES else 2)
+        merged = merge_in_program(programs, rows * heads * dim, spans)
+        sums, peaks, masses = (
+            (q, q, q)  # not used
+            if merged
+            else torch.empty(
+                (spans, rows * heads * (dim + 2)), dtype=torch.float32, device=q.device
+            )
+            .view(-1)
+            .split([spans * rows * heads * dim, spans * rows * heads, spans * rows * heads])
+        )
+        launch(
+            jit.attend,
+            (len(tiles.count), kv_heads, 1 if merged else spans),
+            (
+                q, keys, values, tiles.table, tiles.table.shape[1], tiles.first_row, tiles.count,
+                tiles.first_position, sums, peaks, masses, q if sinks is None else sinks, out,
+                rows, kv_heads, dim, scale, cap, factor, window or 0,
+            ),
+            (
+                shared, size, tiles.lines, SPAN, max(16, triton.next_power_of_2(dim)),
+                cap > 0, window is not None, merged, sinks is not None,
+            ),
+            warps=8 if tiles.lines > 64 else 4,
+            stages=2 if is_large(q.device) else 1,
+        )  # fmt: skip
+        if not merged:
+            launch(
+                jit.merge_spans,
+                (len(tiles.count), heads, tiles.lines // shared),
+                (
+                    sums, peaks, masses, q if sinks is None else sinks, out,
+                    tiles.first_row, tiles.count, tiles.first_position,
+                    rows, heads, dim, factor, window or 0,
+                ),
+                (SPAN, triton.next_power_of_2(dim), window is not None, sinks is not None),
+                warps=1,
+            )  # fmt: skip
     return out
 
 
-def max_tile_rows(heads: int, kv_heads: int) -> int:
-    """The most rows of a sequence that one query tile holds."""
+def merge_in_program(programs: int, values: int, spans: int) -> bool:
+    """Whether one program reduces all spans of a tile: there is one, or enough programs fill the
+    GPU, or the spans' partial results need too much memory."""
+    return spans == 1 or programs >= PROGRAMS or spans * values * 4 > ATTENTION_BUFFER
+
+
+def tile_lines(heads: int, kv_heads: int, rows: int, device: torch.device) -> int:
+    """Lines of the query tiles of a sequence that computes this many rows in a step."""
     shared = heads // kv_heads
-    return max(1, TILE_LINES // shared)
-
-
-def attention_bytes(rows: int, heads: int, dim: int, spans: int) -> int:
-    """Bytes of the buffers that hold the spans' partial results (sums, peaks, masses)."""
-    return spans * rows * heads * (dim + 2) * 4
+    most = PREFILL_LINES if is_large(device) else PREFILL_LINES // 2
+    lines = DECODE_LINES if rows * shared <= DECODE_LINES else most
+    return max(lines, int(triton.next_power_of_2(shared)))
 
 
 def span_count(positions: int) -> int:

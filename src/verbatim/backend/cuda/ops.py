@@ -28,8 +28,6 @@ MATRICES = (
     "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
 )
 # fmt: on
-# bytes for the partial results of attention's spans; more rows than fit run in several launches
-ATTENTION_BUFFER = 256 << 20
 
 
 def load(
@@ -90,7 +88,7 @@ class DeviceStep:
     tokens: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     slots: tuple[torch.Tensor, ...]  # per cache group [rows]: cache slot of the row's key and value
-    tiles: tuple[QueryTiles, ...]  # per cache group
+    tiles: tuple[tuple[QueryTiles, ...], ...]  # per cache group, tiles of few and of many lines
     outputs: torch.Tensor | None  # rows whose final state is needed; None: all rows
     logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
     spans: int  # attention spans of the longest sequence
@@ -233,25 +231,11 @@ class CudaOps:
         if spec.query_scale_beta:
             queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
         sinks = self.weights[f"layers.{layer}.attn.sinks"] if spec.sinks else None
-        row_bytes = kernels.attention_bytes(1, spec.heads, spec.head_dim, step.spans)
-        tiles = step.tiles[group]
-        max_tiles = max(1, ATTENTION_BUFFER // row_bytes // tiles.max_rows)
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
-
-        def attend(queries: torch.Tensor, tiles: QueryTiles) -> torch.Tensor:
-            scale, cap = spec.scale, spec.attention_softcap
-            return kernels.attend(
-                queries, keys, values, tiles, step.spans, scale, cap, window, dtype, sinks
-            )
-
-        if len(tiles.count) <= max_tiles:
-            return attend(queries, tiles)
-        out = torch.empty_like(queries, dtype=dtype)
-        # a long prompt in a long context: several launches share the buffer
-        for start in range(0, len(tiles.count), max_tiles):
-            first, last, part = tiles.part(start, start + max_tiles)
-            out[first:last] = attend(queries[first:last], part)
-        return out
+        scale, cap = spec.scale, spec.attention_softcap
+        return kernels.attend(
+            queries, keys, values, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
+        )
 
     def _norm_width(self, q: Rows, k: Rows) -> SplitSums:
         """The projections with norms over all query heads and over all key heads."""

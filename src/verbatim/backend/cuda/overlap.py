@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from verbatim.backend.cuda.gpu_sampler import PendingTokens
+from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
@@ -75,9 +75,9 @@ class LaunchAhead:
             if not (
                 _is_decode(step)
                 and end == step.start
-                and draw is step.draw
-                and draw is not None
-                and supports(draw)
+                and step.draw is not None
+                and _same_draw(draw, step.draw)
+                and supports(step.draw)
             ):
                 return False
         return True
@@ -99,11 +99,26 @@ def _is_decode(step: SeqStep) -> bool:
     return len(step.tokens) == step.draws == 1 and not step.targets and not step.hidden
 
 
+def _same_draw(before: DrawSpec | None, now: DrawSpec | None) -> bool:
+    """Whether a sequence samples as in the step before. A spec with a history is another object in
+    every step; its history is that of the sequence, which only grows."""
+    return before is now or (
+        before is not None
+        and now is not None
+        and bool(now.history)
+        and before.params is now.params
+        and before.key == now.key
+        and before.withheld == now.withheld
+        and not before.masks
+        and not now.masks
+    )
+
+
 def _matches(launched: SeqStep, planned: SeqStep) -> bool:
     """Whether both are the same decode step, except for the token."""
     return (
         launched.start == planned.start
-        and launched.draw is planned.draw
+        and _same_draw(launched.draw, planned.draw)
         and _is_decode(planned)
         and (
             launched.blocks is planned.blocks

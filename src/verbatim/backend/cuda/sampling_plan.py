@@ -1,0 +1,103 @@
+"""RowPlan: how the device samples the rows of a request, or that the host must sample them.
+
+In: SamplingParams. Out: a RowPlan, or None. Also the bit masks of allowed ids.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import triton
+
+from verbatim.base.params import SamplingParams
+from verbatim.sampling.processors import log_of_share
+
+SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
+MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
+MAX_TOP_K = 512
+OPEN_LIST = 512  # ids to collect for top-p or min-p without top-k
+MAX_LOGPROBS = 32  # alternatives that the device reports
+
+
+class RowPlan(NamedTuple):
+    """How the device samples the rows of one request."""
+
+    scale: float = 0.0  # 1 / temperature, and the slack of a draw from all ids (-1: argmax)
+    slack: float = -1.0
+    list_k: int = 0  # ids to collect in a list; 0: draw from all ids
+    temperature: float = 1.0
+    top_k: int = 0  # filters of a draw from the list
+    top_p: float = 1.0
+    log_min_p: float = -np.inf
+    penalties: tuple[float, float, float] | None = None  # repetition, frequency, presence
+    bans: bool = False  # allowed_token_ids or banned_token_ids
+    logprobs: int = -1  # alternatives to report; -1: no log-probability
+
+
+HOST = RowPlan(slack=np.inf)  # an infinite slack: no lead is large enough
+
+
+def row_plan(p: SamplingParams) -> RowPlan | None:
+    """How the device samples with these parameters; None: the host samples."""
+    if (
+        p.explain
+        or p.logit_bias
+        or p.dry_multiplier
+        or p.no_repeat_ngram
+        or p.penalty_range
+        or (p.wants_logprob and p.logprobs_mode != "raw")
+        or (p.logprobs or 0) > MAX_LOGPROBS
+    ):
+        return None
+    penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
+    plan = RowPlan(
+        penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
+        bans=bool(p.banned_token_ids) or p.allowed_token_ids is not None,
+        logprobs=(p.logprobs or 0) if p.wants_logprob else -1,
+    )
+    if p.greedy:  # no filter runs at temperature 0
+        return exact_argmax(plan) if plan.penalties or plan.bans else plan
+    if (
+        p.typical_p < 1.0
+        or p.top_n_sigma
+        or p.xtc_probability
+        or p.temperature < MIN_TEMPERATURE
+        or p.top_k > MAX_TOP_K
+    ):
+        return None
+    if p.top_k or p.top_p < 1.0 or p.min_p:
+        return plan._replace(
+            slack=np.inf,
+            list_k=p.top_k or OPEN_LIST,
+            top_k=p.top_k,
+            temperature=p.temperature,
+            top_p=p.top_p,
+            log_min_p=log_of_share(p.min_p) if p.min_p else -np.inf,
+        )
+    return plan._replace(scale=1.0 / p.temperature, slack=SLACK, temperature=p.temperature)
+
+
+def exact_argmax(plan: RowPlan) -> RowPlan:
+    """An argmax over float64 logits: the list of one id."""
+    return plan._replace(slack=np.inf, list_k=1, top_k=1)
+
+
+def list_size(list_k: int) -> int:
+    """Entries of a list for at least list_k ids; usually little more than list_k are found."""
+    return 64 if list_k <= 32 else 256 if list_k <= 128 else 1024
+
+
+def mask_words(mask: np.ndarray, vocab: int) -> np.ndarray:
+    """A mask of bytes as int32 words for `vocab` ids; ids past its end are not allowed."""
+    out = np.zeros(triton.cdiv(vocab, 32) * 4, np.uint8)
+    size = min(len(mask), len(out))
+    out[:size] = mask[:size]
+    return out.view(np.int32)
+
+
+def ban_words(p: SamplingParams, withheld: tuple[int, ...], vocab: int) -> np.ndarray:
+    allowed = np.zeros(triton.cdiv(vocab, 32) * 32, bool)
+    allowed[slice(None) if p.allowed_token_ids is None else list(p.allowed_token_ids)] = True
+    allowed[[*p.banned_token_ids, *withheld]] = False
+    return np.packbits(allowed, bitorder="little").view(np.int32)

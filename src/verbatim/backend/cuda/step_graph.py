@@ -1,0 +1,109 @@
+"""StepGraph: a captured CUDA graph of one step, and the integers that are its input.
+
+In: the sequences of a step in which every row needs logits. Out: final states and logits. A graph
+has a fixed number of rows and attention spans; padding rows fill it up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda.kernels import QueryTiles
+from verbatim.backend.cuda.ops import DeviceStep
+from verbatim.base.config import BLOCK_SIZE
+from verbatim.base.records import SeqStep
+
+# final states and logits of a step
+Forward: TypeAlias = Callable[[DeviceStep], tuple[torch.Tensor, torch.Tensor]]
+
+
+class GraphInputs:
+    """The integers of a step in which every row is its own query tile, as the input of a graph.
+
+    The host writes them and sends them in one copy. Padding rows write to the padding block. Block
+    tables persist from step to step: a row's table is rewritten only if its tuple of blocks is
+    another object than in the previous step."""
+
+    def __init__(
+        self, rows: int, spans: int, padding: tuple[int, ...], lines: int, device: torch.device
+    ) -> None:
+        self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
+        groups = len(padding)
+        # tokens, positions, per group slots, per group block tables
+        sizes = [rows, rows, *[rows] * groups, *[rows * self.width] * groups]
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32)
+        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._tokens, self._positions, *parts = (part.numpy() for part in self._host.split(sizes))
+        self._slots = parts[:groups]
+        self._tables = [table.reshape(rows, self.width) for table in parts[groups:]]
+        self._row_blocks: list[list[tuple[int, ...]]] = [[()] * rows for _ in padding]
+        tokens, positions, *rest = self._sent.split(sizes)
+        row = torch.arange(rows, dtype=torch.int32, device=device)
+        one = torch.ones_like(row)
+        tiles = tuple(
+            (QueryTiles(table.view(rows, self.width), row, one, positions, lines),)
+            for table in rest[groups:]
+        )
+        self.step = DeviceStep(tokens, positions, tuple(rest[:groups]), tiles, None, None, spans)
+
+    def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:
+        """Write and send the step's integers. `drawn` replaces the tokens, if only the device has
+        them."""
+        tokens = [token for s in sequences for token in s.tokens]
+        n = len(tokens)
+        self._tokens[:n], self._tokens[n:] = tokens, 0
+        positions = [p for s in sequences for p in range(s.start, s.end)]
+        self._positions[:n], self._positions[n:] = positions, 0
+        block, place = self._positions[:n] // BLOCK_SIZE, self._positions[:n] % BLOCK_SIZE
+        for group, (table, row_blocks, slots, padding) in enumerate(
+            zip(self._tables, self._row_blocks, self._slots, self.padding, strict=True)
+        ):
+            for row, blocks in enumerate([s.blocks[group] for s in sequences for _ in s.tokens]):
+                if row_blocks[row] is not blocks:
+                    table[row, : len(blocks)] = blocks[: self.width]
+                    row_blocks[row] = blocks
+            table[n:, 0] = padding
+            row_blocks[n:] = [()] * (self.rows - n)
+            slots[:n] = table[np.arange(n), block] * BLOCK_SIZE + place
+            slots[n:] = padding * BLOCK_SIZE
+            assert slots.min() >= 0, "the block of each token is in the table"
+        # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
+        # pinned memory before the copy from it is done.
+        sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)
+        # copied by NumPy, because PyTorch would wake one thread per core
+        sent.numpy()[:] = self._host.numpy()
+        self._sent.copy_(sent, non_blocking=True)
+        if drawn is not None:
+            self.step.tokens[:n].copy_(drawn)
+
+
+class StepGraph:
+    """A captured CUDA graph of one step with a fixed number of rows and spans."""
+
+    def __init__(self, inputs: GraphInputs, forward: Forward, pool: Any) -> None:
+        """`forward` computes a step; `pool` is the memory that all graphs share, because only one
+        of them runs at a time."""
+        self.inputs = inputs
+        self.inputs.fill(())
+        torch.cuda.synchronize()  # the inputs are on the device, and no other step runs
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # warm-up: compiles kernels, which a capture does not allow
+                forward(inputs.step)
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool):
+            self.out = forward(inputs.step)
+
+    def run(
+        self, sequences: Sequence[SeqStep], tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.inputs.fill(sequences, tokens)
+        self.graph.replay()
+        hidden, logits = self.out
+        return hidden, logits
