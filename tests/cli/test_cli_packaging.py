@@ -171,7 +171,7 @@ def test_jinja_is_a_version_with_a_safe_sandbox() -> None:
 
 def test_the_core_needs_few_packages() -> None:
     names = {re.split(r"[<>=]", d)[0] for d in PROJECT["project"]["dependencies"]}
-    assert names == {"numpy", "tokenizers", "jinja2", "click", "rich"}
+    assert names == {"numpy", "tokenizers", "tqdm", "jinja2", "click", "rich"}
 
 
 def test_the_version_is_defined_once() -> None:
