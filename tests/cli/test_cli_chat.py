@@ -345,6 +345,13 @@ def test_another_model_in_the_same_chat(verbatim: Call, tiny: Path, tmp_path: Pa
     assert f"{copy}, context 8192 tokens; the conversation stays" in result.err
 
 
+def test_a_wrong_model_name_keeps_the_last_answer(verbatim: Call) -> None:
+    lines = ["the cat", "/model /no/such.gguf", "/explain 1"]
+    result = verbatim("chat", "-q", *SHORT, stdin="\n".join(lines) + "\n")
+    assert "position " in result.out
+    assert "there is no answer yet" not in result.err
+
+
 def test_explain_one_token(verbatim: Call) -> None:
     flags = ("--temperature", "1.3", "--max-tokens", "4", "--ignore-eos")
     result = verbatim("chat", "-q", *flags, stdin="the cat\n/explain 2\n/explain 9\n")

@@ -35,7 +35,8 @@ def test_settings_change_parameters_engines_and_models() -> None:
     assert (found[0].params.top_p, found[0].params.seed) == (0.5, 3)
     assert found[1].engine == {"kv_type": "q8", "threads": 2}
     assert found[2].model == "x.gguf"
-    assert found[0].params.temperature == 0  # the command line's default
+    assert found[0].params.on_loop == "stop"  # the command line's default
+    assert "temperature" not in found[0].params.to_mapping()  # the model's own applies
     assert read_settings(("num_beams=2",), {})[0].params.temperature == 1
 
 
@@ -46,6 +47,8 @@ def test_settings_change_parameters_engines_and_models() -> None:
         (("-s", "temperature", "x"), "NAME=VALUE"),
         (("-s", "threads=two", "x"), "threads"),
         (("-s", "temperature=hot", "x"), "temperature"),
+        (("--temperature", "0.3", "x"), "-s temperature=0.3"),
+        (("--seed", "4", "x"), "the default settings"),
         ((), "prompt"),
         (("x", "--quiz", "q.jsonl"), "quiz"),
         (("--quiz", "no-such-file.jsonl"), "cannot read"),

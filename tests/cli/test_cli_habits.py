@@ -162,3 +162,10 @@ def test_the_engine_checks_the_same_values() -> None:
         EngineConfig(**options)  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="off:x"):
         EngineConfig(speculate="off:x")
+
+
+def test_a_misspelt_model_before_the_prompt_is_named(verbatim: Call) -> None:
+    result = verbatim("run", "smolm2", "hi there")
+    assert result.code == 2
+    assert "there is no model 'smolm2'; did you mean smollm2" in result.err
+    assert "put it in quotes: verbatim run 'hello world'" in verbatim("run", "hello", "world").err

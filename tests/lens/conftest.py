@@ -54,7 +54,7 @@ def chromium() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright runs an event loop, in which asyncio.run() fails
 def browser() -> Iterator[Any]:
     found = chromium()
     if found is None:

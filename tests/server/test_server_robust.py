@@ -658,6 +658,12 @@ def test_no_engine_outlives_a_killed_server(serve: Any) -> None:
     eventually(lambda: has_ended(child), "the engine process is still there")
 
 
+def test_ctrl_c_in_a_terminal_does_not_reach_the_engine(serve: Any) -> None:
+    live = serve()
+    assert os.getpgid(live.process.pid) == os.getpgid(0), "the server can be a foreground job"
+    assert os.getpgid(live.engine_pid()) != os.getpgid(live.process.pid)
+
+
 # ------------------------------------------------------------------------------------------- drain
 
 

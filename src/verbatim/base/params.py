@@ -463,7 +463,8 @@ def _checked(name: str, rule: Field, value: Any) -> Any:
 def _number(name: str, rule: Field, value: float) -> None:
     shown = _show(value)
     if rule.low is not None and value < rule.low:
-        raise ParameterError(name, f"{shown} is below {_show(rule.low)}")
+        off = "; 0 is off" if rule.help.endswith("; 0 is off") else ""  # vLLM writes top_k=-1
+        raise ParameterError(name, f"{shown} is below {_show(rule.low)}{off}")
     if rule.above is not None and value <= rule.above:
         raise ParameterError(name, f"{shown} must be above {_show(rule.above)}")
     if rule.high is not None and value > rule.high:

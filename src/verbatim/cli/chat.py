@@ -28,7 +28,7 @@ from verbatim.cli.options import (
     sampling_of,
     sampling_options,
 )
-from verbatim.cli.terminal import BOLD, RED, note, paint, use_colour, warn, write
+from verbatim.cli.terminal import BOLD, RED, Thoughts, note, paint, use_colour, warn, write
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -49,7 +49,8 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
 
     Sampling parameters that are not given are the model's own, and the seed is 0: the same
     conversation gives the same answers. With a pipe, each line of stdin is one turn. Typed lines
-    are kept for the next chat (VERBATIM_HISTORY names the file; off: none).
+    are kept for the next chat (VERBATIM_HISTORY names the file; off: none). A reasoning model's
+    thought is shown dimmed on a terminal, never in a pipe, and is not part of the conversation.
     """
     from verbatim.cli.open_model import check_structure, decode_argument
 
@@ -153,8 +154,9 @@ class ChatLoop:
         self._close(code, completion)
 
     def _ask(self, text: str, params: SamplingParams | None) -> tuple[int, Completion]:
+        thoughts = Thoughts(quiet=self.quiet)
         if not self._rendered:
-            done = self.talk.ask(text, write, params)
+            done = self.talk.ask(text, write, params, thoughts)
             write("\n")
             return done
         from rich.console import Console
@@ -163,7 +165,7 @@ class ChatLoop:
 
         stream = MarkdownStream(Console(highlight=False))
         try:
-            return self.talk.ask(text, stream.push, params)
+            return self.talk.ask(text, stream.push, params, thoughts)
         finally:
             stream.close()
 

@@ -172,10 +172,10 @@ def _model(chat: Chat, rest: str) -> None:
         talk.llm.close()  # two models may not fit in memory
         try:
             talk.llm = chat.reopen(rest)
+            talk.last = None
         except VerbatimError as error:
             _refuse(error.message)
             talk.llm = chat.reopen(before)
-        talk.last = None
     stays = "; the conversation stays" if rest and talk.turns else ""
     note(f"{talk.llm.parts.name}, context {talk.llm.context} tokens{stays}")
 

@@ -13,6 +13,7 @@ from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 
 if TYPE_CHECKING:
+    from verbatim.cli.terminal import Thoughts
     from verbatim.engine.llm import LLM
 
 Message = dict[str, str]
@@ -61,15 +62,21 @@ class Conversation:
         return self.head + self.turns
 
     def ask(
-        self, text: str, show: Callable[[str], None], params: SamplingParams | None = None
+        self,
+        text: str,
+        show: Callable[[str], None],
+        params: SamplingParams | None = None,
+        thoughts: Thoughts | None = None,
     ) -> tuple[int, Completion]:
         """Send a user message. Returns the exit code (130: interrupted) and the completion. A
-        cancelled answer stays in the history up to where the user saw it."""
+        cancelled answer stays in the history up to where the user saw it; thoughts do not."""
         from verbatim.cli.run import collect
 
         params = params or self.params
         messages = [*self.messages, {"role": "user", "content": text}]
-        code, completion = collect(self.llm.chat_stream(messages, params), show=show)
+        code, completion = collect(
+            self.llm.chat_stream(messages, params), show=show, thoughts=thoughts
+        )
         self.turns += [messages[-1], {"role": "assistant", "content": completion.text}]
         self.last = messages, params, completion
         return code, completion

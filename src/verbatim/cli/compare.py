@@ -13,6 +13,7 @@ from verbatim.base.config import EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.options import (
+    DEFAULTS,
     Command,
     Option,
     check_output,
@@ -87,8 +88,9 @@ def command(
     """Run each PROMPT under several settings: texts side by side with their differences marked,
     log-probability, repetition, diversity, speed.
 
-    Flags are common to all settings; a setting overrides them. With --quiz FILE the questions of
-    the file are answered greedily and by sampling instead.
+    Flags are common to all settings; a setting overrides them. Answers end after 96 tokens unless
+    --max-tokens is given. With --quiz FILE the questions of the file are answered greedily and by
+    sampling instead.
     """
     if plot:
         from verbatim.observe.plot import require_matplotlib
@@ -104,6 +106,8 @@ def command(
     asked = [*prompts, *_lines(file)]
     if not asked:
         raise ParameterError("prompt", "is missing; type it in quotes, or give --file or --quiz")
+    if not texts:
+        _check_default_settings(flags)
     settings = read_settings(texts or DEFAULT_SETTINGS, flags)
     outcomes = _run(asked, settings, raw, as_json, flags)
     if as_json:
@@ -116,6 +120,17 @@ def command(
 
 
 # -------------------------------------------------------------------------------------- settings
+
+
+def _check_default_settings(flags: dict[str, Any]) -> None:
+    """Reject flags that the default settings would override, which would silently ignore them."""
+    for name in ("temperature", "seed"):
+        if name in given_sampling(flags):
+            raise ParameterError(
+                name,
+                f"the default settings ({' and '.join(DEFAULT_SETTINGS)}) state it; name the "
+                "columns, such as -s temperature=0.3 -s temperature=1,seed=4",
+            )
 
 
 def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting]:
@@ -146,7 +161,11 @@ def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting
 
 def _with(base: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
     if changes.get("num_beams", 1) > 1:  # beam search refuses the command line's own defaults
-        plain = {name: FIELDS[name].default for name in ("temperature", "on_loop")}
+        plain = {
+            name: FIELDS[name].default
+            for name, value in DEFAULTS.items()
+            if getattr(base, name) == value
+        }
         changes = {**plain, **changes}
     return base.with_(**changes)
 

@@ -45,8 +45,12 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ("--mlock", "--no-mmap"): "files are mapped into memory; leave it out",
     ("--trust-remote-code",): "nothing in a model file is ever executed; leave it out",
     ("--stream", "--no-stream"): "text is streamed, and --json prints one object; leave it out",
-    ("--do-sample",): "use --temperature 1, or --defaults greedy for none",
-    ("--think", "--hidethinking"): "reasoning has no switch here; leave it out",
+    ("--do-sample",): (
+        "--temperature above 0 samples; --temperature 0, or --defaults greedy, does not"
+    ),
+    ("--think", "--hidethinking"): (
+        "--thinking-budget N limits the thought; --quiet and pipes do not show it"
+    ),
 }
 
 # commands of other programs -> ours

@@ -29,6 +29,8 @@ def closing_line(
     parts = [f"{usage.prompt_tokens} prompt + {usage.output_tokens} output tokens"]
     if usage.cached_tokens:
         parts[0] += f" ({usage.cached_tokens} from the prefix cache)"
+    if usage.reasoning_tokens:
+        parts[0] += f", {usage.reasoning_tokens} of them thought"
     if usage.output_tokens:
         parts.append(f"first token {timings.first_token:.2f} s")
     rate = timings.decode_rate(usage.output_tokens)
@@ -115,6 +117,11 @@ def length_line(completion: Completion) -> str | None:
             f"({len(completion.prompt_ids)} prompt + {len(cut[0].token_ids)} output tokens)"
         )
     allowed = completion.params.max_tokens if completion.params else len(cut[0].token_ids)
+    if cut[0].reasoning and not cut[0].text:
+        return (
+            f"the thought was cut after {_tokens(allowed or 0)}, so there is no answer; a larger "
+            "--max-tokens allows more, --thinking-budget limits the thought"
+        )
     return f"the answer was cut after {_tokens(allowed or 0)}; a larger --max-tokens allows more"
 
 
@@ -171,6 +178,7 @@ def completion_json(
     rate = completion.timings.decode_rate(completion.usage.output_tokens)
     out: dict[str, Any] = {
         "text": first["text"],
+        **({"reasoning": first["reasoning"]} if "reasoning" in first else {}),
         "tokens": first["tokens"],
         "finish_reason": first["finish_reason"],
         "finish_detail": first["finish_detail"],
@@ -208,6 +216,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
     out: dict[str, Any] = {
         "index": choice.index,
         "text": choice.text,
+        **({"reasoning": choice.reasoning} if choice.reasoning else {}),
         "tokens": list(choice.token_ids),
         "finish_reason": choice.finish.reason,
         "finish_detail": choice.finish.detail,

@@ -25,7 +25,7 @@ from verbatim.cli.options import (
     sampling_of,
     sampling_options,
 )
-from verbatim.cli.terminal import note, warn, write, write_json
+from verbatim.cli.terminal import Thoughts, note, warn, write, write_json
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM, Stream
@@ -86,7 +86,8 @@ def command(
     PROMPT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. Sampling
     parameters that are not given are the model's own, and the seed is 0: the same command gives the
     same answer every time. --seed N gives others; --verbose lists the values in force. An answer
-    that ends in a repeating loop is stopped; --on-loop report lets it continue.
+    that ends in a repeating loop is stopped; --on-loop report lets it continue. A reasoning model's
+    thought is shown dimmed on a terminal, never in a pipe; --json has it as `reasoning`.
     """
     if quiet and verbose:
         raise ParameterError("verbose", "--quiet and --verbose contradict each other")
@@ -112,7 +113,8 @@ def command(
         stream = start(llm, text, params, raw=raw, system=system, parse_special=parse_special)
         # In a pipe, structured output is printed whole: valid, or not at all.
         shown = _streams(params) and not as_json and not _held_back(params)
-        code, completion = collect(stream, show=write if shown else None)
+        thoughts = Thoughts(quiet=quiet or as_json or not _streams(params))
+        code, completion = collect(stream, show=write if shown else None, thoughts=thoughts)
         broken = broken_structure(completion)
         notices = () if raw or llm.has_template else (NO_TEMPLATE,)
         _finish(
@@ -175,9 +177,11 @@ def start(
     return llm.chat_stream(messages, params)
 
 
-def collect(stream: Stream, *, show: Callable[[str], None] | None) -> tuple[int, Completion]:
-    """Read a stream to its end, passing the text of the first answer to `show`. Returns the exit
-    code and the completion.
+def collect(
+    stream: Stream, *, show: Callable[[str], None] | None, thoughts: Thoughts | None = None
+) -> tuple[int, Completion]:
+    """Read a stream to its end, passing the text of the first answer to `show` and its thought to
+    `thoughts`. Returns the exit code and the completion.
 
     The first Ctrl-C cancels the request after the running step, and the partial completion is
     returned with code 130. A second Ctrl-C raises at once."""
@@ -194,9 +198,18 @@ def collect(stream: Stream, *, show: Callable[[str], None] | None) -> tuple[int,
     try:
         with stream:
             for delta in stream:
-                if show is not None and delta.index == 0 and delta.text:
-                    show(delta.text)
+                if delta.index != 0:
+                    continue
+                if thoughts is not None and delta.reasoning:
+                    thoughts.push(delta.reasoning)
+                if delta.text:
+                    if thoughts is not None:
+                        thoughts.close()
+                    if show is not None:
+                        show(delta.text)
     finally:
+        if thoughts is not None:
+            thoughts.close()
         signal.signal(signal.SIGINT, before)
     assert stream.completion is not None, "a stream ends with its completion"
     return code, stream.completion

@@ -19,6 +19,10 @@ DIM, RED, YELLOW, GREEN, BOLD = "2", "31", "33", "32", "1"
 def use_colour(stream: Any) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
+    return is_terminal(stream)
+
+
+def is_terminal(stream: Any) -> bool:
     try:
         return bool(stream.isatty())
     except ValueError:  # a closed stream
@@ -81,6 +85,38 @@ def _can_encode(stream: Any, text: str) -> bool:
 
 def warn(text: str) -> None:
     note(f"warning: {text}", YELLOW)
+
+
+class Thoughts:
+    """Streams the thought of a reasoning model to stderr, dimmed, or between <think> tags without
+    colours. Shown on a terminal only: logs and pipes carry answers and notices."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._shown = not quiet and is_terminal(sys.stderr)
+        self._dim = use_colour(sys.stderr)
+        self._open = False
+        self._at_line_start = True
+
+    def push(self, text: str) -> None:
+        if not self._shown:
+            return
+        if not self._open and not self._dim:
+            self._write("<think>\n")
+        self._open = True
+        self._at_line_start = text.endswith("\n")
+        self._write(paint(text, DIM))
+
+    def close(self) -> None:
+        """End the thought; the answer starts below it."""
+        if self._open:
+            line_end = "" if self._at_line_start else "\n"
+            self._write(line_end + ("\n" if self._dim else "</think>\n"))
+            self._open = False
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # a closed stderr: the answer still counts
+            sys.stderr.write(text)
+            sys.stderr.flush()
 
 
 class Progress:

@@ -129,7 +129,7 @@ class Bandwidth:
 
 async def serve(fd: int) -> int:
     loop = asyncio.get_running_loop()
-    # Ctrl-C signals the whole process group; the parent decides when this process ends.
+    # A service manager may signal every process; the parent decides when this process ends.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     loop.add_signal_handler(signal.SIGTERM, lambda: None)
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd), limit=1 << 20)

@@ -153,6 +153,10 @@ class Supervisor:
             pass_fds=[theirs.fileno()],
             stdin=asyncio.subprocess.DEVNULL,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            # Ctrl-C signals the terminal's process group. In its own group, an engine that is still
+            # importing is not interrupted; the HTTP process decides when it ends. (uvloop has no
+            # process_group.)
+            start_new_session=True,
         )
         theirs.close()
         self.pid, self._process = process.pid, process
