@@ -635,6 +635,7 @@ LLAMA_COMPLETION: dict[str, Rule] = {
     "t_max_predict_ms": Rule("refused", "the time limit is the server's", only=(0, -1)),
     "n_indent": Rule("refused", "use a regex or a grammar", only=(0,)),
     "lora": Rule("refused", "adapters are chosen when the server starts", only=([],)),
+    "report_params": REPORT,
 }
 LLAMA_TEMPLATE: dict[str, Rule] = {
     "model": Rule("honoured", "missing: the served model", schemas.Label),
