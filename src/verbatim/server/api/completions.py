@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.field_table import COMPLETIONS, NO_LIMIT
+from verbatim.server.api.field_rules import NO_LIMIT
 from verbatim.server.api.generate import (
     ChoiceDelta,
     RunningUsage,
@@ -28,6 +28,7 @@ from verbatim.server.api.generate import (
     token_text,
     usage_of,
 )
+from verbatim.server.api.openai_fields import COMPLETIONS
 from verbatim.server.api.request_context import (
     DONE,
     KEEP_ALIVE,

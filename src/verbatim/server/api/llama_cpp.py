@@ -19,13 +19,13 @@ from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import check_tools, continued, conversation
 from verbatim.server.api.completions import prompts_of
 from verbatim.server.api.default_params import default_params
-from verbatim.server.api.field_table import LLAMA_COMPLETION
 from verbatim.server.api.generate import (
     chat_logprobs,
     choice_deltas,
     extra_fields,
     observe_latency,
 )
+from verbatim.server.api.local_fields import LLAMA_COMPLETION
 from verbatim.server.api.request_context import (
     KEEP_ALIVE,
     EventStream,

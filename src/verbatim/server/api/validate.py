@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.field_table import ANY_QUERY, PROTOCOLS, QUERIES, Rule
+from verbatim.server.api.field_rules import Rule
+from verbatim.server.api.field_table import ANY_QUERY, PROTOCOLS, QUERIES
 from verbatim.server.json_io import depth_of, has_big_integer
 
 
