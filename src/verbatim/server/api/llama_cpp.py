@@ -83,7 +83,7 @@ def generation_settings(params: SamplingParams) -> dict[str, Any]:
         "dry_penalty_last_n": params.dry_range or -1,
         "stop": plain("stop"),
         "n_probs": params.logprobs or 0,
-        "logit_bias": [[token, value] for token, value in params.logit_bias]
+        "logit_bias": [[token, value] for token, value in dict(params.logit_bias).items()]
         + [[token, False] for token in params.banned_token_ids],
     }
 
