@@ -879,6 +879,9 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format.type", "'text'"),
     (CHAT, {"messages": HI, "stop": 5}, "stop", "a valid string or a valid list"),
     ("/v1/messages", {"messages": HI, "max_tokens": 1, "thinking": True}, "thinking", "an object"),
+    (CHAT, {"messages": HI, "think": True}, "think", "did you mean reasoning_effort?"),
+    ("/api/chat", {"messages": HI, "temperature": 1}, "temperature", "did you mean options?"),
+    ("/tokenize", {"content": "hi"}, "content", "did you mean prompt?"),
     ("/api/chat", {"messages": HI, "think": "x"}, "think", "a valid boolean or 'low', 'medium'"),
 ]
 

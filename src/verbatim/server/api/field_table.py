@@ -63,6 +63,25 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Rule]]] = {
     "/lens/api/replay": ("LensReplay", LENS_REPLAY),
 }
 
+# A field of another protocol -> the names that may mean the same here, for the error's suggestion.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "think": ("reasoning_effort", "reasoning", "thinking"),
+    "thinking": ("reasoning_effort", "reasoning", "think"),
+    "enable_thinking": ("reasoning_effort", "reasoning", "thinking", "think"),
+    "reasoning_effort": ("reasoning", "thinking", "think"),
+    "reasoning": ("reasoning_effort", "thinking", "think"),
+    "content": ("prompt", "messages"),
+    "name": ("model",),
+    "num_predict": ("max_tokens", "max_output_tokens", "n_predict", "options"),
+    "n_predict": ("max_tokens", "max_output_tokens", "options"),
+    "max_tokens": ("max_output_tokens", "n_predict", "options"),
+    "repeat_penalty": ("repetition_penalty", "options"),
+    "repeat_last_n": ("penalty_range", "options"),
+    "temperature": ("options",),
+    "stop": ("stop_sequences", "options"),
+    "response_format": ("text", "output_config", "format", "json_schema"),
+}
+
 # --------------------------------------------------------------------------------- queries
 
 

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_rules import Rule
-from verbatim.server.api.field_table import ANY_QUERY, PROTOCOLS, QUERIES
+from verbatim.server.api.field_table import ANY_QUERY, OTHER_NAMES, PROTOCOLS, QUERIES
 from verbatim.server.json_io import depth_of, has_big_integer
 
 
@@ -298,7 +298,8 @@ def _has_no_effect(rule: Rule, value: Any) -> bool:
 def _suggestion(name: str, table: Mapping[str, Rule]) -> str:
     from difflib import get_close_matches
 
-    near = get_close_matches(name[:64], table, 1)
+    near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
+    near = near or get_close_matches(name[:64], table, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
