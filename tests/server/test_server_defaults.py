@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -69,3 +70,47 @@ def test_the_models_route_shows_the_defaults(real: Any) -> None:
     sampling = real.client.get("/v1/models/m").json()["sampling"]
     assert sampling["temperature"] == {"value": 0.2, "origin": "model: catalog"}
     assert sampling["top_k"] == {"value": 0, "origin": "default"}
+
+
+def test_the_lens_shows_the_defaults_of_the_model(real: Any) -> None:
+    parameters = real.client.get("/lens/api/info").json()["parameters"]
+    for name, value in {"temperature": 0.2, "top_p": 0.9}.items():
+        assert (parameters[name]["default"], parameters[name]["origin"]) == (
+            value,
+            "model: catalog",
+        )
+    assert (parameters["top_k"]["default"], parameters["top_k"]["origin"]) == (0, "default")
+    assert parameters["on_loop"]["default"] == "report", "the page gives max_tokens"
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stream_without_usage_reports_the_parameters_too(fake: Any, route: str) -> None:
+    body = {**BODIES[route], "stream": True, "max_tokens": 2, "report_params": True}
+    lines = fake.post(route, body).text.split("\n\n")
+    events = [line[6:] for line in lines if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    last = json.loads(events[-1])
+    assert last["choices"] == []
+    assert "usage" not in last, "the client did not ask for it"
+    assert last["params"]["max_tokens"] == {"value": 2, "origin": "request"}
+
+
+def test_llama_cpp_clients_see_the_parameters_in_force(real: Any) -> None:
+    body = {"prompt": "hi", "n_predict": 2, "min_p": 0.1}
+    answer = real.client.post("/completion", json={**body, "report_params": True}).json()
+    settings = answer["generation_settings"]
+    assert (settings["temperature"], settings["top_p"], settings["min_p"]) == (0.2, 0.9, 0.1)
+    assert settings["n_predict"] == 2
+    assert answer["params"]["temperature"] == {"value": 0.2, "origin": "model: catalog"}
+    assert answer["params"]["max_tokens"] == {"value": 2, "origin": "request"}
+    shown = real.client.get("/props").json()["default_generation_settings"]["params"]
+    assert (shown["temperature"], shown["top_p"], shown["repeat_penalty"]) == (0.2, 0.9, 1.0)
+    assert shown["n_predict"] == -1
+
+
+def test_ollamas_show_lists_the_parameters_of_the_model(real: Any) -> None:
+    parameters = real.post("/api/show", {}).json()["parameters"]
+    assert [line.split() for line in parameters.splitlines()] == [
+        ["temperature", "0.2"],
+        ["top_p", "0.9"],
+    ]

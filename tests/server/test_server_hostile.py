@@ -868,3 +868,30 @@ def test_a_missing_field_of_a_text_block_is_named() -> None:
         "missing_parameter",
         "messages[0].content[0].cache_control.type",
     )
+
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+WRONG: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"messages": [{"role": "king", "content": ""}]}, "messages[0].role", "one of 'system'"),
+    (CHAT, {"messages": [{"content": ""}]}, "messages[0].role", "is required"),
+    (CHAT, {"messages": ["hi"]}, "messages[0]", "an object (got 'hi')"),
+    (CHAT, {"messages": HI, "response_format": {"type": "xml"}}, "response_format.type", "'text'"),
+    (CHAT, {"messages": HI, "stop": 5}, "stop", "a valid string or a valid list"),
+    ("/v1/messages", {"messages": HI, "max_tokens": 1, "thinking": True}, "thinking", "an object"),
+    (CHAT, {"messages": HI, "think": True}, "think", "did you mean reasoning_effort?"),
+    ("/api/chat", {"messages": HI, "temperature": 1}, "temperature", "did you mean options?"),
+    ("/tokenize", {"content": "hi"}, "content", "did you mean prompt?"),
+    ("/api/chat", {"messages": HI, "think": "x"}, "think", "a valid boolean or 'low', 'medium'"),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "param", "words"), WRONG)
+def test_an_error_names_the_field_and_all_that_it_accepts(
+    route: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(Problem) as raised:
+        check(route, {"model": "m", **body})
+    assert raised.value.param == param
+    assert words in raised.value.message
+    assert "instance of" not in raised.value.message, "names a class of ours"

@@ -8,7 +8,7 @@ import { changed, state } from "./store.js";
 const GROUPS = {
   Distribution: ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed"],
   "Length and stops": ["max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop"],
-  "Penalties and bans": ["repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "logit_bias", "allowed_token_ids", "banned_token_ids"],
+  "Penalties and bans": ["repetition_penalty", "frequency_penalty", "presence_penalty", "penalty_range", "no_repeat_ngram", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "logit_bias", "allowed_token_ids", "banned_token_ids"],
   Structure: ["json_schema", "regex", "grammar", "choice"],
   "Several answers": ["n", "best_of", "num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"],
   Engine: ["speculate", "priority", "cache_salt", "logprobs_mode"],
@@ -28,7 +28,7 @@ export const valueOf = (name) =>
 
 export function originOf(name) {
   if (state.params[name] !== undefined) return "you";
-  return LENS[name] !== undefined ? "the Lens" : "default";
+  return LENS[name] !== undefined ? "the Lens" : state.info.parameters[name].origin;
 }
 
 export function setParam(name, value) {

@@ -38,9 +38,9 @@ function stage(name, { left, removed, mass, exact = true, note = "" }, parts, dr
   const share = exact ? percent(mass) : `≈ ${percent(mass)}`;
   return html`<li class="stage" data-stage=${name}>
     <div class="head"><b>${TITLES[name] ?? name}</b> <span class="setting">${setting}</span>
-      <span class="numbers"><span class="left">${count(left)}</span> ids, <span class="mass">${share}</span></span></div>
+      <span class="numbers"><span class="left">${count(left)}</span> ${left === 1 ? "id" : "ids"}, <span class="mass">${share}</span></span></div>
     ${bar(parts, mass, drawn)}
-    <div class="note">${removed ? html`cuts ${count(removed)} ids` : nothing} ${note}</div>
+    <div class="note">${removed ? html`cuts ${count(removed)} ${removed === 1 ? "id" : "ids"}${note ? ";" : ""}` : nothing} ${note}</div>
   </li>`;
 }
 

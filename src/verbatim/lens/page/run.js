@@ -59,12 +59,20 @@ export async function send(more = {}) {
   }
 }
 
+// The parameters of a request with the defaults that the model states, so that every view shows what
+// the server sampled with. Greedy decoding and beam search use none of them.
+function inForce(given) {
+  if (given.temperature === 0 || (given.num_beams ?? 1) > 1) return given;
+  const stated = Object.entries(state.info.parameters).filter(([, rule]) => rule.origin !== "default");
+  return { ...Object.fromEntries(stated.map(([name, rule]) => [name, rule.default])), ...given };
+}
+
 // Continue `branches` (one per choice, equal so far) with one request.
 export async function generate(branches, params) {
   const [first] = branches;
   const given = { ...LENS, ...params };
   const ids = [...first.promptIds, ...first.tokens.map((token) => token.id)];
-  const segment = { id: newId(), promptIds: ids, params: given, from: first.tokens.length };
+  const segment = { id: newId(), promptIds: ids, params: inForce(given), from: first.tokens.length };
   const stop = new AbortController();
   for (const branch of branches)
     Object.assign(branch, {

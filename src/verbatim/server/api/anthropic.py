@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import ChatRequest, count_tokens
-from verbatim.server.api.field_table import MESSAGES
 from verbatim.server.api.generate import (
     choice_deltas,
     extra_fields,
@@ -25,6 +24,7 @@ from verbatim.server.api.generate import (
     speculation,
     usage_of,
 )
+from verbatim.server.api.openai_fields import MESSAGES
 from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id, sse
 from verbatim.server.api.tools import plain_text
 from verbatim.server.json_io import loads_lossless

@@ -22,7 +22,7 @@ from verbatim.server.api.completions import (
     closing_events,
     stream_options,
 )
-from verbatim.server.api.field_table import CHAT, NO_LIMIT, Rule
+from verbatim.server.api.field_rules import NO_LIMIT, Rule
 from verbatim.server.api.generate import (
     ChoiceDelta,
     RunningUsage,
@@ -34,6 +34,7 @@ from verbatim.server.api.generate import (
     observe_latency,
     usage_of,
 )
+from verbatim.server.api.openai_fields import CHAT
 from verbatim.server.api.request_context import (
     DONE,
     KEEP_ALIVE,

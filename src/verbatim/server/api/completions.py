@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.field_table import COMPLETIONS, NO_LIMIT
+from verbatim.server.api.field_rules import NO_LIMIT
 from verbatim.server.api.generate import (
     ChoiceDelta,
     RunningUsage,
@@ -28,6 +28,7 @@ from verbatim.server.api.generate import (
     token_text,
     usage_of,
 )
+from verbatim.server.api.openai_fields import COMPLETIONS
 from verbatim.server.api.request_context import (
     DONE,
     KEEP_ALIVE,
@@ -266,12 +267,12 @@ class CompletionsReply:
 
 
 def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool) -> list[bytes]:
-    """Events after the last choice: a chunk without choices if the client requested usage or a
-    receipt; otherwise warnings and loops as SSE comments."""
+    """Events after the last choice: a chunk without choices if the client requested usage, a
+    receipt or the parameters; otherwise warnings and loops as SSE comments."""
     more = extra_fields(call.runs)
     results = [run.generated for run in call.runs]
     loops = [choice.loop for done in results if done is not None for choice in done.choices]
-    if with_usage or "receipt" in more:
+    if with_usage or "receipt" in more or "params" in more:
         usage = {"usage": usage_of(call.runs)} if with_usage else {}
         return [
             sse(

@@ -14,7 +14,7 @@ from verbatim.server.process.messages import Generate
 if TYPE_CHECKING:
     from verbatim.server.server_state import State
 
-LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 
 
 def protocol_of(route: str) -> str:
@@ -23,7 +23,9 @@ def protocol_of(route: str) -> str:
     return "anthropic" if route.startswith("/v1/messages") else "openai"
 
 
-def default_params(state: State, params: SamplingParams | None = None, route: str = "") -> Any:
+def default_params(
+    state: State, params: SamplingParams | None = None, route: str = ""
+) -> SamplingParams:
     """The parameters in force for a request that gives only `params`."""
     facts = state.facts
     stated = ModelDefaults(tuple(facts.sampling.items()), facts.sampling_source)
@@ -52,7 +54,8 @@ def _filled_in(
     out: dict[str, str] = {}
     if params.seed is not None and body.get("seed", options.get("seed", -1)) in (None, -1):
         out["seed"] = "server: random"
-    given = any(body.get(name) is not None for name in LENGTHS) or "num_predict" in options
+    # -1: up to the context length, like a missing limit
+    given = any(body.get(name) not in (None, -1) for name in LENGTHS) or "num_predict" in options
     if params.max_tokens is not None and not given:
         limited = params.max_tokens == longest
         out["max_tokens"] = (

@@ -8,7 +8,8 @@ import json
 from html import escape
 from typing import Any
 
-from verbatim.server.api.field_table import PROTOCOLS, QUERIES, Rule
+from verbatim.server.api.field_rules import Rule
+from verbatim.server.api.field_table import PROTOCOLS, QUERIES
 
 STYLE = """
 :root { color-scheme: light dark; }

@@ -20,11 +20,13 @@ from typing import Any, cast
 from starlette.responses import Response
 
 from verbatim import __version__, lens
-from verbatim.base.params import FIELDS
+from verbatim.base.defaults import DEFAULT, report
+from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
 from verbatim.base.records import Choice
 from verbatim.observe.receipt import MAKERS, compare, read_receipt
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.default_params import default_params
 from verbatim.server.api.generate import observe_latency, usage_of
 from verbatim.server.api.request_context import Json, RequestContext
 from verbatim.server.process.messages import Generate, Generated, Inspect, Inspected
@@ -62,16 +64,25 @@ async def _inspect(call: RequestContext, what: str, **arguments: Any) -> dict[st
 async def info(call: RequestContext) -> Response:
     facts = await _inspect(call, "facts")
     state = call.state
+    # The page gives max_tokens, on which the default of on_loop depends.
+    in_force = report(default_params(state, SamplingParams(max_tokens=1)))
+    supplied = {name: entry for name, entry in in_force.items() if name in DEFAULTED}
     parameters = {
         name: {
             "kind": rule.kind,
             "default": list(rule.default) if isinstance(rule.default, tuple) else rule.default,
+            "origin": DEFAULT,
             "help": rule.help,
             "low": rule.low,
             "high": rule.high,
             "above": rule.above,
             "choices": list(rule.choices),
         }
+        | (
+            {"default": supplied[name]["value"], "origin": supplied[name]["origin"]}
+            if name in supplied
+            else {}
+        )
         for name, rule in FIELDS.items()
     }
     return Json(
@@ -128,10 +139,12 @@ async def step(call: RequestContext) -> Response:
 
 
 def _params(call: RequestContext, params: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters of a step, with the server's limits applied."""
+    """The sampling parameters of a step, with the server's limits applied. Missing ones get the
+    defaults of /v1/completions, with which the page generates."""
     try:
         values = {name: value for name, value in params.items() if name not in NOT_OF_A_STEP}
-        return to_params.finish_params(values, limits=call.state.limits, facts=call.state.facts)
+        given = to_params.finish_params(values, limits=call.state.limits, facts=call.state.facts)
+        return default_params(call.state, SamplingParams.from_mapping(given)).to_mapping()
     except Problem as problem:
         raise Problem(problem.code, f"params.{problem.message}", "params") from None
 

@@ -13,17 +13,19 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim import __version__
+from verbatim.base.params import SamplingParams
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import check_tools, continued, conversation
 from verbatim.server.api.completions import prompts_of
-from verbatim.server.api.field_table import LLAMA_COMPLETION
+from verbatim.server.api.default_params import default_params
 from verbatim.server.api.generate import (
     chat_logprobs,
     choice_deltas,
     extra_fields,
     observe_latency,
 )
+from verbatim.server.api.local_fields import LLAMA_COMPLETION
 from verbatim.server.api.request_context import (
     KEEP_ALIVE,
     EventStream,
@@ -66,8 +68,28 @@ def sampling(body: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def generation_settings(params: SamplingParams) -> dict[str, Any]:
+    """The parameters in force by llama.cpp's names."""
+
+    def plain(name: str) -> Any:
+        value = getattr(params, name)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {
+        "n_predict": params.max_tokens or -1,
+        "seed": -1 if params.seed is None else params.seed,
+        **{name: plain(rule.param) for name, rule in LLAMA_COMPLETION.items() if rule.param},
+        "repeat_last_n": params.penalty_range or -1,
+        "dry_penalty_last_n": params.dry_range or -1,
+        "stop": plain("stop"),
+        "n_probs": params.logprobs or 0,
+        "logit_bias": [[token, value] for token, value in dict(params.logit_bias).items()]
+        + [[token, False] for token in params.banned_token_ids],
+    }
+
+
 class LlamaReply:
-    def __init__(self, call: RequestContext, body: dict[str, Any], params: dict[str, Any]) -> None:
+    def __init__(self, call: RequestContext, body: dict[str, Any], params: SamplingParams) -> None:
         self.call = call
         self.body = body
         self.params = params
@@ -94,7 +116,7 @@ class LlamaReply:
             "model": self.model,
             "tokens_predicted": usage.output_tokens,
             "tokens_evaluated": usage.prompt_tokens,
-            "generation_settings": self.params,
+            "generation_settings": generation_settings(self.params),
             "has_new_line": any("\n" in choice.text for choice in done.choices),
             "truncated": False,
             "stop_type": "word" if word else STOP_TYPES.get(reason, "eos"),
@@ -154,7 +176,8 @@ async def completion(call: RequestContext) -> Response:
         sampling(body), limits=state.limits, facts=state.facts, names=NAMES
     )
     call.names = NAMES
-    made = LlamaReply(call, body, params)
+    in_force = default_params(state, SamplingParams.from_mapping(params), call.route)
+    made = LlamaReply(call, body, in_force)
     parse = isinstance(prompt, str) and body.get("parse_special", True)
     call.submit(Generate(call.next_id(), call.tenant, params, stream, prompt, parse_special=parse))
     await call.accepted()
@@ -178,9 +201,10 @@ async def apply_template(call: RequestContext) -> Response:
 async def props(call: RequestContext) -> Response:
     """Facts of the server and its model. The model has its served name, never a path."""
     facts, name = call.state.facts, call.state.names()[0]
+    settings = generation_settings(default_params(call.state, route="/completion"))
     return Json(
         {
-            "default_generation_settings": {"n_ctx": facts.context, "params": {}},
+            "default_generation_settings": {"n_ctx": facts.context, "params": settings},
             "total_slots": facts.slots,
             "model_alias": name,
             "model_path": name,

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import ChatRequest
-from verbatim.server.api.field_table import OLLAMA_CHAT
 from verbatim.server.api.generate import (
     choice_deltas,
     extra_fields,
@@ -26,6 +25,7 @@ from verbatim.server.api.generate import (
     observe_latency,
     speculation,
 )
+from verbatim.server.api.local_fields import OLLAMA_CHAT
 from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id
 from verbatim.server.api.schemas import OLLAMA_MACHINE_OPTIONS, OLLAMA_PARAMS
 from verbatim.server.json_io import dumps, loads_lossless
@@ -334,7 +334,7 @@ async def _reply(
 
 
 def _params() -> dict[str, Any]:
-    from verbatim.server.api.field_table import CHAT
+    from verbatim.server.api.openai_fields import CHAT
 
     return {name: CHAT[name] for name in (*OPTIONS.values(), "penalty_range") if name in CHAT}
 

@@ -12,12 +12,15 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim import __version__
+from verbatim.base.defaults import report
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.completions import prompts_of
+from verbatim.server.api.default_params import default_params
 from verbatim.server.api.embed_score_tokenize import embed, unit_vector
 from verbatim.server.api.generate import extra_fields
 from verbatim.server.api.ollama import warnings_of
 from verbatim.server.api.request_context import Json, RequestContext
+from verbatim.server.api.schemas import OLLAMA_PARAMS
 from verbatim.server.process.messages import Generated, ModelFacts
 
 NEVER = "9999-12-31T23:59:59Z"  # expiry time: the model is never unloaded
@@ -84,6 +87,16 @@ async def ps(call: RequestContext) -> Response:
     return Json({"models": [{**row(facts, name), **more} for name in call.state.names()]})
 
 
+def _parameters(call: RequestContext) -> str:
+    """The sampling parameters that the model states, as PARAMETER lines of a Modelfile."""
+    stated = report(default_params(call.state, route="/api/show"))
+    return "\n".join(
+        f"{theirs:<30} {stated[ours]['value']}"
+        for theirs, ours in OLLAMA_PARAMS.items()
+        if ours in stated and stated[ours]["origin"].startswith("model: ")
+    )
+
+
 async def show(call: RequestContext) -> Response:
     body = await call.body()
     name = call.state.check_model(body["model"])
@@ -98,7 +111,7 @@ async def show(call: RequestContext) -> Response:
     return Json(
         {
             "modelfile": f"FROM {name}\n",
-            "parameters": "",
+            "parameters": _parameters(call),
             "template": facts.template,
             "license": facts.file.get("license", ""),
             "modified_at": modified(call, facts),

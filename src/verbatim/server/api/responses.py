@@ -16,7 +16,6 @@ from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_completions import ChatRequest, count_tokens
 from verbatim.server.api.completions import choice_reports
 from verbatim.server.api.default_params import default_params
-from verbatim.server.api.field_table import RESPONSES
 from verbatim.server.api.generate import (
     ChoiceDelta,
     TokenOffsets,
@@ -28,6 +27,7 @@ from verbatim.server.api.generate import (
     observe_latency,
     usage_of,
 )
+from verbatim.server.api.openai_fields import RESPONSES
 from verbatim.server.api.request_context import (
     KEEP_ALIVE,
     EventStream,

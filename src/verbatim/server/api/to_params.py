@@ -15,7 +15,7 @@ from typing import Any
 from verbatim.base.errors import RequestError
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.server.api.api_errors import Problem, problem_of
-from verbatim.server.api.field_table import Rule
+from verbatim.server.api.field_rules import Rule
 from verbatim.server.process.messages import ModelFacts, WireFinish
 from verbatim.server.settings import Limits
 

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.field_table import ANY_QUERY, PROTOCOLS, QUERIES, Rule
+from verbatim.server.api.field_rules import Rule
+from verbatim.server.api.field_table import ANY_QUERY, OTHER_NAMES, PROTOCOLS, QUERIES
 from verbatim.server.json_io import depth_of, has_big_integer
 
 
@@ -154,6 +155,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
+SHOULD = "Input should be "  # how pydantic's messages start
 TYPE_MISMATCHES = (
     "string_type",
     "int_type",
@@ -296,7 +298,8 @@ def _has_no_effect(rule: Rule, value: Any) -> bool:
 def _suggestion(name: str, table: Mapping[str, Rule]) -> str:
     from difflib import get_close_matches
 
-    near = get_close_matches(name[:64], table, 1)
+    near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
+    near = near or get_close_matches(name[:64], table, 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -318,7 +321,7 @@ def _problem(error: ValidationError, data: Any) -> Problem:
 
     The deepest path wins, because a union reports errors for every branch. At equal depth, an error
     that is not a mere type mismatch wins."""
-    paths = [(_path(e, data), e) for e in error.errors(include_url=False, include_context=False)]
+    paths = [(_path(e, data), e) for e in error.errors(include_url=False)]
     # A built-in tool: report its type, not the function fields that it lacks.
     for path, complaint in paths:
         if path[:1] == ["tools"] and path[2:] == ["type"] and isinstance(complaint["input"], str):
@@ -338,12 +341,30 @@ def _problem(error: ValidationError, data: Any) -> Problem:
     path, chosen = max(
         paths, key=lambda item: (len(item[0]), item[1]["type"] not in TYPE_MISMATCHES)
     )
+    if chosen["type"].startswith("union_tag_"):  # a missing or unknown role or type
+        path.append(chosen["ctx"]["discriminator"].strip("'"))
+        if chosen["type"] == "union_tag_invalid":
+            expected, got = chosen["ctx"]["expected_tags"], chosen["ctx"]["tag"]
+            param = _format_path(path)
+            return Problem(
+                "invalid_parameter",
+                f"{param}: input should be one of {expected} (got {got!r:.40})",
+                param,
+            )
+        chosen["type"] = "missing"
     param = _format_path(path)
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":
         return Problem("unknown_parameter", f"{param}: unknown field", param=param)
-    return Problem("invalid_parameter", f"{param}: {_message(chosen)}", param=param)
+    accepted = ""
+    # The branches of a union: all that would be accepted.
+    kinds = dict.fromkeys(
+        _kind(e) for where, e in paths if where == path and e["type"] in TYPE_MISMATCHES
+    )
+    if chosen["type"] in TYPE_MISMATCHES and all(kind.startswith(SHOULD) for kind in kinds):
+        accepted = SHOULD + " or ".join(kind.removeprefix(SHOULD) for kind in kinds)
+    return Problem("invalid_parameter", f"{param}: {_message(chosen, accepted)}", param=param)
 
 
 def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:
@@ -393,8 +414,15 @@ def _is_tag(here: dict[str, Any], step: int | str, following: int | str) -> bool
     return isinstance(value, str) or (following in here and not inside)
 
 
-def _message(error: ErrorDetails) -> str:
+def _kind(error: ErrorDetails) -> str:
+    """pydantic's message, without the name of our class."""
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{SHOULD}an object"
+    return error["msg"]
+
+
+def _message(error: ErrorDetails, message: str = "") -> str:
     value = repr(error["input"])
     shown = value if len(value) <= 40 else value[:37] + "..."
-    message = error["msg"]
+    message = message or _kind(error)
     return f"{message[0].lower()}{message[1:]} (got {shown})"

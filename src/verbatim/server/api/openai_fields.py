@@ -1,0 +1,380 @@
+"""The field tables of OpenAI's and Anthropic's routes, and of vLLM's /tokenize and /v1/score
+(see field_table.py)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field as P
+
+from verbatim.base.params import FIELDS
+from verbatim.server.api import schemas
+from verbatim.server.api.field_rules import (
+    ADD_PROMPT,
+    CACHE_KEY,
+    CONTINUE,
+    KWARGS,
+    LENGTH,
+    LIST_SEED,
+    METADATA,
+    MODEL,
+    NO_MODERATION,
+    NO_PARSE,
+    PARSE,
+    REPORT,
+    RETENTION,
+    SAFETY,
+    SEED,
+    STOP,
+    STREAM,
+    STREAM_OPTIONS,
+    TIER,
+    TRUE_FALSE,
+    USER,
+    Rule,
+    extensions,
+    sampling,
+)
+
+COMPLETIONS: dict[str, Rule] = {
+    "model": MODEL,
+    "prompt": Rule(
+        "honoured",
+        "a string, a list of strings, token ids, or a list of lists of them",
+        schemas.Prompt,
+        required=True,
+    ),
+    "echo": Rule(
+        "honoured",
+        "prepend the prompt to the output; with logprobs, its log-probabilities too (not streamed)",
+        TRUE_FALSE,
+    ),
+    "logprobs": Rule(
+        "honoured",
+        "report each token's log-probability and this many alternatives",
+        schemas.type_of("logprobs"),
+    ),
+    "max_tokens": Rule(
+        "honoured",
+        "maximum number of output tokens; missing: 16, as in OpenAI's API; -1: up to the context "
+        "length",
+        schemas.type_of("max_tokens") | Literal[-1],
+    ),
+    "seed": LIST_SEED,
+    "stop": STOP,
+    "stream": STREAM,
+    "stream_options": STREAM_OPTIONS,
+    "suffix": Rule("refused", "infilling needs a model trained for it"),
+    "parse_special": PARSE,
+    "user": USER,
+    **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
+}
+
+CHAT: dict[str, Rule] = {
+    "model": MODEL,
+    "messages": Rule(
+        "honoured",
+        "roles system, developer, user, assistant, tool; text parts; a name or reasoning_content "
+        "that the model's template does not read is refused (tool_call_id is accepted, because the "
+        "order of results implies it; so is the name of a result that repeats its call's)",
+        Annotated[list[schemas.Message], P(min_length=1)],
+        required=True,
+    ),
+    "audio": Rule("refused", "only text output is supported"),
+    "add_generation_prompt": ADD_PROMPT,
+    "continue_final_message": CONTINUE,
+    "chat_template_kwargs": KWARGS,
+    "function_call": Rule(
+        "refused", "deprecated by OpenAI; use tool_choice", only=("none", "auto")
+    ),
+    "functions": Rule("refused", "deprecated by OpenAI; use tools", only=([],)),
+    "logprobs": Rule("honoured", "report each token's log-probability", TRUE_FALSE),
+    "max_completion_tokens": Rule(
+        "honoured",
+        "maximum number of output tokens; missing or -1: up to the context length",
+        LENGTH | Literal[-1],
+    ),
+    "max_tokens": Rule(
+        "honoured",
+        "the older name of max_completion_tokens; not both, unless equal",
+        LENGTH | Literal[-1],
+    ),
+    "metadata": METADATA,
+    "modalities": Rule("refused", "only text output is supported", only=(["text"],)),
+    "moderation": NO_MODERATION,
+    "parallel_tool_calls": Rule("honoured", "false: at most one call per response", TRUE_FALSE),
+    "prediction": Rule("refused", "speculative decoding needs no prediction (see speculate)"),
+    "prompt_cache_key": CACHE_KEY,
+    "prompt_cache_options": Rule("refused", "the prefix cache has no per-request options"),
+    "prompt_cache_retention": RETENTION,
+    "reasoning_effort": Rule(
+        "honoured",
+        "passed to a chat template that reads it; else none switches thinking off and any other "
+        "level on; refused where the template has no such switch",
+        schemas.Effort,
+    ),
+    "response_format": Rule(
+        "honoured",
+        "text, json_object, json_schema (the schema is enforced while sampling; its name and "
+        "description are labels); json_object may have a schema, as llama.cpp's clients send it",
+        schemas.ResponseFormat,
+    ),
+    "safety_identifier": SAFETY,
+    "seed": SEED,
+    "service_tier": TIER,
+    "stop": STOP,
+    "store": Rule(
+        "honoured", "true: store the response in memory for /v1/chat/completions/{id}", TRUE_FALSE
+    ),
+    "stream": STREAM,
+    "stream_options": STREAM_OPTIONS,
+    "tool_choice": Rule(
+        "honoured",
+        "none, auto, required, or one function (the last two enforced by a grammar)",
+        schemas.ToolChoice,
+    ),
+    "tools": Rule("honoured", "functions the model may call", list[schemas.Tool]),
+    "top_logprobs": Rule(
+        "honoured", "alternatives for each token; needs logprobs", schemas.type_of("logprobs")
+    ),
+    "parse_special": NO_PARSE,
+    "user": USER,
+    "verbosity": Rule("refused", "ask for it in the prompt", schemas.Text, only=("medium",)),
+    "web_search_options": Rule("refused", "the server fetches nothing for a request"),
+    **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
+}
+
+RESPONSES: dict[str, Rule] = {
+    "model": Rule(
+        "honoured", "a name from the start-up table; missing: the served model", schemas.Label
+    ),
+    "input": Rule(
+        "honoured",
+        "a string, or messages, function calls and their outputs; missing: an empty user message",
+        schemas.ResponseInput,
+    ),
+    "access_programs": Rule("refused", "there are no access programs"),
+    "background": Rule("refused", "responses are generated while the client waits", only=(False,)),
+    "chat_template_kwargs": KWARGS,
+    "context_management": Rule("refused", "the server never compacts or truncates input"),
+    "conversation": Rule("refused", "use previous_response_id, or send the whole input"),
+    "image": Rule("refused", "only text input is supported"),
+    "include": Rule(
+        "honoured",
+        "message.output_text.logprobs",
+        Annotated[list[Literal["message.output_text.logprobs"]], P(max_length=8)],
+    ),
+    "instructions": Rule("honoured", "a system message before the input", schemas.Text),
+    "max_output_tokens": Rule("honoured", "maximum number of output tokens", LENGTH),
+    "max_tool_calls": Rule("refused", "there are no built-in tools to count"),
+    "metadata": METADATA,
+    "moderation": NO_MODERATION,
+    "parallel_tool_calls": Rule("honoured", "false: at most one call per response", TRUE_FALSE),
+    "previous_response_id": Rule("honoured", "continue a stored response", schemas.Label),
+    "prompt": Rule("refused", "the server stores no prompt templates"),
+    "prompt_cache_key": CACHE_KEY,
+    "prompt_cache_options": Rule("refused", "the prefix cache has no per-request options"),
+    "prompt_cache_retention": RETENTION,
+    "reasoning": Rule(
+        "honoured",
+        "effort as reasoning_effort of chat completions; the whole thought is returned as a "
+        "reasoning item, so a summary is never written",
+        schemas.ResponseReasoning,
+    ),
+    "safety_identifier": SAFETY,
+    "service_tier": TIER,
+    "store": Rule(
+        "honoured",
+        "store the response in memory for GET and previous_response_id, until newer ones evict it; "
+        "missing: true, unless the server stores nothing (--store-items 0)",
+        TRUE_FALSE,
+    ),
+    "stream": STREAM,
+    "stream_options": Rule("honoured", "include_obfuscation", schemas.ResponseStreamOptions),
+    "text": Rule(
+        "honoured",
+        "format: text, json_object, json_schema (enforced while sampling)",
+        schemas.ResponseText,
+    ),
+    "tool_choice": Rule(
+        "honoured",
+        "none, auto, required, or one function",
+        Literal["none", "auto", "required"] | schemas.ResponseNamedTool,
+    ),
+    "tools": Rule(
+        "honoured",
+        "functions the model may call; built-in tools are refused",
+        list[schemas.ResponseTool],
+    ),
+    "top_logprobs": Rule("honoured", "alternatives for each token", schemas.type_of("logprobs")),
+    "truncation": Rule(
+        "refused", "the server never truncates a prompt", schemas.Text, only=("disabled",)
+    ),
+    "parse_special": NO_PARSE,
+    "user": USER,
+    "seed": SEED,
+    "stop": STOP,
+    **extensions(
+        "max_tokens",
+        "seed",
+        "stop",
+        "logprobs",
+        "prompt_logprobs",
+        "n",
+        "best_of",
+        "num_return_sequences",
+    ),
+}
+
+EMBEDDINGS: dict[str, Rule] = {
+    "model": MODEL,
+    "input": Rule(
+        "honoured",
+        "a string, a list of strings, token ids, or a list of lists of them",
+        schemas.Prompt,
+        required=True,
+    ),
+    "dimensions": Rule(
+        "honoured", "keep this many leading dimensions and normalise to length 1", LENGTH
+    ),
+    "encoding_format": Rule(
+        "honoured", "float, or base64 of little-endian float32", Literal["float", "base64"]
+    ),
+    "user": USER,
+}
+
+TOKENIZE: dict[str, Rule] = {
+    "model": Rule("honoured", "missing: the served model", schemas.Label),
+    "prompt": Rule("honoured", "a text", schemas.Text),
+    "messages": Rule(
+        "honoured",
+        "instead of prompt: a conversation for the chat template, under the rules of "
+        "/v1/chat/completions",
+        Annotated[list[schemas.Message], P(min_length=1)],
+    ),
+    "add_generation_prompt": ADD_PROMPT,
+    "continue_final_message": CONTINUE,
+    "add_special_tokens": Rule(
+        "honoured", "add the special tokens of a prompt (default true)", TRUE_FALSE
+    ),
+    "parse_special": Rule(
+        "honoured",
+        f"{PARSE.help}; a prompt that is the text of one special token (bos_token, eos_token, ...) "
+        "and nothing else is that token, unless this is false",
+        TRUE_FALSE,
+    ),
+    "return_token_strs": Rule("honoured", "also return each token's text", TRUE_FALSE),
+}
+DETOKENIZE: dict[str, Rule] = {
+    "model": Rule("honoured", "missing: the served model", schemas.Label),
+    "tokens": Rule("honoured", "token ids", list[schemas.TokenId], required=True),
+}
+SCORE: dict[str, Rule] = {
+    "model": MODEL,
+    "prompt": Rule(
+        "honoured",
+        "a string, a list of strings, token ids, or a list of lists of them",
+        schemas.Prompt,
+        required=True,
+    ),
+    "top_logprobs": Rule("honoured", "alternatives for each token", schemas.type_of("logprobs")),
+    "parse_special": PARSE,
+    "user": USER,
+}
+
+MESSAGES: dict[str, Rule] = {
+    "model": MODEL,
+    "messages": Rule(
+        "honoured",
+        'text, tool_use and tool_result blocks (is_error: the result starts with "Error: "); a '
+        "last message with the assistant role is continued",
+        Annotated[list[schemas.AnthropicMessage], P(min_length=1)],
+        required=True,
+    ),
+    "max_tokens": Rule("honoured", "maximum number of output tokens", LENGTH, required=True),
+    "cache_control": Rule(
+        "refused", "the prefix cache matches prefixes by content", only=({"type": "ephemeral"},)
+    ),
+    "container": Rule("refused", "the server runs no code"),
+    "context_management": Rule("refused", "the server never compacts or truncates input"),
+    "diagnostics": Rule("refused", "see the x-request-id header and the log"),
+    "speed": Rule("refused", "there is one speed", schemas.Text, only=("standard",)),
+    "user_profile_id": Rule("refused", "the server has no profiles"),
+    "workspace_id": Rule("refused", "the server has no workspaces"),
+    "inference_geo": Rule("refused", "the model runs where this server runs"),
+    "mcp_servers": Rule("refused", "the server contacts no address from a request", only=([],)),
+    "metadata": Rule("label", "user_id is written to the log", schemas.AnthropicMetadata),
+    "output_config": Rule(
+        "honoured", "format: json_schema (enforced while sampling)", schemas.AnthropicOutputConfig
+    ),
+    "output_format": Rule(
+        "honoured",
+        "json_schema (the earlier name of output_config.format)",
+        schemas.AnthropicFormat,
+    ),
+    "service_tier": Rule(
+        "refused", "there is one tier", schemas.Text, only=("auto", "standard_only")
+    ),
+    "stop_sequences": Rule("honoured", FIELDS["stop"].help, list[schemas.Text]),
+    "stream": STREAM,
+    "system": Rule(
+        "honoured", "a string or text blocks", schemas.Text | list[schemas.AnthropicText]
+    ),
+    "temperature": sampling("temperature"),
+    "thinking": Rule(
+        "honoured",
+        "enabled and adaptive switch thinking on, disabled off, where the chat template has the "
+        "switch; budget_tokens: most tokens of the thought",
+        schemas.AnthropicThinking,
+    ),
+    "tool_choice": Rule("honoured", "auto, any, tool, none", schemas.AnthropicChoice),
+    "tools": Rule(
+        "honoured",
+        "functions the model may call; server tools are refused",
+        list[schemas.AnthropicTool],
+    ),
+    "top_k": sampling("top_k"),
+    "top_p": sampling("top_p"),
+    "report_params": REPORT,
+}
+
+INPUT_TOKENS: dict[str, Rule] = {
+    name: rule
+    for name, rule in RESPONSES.items()
+    if name
+    in (
+        "conversation",
+        "input",
+        "instructions",
+        "model",
+        "parallel_tool_calls",
+        "previous_response_id",
+        "reasoning",
+        "text",
+        "tool_choice",
+        "tools",
+        "truncation",
+        "chat_template_kwargs",
+    )
+}
+COUNT_TOKENS: dict[str, Rule] = {
+    name: rule
+    for name, rule in MESSAGES.items()
+    if name
+    in (
+        "model",
+        "messages",
+        "system",
+        "tools",
+        "tool_choice",
+        "thinking",
+        "cache_control",
+        "output_config",
+        "mcp_servers",
+        "context_management",
+    )
+}
+
+CHAT_UPDATE: dict[str, Rule] = {
+    "metadata": Rule("label", "replaces the stored metadata", schemas.Metadata, required=True),
+}
