@@ -68,7 +68,9 @@ def main(arguments: list[str] | None = None) -> tuple[list[int], list[int]]:
     prompt = "The capital of France is"
     with LLM(options.model) as llm:
         by_hand = loop_by_hand(llm, prompt, options.steps)
-        params = SamplingParams(seed=SEED, max_tokens=options.steps, ignore_eos=True)
+        params = SamplingParams(
+            temperature=1.0, top_p=1.0, seed=SEED, max_tokens=options.steps, ignore_eos=True
+        )
         engine = list(llm.generate(prompt, params).token_ids)
     print(f"the engine's own tokens: {'the same' if engine == by_hand else 'DIFFERENT'}")
 

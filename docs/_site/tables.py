@@ -76,7 +76,12 @@ def cli() -> str:
                 out += [f"**{title}**", "", _flags(rows)]
     for title, rows in shared.items():
         out += [f"## {title} flags {{#{_anchor(title)}}}", "", _flags(rows)]
-    return "\n".join(out)
+    aliases = importlib.import_module("verbatim.cli.habits").FLAG_ALIASES
+    out += ["## Names of other programs {#aliases}", "", "| here | also taken |", "|---|---|"]
+    out += [
+        f"| {_code(flag)} | {', '.join(map(_code, names))} |" for flag, names in aliases.items()
+    ]
+    return "\n".join([*out, ""])
 
 
 def _common(title: str, commands: Iterable[dict[str, list[Row]]]) -> list[Row]:

@@ -186,7 +186,7 @@ def test_faults_of_a_gguf_header(tiny: Path, tmp_path: Path) -> None:
     assert "special tokens" in complaints_with(tokenizer__ggml__bos_token_id=9999)
     assert "template" in complaints_with(tokenizer__chat_template=None)
     assert "template" in complaints_with(tokenizer__chat_template__default="{{ messages }}")
-    assert "generation" in complaints_with(general__sampling__temp=0.25)
+    assert "generation" in complaints_with(general__sampling__temp=-0.25)
     assert "pad" in complaints_with(tokenizer__ggml__padding_token_id=0)
     scaled = {
         "llama__rope__scaling__type": "yarn",

@@ -300,10 +300,8 @@ def test_ollamas_examples_make_sense_on_the_default_model(model: Live) -> None:
     assert lines[0]["message"]["content"] == "Hello"
     assert lines[-1]["done_reason"] == "stop"
     (made,) = send(model, "structured")
-    assert made["done_reason"] == "length" or set(json.loads(made["response"])) == {
-        "age",
-        "available",
-    }
+    cut = made["done_reason"] == "length"
+    assert cut or {"age", "available"} <= set(json.loads(made["response"]))
     near, far = ("Why is the sky blue?", "What makes the sky blue?"), "def main(): return 7"
     vectors = model.client.post(
         "/api/embed", json={"model": "all-minilm", "input": [*near, far]}

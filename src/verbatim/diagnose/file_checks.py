@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verbatim.base.params import FIELDS
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
 
@@ -227,20 +228,26 @@ def _generation(files: ModelFiles) -> Iterator[Finding]:
             "decide: do_sample true, or no sampling settings",
         )
         return
-    if suggested:
-        flags = " ".join(f"--{n.replace('_', '-')} {v:g}" for n, v in suggested.items())
+    wrong = [name for name, value in suggested.items() if not _in_range(name, value)]
+    if wrong:
         yield note(
             "generation",
-            "the authors suggest settings that differ from the defaults; they are never applied"
-            " silently",
-            ", ".join(
-                f"{name} {value:g} (default {FIELDS[name].default:g})"
-                for name, value in suggested.items()
-            ),
-            f"pass them: {flags}",
+            "the model states a sampling setting outside its range",
+            ", ".join(f"{name} {suggested[name]:g}" for name in wrong),
+            "correct it in generation_config.json or in the GGUF header",
         )
         return
-    yield good("generation", "no suggested settings that differ from the defaults")
+    stated = ", ".join(f"{name} {value:g}" for name, value in suggested.items())
+    text = f"stated by the model: {stated}" if stated else "the model states no sampling settings"
+    yield good("generation", text)
+
+
+def _in_range(name: str, value: float) -> bool:
+    try:
+        SamplingParams.from_mapping({name: value})
+    except ParameterError:
+        return False
+    return True
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -58,6 +58,7 @@ class EngineBase:
         suffix_tenants: tuple[str, ...] = (),
         quant: str | None = None,
         check: bool = False,
+        defaults: str = "model",
         **unknown: Never,
     ) -> None:
         """Load a model. Blocks until it is ready.
@@ -82,6 +83,7 @@ class EngineBase:
         suffix_tenants: tenants whose recent outputs the suffix proposer may reuse; "*": all
         quant: quantise float weights while loading: q8_0 or q4_0
         check: check the block accounting after every step
+        defaults: sampling parameters that a request does not give: model, protocol or greedy
 
         An unknown option is a TypeError that names the right one.
         """
