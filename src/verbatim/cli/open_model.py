@@ -185,11 +185,11 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
     from verbatim.weights.catalog import CATALOG
     from verbatim.weights.hub_catalog import suggestion
 
-    if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
-        return f"is one argument, in quotes, and there is no model {args[0]!r}{hint}"
     error = f"{len(args)} arguments were given, and it is one"
     if _is_model_name(args[0]):
         return f"{error}; pass the model with -m: {called} -m {shlex.quote(args[0])} …"
+    if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
+        return f"is one argument, in quotes, and there is no model {args[0]!r}{hint}"
     joined = shlex.quote(" ".join(args))
     return (
         f"{error}; put it in quotes: {called} {joined}"
