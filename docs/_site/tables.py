@@ -76,7 +76,7 @@ def cli() -> str:
                 out += [f"**{title}**", "", _flags(rows)]
     for title, rows in shared.items():
         out += [f"## {title} flags {{#{_anchor(title)}}}", "", _flags(rows)]
-    aliases = importlib.import_module("verbatim.cli.habits").FLAG_ALIASES
+    aliases = importlib.import_module("verbatim.cli.flag_aliases").FLAG_ALIASES
     out += ["## Names of other programs {#aliases}", "", "| here | also taken |", "|---|---|"]
     out += [
         f"| {_code(flag)} | {', '.join(map(_code, names))} |" for flag, names in aliases.items()

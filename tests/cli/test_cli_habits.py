@@ -10,7 +10,7 @@ from cli_result import Call
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
-from verbatim.cli.habits import COMMAND_ALIASES, COMMAND_ANSWERS, FLAG_ALIASES, FLAG_ANSWERS
+from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS, FLAG_ALIASES, FLAG_ANSWERS
 from verbatim.cli.main import COMMANDS
 
 SHORT = ["--raw", "--max-tokens", "4"]

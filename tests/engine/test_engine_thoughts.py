@@ -13,7 +13,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.base.errors import UnsupportedError
 from verbatim.base.records import Drawn, Finish
 from verbatim.engine.stream import ChoiceStream
-from verbatim.engine.thought_matcher import ThoughtMatcher
+from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
 from verbatim.grammar.matcher import compile_structure
 from verbatim.testing import ByteTokenizer, FakeBackend, ThinkByteTokenizer, fake_parts, fake_spec
 from verbatim.text.chat_template import ChatTemplate
@@ -145,3 +145,12 @@ def test_a_grammar_is_refused_where_the_end_of_a_thought_is_not_a_token() -> Non
     source = TEMPLATE.replace("<think></think>", "<thought></thought>")
     with open_llm(source) as llm, pytest.raises(UnsupportedError, match="json_schema"):
         llm.chat([{"role": "user", "content": "hi"}], SamplingParams(json_schema=SCHEMA))
+
+
+def test_a_budget_is_refused_where_the_start_of_a_thought_is_not_a_token() -> None:
+    """The engine could not count the tokens of a thought whose start it does not see."""
+    unseen = replace(think_format(), open_id=None)
+    with pytest.raises(UnsupportedError, match=r"thinking_budget.*<think>"):
+        check_supported(unseen, "thinking_budget")
+    for start in ("open", "closed"):  # the prompt decides, so the opening tag is not needed
+        check_supported(replace(unseen, start=start), "thinking_budget")

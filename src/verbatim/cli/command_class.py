@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from verbatim.cli.habits import FLAG_ALIASES, FLAG_ANSWERS
+from verbatim.cli.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
 
 class Option(click.Option):

@@ -20,7 +20,7 @@ import click
 
 from verbatim import __version__
 from verbatim.base.errors import ModelError, RequestError, VerbatimError
-from verbatim.cli.habits import COMMAND_ALIASES, COMMAND_ANSWERS
+from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS
 
 OK, FAILED, USAGE, MODEL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
 

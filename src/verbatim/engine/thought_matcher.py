@@ -18,12 +18,17 @@ State = Literal["start", "thought", "answer"]
 
 
 def check_supported(thoughts: ThoughtFormat, field: str) -> None:
-    """A grammar or a budget needs an answer that starts at a token."""
-    if not thoughts.answer_ids and thoughts.start != "closed":
+    """A grammar or a budget needs a thought that starts and ends at a token."""
+    if thoughts.start == "closed":
+        return
+    tag = None if thoughts.answer_ids else thoughts.close
+    if thoughts.start != "open" and thoughts.open_id is None:
+        tag = thoughts.open
+    if tag is not None:
         raise UnsupportedError(
             field,
-            "is not supported while this model thinks: the end of its thoughts "
-            f"({thoughts.close!r}) is not one token; switch thinking off in the chat template",
+            f"is not supported while this model thinks: its marker {tag!r} is not one token; "
+            "switch thinking off in the chat template",
         )
 
 
