@@ -12,6 +12,7 @@ every read: each slot records its position and token.
 from __future__ import annotations
 
 import time
+from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -104,6 +105,12 @@ class FakeBackend:
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         self.slots = [[[None] * self.block_size for _ in range(n)] for n in blocks]
+
+    def read_block(self, group: int, block: int) -> bytes:
+        return repr(self.slots[group][block]).encode()
+
+    def write_block(self, group: int, block: int, data: bytes) -> None:
+        self.slots[group][block] = literal_eval(data.decode())
 
     def close(self) -> None:
         self.closed = True

@@ -48,6 +48,13 @@ class Backend(Protocol):
     def allocate(self, blocks: tuple[int, ...]) -> None:
         """Allocate this many blocks of each group. Called once, before the first step."""
 
+    def read_block(self, group: int, block: int) -> bytes:
+        """The contents of a KV block, for the disk cache. The next step does not change them."""
+
+    def write_block(self, group: int, block: int, data: bytes) -> None:
+        """Restore what read_block returned, perhaps in another process with the same fingerprint.
+        ValueError if the length does not match."""
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Copy plan.copies' blocks, run the forward pass, sample and score. Result i belongs to
         plan.sequences[i]."""

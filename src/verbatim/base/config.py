@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "quant": ("q8_0", "q4_0"),
     "defaults": ("model", "protocol", "greedy"),
 }
+SIZES = ("kv_memory", "cache_dir_size")  # settings in bytes, also given as text: 512M
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
@@ -58,6 +59,8 @@ class EngineConfig:
     kv_blocks: int | None = None  # exact number of blocks per group (for tests)
     kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference backend always uses f32
     prefix_cache: bool = True
+    cache_dir: str | None = None  # directory for the KV blocks of prompts (engine/disk_cache.py)
+    cache_dir_size: int = 8 << 30  # most bytes in cache_dir
     use_cache: bool = True  # False: recompute all tokens in each step (examples/cache_cost.py)
     # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
     speculate: str = "auto"
@@ -69,12 +72,16 @@ class EngineConfig:
     check: bool = False  # check the block accounting after every step
 
     def __post_init__(self) -> None:
-        size: object = self.kv_memory
-        if isinstance(size, str):
-            object.__setattr__(self, "kv_memory", parse_size("kv_memory", size))
+        for name in SIZES:
+            size: object = getattr(self, name)
+            if isinstance(size, str):
+                object.__setattr__(self, name, parse_size(name, size))
+        folder: object = self.cache_dir
+        if isinstance(folder, os.PathLike):
+            object.__setattr__(self, "cache_dir", os.fspath(folder))
         for field in fields(self):
             _check_type(field.name, str(field.type), getattr(self, field.name))
-        for name in ("step_tokens", "max_running", "max_waiting"):
+        for name in ("step_tokens", "max_running", "max_waiting", "cache_dir_size"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"{getattr(self, name)} is below 1")
         for name in ("threads", "context", "kv_memory", "kv_blocks"):
@@ -85,6 +92,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(choices)}")
+        if self.cache_dir is not None and not (self.prefix_cache and self.use_cache):
+            raise ParameterError("cache_dir", "needs the prefix cache, which is switched off")
         mode, colon, _ = self.speculate.partition(":")
         if mode not in SPECULATE or (colon and mode not in ("head", "draft")):
             raise ParameterError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.config import EngineConfig, parse_size
+from verbatim.base.config import SIZES, EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.options import (
@@ -172,7 +172,7 @@ def _with(base: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
 
 def _engine_value(name: str, text: str) -> Any:
     kind = ENGINE[name]
-    if name == "kv_memory":
+    if name in SIZES:
         return parse_size(name, text)
     try:
         if kind.startswith("int"):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from verbatim.base.config import EngineConfig, parse_size
+from verbatim.base.config import SIZES, EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import DEFAULTED, FIELDS, Field, SamplingParams
 from verbatim.cli.command_class import Command as Command
@@ -44,6 +44,9 @@ ENGINE_HELP = {
     "kv_blocks": "exact number of KV cache blocks (tests)",
     "kv_type": "element type of the KV cache: f16 or q8",
     "prefix_cache": "reuse the KV cache of a shared prompt prefix",
+    "cache_dir": "directory that keeps the KV cache of prompts, so that a prefix hit survives a"
+    " restart",
+    "cache_dir_size": "most bytes in --cache-dir, such as 512M or 8G [8G]",
     "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and auto"
     " drafts nothing",
     "speculate": "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto;"
@@ -329,7 +332,7 @@ def _engine_flags(command: F, without: tuple[str, ...]) -> F:
             "hidden": field.name in HIDDEN,
         }
         common["help"] = ENGINE_HELP.get(field.name, "")
-        if field.name == "kv_memory":
+        if field.name in SIZES:
             option = click.option(flag, dest, metavar="SIZE", **common)
         elif kind.startswith("bool"):
             option = click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
@@ -351,8 +354,6 @@ def engine_of(flags: Values) -> Values:
     for field in fields(EngineConfig):
         value = flags.get("e_" + field.name)
         if value is not None and value != ():
-            settings[field.name] = (
-                parse_size(field.name, value) if field.name == "kv_memory" else value
-            )
+            settings[field.name] = parse_size(field.name, value) if field.name in SIZES else value
     EngineConfig(**settings)
     return settings

@@ -21,7 +21,12 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Finish, StepPlan, StepResult, TokenEvent
 from verbatim.engine.beam_request import request_class
 from verbatim.engine.drafting import Drafting
-from verbatim.engine.engine_setup import fingerprint_of, make_scheduler, size_cache
+from verbatim.engine.engine_setup import (
+    fingerprint_of,
+    make_scheduler,
+    open_disk_cache,
+    size_cache,
+)
 from verbatim.engine.grammar_steps import GrammarSteps
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request, make_request
@@ -39,7 +44,8 @@ class EngineCore:
         self.cache_plan = size_cache(parts, config)
         self.context = self.cache_plan.context
         self.backend.allocate(self.cache_plan.blocks)
-        self.scheduler = make_scheduler(parts, config, self.cache_plan)
+        self.disk_cache = open_disk_cache(parts, config)
+        self.scheduler = make_scheduler(parts, config, self.cache_plan, self.disk_cache)
         self.fingerprint = fingerprint_of(parts)
         self.metrics = EngineMetrics()
         self.step_log = StepLog()
@@ -303,6 +309,7 @@ class EngineCore:
             evictions_total=sum(p.evictions for p in pools),
             prefix_queries_total=scheduler.prefix_queries,
             prefix_hits_total=scheduler.prefix_hits,
+            **({} if self.disk_cache is None else self.disk_cache.counts()),
         )
         return self.metrics.registry.values()
 
@@ -310,4 +317,6 @@ class EngineCore:
         if not self._closed:
             self._closed = True
             self.drafting.close()
+            if self.disk_cache is not None:
+                self.disk_cache.flush()
             self.backend.close()

@@ -53,6 +53,8 @@ class EngineBase:
         kv_blocks: int | None = None,
         kv_type: str = "f16",
         prefix_cache: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_size: int | str = 8 << 30,
         use_cache: bool = True,
         speculate: str = "auto",
         suffix_tenants: tuple[str, ...] = (),
@@ -78,6 +80,8 @@ class EngineBase:
         kv_blocks: the exact number of KV blocks per group, for tests
         kv_type: f16 or q8
         prefix_cache: reuse the KV blocks of equal prefixes
+        cache_dir: a directory for the KV blocks of prompts; a prefix hit then survives a restart
+        cache_dir_size: the most bytes in cache_dir, or as text ("8G"); the oldest blocks leave
         use_cache: False: compute all tokens again in each step, for measurements
         speculate: off, ngram, suffix, head[:FILE], draft:MODEL or auto
         suffix_tenants: tenants whose recent outputs the suffix proposer may reuse; "*": all

@@ -7,6 +7,7 @@ import hashlib
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
+from verbatim.engine.disk_cache import DiskCache
 from verbatim.engine.drafting import cache_share
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.observe.roofline import cost_card
@@ -30,7 +31,19 @@ def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
     )
 
 
-def make_scheduler(parts: LoadedModel, config: EngineConfig, cache_plan: CachePlan) -> Scheduler:
+def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | None:
+    if config.cache_dir is None:
+        return None
+    backend = parts.backend
+    # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
+    layout = (backend.info.detail, backend.block_size, backend.block_bytes())
+    identity = f"{fingerprint_of(parts)} {layout}"
+    return DiskCache(config.cache_dir, identity, backend, config.cache_dir_size)
+
+
+def make_scheduler(
+    parts: LoadedModel, config: EngineConfig, cache_plan: CachePlan, store: DiskCache | None
+) -> Scheduler:
     backend = parts.backend
     card = cost_card(backend.spec, backend.info)
     return Scheduler(
@@ -41,6 +54,8 @@ def make_scheduler(parts: LoadedModel, config: EngineConfig, cache_plan: CachePl
         max_running=config.max_running,
         prefix_cache=config.prefix_cache,
         use_cache=config.use_cache,
+        prefix_key=None if store is None else store.key,
+        store=store,
         cost=TokenCost(card.prompt_ops_token, card.ops_position // len(backend.spec.layers)),
         overlap=backend.overlap,
     )

@@ -228,4 +228,9 @@ SAMPLED = {
     "evictions_total": "cached blocks evicted",
     "prefix_queries_total": "prompt tokens looked up in the prefix cache",
     "prefix_hits_total": "prompt tokens found in the prefix cache",
+    "disk_cache_bytes": "bytes in --cache-dir",
+    "disk_cache_loaded_total": "KV cache blocks loaded from --cache-dir",
+    "disk_cache_stored_total": "KV cache blocks stored in --cache-dir",
+    "disk_cache_dropped_total": "KV cache blocks not stored: the disk is too slow or was cleared",
+    "disk_cache_damaged_total": "stored blocks refused: damaged or of the wrong size",
 }

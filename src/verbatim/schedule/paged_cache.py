@@ -7,6 +7,7 @@ nothing changes. The order of service is the scheduler's business.
 from __future__ import annotations
 
 from verbatim.base.records import CacheGroup
+from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import BlockPool
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import Sequence
@@ -21,12 +22,14 @@ class PagedCache:
         blocks: tuple[int, ...],
         block_size: int,
         prefix: PrefixChain | None,
+        store: BlockStore | None = None,
     ) -> None:
         self.groups = groups
         self.blocks = blocks
         self.pools = [BlockPool(n) for n in blocks]
         self.block_size = block_size
         self.prefix = prefix
+        self.store = store  # blocks outside the pools: the disk cache
         self.windows = [g.window for g in groups]
         self._windowed = any(w is not None for w in self.windows)
 
@@ -136,7 +139,11 @@ class PagedCache:
             return
         if not seq.root:
             seq.root = self.prefix.root(seq.salt)
-        k, firsts = self._longest_hit(seq, (len(seq.tokens) - 1) // self.block_size)
+        max_blocks = (len(seq.tokens) - 1) // self.block_size
+        hit = self._longest_hit(seq, max_blocks, self.store)
+        if self.store is not None and not self._load_missing(seq, *hit):
+            hit = self._longest_hit(seq, max_blocks, None)
+        k, firsts = hit
         for g, pool in enumerate(self.pools):
             table = [-1] * firsts[g]
             for block_hash in seq.hashes[firsts[g] : k]:
@@ -146,19 +153,60 @@ class PagedCache:
             seq.blocks[g], seq.released[g] = table, firsts[g]
         seq.computed = k * self.block_size
         seq.published = k
+        self._save_prompt(seq, firsts, k)
 
-    def _longest_hit(self, seq: Sequence, max_blocks: int) -> tuple[int, list[int]]:
+    def _load_missing(self, seq: Sequence, k: int, firsts: list[int]) -> bool:
+        """Load the blocks of a hit that are only in the store. They are cached afterwards, as if
+        a sequence had just released them. False: not all could be loaded."""
+        assert self.store is not None
+        held: list[tuple[BlockPool, int]] = []  # referenced, so that no allocation evicts them
+        complete = True
+        for g, pool in enumerate(self.pools):
+            for block_hash in seq.hashes[firsts[g] : k]:
+                block = pool.by_hash.get(block_hash)
+                if block is not None:
+                    pool.share(block)
+                elif complete and pool.available:
+                    block = pool.allocate()
+                    complete = self.store.load(g, block_hash, block)
+                    if complete:
+                        pool.publish(block, block_hash)
+                else:
+                    complete = False
+                    continue
+                held.append((pool, block))
+        for pool, block in reversed(held):
+            pool.release(block)
+        return complete
+
+    def _save_prompt(self, seq: Sequence, firsts: list[int], end: int) -> None:
+        """Store the blocks of the prompt from index `firsts` of each group to `end`."""
+        if self.store is None:
+            return
+        end = min(end, seq.prompt_len // self.block_size)
+        for g, table in enumerate(seq.blocks):
+            for i in range(firsts[g], end):
+                if table[i] >= 0:
+                    self.store.save(g, seq.hashes[i], table[i])
+
+    def _longest_hit(
+        self, seq: Sequence, max_blocks: int, store: BlockStore | None
+    ) -> tuple[int, list[int]]:
         """(blocks hit, per group the index of the first block it needs)."""
+
+        def missing(group: int, block_hash: bytes) -> bool:
+            return block_hash not in self.pools[group].by_hash and (
+                store is None or not store.has(group, block_hash)
+            )
+
         prefix = self.prefix
         assert prefix is not None
-        full = [
-            pool for pool, window in zip(self.pools, self.windows, strict=True) if window is None
-        ]
+        full = [g for g, window in enumerate(self.windows) if window is None]
         k = 0 if full else max_blocks
         prefix.extend(seq.hashes, seq.root, seq.tokens, k)
         while full and k < max_blocks:
             prefix.extend(seq.hashes, seq.root, seq.tokens, k + 1)
-            if any(seq.hashes[k] not in pool.by_hash for pool in full):
+            if any(missing(g, seq.hashes[k]) for g in full):
                 break
             k += 1
         while True:
@@ -167,18 +215,9 @@ class PagedCache:
                 for w in self.windows
             ]
             gap = -1  # last needed block that is not cached: the prefix hit must end before it
-            for pool, first in zip(self.pools, firsts, strict=True):
-                gap = max(
-                    gap,
-                    next(
-                        (
-                            i
-                            for i in range(k - 1, first - 1, -1)
-                            if seq.hashes[i] not in pool.by_hash
-                        ),
-                        -1,
-                    ),
-                )
+            for g, first in enumerate(firsts):
+                absent = (i for i in range(k - 1, first - 1, -1) if missing(g, seq.hashes[i]))
+                gap = max(gap, next(absent, -1))
             if gap < 0:
                 return k, firsts
             k = gap
@@ -209,6 +248,7 @@ class PagedCache:
             for i in range(seq.published, full):
                 if table[i] >= 0:
                     pool.publish(table[i], seq.hashes[i])
+        self._save_prompt(seq, [seq.published] * len(self.pools), full)
         seq.published = full
 
     def trim(self, seq: Sequence) -> None:

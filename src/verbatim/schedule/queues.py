@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.records import CacheGroup
+from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
 from verbatim.schedule.paged_cache import PagedCache
 from verbatim.schedule.prefix import PrefixChain
@@ -34,9 +35,10 @@ class SequenceQueues:
         prefix_cache: bool,
         use_cache: bool,
         prefix_key: bytes | None,
+        store: BlockStore | None,
     ) -> None:
         prefix = PrefixChain(block_size, prefix_key) if prefix_cache and use_cache else None
-        self.cache = PagedCache(groups, blocks, block_size, prefix)
+        self.cache = PagedCache(groups, blocks, block_size, prefix, store)
         self.block_size = block_size
         self.max_running = max_running
         self.use_cache = use_cache

@@ -50,6 +50,7 @@ from verbatim.base.records import (
     StepResult,
     TokenEvent,
 )
+from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
 from verbatim.schedule.paged_cache import Copies
 from verbatim.schedule.queues import SequenceQueues
@@ -72,6 +73,7 @@ class Scheduler(SequenceQueues):
         prefix_cache: bool = True,
         use_cache: bool = True,
         prefix_key: bytes | None = None,
+        store: BlockStore | None = None,
         cost: TokenCost | None = None,
         overlap: bool = False,
     ) -> None:
@@ -83,6 +85,7 @@ class Scheduler(SequenceQueues):
             prefix_cache=prefix_cache,
             use_cache=use_cache,
             prefix_key=prefix_key,
+            store=store,
         )
         self.step_tokens = step_tokens
         self.cost = cost or TokenCost()

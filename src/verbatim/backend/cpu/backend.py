@@ -108,6 +108,13 @@ class CpuBackend:
     def allocate(self, blocks: tuple[int, ...]) -> None:
         self._engine.allocate(list(blocks))
 
+    def read_block(self, group: int, block: int) -> bytes:
+        data: bytes = self._engine.read_block(group, block)
+        return data
+
+    def write_block(self, group: int, block: int, data: bytes) -> None:
+        self._engine.write_block(group, block, data)
+
     def execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             self._engine.copy(group, source, target)

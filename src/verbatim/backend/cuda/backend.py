@@ -119,6 +119,18 @@ class CudaBackend:
         shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
         return torch.zeros(shape, dtype=torch.float16, device=self.device)
 
+    def read_block(self, group: int, block: int) -> bytes:
+        parts = [cache[:, block] for cache in self._caches[group]]
+        return bytes(torch.stack(parts).cpu().numpy().tobytes())
+
+    def write_block(self, group: int, block: int, data: bytes) -> None:
+        if len(data) != self.block_bytes()[group]:
+            raise ValueError(f"{len(data)} bytes are not a block of group {group}")
+        shape = (2, *self._caches[group][0][:, block].shape)
+        stored = torch.frombuffer(bytearray(data), dtype=torch.float16).reshape(shape)
+        for cache, part in zip(self._caches[group], stored, strict=True):
+            cache[:, block] = part.to(self.device)
+
     # ---- execute a step
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -10,7 +10,10 @@ model). The KV cache is float32 whatever EngineConfig.kv_type says.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.reference.blas import one_thread
@@ -74,6 +77,28 @@ class ReferenceBackend:
         )
         if self.config.check:
             self._canary = Canary(groups, blocks, self.block_size)
+
+    def read_block(self, group: int, block: int) -> bytes:
+        return b"".join(part.tobytes() for part in self._block_parts(group, block))
+
+    def write_block(self, group: int, block: int, data: bytes) -> None:
+        parts = self._block_parts(group, block)
+        if len(data) != sum(part.nbytes for part in parts):
+            raise ValueError(f"{len(data)} bytes are not a block of group {group}")
+        start = 0
+        for part in parts:
+            stored = np.frombuffer(data, part.dtype, part.size, start)
+            part[...] = stored.reshape(part.shape)
+            start += part.nbytes
+
+    def _block_parts(self, group: int, block: int) -> list[NDArray[Any]]:
+        """Views of everything that is kept per block: keys, values, the canary's stamps."""
+        assert self._caches is not None, "allocate is called before the first block is read"
+        cache = self._caches[group]
+        parts: list[NDArray[Any]] = [cache.keys[:, block], cache.values[:, block]]
+        if self._canary is not None:
+            parts += [self._canary.stamps[group][block], self._canary.tokens[group][block]]
+        return parts
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert self._caches is not None, "allocate is called before the first step"

@@ -192,6 +192,20 @@ class PyEngine {
             throw std::invalid_argument("a block copy is out of range");
         engine_.copy_block(group, from, to);
     }
+    uint8_t* block(int group, int64_t block) {
+        if (group < 0 || group >= groups_ || block < 0 || block >= blocks_[group])
+            throw std::invalid_argument("the block is out of range");
+        return engine_.block(group, block);
+    }
+    nb::bytes read_block(int group, int64_t number) {
+        return nb::bytes(block(group, number), (size_t)engine_.block_bytes(group));
+    }
+    void write_block(int group, int64_t number, nb::bytes data) {
+        uint8_t* to = block(group, number);
+        if ((int64_t)data.size() != engine_.block_bytes(group))
+            throw std::invalid_argument("write_block() needs exactly the bytes of one block");
+        std::memcpy(to, data.data(), data.size());
+    }
     int step(nb::tuple sequences) {
         if (blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
         read_sequences(engine_, sequences, groups_, blocks_);
@@ -347,6 +361,8 @@ NB_MODULE(_native, m) {
         .def("block_bytes", &PyEngine::block_bytes)
         .def("allocate", &PyEngine::allocate)
         .def("copy", &PyEngine::copy)
+        .def("read_block", &PyEngine::read_block)
+        .def("write_block", &PyEngine::write_block)
         .def("step", &PyEngine::step)
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })

@@ -213,8 +213,11 @@ uint8_t* Engine::kv_slice(int layer, int64_t block, int kv) const {
 }
 
 void Engine::copy_block(int group, int64_t from, int64_t to) {
-    int layer = groups_[group].layers[0];
-    std::memcpy(kv_slice(layer, to, 0), kv_slice(layer, from, 0), (size_t)block_bytes(group));
+    std::memcpy(block(group, to), block(group, from), (size_t)block_bytes(group));
+}
+
+uint8_t* Engine::block(int group, int64_t block) const {
+    return kv_slice(groups_[group].layers[0], block, 0);
 }
 
 void Engine::reserve(int rows) {

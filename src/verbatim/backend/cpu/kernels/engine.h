@@ -149,6 +149,7 @@ class Engine : ThreadPool::Job {
     int64_t block_bytes(int group) const;
     void allocate(const std::vector<int64_t>& blocks);
     void copy_block(int group, int64_t from, int64_t to);
+    uint8_t* block(int group, int64_t block) const;  // block_bytes(group) bytes
 
     Step step;  // input of run()
     void run();
