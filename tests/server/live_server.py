@@ -34,6 +34,7 @@ class Live:
         engine: str | None = "pipeline",
         env: dict[str, str] | None = None,
         clock: bool = False,
+        names: tuple[str, ...] = NAMES,
     ) -> None:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
         self.clocked = clock
@@ -42,7 +43,7 @@ class Live:
             if clock
             else [sys.executable, "-m", "verbatim"]
         )
-        words += ["serve", "--port", "0", *(w for n in NAMES for w in ("--served-model-name", n))]
+        words += ["serve", "--port", "0", *(w for n in names for w in ("--served-model-name", n))]
         words += ["--engine-silence-seconds", NEVER] if clock else []
         words += ["--test-engine", engine] if engine else []
         clean = {k: v for k, v in os.environ.items() if k != "VERBATIM_API_KEY"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.config import SIZES, EngineConfig, parse_size
+from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.options import (
@@ -19,6 +19,7 @@ from verbatim.cli.options import (
     check_output,
     engine_of,
     engine_options,
+    engine_value,
     given_sampling,
     model_options,
     parse_parameter,
@@ -151,7 +152,7 @@ def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting
             if name == "model":
                 model = value
             elif name in ENGINE:
-                engine[name] = _engine_value(name, value)
+                engine[name] = engine_value(name, value)
             else:
                 params[name] = parse_parameter(name, value)
         EngineConfig(**engine)
@@ -168,21 +169,6 @@ def _with(base: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
         }
         changes = {**plain, **changes}
     return base.with_(**changes)
-
-
-def _engine_value(name: str, text: str) -> Any:
-    kind = ENGINE[name]
-    if name in SIZES:
-        return parse_size(name, text)
-    try:
-        if kind.startswith("int"):
-            return int(text)
-        if kind.startswith("bool"):
-            return {"true": True, "false": False}[text.lower()]
-    except (ValueError, KeyError):
-        wanted = "a whole number" if kind.startswith("int") else "true or false"
-        raise ParameterError(name, f"{text!r} is not {wanted}") from None
-    return (text,) if kind.startswith("tuple") else text
 
 
 def _lines(file: str | None) -> list[str]:

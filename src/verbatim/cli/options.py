@@ -275,21 +275,35 @@ def positional_model(flags: Values, name: str | None) -> None:
     flags["model"] = name
 
 
+MODEL_HELP = "a .gguf file, a safetensors directory, a catalog name or org/name on the hub"
+
+
 def model_options(command: F) -> F:
     """Add --model, --revision and --offline: where the weights come from."""
+    return _model_flags(
+        command,
+        default=DEFAULT_MODEL,
+        envvar="VERBATIM_MODEL",
+        metavar="MODEL",
+        help=f"{MODEL_HELP} [{DEFAULT_MODEL}]",
+    )
+
+
+def several_model_options(command: F) -> F:
+    """model_options with a --model that may be repeated; it arrives as a tuple."""
+    return _model_flags(
+        command,
+        multiple=True,
+        metavar="[NAME=]MODEL",
+        help=f"{MODEL_HELP}; repeated as NAME=MODEL: several models behind one port"
+        f" [{DEFAULT_MODEL}]",
+    )
+
+
+def _model_flags(command: F, **model: Any) -> F:
     section = "Model and engine"
     add = [
-        click.option(
-            "-m",
-            "--model",
-            cls=Option,
-            section=section,
-            default=DEFAULT_MODEL,
-            envvar="VERBATIM_MODEL",
-            metavar="MODEL",
-            help="a .gguf file, a safetensors directory, a catalog name or org/name on the hub"
-            f" [{DEFAULT_MODEL}]",
-        ),
+        click.option("-m", "--model", cls=Option, section=section, **model),
         click.option(
             "--revision",
             cls=Option,
@@ -346,6 +360,22 @@ def _engine_flags(command: F, without: tuple[str, ...]) -> F:
             option = click.option(flag, dest, metavar="NAME", **common)
         command = option(command)
     return command
+
+
+def engine_value(name: str, text: str) -> Any:
+    """Parse the value of one engine setting, as in `verbatim compare -s threads=2`."""
+    kind = {field.name: str(field.type) for field in fields(EngineConfig)}[name]
+    if name in SIZES:
+        return parse_size(name, text)
+    try:
+        if kind.startswith("int"):
+            return int(text)
+        if kind.startswith("bool"):
+            return {"true": True, "false": False}[text.lower()]
+    except (ValueError, KeyError):
+        wanted = "a whole number" if kind.startswith("int") else "true or false"
+        raise ParameterError(name, f"{text!r} is not {wanted}") from None
+    return (text,) if kind.startswith("tuple") else text
 
 
 def engine_of(flags: Values) -> Values:

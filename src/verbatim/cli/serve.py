@@ -4,22 +4,28 @@ after SIGTERM or Ctrl-C, when the drain has ended every stream."""
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.cli.options import (
+    DEFAULT_MODEL,
     Command,
     Option,
     engine_of,
     engine_options,
-    model_options,
-    positional_model,
+    engine_value,
+    several_model_options,
 )
+
+if TYPE_CHECKING:
+    from verbatim.server.settings import NamedModel
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,6 +68,37 @@ def limit_options(command: F) -> F:
     multiple=True,
     metavar="NAME",
     help="name clients may use (may be repeated)",
+)
+@click.option(
+    "--pin",
+    "pinned",
+    cls=Option,
+    multiple=True,
+    metavar="NAME",
+    help="of several models: load this one at the start and never unload it (may be repeated)",
+)
+@click.option(
+    "--model-setting",
+    "model_settings",
+    cls=Option,
+    multiple=True,
+    metavar="NAME.KEY=VALUE",
+    help="engine setting of one of several models, such as code.context=4096 (may be repeated)",
+)
+@click.option(
+    "--max-loaded-models",
+    cls=Option,
+    default=0,
+    type=int,
+    metavar="N",
+    help="of several models: the most that are loaded at once; 0: as many as fit in memory [0]",
+)
+@click.option(
+    "--model-idle-seconds",
+    cls=Option,
+    default=0.0,
+    type=float,
+    help="of several models: unload one that no request has used for so long; 0: never [0]",
 )
 @click.option(
     "--api-key-file",
@@ -144,10 +181,15 @@ def limit_options(command: F) -> F:
     help="tests: an engine of verbatim.testing instead of a model",
 )
 @limit_options
-@model_options
+@several_model_options
 @engine_options
 def command(
-    name: str | None, names: tuple[str, ...], api_key_file: str | None, **flags: Any
+    name: str | None,
+    names: tuple[str, ...],
+    pinned: tuple[str, ...],
+    model_settings: tuple[str, ...],
+    api_key_file: str | None,
+    **flags: Any,
 ) -> int:
     """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP until SIGTERM or Ctrl-C.
 
@@ -161,12 +203,21 @@ def command(
             f"the server needs {error.name}; install the extra 'server': "
             "pip install '.[server]' in the checkout"
         ) from None
-    positional_model(flags, name)
+    models = read_models(name, flags["model"], pinned, model_settings)
+    if len(models) == 1 and not models[0].name and not (pinned or model_settings):
+        model, models = models[0].model, ()
+    else:
+        model = models[0].model
+    if models and names:
+        raise ParameterError("served_model_name", "belongs to one model; write --model NAME=MODEL")
     limits = {
         f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None
     }
     settings = Settings(
-        model=flags["model"],
+        model=model,
+        models=models,
+        max_loaded_models=flags["max_loaded_models"],
+        model_idle_seconds=flags["model_idle_seconds"],
         served_names=names,
         engine=engine_of(flags),
         revision=flags.get("revision"),
@@ -190,6 +241,57 @@ def command(
         limits=Limits(**limits),
     )
     return run(settings)
+
+
+NAMED = re.compile(r"([\w.:+-]+)=(.+)")
+
+
+def read_models(
+    positional: str | None,
+    given: tuple[str, ...],
+    pinned: tuple[str, ...],
+    model_settings: tuple[str, ...],
+) -> tuple[NamedModel, ...]:
+    """The models to serve, in order. A single one without NAME= has the name ""."""
+    from verbatim.server.settings import NamedModel
+
+    given = tuple(dict.fromkeys((*([positional] if positional else []), *given)))
+    if not given:
+        return (NamedModel("", os.environ.get("VERBATIM_MODEL", DEFAULT_MODEL)),)
+    several = len(given) > 1
+    models: dict[str, str] = {}
+    for text in given:
+        match = None if Path(text).expanduser().exists() else NAMED.fullmatch(text)
+        name, model = (match[1], match[2]) if match else (text if several else "", text)
+        if name in models:
+            raise ParameterError("model", f"two models have the name {name!r}")
+        models[name] = model
+    settings: dict[str, dict[str, Any]] = {name: {} for name in models}
+    for text in model_settings:
+        name, key, value = _model_setting(text, tuple(models))
+        settings[name][key] = value
+    for name in pinned:
+        if name not in models:
+            raise ParameterError("pin", f"no model has the name {name!r}: {', '.join(models)}")
+    return tuple(
+        NamedModel(name, model, settings[name], name in pinned) for name, model in models.items()
+    )
+
+
+def _model_setting(text: str, names: tuple[str, ...]) -> tuple[str, str, Any]:
+    """code.context=4096 -> ("code", "context", 4096)."""
+    where, equals, value = text.partition("=")
+    name, dot, key = where.rpartition(".")
+    key = key.replace("-", "_")
+    if not (equals and dot) or key not in {field.name for field in fields(EngineConfig)}:
+        raise ParameterError(
+            "model_setting", f"{text!r} is not NAME.KEY=VALUE with an engine setting as KEY"
+        )
+    if name not in names:
+        raise ParameterError("model_setting", f"no model has the name {name!r}: {', '.join(names)}")
+    parsed = engine_value(key, value)
+    EngineConfig(**{key: parsed})
+    return name, key, parsed
 
 
 def read_keys(path: str | None) -> tuple[str, ...]:

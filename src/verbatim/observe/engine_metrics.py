@@ -77,7 +77,7 @@ class Registry:
         return self._keep(name, help, {}, Histogram(bounds))
 
     def _keep(self, name: str, help: str, labels: dict[str, str], metric: M) -> M:
-        inner = ",".join(f'{k}="{_escape(v)}"' for k, v in sorted(labels.items()))
+        inner = ",".join(f'{k}="{escape(v)}"' for k, v in sorted(labels.items()))
         series = self._metrics.setdefault(name, (help, {}))[1]
         kept = series.setdefault(f"{{{inner}}}" if inner else "", metric)
         assert isinstance(kept, type(metric)), f"{name} is a {type(kept).__name__} already"
@@ -117,7 +117,7 @@ def _show(value: float) -> str:
     return str(int(value)) if value == int(value) else repr(value)
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -163,12 +163,14 @@ def _endpoint(
         response: Response | None = None
         try:
             if is_queued:
-                call.admission.enter_context(state.admit(call.tenant))
+                call.admission.enter_context(state.admission.admit(call.tenant))
             call.query = check_query(
                 "GET" if request.method == "HEAD" else request.method,
                 path,
                 request.query_params.multi_items(),
             )
+            if is_queued and request.method != "POST":
+                await call.choose_model(None)  # a POST names its model in the body
             response = await handler(call)
         except (ClientDisconnected, ClientDisconnect):
             response = Response(status_code=499)
@@ -240,7 +242,8 @@ class Middleware:
         scope["verbatim.headers"] = [(b"x-request-id", request_id.encode()), *self._cors(headers)]
         problem, route = self._check_access(scope, headers), "other"
         if problem is None and scope["method"] == "POST" and scope["path"] in QUEUED_ROUTES:
-            problem, route = self._state.rejection(scope["verbatim.tenant"]), scope["path"]
+            route = scope["path"]
+            problem = self._state.admission.rejection(scope["verbatim.tenant"])
         if problem is None:
             return None
         body = dumps(problem_body(scope["path"], problem))

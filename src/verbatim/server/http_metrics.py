@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import platform
+from collections.abc import Mapping
 
 import verbatim
-from verbatim.observe.engine_metrics import Registry
+from verbatim.observe.engine_metrics import Registry, escape
 from verbatim.server.process.supervisor import Supervisor
 
 
@@ -35,10 +36,10 @@ class Metrics:
         name, help = "verbatim_http_answers_total", "HTTP answers by route and status"
         self._registry.number(name, help, route=route, status=str(status)).add()
 
-    def text(self, supervisor: Supervisor, open_requests: int) -> str:
-        """Prometheus text. `open_requests`: requests admitted and not yet answered."""
-        ledger = supervisor.ledger
-        waiting = max(0, ledger.running - int(supervisor.stats.get("requests_running", 0)))
+    def text(self, engines: Mapping[str, Supervisor], open_requests: int) -> str:
+        """Prometheus text. `open_requests`: requests admitted and not yet answered. Of several
+        models, what an engine counts has a label `model`."""
+        ledger = next(iter(engines.values())).ledger  # one for all models
 
         def put(name: str, help: str, value: float, **labels: str) -> None:
             self._registry.number(f"verbatim_{name}", help, **labels).value = value
@@ -47,20 +48,59 @@ class Metrics:
         put("http_tasks", "asyncio tasks of the HTTP process", len(asyncio.all_tasks()))
         put("requests_opened_total", "requests sent to the engine", ledger.opened)
         put("requests_open", "requests in the engine process", ledger.running)
-        put(
-            "requests_waiting",
-            "requests open with no sequence running (vllm:num_requests_waiting)",
-            waiting,
-        )
         for state, count in sorted(ledger.states.items()):
             put("requests_ended_total", "requests by how they ended", count, state=state)
         for kind, count in sorted(ledger.usage.items()):
             put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
-        put("engine_restarts_total", "times the engine was started again", supervisor.restarts)
-        put(
-            "engine_reports_total",
-            "heartbeats that brought the engine's metrics",
-            supervisor.reports,
-        )
-        put("engine_up", "1 when the engine is ready", float(supervisor.ready.is_set()))
-        return self._registry.render() + supervisor.metrics
+        for name, engine in engines.items():
+            labels = {"model": name} if len(engines) > 1 else {}
+            running = int(engine.stats.get("requests_running", 0))
+            put(
+                "requests_waiting",
+                "requests open with no sequence running (vllm:num_requests_waiting)",
+                max(0, engine.open_requests - running),
+                **labels,
+            )
+            put(
+                "engine_restarts_total",
+                "times the engine was started again",
+                engine.restarts,
+                **labels,
+            )
+            put(
+                "engine_reports_total",
+                "heartbeats that brought the engine's metrics",
+                engine.reports,
+                **labels,
+            )
+            put(
+                "engine_up",
+                "1 when the engine is ready",
+                float(engine.ready.is_set()),
+                **labels,
+            )
+        return self._registry.render() + merge({n: e.metrics for n, e in engines.items()})
+
+
+def merge(texts: Mapping[str, str]) -> str:
+    """One Prometheus text from the engines' texts by model name, with a label `model` on every
+    sample. Prometheus wants the samples of a metric together, after its HELP and TYPE lines."""
+    if len(texts) == 1:
+        return next(iter(texts.values()))
+    headers: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for model, text in texts.items():
+        label, metric = f'model="{escape(model)}"', ""
+        for line in text.splitlines():
+            if line.startswith("# HELP "):
+                metric = line.split()[2]
+                headers[metric], samples[metric] = [], samples.get(metric, [])
+            if line.startswith("#"):
+                headers[metric].append(line)
+            else:
+                name, brace, rest = line.partition("{")
+                if not brace:
+                    name, _, rest = line.partition(" ")
+                samples[metric].append(f"{name}{{{label}{',' if brace else '} '}{rest}")
+    lines = [line for metric in headers for line in (*headers[metric], *samples[metric])]
+    return "\n".join(lines) + "\n" if lines else ""

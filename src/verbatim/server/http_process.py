@@ -26,6 +26,7 @@ from verbatim.server.api.api_errors import Problem
 from verbatim.server.app import make_app
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
+from verbatim.server.model_pool import ModelPool
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
@@ -83,8 +84,9 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     """`clock` is read for every deadline; the tests pass one that they move themselves."""
     check_certificate(settings)
     sock = bind(settings)
-    supervisor = Supervisor(settings, clock)
-    state = State(settings, supervisor, clock)
+    pool = ModelPool(settings, clock) if settings.models else None
+    supervisor = Supervisor(settings, clock) if pool is None else pool.first.supervisor
+    state = State(settings, supervisor, clock, pool)
     state.access = AccessLog(settings.log_format)
     app = make_app(state)
     config = uvicorn.Config(
@@ -102,10 +104,11 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: drain_now.set() if stop.is_set() else stop.set())
-    supervisor.start()
+    (supervisor if pool is None else pool).start()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     keepalives = asyncio.create_task(send_keepalives(state))
     announcing = asyncio.create_task(announce(state, sock))
+    unloading = None if pool is None else asyncio.create_task(pool.unload_idle())
     try:
         await asyncio.wait(
             (asyncio.ensure_future(stop.wait()), supervisor.fatal, serving),
@@ -116,9 +119,11 @@ async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic)
     finally:
         keepalives.cancel()
         announcing.cancel()
+        if unloading is not None:
+            unloading.cancel()
         server.should_exit = True
         await serving
-        await supervisor.close()
+        await (supervisor if pool is None else pool).close()
         state.access.flush()
     if supervisor.fatal.done():
         raise ModelError(supervisor.fatal.result())
@@ -153,16 +158,17 @@ async def announce(state: State, sock: socket.socket) -> None:
 async def drain(state: State, drain_now: asyncio.Event) -> None:
     """Wait until no request is open, drain_seconds have passed, or a second signal arrives.
     Requests that are still open then fail with a 503."""
-    state.draining = True
+    state.admission.draining = True
     log.info("draining %d requests", state.open)
     deadline = asyncio.get_running_loop().time() + state.settings.drain_seconds
     while state.open and not drain_now.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
     if state.open:
         log.warning("cutting %d requests", state.open)
-        state.supervisor.fail_all(
-            Problem("unavailable", "the server is shutting down", retry_after=30)
-        )
+        for supervisor in state.engines().values():
+            supervisor.fail_all(
+                Problem("unavailable", "the server is shutting down", retry_after=30)
+            )
         for _ in range(60):
             if not state.open:
                 break
@@ -173,7 +179,8 @@ async def send_keepalives(state: State) -> None:
     """Wake every stream three times per keepalive interval; a silent one then sends a comment."""
     while True:
         await asyncio.sleep(max(state.settings.keepalive_seconds / 3, 0.05))
-        state.supervisor.wake_all()
+        for supervisor in state.engines().values():
+            supervisor.wake_all()
 
 
 def raise_file_limit() -> None:

@@ -1,13 +1,14 @@
-"""State shared by all request handlers: settings, supervisor, model names, admission counts, stored
+"""State shared by all request handlers: settings, supervisors, model names, admission, stored
 answers.
 
-admit(tenant) returns a context manager or raises a 429 or 503. Admission is decided at once in the
-HTTP process, without a message to the engine.
+Admission.admit(tenant) returns a context manager or raises a 429 or 503. Admission is decided at
+once in the HTTP process, without a message to the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,9 +17,10 @@ from verbatim.server.answer_store import Store
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.logs import AccessLog
+from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
-from verbatim.server.settings import Settings
+from verbatim.server.settings import Limits, Settings
 
 # Concurrent requests with explain_rows. Each holds up to 64 rows of logits: 17 MB at a vocabulary
 # of 49,152, in three places (engine, socket, response).
@@ -31,19 +33,18 @@ class State:
         settings: Settings,
         supervisor: Supervisor,
         clock: Callable[[], float] = time.monotonic,
+        pool: ModelPool | None = None,
     ) -> None:
         self.settings = settings
         self.limits = settings.limits
-        self.supervisor = supervisor
+        self.supervisor = supervisor  # of the model that a request chose, else of the first model
+        self.pool = pool  # None: one model
         self.clock = clock  # seconds; the time base of every request deadline
         self.metrics = Metrics()
         self.store = Store(settings.store_items, settings.limits.max_store_bytes)
         self.access: AccessLog | None = None
         self.started = int(time.time())
-        self.draining = False
-        self.open = 0
-        self._with_rows = 0
-        self._per_tenant: Counter[str] = Counter()
+        self.admission = Admission(settings.limits)
 
     @property
     def facts(self) -> ModelFacts:
@@ -61,8 +62,44 @@ class State:
         facts = self.supervisor.facts
         return self.limits.max_json_values + (0 if facts is None else facts.context)
 
+    @property
+    def open(self) -> int:
+        return self.admission.open
+
+    @property
+    def ready(self) -> bool:
+        """The server accepts requests. Of several models, the first was loaded once; another one is
+        loaded by the request that names it."""
+        if self.admission.draining:
+            return False
+        if self.pool is not None:
+            return self.pool.first.supervisor.ready.is_set() or self.pool.first.facts is not None
+        return self.supervisor.ready.is_set()
+
     def names(self) -> tuple[str, ...]:
+        if self.pool is not None:
+            return tuple(self.pool.models)
         return self.settings.served_names or (self.settings.model,)
+
+    def engines(self) -> dict[str, Supervisor]:
+        """Supervisors by model name."""
+        if self.pool is None:
+            return {self.names()[0]: self.supervisor}
+        return {name: model.supervisor for name, model in self.pool.models.items()}
+
+    def facts_of(self, name: str) -> ModelFacts | None:
+        """Facts about the model with this served name; None until it is loaded for the first
+        time."""
+        if self.pool is None:
+            return self.supervisor.facts
+        model = self.pool.models[name]
+        return model.supervisor.facts or model.facts
+
+    def for_model(self, model: ServedModel) -> State:
+        """This state, as seen by a request for one of several models."""
+        view = copy.copy(self)
+        view.supervisor, view.settings = model.supervisor, model.settings
+        return view
 
     def check_model(self, name: str | None) -> str:
         """The served name for a request's `model`; None: the first. A name is only looked up in the
@@ -80,6 +117,17 @@ class State:
             f"model: no such model here; /v1/models lists them ({', '.join(names[:3])})",
             "model",
         )
+
+
+class Admission:
+    """Counts the open requests of all models, and decides on one more."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.draining = False
+        self.open = 0
+        self._with_rows = 0
+        self._per_tenant: Counter[str] = Counter()
 
     def rejection(self, tenant: str) -> Problem | None:
         """The 429 or 503 for one more request of this tenant; None: it is admitted."""

@@ -143,10 +143,23 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class NamedModel:
+    """One of several models of a server."""
+
+    name: str  # for clients
+    model: str  # a path, a catalog name or org/name on the hub
+    engine: Mapping[str, Any] = field(default_factory=dict)  # settings of this model only
+    pinned: bool = False  # loaded at the start, never unloaded
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     model: str = "smollm2"
     served_names: tuple[str, ...] = ()  # model names for clients; empty: the model's own
     engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
+    models: tuple[NamedModel, ...] = ()  # several models; empty: `model` alone
+    max_loaded_models: int = 0  # 0: as many as fit in memory
+    model_idle_seconds: float = 0.0  # unload a model that was not used for so long; 0: never
     revision: str | None = None
     offline: bool = False
     host: str = "127.0.0.1"
@@ -185,6 +198,16 @@ class Settings:
         ):
             raise ParameterError(
                 "api_key_file", "a key needs at least 8 printable ASCII characters without spaces"
+            )
+        for name in ("max_loaded_models", "model_idle_seconds"):
+            if getattr(self, name) < 0:
+                raise ParameterError(name, f"{getattr(self, name)} is below 0")
+        pinned = sum(named.pinned for named in self.models)
+        if 0 < self.max_loaded_models <= pinned < len(self.models):
+            raise ParameterError(
+                "max_loaded_models",
+                f"{pinned} models are pinned, and at most {self.max_loaded_models} may be loaded;"
+                " the others could never be",
             )
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port")

@@ -111,7 +111,7 @@ class ChatRequest:
         )
         self.rows = to_params.wants_logit_rows(body, self.params)
         if self.rows:
-            call.admission.enter_context(state.admit_rows())
+            call.admission.enter_context(state.admission.admit_rows())
 
     def _client_name(self, name: str) -> str:
         return self.names.get(name, name)

@@ -160,7 +160,7 @@ class CompletionsReply:
         )
         self.rows = to_params.wants_logit_rows(self.body, self.params, len(self.prompts))
         if self.rows:
-            self.call.admission.enter_context(state.admit_rows())
+            self.call.admission.enter_context(state.admission.admit_rows())
         self.prompt_params = to_params.for_each_prompt(self.params, self.body, len(self.prompts))
         self.seed_per_prompt = len({params.get("seed") for params in self.prompt_params}) > 1
         self.head["seed"] = None if self.seed_per_prompt else self.params.get("seed")

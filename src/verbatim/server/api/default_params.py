@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.defaults import ModelDefaults, resolve
 from verbatim.base.params import SamplingParams
-from verbatim.server.process.messages import Generate
+from verbatim.server.process.messages import Generate, ModelFacts
 
 if TYPE_CHECKING:
     from verbatim.server.server_state import State
@@ -27,7 +27,13 @@ def default_params(
     state: State, params: SamplingParams | None = None, route: str = ""
 ) -> SamplingParams:
     """The parameters in force for a request that gives only `params`."""
-    facts = state.facts
+    return model_params(state.facts, state, params, route)
+
+
+def model_params(
+    facts: ModelFacts, state: State, params: SamplingParams | None = None, route: str = ""
+) -> SamplingParams:
+    """default_params of the model with these facts."""
     stated = ModelDefaults(tuple(facts.sampling.items()), facts.sampling_source)
     mode = state.settings.engine.get("defaults", "model")
     return resolve(params or SamplingParams(), stated, mode, protocol_of(route))

@@ -7,7 +7,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.base.defaults import report
-from verbatim.server.api.default_params import default_params
+from verbatim.server.api.default_params import model_params
 from verbatim.server.api.request_context import Json, RequestContext
 
 
@@ -18,13 +18,13 @@ def _model(call: RequestContext, name: str) -> dict[str, Any]:
         "created": call.state.started,
         "owned_by": "verbatim",
     }
-    facts = call.state.supervisor.facts
+    facts = call.state.facts_of(name)
     if facts is None:
         return out
     return out | {
         "context_length": facts.context,
         "fingerprint": facts.fingerprint,
-        "sampling": report(default_params(call.state)),
+        "sampling": report(model_params(facts, call.state)),
     }
 
 
@@ -60,8 +60,8 @@ async def live(call: RequestContext) -> Response:
 async def health(call: RequestContext) -> Response:
     """200 when the server accepts requests; 503 while it loads, restarts the engine or drains.
     Needs no API key, so it reveals nothing else."""
-    ready = call.state.supervisor.ready.is_set() and not call.state.draining
-    status = "draining" if call.state.draining else "ready" if ready else "loading"
+    ready = call.state.ready
+    status = "draining" if call.state.admission.draining else "ready" if ready else "loading"
     return Json(
         {"live": True, "ready": ready, "status": status},
         200 if ready else 503,
@@ -71,6 +71,6 @@ async def health(call: RequestContext) -> Response:
 
 async def metrics(call: RequestContext) -> Response:
     return Response(
-        call.state.metrics.text(call.state.supervisor, call.state.open),
+        call.state.metrics.text(call.state.engines(), call.state.open),
         media_type="text/plain; version=0.0.4",
     )

@@ -150,7 +150,7 @@ def _params(call: RequestContext, params: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _row(call: RequestContext, known: list[int], salt: str) -> bytes:
-    call.admission.enter_context(call.state.admit_rows())
+    call.admission.enter_context(call.state.admission.admit_rows())
     params: dict[str, Any] = {
         "max_tokens": 1,
         "temperature": 0.0,

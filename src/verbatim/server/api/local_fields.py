@@ -37,8 +37,9 @@ OLLAMA_OPTIONS = (
 )
 KEEP_ALIVE = Rule(
     "label",
-    "seconds, or a duration such as 5m; the model stays loaded as long as the server runs, so a "
-    "duration has no effect; 0 without a prompt, which asks to unload the model, is refused",
+    "seconds, or a duration such as 5m; a model stays loaded until the server ends or needs its "
+    "memory, so a duration has no effect; 0 without a prompt unloads one of several models and is "
+    "refused for the only one",
     schemas.KeepAlive,
 )
 _OLLAMA: dict[str, Rule] = {

@@ -114,15 +114,23 @@ def warnings_of(body: dict[str, Any]) -> list[str]:
     ]
 
 
-def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
+async def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
     """The answer to a request without a prompt, by which clients load or unload a model."""
+    reason = "load"
     if is_zero(body.get("keep_alive")):
-        raise Problem(
-            "unsupported_parameter",
-            "keep_alive: this server does not unload its model; stop the server to free the memory",
-            "keep_alive",
-        )
-    return Json({**_head(model), **empty, "done": True, "done_reason": "load"})
+        if call.state.pool is None:
+            raise Problem(
+                "unsupported_parameter",
+                "keep_alive: this server has one model and does not unload it; stop the server to"
+                " free the memory",
+                "keep_alive",
+            )
+        if not await call.state.pool.unload(model):
+            raise Problem(
+                "overloaded", "the model is pinned, or in use; it is not unloaded", retry_after=2
+            )
+        reason = "unload"
+    return Json({**_head(model), **empty, "done": True, "done_reason": reason})
 
 
 def is_zero(duration: Any) -> bool:
@@ -238,7 +246,7 @@ async def chat(call: RequestContext) -> Response:
     body = await call.body()
     model = call.state.check_model(body["model"])
     if not body["messages"]:
-        return load_only(call, body, model, {"message": {"role": "assistant", "content": ""}})
+        return await load_only(call, body, model, {"message": {"role": "assistant", "content": ""}})
     fields = {
         **sampling(body.get("options") or {}),
         **structure(body),
@@ -260,7 +268,7 @@ async def generate(call: RequestContext) -> Response:
     model = call.state.check_model(body["model"])
     prompt = body.get("prompt", "")
     if not prompt:
-        return load_only(call, body, model, {"response": ""})
+        return await load_only(call, body, model, {"response": ""})
     values = sampling(body.get("options") or {})
     if body.get("raw"):
         return await _raw(call, body, model, prompt, values)

@@ -72,19 +72,26 @@ def modified(call: RequestContext, facts: ModelFacts | None) -> str:
 
 
 async def tags(call: RequestContext) -> Response:
-    facts = call.state.supervisor.facts
-    when = modified(call, facts)
-    return Json(
-        {"models": [{**row(facts, name), "modified_at": when} for name in call.state.names()]}
-    )
+    rows = []
+    for name in call.state.names():
+        facts = call.state.facts_of(name)
+        rows.append({**row(facts, name), "modified_at": modified(call, facts)})
+    return Json({"models": rows})
 
 
 async def ps(call: RequestContext) -> Response:
-    """The loaded model. A server has one, and never unloads it."""
-    facts = call.state.facts
-    in_gpu = facts.file.get("bytes", 0) if facts.device == "cuda" else 0
-    more = {"expires_at": NEVER, "size_vram": in_gpu, "context_length": facts.context}
-    return Json({"models": [{**row(facts, name), **more} for name in call.state.names()]})
+    """The loaded models, under every name. A server with one model never unloads it."""
+    engines = call.state.engines()
+    rows = []
+    for name in call.state.names():
+        supervisor = engines.get(name, call.state.supervisor)
+        facts = supervisor.facts
+        if facts is None or not supervisor.ready.is_set():
+            continue
+        in_gpu = facts.file.get("bytes", 0) if facts.device == "cuda" else 0
+        more = {"expires_at": NEVER, "size_vram": in_gpu, "context_length": facts.context}
+        rows.append({**row(facts, name), **more})
+    return Json({"models": rows})
 
 
 def _parameters(call: RequestContext) -> str:

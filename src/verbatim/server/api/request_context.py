@@ -47,7 +47,8 @@ class Json(Response):
 class RequestContext:
     def __init__(self, request: Request, state: State, route: str) -> None:
         self.request = request
-        self.state = state
+        # Of several models, the first, until choose_model().
+        self.state = state if state.pool is None else state.for_model(state.pool.first)
         self.route = route
         self.id: str = request.scope["verbatim.id"]
         self.tenant: str = request.scope["verbatim.tenant"]
@@ -74,7 +75,18 @@ class RequestContext:
         body = check(route or self.route, data)
         self.request.scope["verbatim.labels"] = labels_of(body)
         self.given = body
+        await self.choose_model(body.get("model"))
         return body
+
+    async def choose_model(self, name: str | None) -> None:
+        """Of several models: load the one that the request names, and hold it until the end."""
+        pool = self.state.pool
+        if pool is None:
+            return
+        name = self.state.check_model(name)
+        wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
+        self.state = self.state.for_model(await pool.hold(name, max(wait, 0)))
+        self.admission.callback(pool.release, name)
 
     async def read_raw(self) -> bytes:
         limit = self.state.limits.max_body_bytes

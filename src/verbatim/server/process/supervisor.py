@@ -48,10 +48,15 @@ STABLE_SECONDS = 60.0  # an engine that ran this long resets the restart back-of
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.monotonic,
+        ledger: Ledger | None = None,
+    ) -> None:
         self.settings = settings
         self._clock = clock
-        self.ledger = Ledger()
+        self.ledger = Ledger() if ledger is None else ledger
         self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
         self.stats: dict[str, Any] = {}
         self.metrics = ""
@@ -75,6 +80,10 @@ class Supervisor:
     @property
     def open_requests(self) -> int:
         return len(self._running)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
 
     def submit(self, message: Work, signal: Signal | None = None) -> Running:
         if not self.ready.is_set() or self._outbox is None:

@@ -1,0 +1,211 @@
+"""ModelPool: the models of one server, each with its own engine process, loaded when asked for.
+
+In: the name that a request gives. Out: a ServedModel whose engine is ready. When a model does not
+fit beside those that are loaded, the least recently used ones are unloaded first; pinned models and
+models with open requests stay. A model's answers depend neither on its neighbours nor on how often
+it was loaded: every load gives an engine with the same fingerprint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from verbatim.base.units import size_text
+from verbatim.schedule.sizing import available_memory
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.process.ledger import Ledger
+from verbatim.server.process.messages import ModelFacts
+from verbatim.server.process.supervisor import Supervisor
+from verbatim.server.settings import NamedModel, Settings
+
+log = logging.getLogger("verbatim.server")
+# Memory that a model needs, as a multiple of its file: the weights, a small KV cache, the process.
+ROOM = 1.25
+
+
+class ServedModel:
+    """One model of the server. `supervisor` belongs to its latest engine process."""
+
+    def __init__(self, named: NamedModel, settings: Settings, make: Callable[[], Supervisor]):
+        self.name = named.name
+        self.pinned = named.pinned
+        self.settings = settings
+        self.supervisor = make()
+        self.facts: ModelFacts | None = None  # also known while the model is not loaded
+        self.loaded = False  # its engine process is starting or running
+        self.users = 0  # requests that hold the model, or wait for it
+        self.last_used = 0.0
+        self._make = make
+
+    def start(self) -> None:
+        if self.supervisor.fatal.done() or self.supervisor.closed:
+            self.supervisor = self._make()
+        self.loaded = True
+        self.supervisor.start()
+
+    async def stop(self) -> None:
+        self.facts = self.supervisor.facts or self.facts
+        await self.supervisor.close()
+        self.loaded = False
+
+
+class ModelPool:
+    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._max_loaded = settings.max_loaded_models
+        self._idle_seconds = settings.model_idle_seconds
+        self.ledger = Ledger()
+        self.models: dict[str, ServedModel] = {}
+        for named in settings.models:
+            own = replace(
+                settings,
+                model=named.model,
+                served_names=(named.name,),
+                engine={**settings.engine, **named.engine},
+                models=(),
+            )
+            self.models[named.name] = ServedModel(named, own, partial(self._supervisor, own))
+        self.first = next(iter(self.models.values()))
+        self._changing = asyncio.Lock()  # one model starts or stops at a time
+
+    def _supervisor(self, settings: Settings) -> Supervisor:
+        return Supervisor(settings, self._clock, self.ledger)
+
+    @property
+    def loaded(self) -> list[ServedModel]:
+        return [model for model in self.models.values() if model.loaded]
+
+    def start(self) -> None:
+        """Load the first model and the pinned ones."""
+        for model in self.models.values():
+            if model is self.first or model.pinned:
+                self._start(model)
+
+    def _start(self, model: ServedModel) -> None:
+        model.last_used = self._clock()
+        model.start()
+
+    async def close(self) -> None:
+        for model in self.loaded:
+            await model.stop()
+
+    # ------------------------------------------------------------------------------------- use
+
+    async def hold(self, name: str, seconds: float) -> ServedModel:
+        """The model with this name, loaded, and not unloaded before release(name)."""
+        model = self.models[name]
+        model.users += 1
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ready(model)
+        except BaseException as error:
+            self.release(name)
+            if isinstance(error, TimeoutError):
+                why = f"the model {name!r} was not loaded in time"
+                raise Problem("timeout", why) from None
+            raise
+        return model
+
+    def release(self, name: str) -> None:
+        model = self.models[name]
+        model.users -= 1
+        model.last_used = self._clock()
+
+    async def _ready(self, model: ServedModel) -> None:
+        """Wait until the model's engine is ready; start it if it is not loaded."""
+        if model.loaded and model.supervisor.ready.is_set():
+            return
+        async with self._changing:
+            if not model.loaded:
+                await self._make_room(model)
+                log.info("loading the model %r", model.name)
+                self._start(model)
+        supervisor = model.supervisor
+        ready = asyncio.ensure_future(supervisor.ready.wait())
+        try:
+            await asyncio.wait((ready, supervisor.fatal), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if not supervisor.fatal.done():
+            model.facts = supervisor.facts
+            return
+        async with self._changing:
+            if model.loaded and model.supervisor is supervisor:
+                log.error("the model %r was not loaded: %s", model.name, supervisor.fatal.result())
+                await model.stop()
+        raise Problem(
+            "unavailable",
+            f"the model {model.name!r} could not be loaded; the server's log says why",
+            retry_after=30,
+        )
+
+    async def _make_room(self, model: ServedModel) -> None:
+        """Unload the least recently used models until this one may be loaded."""
+        need = int(file_bytes(model) * ROOM)
+        while self._too_many() or need > available_memory():
+            idle = [m for m in self.loaded if not m.users and not m.pinned]
+            if not idle and self._too_many():
+                raise Problem(
+                    "unavailable",
+                    f"{len(self.loaded)} models are loaded and in use, which is this server's limit"
+                    " (--max-loaded-models); try again shortly",
+                    retry_after=2,
+                )
+            if not idle:
+                log.warning(
+                    "the model %r needs about %s, and %s are available; no model can be unloaded",
+                    model.name,
+                    size_text(need),
+                    size_text(available_memory()),
+                )
+                return
+            victim = min(idle, key=lambda m: m.last_used)
+            log.info("unloading the model %r to make room for %r", victim.name, model.name)
+            await victim.stop()
+
+    async def unload(self, name: str) -> bool:
+        """Unload the model unless other requests than the caller's hold it, or it is pinned."""
+        model = self.models[name]
+        async with self._changing:
+            if model.users > 1 or model.pinned:
+                return False
+            if model.loaded:
+                log.info("unloading the model %r on request", model.name)
+                await model.stop()
+        return True
+
+    def _too_many(self) -> bool:
+        return bool(self._max_loaded) and len(self.loaded) >= self._max_loaded
+
+    async def unload_idle(self) -> None:
+        """Unload models that no request has used for model_idle_seconds. Runs for ever."""
+        while self._idle_seconds:
+            await asyncio.sleep(min(1.0, self._idle_seconds / 4))
+            limit = self._clock() - self._idle_seconds
+            for model in self.loaded:
+                idle = not model.users and not model.pinned and model.last_used < limit
+                if idle and model.supervisor.ready.is_set():
+                    async with self._changing:
+                        if not model.users:
+                            log.info("unloading the idle model %r", model.name)
+                            await model.stop()
+
+
+def file_bytes(model: ServedModel) -> int:
+    """Size of the model's file; 0 where it is not known before the first load."""
+    if model.facts is not None and model.facts.file.get("bytes"):
+        return int(model.facts.file["bytes"])
+    path = Path(model.settings.model).expanduser()
+    if path.is_dir():
+        return sum(part.stat().st_size for part in path.glob("*.safetensors"))
+    if path.is_file():
+        return path.stat().st_size
+    from verbatim.weights.model_list import find_record
+
+    record = find_record(model.settings.model)
+    return 0 if record is None else record.bytes

@@ -1,0 +1,242 @@
+"""Several models behind one port: loaded when a request names them, unloaded when others need the
+place, pinned by a flag; with the answers of a server that has the model alone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_server import Live
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.serve import read_models
+from verbatim.server import model_pool
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.http_metrics import merge
+from verbatim.server.model_pool import ModelPool
+from verbatim.server.settings import NamedModel, Settings
+
+MODELS = ("--model", "a=first", "--model", "b=second", "--model", "c=third")
+SETTINGS = ("--model-setting", "b.context=512", "--model-setting", "c.context=256")
+
+
+def start(*flags: str, engine: str = "pipeline") -> Live:
+    return Live(*MODELS, *SETTINGS, *flags, names=(), engine=engine).wait_ready()
+
+
+def loaded(live: Live) -> list[str]:
+    return [model["name"] for model in live.client.get("/api/ps").json()["models"]]
+
+
+def complete(live: Live, model: str | None, **more: Any) -> Any:
+    body = {"prompt": "hello", "max_tokens": 8, "seed": 7, **more}
+    return live.client.post("/v1/completions", json={**body, **({"model": model} if model else {})})
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Live]:
+    """At most two of three models are loaded."""
+    live = start("--max-loaded-models", "2")
+    yield live
+    assert live.stop() == 0, live.log_text()
+
+
+def test_a_model_is_loaded_when_a_request_names_it(two: Live, fake: Live) -> None:
+    listed = [model["id"] for model in two.client.get("/v1/models").json()["data"]]
+    assert listed == ["a", "b", "c"]
+    assert loaded(two) == ["a"]
+    alone = fake.complete(max_tokens=8)["choices"][0]["text"]
+    for name in ("b", "a"):
+        answer = complete(two, name).json()
+        assert (answer["model"], answer["choices"][0]["text"]) == (name, alone)
+    assert sorted(loaded(two)) == ["a", "b"]
+
+
+def test_the_least_recently_used_model_leaves(two: Live) -> None:
+    for name in ("a", "b", "c", "b", "a"):
+        assert complete(two, name).status_code == 200
+        assert name in loaded(two)
+    # The order of use was … c, b, a: so c has left.
+    assert sorted(loaded(two)) == ["a", "b"]
+    assert "unloading the model 'c' to make room for 'a'" in two.log_text()
+
+
+def test_settings_and_facts_are_those_of_the_model(two: Live) -> None:
+    for name, context in (("a", 4096), ("b", 512), ("c", 256)):
+        assert complete(two, name).status_code == 200
+        assert two.client.get(f"/v1/models/{name}").json()["context_length"] == context
+    refused = complete(two, "c", max_tokens=300)
+    assert refused.status_code == 400
+    assert complete(two, "b", max_tokens=300).status_code == 200
+
+
+def test_an_unknown_model_loads_nothing(two: Live) -> None:
+    before = loaded(two)
+    answer = complete(two, "d")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert loaded(two) == before
+
+
+def test_every_protocol_chooses_the_model(two: Live) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages, "max_tokens": 4}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 4}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 16}),
+        ("/api/chat", {"messages": messages, "stream": False, "options": {"num_predict": 4}}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/completion", {"prompt": "hi", "n_predict": 4}),
+    ):
+        for name in ("c", "a"):
+            answer = two.client.post(path, json={**body, "model": name})
+            assert answer.status_code == 200, (path, name, answer.text)
+            assert name in loaded(two), path
+
+
+def test_metrics_have_one_group_per_name_and_a_label(two: Live) -> None:
+    text = two.client.get("/metrics").text
+    names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+    assert len(names) == len(set(names))
+    for name in ("a", "b", "c"):
+        assert f'verbatim_engine_up{{model="{name}"}}' in text
+
+
+def test_ollama_unloads_with_keep_alive_zero(two: Live) -> None:
+    assert complete(two, "b").status_code == 200
+    answer = two.client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+    assert answer.json()["done_reason"] == "unload"
+    assert "b" not in loaded(two)
+
+
+def test_a_pinned_model_stays_and_a_model_in_use_too(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.write_text("2")
+    live = start("--max-loaded-models", "2", "--pin", "b", engine=f"pipeline,gate={gate}")
+    try:
+        assert complete(live, "c", max_tokens=1).status_code == 200
+        assert loaded(live) == ["b", "c"]
+        body = {"model": "c", "prompt": "x", "max_tokens": 9, "stream": True, "ignore_eos": True}
+        with live.client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)  # c has made its second step and waits for the gate
+            refused = complete(live, "a")
+            assert refused.status_code == 503
+            assert "--max-loaded-models" in refused.json()["error"]["message"]
+            gate.write_text("1000")
+            assert "data: [DONE]" in list(lines)
+        assert complete(live, "a").status_code == 200
+        assert loaded(live) == ["a", "b"]
+    finally:
+        assert live.stop() == 0, live.log_text()
+
+
+class FakeSupervisor:
+    """Ready at once; `fatal` for a model named "broken"."""
+
+    def __init__(self, settings: Settings, clock: Any, ledger: Any) -> None:
+        self.settings, self.facts, self.closed = settings, None, False
+        self.ready = asyncio.Event()
+        self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        if self.settings.model == "broken":
+            self.fatal.set_result("no such file")
+        else:
+            self.ready.set()
+
+    async def close(self) -> None:
+        self.ready.clear()
+        self.closed = True
+
+
+def make_pool(monkeypatch: pytest.MonkeyPatch, memory: list[int], **settings: Any) -> ModelPool:
+    """A pool of models whose files have 100 bytes; `memory` is what is available with none."""
+    monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+    monkeypatch.setattr(model_pool, "file_bytes", lambda model: 100)
+    models = tuple(NamedModel(name, name) for name in ("a", "b", "c", "broken"))
+    pool = ModelPool(Settings(models=models, **settings), lambda: float(next(ticks)))
+    ticks = count()
+    monkeypatch.setattr(model_pool, "available_memory", lambda: memory[0] - 100 * len(pool.loaded))
+    return pool
+
+
+async def test_models_leave_when_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(monkeypatch, [310])  # two fit; a third needs 125
+    pool.start()
+    for name, expected in (("b", "ab"), ("a", "ab"), ("c", "ac"), ("b", "bc"), ("b", "bc")):
+        await pool.hold(name, 60)
+        pool.release(name)
+        assert "".join(sorted(model.name for model in pool.loaded)) == expected
+    for name in ("b", "c"):
+        await pool.hold(name, 60)
+    await pool.hold("a", 60)  # both others are in use: it is loaded all the same, with a warning
+    assert len(pool.loaded) == 3
+    await pool.close()
+    assert not pool.loaded
+
+
+async def test_a_model_that_fails_to_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(monkeypatch, [10_000])
+    for _ in range(2):
+        with pytest.raises(Problem, match="the server's log says why"):
+            await pool.hold("broken", 60)
+        assert not pool.loaded
+    assert pool.models["broken"].users == 0
+
+
+async def test_an_engine_that_does_not_come_up_is_a_timeout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool(monkeypatch, [10_000])
+    monkeypatch.setattr(FakeSupervisor, "start", lambda self: None)
+    with pytest.raises(Problem, match="not loaded in time"):
+        await pool.hold("a", 0)
+    assert pool.models["a"].users == 0
+
+
+async def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(monkeypatch, [10_000], model_idle_seconds=0.001)
+    pool.start()
+    task = asyncio.create_task(pool.unload_idle())
+    while pool.loaded:
+        await asyncio.sleep(0.001)
+    task.cancel()
+
+
+def test_flags_are_read_or_refused_by_name() -> None:
+    assert read_models(None, ("x.gguf",), (), ()) == (NamedModel("", "x.gguf"),)
+    assert read_models("a=x", ("b=y",), ("b",), ("b.context=64",)) == (
+        NamedModel("a", "x"),
+        NamedModel("b", "y", {"context": 64}, True),
+    )
+    assert [m.name for m in read_models(None, ("smollm2", "org/name"), (), ())] == [
+        "smollm2",
+        "org/name",
+    ]
+    for given, pinned, settings, named in (
+        (("a=x", "a=y"), (), (), "model"),
+        (("a=x",), ("z",), (), "pin"),
+        (("a=x",), (), ("a.temperature=1",), "model_setting"),
+        (("a=x",), (), ("z.context=1",), "model_setting"),
+        (("a=x",), (), ("a.context=many",), "context"),
+    ):
+        with pytest.raises(ParameterError) as caught:
+            read_models(None, given, pinned, settings)
+        assert caught.value.param == named
+    with pytest.raises(ParameterError, match="pinned"):
+        Settings(models=(NamedModel("a", "x", pinned=True), NamedModel("b", "y")),
+                 max_loaded_models=1)  # fmt: skip
+
+
+def test_metrics_of_engines_are_merged() -> None:
+    one = '# HELP x h\n# TYPE x counter\nx{k="1"} 2\n# HELP y h\n# TYPE y gauge\ny 3\n'
+    assert merge({"a": one}) == one
+    assert merge({"a": one, "b": one, "c": ""}) == (
+        '# HELP x h\n# TYPE x counter\nx{model="a",k="1"} 2\nx{model="b",k="1"} 2\n'
+        '# HELP y h\n# TYPE y gauge\ny{model="a"} 3\ny{model="b"} 3\n'
+    )
