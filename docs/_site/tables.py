@@ -166,9 +166,10 @@ def metric_names() -> dict[str, tuple[str, str]]:
             opened=0, running=0, states={"stop": 0}, usage={"prompt_tokens": 0}
         )
         supervisor = SimpleNamespace(
-            ledger=ledger, stats={}, restarts=0, reports=0, ready=ready, metrics=""
+            ledger=ledger, stats={}, restarts=0, reports=0, ready=ready, metrics="", open_requests=0
         )
-        return metrics.text(supervisor, 0) + engine_process.tasks_text()  # type: ignore[arg-type]
+        http = metrics.text({"model": supervisor}, 0)  # type: ignore[dict-item]
+        return http + engine_process.tasks_text()
 
     bandwidth = engine_process.Bandwidth.__new__(engine_process.Bandwidth)
     bandwidth._bytes, bandwidth._limit, bandwidth._last, bandwidth._steps = 1, 1, 0.0, 0

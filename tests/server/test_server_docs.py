@@ -196,10 +196,11 @@ def metric_names() -> set[str]:
             stats={},
             restarts=0,
             reports=0,
+            open_requests=0,
             ready=asyncio.Event(),
             metrics=EngineMetrics().registry.render(),
         )
-        return metrics.text(cast(Supervisor, engine), 0)
+        return metrics.text({"m": cast(Supervisor, engine)}, 0)
 
     return set(re.findall(r"# TYPE (verbatim_\w+)", asyncio.run(everything())))
 

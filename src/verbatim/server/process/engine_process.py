@@ -77,18 +77,24 @@ def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
     return engine
 
 
-async def beat(engine: AsyncEngine, outbox: wire.Outbox, metrics_every: int = 4) -> None:
+async def beat(
+    engine: AsyncEngine, outbox: wire.Outbox, bandwidth: Bandwidth, metrics_every: int = 4
+) -> None:
     """Send heartbeats until the engine fails. The supervisor kills this process when they stop."""
-    count = 0
-    bandwidth = Bandwidth(engine)
-    while engine.error is None:
-        stats, metrics = engine.stats(), None
-        if count % metrics_every == 0:
-            metrics = engine.metrics() + bandwidth.text(stats) + tasks_text()
-        outbox.put(Heartbeat(stats, metrics))
-        count += 1
+    for count in itertools.count(1):
         await asyncio.sleep(BEAT_SECONDS)
+        if engine.error is not None:
+            break
+        outbox.put(heartbeat(engine, bandwidth if count % metrics_every == 0 else None))
     log.error("the engine failed: %r", engine.error, exc_info=engine.error)
+
+
+def heartbeat(engine: AsyncEngine, bandwidth: Bandwidth | None) -> Heartbeat:
+    """The engine's counters; with `bandwidth` also the text of its metrics."""
+    stats = engine.stats()
+    if bandwidth is None:
+        return Heartbeat(stats, None)
+    return Heartbeat(stats, engine.metrics() + bandwidth.text(stats) + tasks_text())
 
 
 def tasks_text() -> str:
@@ -153,8 +159,10 @@ async def serve(fd: int) -> int:
         await outbox.drain()
         return 3
     session = EngineSession(engine, outbox, start)
+    bandwidth = Bandwidth(engine)
+    outbox.put(heartbeat(engine, bandwidth))  # before Ready: /metrics is then complete at once
     outbox.put(Ready(session.facts()))
-    heartbeats = asyncio.create_task(beat(engine, outbox))
+    heartbeats = asyncio.create_task(beat(engine, outbox, bandwidth))
     dispatcher = asyncio.create_task(dispatch(reader, session))
     tasks = (heartbeats, dispatcher)
     try:
