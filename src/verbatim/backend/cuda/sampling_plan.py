@@ -11,7 +11,7 @@ import numpy as np
 import triton
 
 from verbatim.base.params import SamplingParams
-from verbatim.sampling.processors import log_of_share
+from verbatim.sampling.filters import log_of_share
 
 SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
 MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
