@@ -388,7 +388,7 @@ FIELDS: dict[str, Field] = {
     f.name: f.metadata["rule"] for f in fields(SamplingParams) if "rule" in f.metadata
 }
 
-# Read for every row of every step, hence built once.
+# Built once, because it is read for every row of every step.
 _HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
 
 

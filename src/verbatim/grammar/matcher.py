@@ -246,7 +246,8 @@ class Matcher:
         if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
             self._check()
         if self._structure.check is not None and self.finished and not self.accepting:
-            raise self._dead_end("its value is not allowed")  # a number, whose end no byte shows
+            # Only a number can end the document without a closing byte, so it is checked here.
+            raise self._dead_end("its value is not allowed")
 
     def allowed_drafts(self, drafts: Sequence[int]) -> tuple[int, ...]:
         """The longest prefix of `drafts` that the grammar accepts within its limits. A draft that

@@ -84,7 +84,8 @@ def exact_argmax(plan: RowPlan) -> RowPlan:
 
 
 def list_size(list_k: int) -> int:
-    """Entries of a list for at least list_k ids; usually little more than list_k are found."""
+    """Capacity of a row's candidate list for its best list_k ids. The device keeps every id above a
+    threshold, usually a few more than list_k, so the list has spare entries."""
     return 64 if list_k <= 32 else 256 if list_k <= 128 else 1024
 
 
