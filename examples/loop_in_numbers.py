@@ -50,7 +50,8 @@ def loop_by_hand(llm: LLM, prompt: str, steps: int) -> list[int]:
 
 
 def work(shape: Footprint, tokens: int) -> tuple[float, float]:
-    """Operations for `tokens` tokens with a KV cache, and without one: every step recomputes all of them."""
+    """Operations for `tokens` tokens with a KV cache, and without one, where every step
+    recomputes all of them."""
     per_row = shape.ops_token
     cached = tokens * per_row + shape.prompt_attention_ops(tokens)
     recomputed = sum(t * per_row + shape.prompt_attention_ops(t) for t in range(1, tokens + 1))
@@ -79,8 +80,8 @@ def main(arguments: list[str] | None = None) -> tuple[list[int], list[int]]:
     for tokens in (64, 256, 1024):
         cached, recomputed = work(shape, tokens)
         print(
-            f"  {tokens:5} tokens: {cached / 1e9:8.1f} GFLOP with a KV cache, {recomputed / 1e9:10.1f}"
-            f" without: {recomputed / cached:5.0f} times"
+            f"  {tokens:5} tokens: {cached / 1e9:8.1f} GFLOP with a KV cache, "
+            f"{recomputed / 1e9:10.1f} without: {recomputed / cached:5.0f} times"
         )
 
     folder = Path(__file__).parent / "configs"

@@ -33,7 +33,7 @@ FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probabili
 SHOWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "on_loop")
 
 REQUEST, DEFAULT = "request", "default"
-UNBOUNDED = "default without max_tokens"  # of on_loop
+UNBOUNDED = "default without max_tokens"  # origin of on_loop=stop if max_tokens is not set
 
 # generation_config.json key -> parameter
 GENERATION_CONFIG = {

@@ -33,7 +33,7 @@ class Runner(Protocol):
         """Seconds for `steps` more tokens at a context of this length; prefill is not included."""
 
     def batch(self, sequences: int, context: int, steps: int) -> float:
-        """The same for several sequences at once."""
+        """decode() of several sequences at once, each with a context of this length."""
 
 
 class Ours:
