@@ -37,6 +37,7 @@ class Field:
     above: float | None = None
     choices: tuple[Any, ...] = ()
     history: bool = False  # the sampler needs the tokens so far when this differs from its default
+    filter: bool = False  # enables a filter after the temperature, so it does nothing at 0
 
     @property
     def optional(self) -> bool:

@@ -24,14 +24,6 @@ def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
 
 
 STRUCTURE = ("json_schema", "regex", "grammar", "choice")
-# Parameters that the model or the protocol supplies where a request is silent (base/defaults.py).
-# fmt: off
-DEFAULTED = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma",
-    "xtc_probability", "xtc_threshold", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "no_repeat_ngram", "on_loop",
-)
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +135,27 @@ class SamplingParams:
         low=0,
         high=100,
     )
-    top_k: int = declared("int", 0, "keep the k most likely; 0 is off", low=0, high=MOST)
+    top_k: int = declared(
+        "int", 0, "keep the k most likely; 0 is off", low=0, high=MOST, filter=True
+    )
     top_p: float = declared(
-        "float", 1.0, "keep the smallest set with at least this mass", above=0, high=1
+        "float", 1.0, "keep the smallest set with at least this mass", above=0, high=1, filter=True
     )
     min_p: float = declared(
-        "float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1
+        "float",
+        0.0,
+        "keep ids at least this likely relative to the best",
+        low=0,
+        high=1,
+        filter=True,
     )
     typical_p: float = declared(
-        "float", 1.0, "keep the most typical set with at least this mass", above=0, high=1
+        "float",
+        1.0,
+        "keep the most typical set with at least this mass",
+        above=0,
+        high=1,
+        filter=True,
     )
     top_n_sigma: float = declared(
         "float",
@@ -159,9 +163,15 @@ class SamplingParams:
         "keep logits within n standard deviations of the best; 0 is off",
         low=0,
         high=1000,
+        filter=True,
     )
     xtc_probability: float = declared(
-        "float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1
+        "float",
+        0.0,
+        "XTC: chance to remove the top choices; 0 is off",
+        low=0,
+        high=1,
+        filter=True,
     )
     xtc_threshold: float = declared(
         "float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1
@@ -388,6 +398,21 @@ FIELDS: dict[str, Field] = {
     f.name: f.metadata["rule"] for f in fields(SamplingParams) if "rule" in f.metadata
 }
 
+# Parameters that enable a filter, in the order of sampling/processors.py.
+FILTERS = tuple(name for name, rule in FIELDS.items() if rule.filter)
+# Parameters that the model or the protocol supplies where a request is silent (base/defaults.py).
+# fmt: off
+DEFAULTED = (
+    "temperature", *FILTERS, "xtc_threshold", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "no_repeat_ngram", "on_loop",
+)
+# Parameters that beam search refuses, because it draws nothing.
+BEAM_REFUSES = (
+    "temperature", *FILTERS, "seed", "n", "best_of", "speculate", "on_loop", *STRUCTURE,
+)
+# fmt: on
+# Values that beam search implies: no randomness or the model's own distribution; no drafts.
+BEAM_AGREES: dict[str, tuple[object, ...]] = {"temperature": (0.0, 1.0), "speculate": ("off",)}
 # Built once, because it is read for every row of every step.
 _HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
 
@@ -408,12 +433,3 @@ def _checked_init(self: SamplingParams, *args: Any, **values: Any) -> None:
 
 
 SamplingParams.__init__ = _checked_init  # type: ignore[method-assign]
-
-# fmt: off
-BEAM_REFUSES = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed",
-    "n", "best_of", "speculate", "on_loop", *STRUCTURE,
-)
-# fmt: on
-# Values that beam search implies: no randomness or the model's own distribution; no drafts.
-BEAM_AGREES: dict[str, tuple[object, ...]] = {"temperature": (0.0, 1.0), "speculate": ("off",)}

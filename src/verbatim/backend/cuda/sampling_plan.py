@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import triton
 
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.sampling.filters import log_of_share
 
 SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
@@ -18,6 +18,10 @@ MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave fl
 MAX_TOP_K = 512
 OPEN_LIST = 512  # ids to collect for top-p or min-p without top-k
 MAX_LOGPROBS = 32  # alternatives that the device reports
+# Filters without a kernel, with the default that leaves them off: the host samples rows with one.
+HOST_FILTERS = tuple(
+    (name, FIELDS[name].default) for name in FILTERS if name not in ("top_k", "top_p", "min_p")
+)
 
 
 class RowPlan(NamedTuple):
@@ -59,9 +63,7 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
     if p.greedy:  # no filter runs at temperature 0
         return exact_argmax(plan) if plan.penalties or plan.bans else plan
     if (
-        p.typical_p < 1.0
-        or p.top_n_sigma
-        or p.xtc_probability
+        any(getattr(p, name) != default for name, default in HOST_FILTERS)
         or p.temperature < MIN_TEMPERATURE
         or p.top_k > MAX_TOP_K
     ):
