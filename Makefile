@@ -1,5 +1,5 @@
-# Two commands: `make run` reads streaming text from a real model, `make test` runs everything. Both set up what they need,
-# once: the second `make run` needs no network and starts at once.
+# Two commands: `make run` reads streaming text from a real model, `make test` runs everything. Both
+# set up what they need, once: the second `make run` needs no network and starts at once.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
@@ -7,21 +7,24 @@ PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constr
 PROMPT ?= Name the capital of France.
 export PROMPT  # through the environment: a quote or a backtick in it is text
 CPU     = src/verbatim/backend/cpu
-NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* $(CPU)/CMakeLists.txt $(CPU)/*/*.cpp $(CPU)/*/*.h $(CPU)/*/*.inc)
+NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* \
+          $(CPU)/CMakeLists.txt $(CPU)/*/*.cpp $(CPU)/*/*.h $(CPU)/*/*.inc)
 CHECKED = src tests bench examples docs
 
 # What `make test` and `make test-slow-machine` run: a folder, a file, or pytest's name of a test.
 TESTS  ?= tests
-# Files go to the two workers in the order of collection. xdist would put those with few tests last, and these are
-# the slow ones: the run would end with one worker idle.
-SUITE   = $(BIN)/python -m pytest $(TESTS) -m "not soak and not models" -n 2 --dist loadfile --no-loadscope-reorder
+# Files go to the two workers in the order of collection. xdist would put those with few tests last,
+# and these are the slow ones: the run would end with one worker idle.
+SUITE   = $(BIN)/python -m pytest $(TESTS) -m "not soak and not models" \
+          -n 2 --dist loadfile --no-loadscope-reorder
 # One prompt to text, the needle on the fake backend, stop strings, one HTTP answer.
 SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/engine/test_engine_needle.py::test_one_output_in_any_batch[fake-1.0]" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu lint format soak clients bench clean config-keys models docs pictures docs-outputs
+.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu lint format soak clients \
+        bench clean config-keys models docs pictures docs-outputs
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -41,15 +44,18 @@ test-slow-machine: $(VENV)/.dev
 test-models: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/models -m models
 
-# Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch, Triton, pytest and the build
-# tools (scikit-build-core, nanobind, CMake), and neither a network nor the other test tools. The package is built into build/gpu.
-GPU_TESTS = tests/backend tests/parity/test_score.py tests/cli/test_cli_gpu.py tests/backend/cpu/test_native_sampler.py
+# Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch,
+# Triton, pytest and the build tools (scikit-build-core, nanobind, CMake), and neither a network nor
+# the other test tools. The package is built into build/gpu.
+GPU_TESTS = tests/backend tests/parity/test_score.py tests/cli/test_cli_gpu.py \
+            tests/backend/cpu/test_native_sampler.py
 test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) tests/gpu_check.py
 	@echo "building verbatim into build/gpu"
-	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-index --no-deps --no-build-isolation \
-		--upgrade --target build/gpu -C build-dir=build/gpu-cmake .
-	PYTHONPATH=$(CURDIR)/build/gpu:$$PYTHONPATH VERBATIM_TEST_GPU=1 $(PYTHON) -m pytest -c tests/gpu.ini --rootdir . -m "not soak" $(GPU_TESTS)
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-index --no-deps \
+		--no-build-isolation --upgrade --target build/gpu -C build-dir=build/gpu-cmake .
+	PYTHONPATH=$(CURDIR)/build/gpu:$$PYTHONPATH VERBATIM_TEST_GPU=1 \
+		$(PYTHON) -m pytest -c tests/gpu.ini --rootdir . -m "not soak" $(GPU_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CHECKED)
@@ -60,11 +66,12 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix $(CHECKED)
 	$(BIN)/ruff format $(CHECKED)
 
-# Chromium for tests/lens: Debian's, where this is Debian and the user may install it. Elsewhere the table of tests that did not
-# run says so.
+# Chromium for tests/lens: Debian's, where this is Debian and the user may install it. Elsewhere the
+# table of tests that did not run says so.
 browser:
 	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
-		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "installing chromium (once)" && apt-get update -qq && \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+		echo "installing chromium (once)" && apt-get update -qq && \
 		apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1; } || \
 		echo "no chromium: the browser tests will not run"
 
@@ -81,6 +88,7 @@ config-keys: $(VENV)/.installed
 # docs/model-parity.md, the parity table, from the test cases; a test checks that it is current
 models: $(VENV)/.dev
 	$(BIN)/python tests/parity/models_doc.py > docs/model-parity.md
+
 # The documentation site in build/site; open build/site/index.html. A warning of MkDocs is an error.
 docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -90,7 +98,7 @@ docs: $(VENV)/.dev
 pictures: $(VENV)/.dev
 	$(BIN)/python docs/_site/pictures.py
 
-# Record the outputs that README.md and docs/ show anew, after a change of what a command prints
+# After a change of what a command prints: record the outputs that README.md and docs/ show
 docs-outputs: $(VENV)/.dev
 	$(BIN)/python tests/docs/doc_blocks.py --write
 
@@ -105,13 +113,14 @@ $(BIN)/python:
 		{ echo "verbatim needs Python 3.11 or later; say which with PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# The C++ sources are prerequisites: an edited kernel is rebuilt, an edited Python file needs nothing (the install is editable).
+# The C++ sources are prerequisites: an edited kernel is rebuilt, an edited Python file needs nothing
+# (the install is editable).
 $(VENV)/.installed: $(NATIVE) constraints.txt | $(BIN)/python
 	@echo "installing verbatim into $(VENV) (once; a minute or two)"
 	@$(PIP) -e .
 	@touch $@
 
-# torch first and alone: transformers would otherwise be free to ask for another build of it, which is
+# torch first and alone: otherwise pip may choose another build of it for transformers, which is
 # gigabytes. The extras of the installed package, not of `.`: that would compile the kernels again.
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what the tests need into $(VENV) (once; a few minutes)"

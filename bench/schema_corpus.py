@@ -29,7 +29,8 @@ import numpy as np
 
 from verbatim import SamplingParams
 from verbatim.base.errors import RequestError
-from verbatim.grammar.matcher import Structure, compile_structure
+from verbatim.grammar.compiler import compile_structure
+from verbatim.grammar.matcher import Structure
 from verbatim.testing import ByteTokenizer
 
 PACKAGES = """

@@ -50,11 +50,12 @@ def loop_by_hand(llm: LLM, prompt: str, steps: int) -> list[int]:
 
 
 def work(shape: Footprint, tokens: int) -> tuple[float, float]:
-    """Operations for `tokens` tokens with a KV cache, and without one: every step starts anew."""
+    """Operations for `tokens` tokens with a KV cache, and without one, where every step
+    recomputes all of them."""
     per_row = shape.ops_token
     cached = tokens * per_row + shape.prompt_attention_ops(tokens)
-    anew = sum(t * per_row + shape.prompt_attention_ops(t) for t in range(1, tokens + 1))
-    return cached, anew
+    recomputed = sum(t * per_row + shape.prompt_attention_ops(t) for t in range(1, tokens + 1))
+    return cached, recomputed
 
 
 def main(arguments: list[str] | None = None) -> tuple[list[int], list[int]]:
@@ -77,10 +78,10 @@ def main(arguments: list[str] | None = None) -> tuple[list[int], list[int]]:
     shape = footprint_of_config(GPT2, "gpt2.json")
     print(f"\n{shape.name}: {shape.params / 1e6:.1f} M parameters")
     for tokens in (64, 256, 1024):
-        cached, anew = work(shape, tokens)
+        cached, recomputed = work(shape, tokens)
         print(
-            f"  {tokens:5} tokens: {cached / 1e9:8.1f} GFLOP with a KV cache, {anew / 1e9:10.1f}"
-            f" without: {anew / cached:5.0f} times"
+            f"  {tokens:5} tokens: {cached / 1e9:8.1f} GFLOP with a KV cache, "
+            f"{recomputed / 1e9:10.1f} without: {recomputed / cached:5.0f} times"
         )
 
     folder = Path(__file__).parent / "configs"

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from verbatim.grammar import matcher
+from verbatim.grammar import compiler
 from verbatim.grammar.compile_pool import CompilePool
 
 
 @pytest.fixture(scope="session")
 def patient_pool() -> Iterator[CompilePool]:
     """A compile pool with the real memory and CPU limits and no wall-clock limit."""
-    pool = CompilePool(matcher.LIMITS, timeout=3600.0)
+    pool = CompilePool(compiler.LIMITS, timeout=3600.0)
     yield pool
     pool.close()
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None:
-    monkeypatch.setattr(matcher, "ARRIVAL_TIMEOUT", 3600.0)
-    monkeypatch.setattr(matcher, "_pool", patient_pool)
+    monkeypatch.setattr(compiler, "ARRIVAL_TIMEOUT", 3600.0)
+    monkeypatch.setattr(compiler, "_pool", patient_pool)

@@ -8,9 +8,11 @@ import numpy as np
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
+from verbatim.sampling.filters import Temperature
 from verbatim.sampling.logprobs import as_row
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
-from verbatim.sampling.processors import BEFORE, FILTERS, RowState, Temperature
+from verbatim.sampling.processors import BEFORE, FILTERS
+from verbatim.sampling.row_state import RowState
 
 
 def processed(logits: np.ndarray, params: SamplingParams, **row: Any) -> RowState:

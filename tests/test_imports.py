@@ -55,7 +55,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
     "pydantic": ("server",),
     "msgpack": ("server", "backend"),
     "jsonschema": ("grammar/document_check.py",),
-    "llguidance": ("grammar/matcher.py", "grammar/translate.py"),
+    "llguidance": ("grammar/llguidance_tokenizer.py", "grammar/translate.py"),
     "huggingface_hub": ("weights/hub.py",),
     "tokenizers": ("text",),
     "jinja2": ("text",),

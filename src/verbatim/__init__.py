@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from verbatim.engine.async_calls import DeltaStream
     from verbatim.engine.async_engine import AsyncEngine
     from verbatim.engine.async_stream import AsyncStream
+    from verbatim.engine.blocking_engine import Stream
     from verbatim.engine.call_inputs import ProgressBar, Prompt
     from verbatim.engine.engine_base import Message
-    from verbatim.engine.llm import LLM, Stream, Vote
+    from verbatim.engine.llm import LLM, Vote
     from verbatim.engine.loaded_model import Progress
     from verbatim.engine.scoring import Score
     from verbatim.observe.explained import Explanation, TokenExplanation, WhatIfs
@@ -89,7 +90,8 @@ __all__ = [
 ]
 
 _LAZY = {
-    **dict.fromkeys(("LLM", "Stream", "Vote"), "verbatim.engine.llm"),
+    **dict.fromkeys(("LLM", "Vote"), "verbatim.engine.llm"),
+    "Stream": "verbatim.engine.blocking_engine",
     **dict.fromkeys(("ProgressBar", "Prompt"), "verbatim.engine.call_inputs"),
     **dict.fromkeys(("Explanation", "TokenExplanation", "WhatIfs"), "verbatim.observe.explained"),
     "AsyncEngine": "verbatim.engine.async_engine",

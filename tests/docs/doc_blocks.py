@@ -12,7 +12,7 @@ its stdout; of a command that fails (a line that starts with `verbatim: `) also 
 that names 127.0.0.1:8000 gets a server of the default model there. A block below the comment
 `<!-- not run: REASON -->` does not run, but the flags of its `verbatim` commands are checked.
 
-    python tests/docs/doc_blocks.py --write [PAGE ...]      records the outputs anew
+    python tests/docs/doc_blocks.py --write [PAGE ...]      records the outputs again
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ def test_histogram_bounds_are_inclusive_and_cumulative() -> None:
 
 def test_labels_are_escaped_and_one_family_has_one_head() -> None:
     registry = Registry()
-    registry.number("c_total", "help", who='a"b\\c\nd').add(2)
-    registry.number("c_total", "help", who="x").add(1.5)
-    assert registry.number("c_total", "help", who="x").value == 1.5
+    registry.number("c_total", "help", label='a"b\\c\nd').add(2)
+    registry.number("c_total", "help", label="x").add(1.5)
+    assert registry.number("c_total", "help", label="x").value == 1.5
     text = registry.render()
     assert text.count("# TYPE c_total counter") == 1
-    assert 'c_total{who="a\\"b\\\\c\\nd"} 2\n' in text
+    assert 'c_total{label="a\\"b\\\\c\\nd"} 2\n' in text
     registry.histogram("h", "help")
     with pytest.raises(AssertionError):
         registry.number("h", "help")
@@ -88,7 +88,7 @@ def test_the_metric_name_implies_its_kind() -> None:
 def test_the_reference_parser_reads_the_same_numbers() -> None:
     """prometheus_client's parser as an oracle: kinds, values, and a label with escapes."""
     metrics = EngineMetrics()
-    metrics.registry.number("odd_total", "help", who='a"b\\c\nd').add(3)
+    metrics.registry.number("odd_total", "help", label='a"b\\c\nd').add(3)
     metrics.first_token.observe(0.01)
     metrics.sample(running=3, preemptions_total=7)
     families = list(text_string_to_metric_families(metrics.registry.render()))

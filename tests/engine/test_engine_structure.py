@@ -16,9 +16,10 @@ from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.records import Completion
 from verbatim.engine.core import EngineCore
+from verbatim.grammar import compiler, private_matcher
 from verbatim.grammar import matcher as matcher_module
-from verbatim.grammar import private_matcher
 from verbatim.grammar.compile_pool import CompilePool
+from verbatim.grammar.llguidance_tokenizer import import_llguidance, llguidance_tokenizer
 from verbatim.grammar.matcher import Matcher, Structure
 from verbatim.testing import fake_parts
 
@@ -53,8 +54,8 @@ def patient_pool() -> Iterator[CompilePool]:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None:
-    monkeypatch.setattr(matcher_module, "ARRIVAL_TIMEOUT", 3600.0)
-    monkeypatch.setattr(matcher_module, "_pool", patient_pool)
+    monkeypatch.setattr(compiler, "ARRIVAL_TIMEOUT", 3600.0)
+    monkeypatch.setattr(compiler, "_pool", patient_pool)
 
 
 def fake_llm(**options: Any) -> LLM:
@@ -189,12 +190,12 @@ Answers = list[list[tuple[tuple[int, ...], Any]]]
 
 
 def grown(seeds: Sequence[int], n: int = 1, **options: Any) -> Answers:
-    matcher_module._CACHES.clear()
+    compiler._CACHES.clear()
     llm = fake_llm(**options)
     llm.core.drafting.adaptive = False
     done = llm.generate(["ab"] * len(seeds), [replace(GROWING, seed=seed, n=n) for seed in seeds])
     llm.check()
-    matcher_module._CACHES.clear()
+    compiler._CACHES.clear()
     return [[(tuple(c.token_ids), c.finish) for c in one.choices] for one in done]
 
 
@@ -293,11 +294,11 @@ def test_a_pause_between_accepted_drafts_or_at_the_end(
     assert len(plain.choices[0].token_ids) == 32
     llm, honest, paused = fake_llm(speculate=mode), Matcher.advance, []
     llm.core.drafting.adaptive = False
-    lib = matcher_module._llguidance("regex")
+    lib = import_llguidance("regex")
     limits = lib.LLParserLimits(**matcher_module.LIMITS | {"step_lexer_fuel": 1})
     grown = lib.LLMatcher.grammar_from_regex(str(GROWING.regex))
     broken = lib.LLMatcher(
-        matcher_module._tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits
+        llguidance_tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits
     )
     while not broken.is_error():
         broken.compute_bitmask()

@@ -14,7 +14,7 @@ from verbatim.base.errors import UnsupportedError
 from verbatim.base.records import Drawn, Finish
 from verbatim.engine.stream import ChoiceStream
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
-from verbatim.grammar.matcher import compile_structure
+from verbatim.grammar.compiler import compile_structure
 from verbatim.testing import ByteTokenizer, FakeBackend, ThinkByteTokenizer, fake_parts, fake_spec
 from verbatim.text.chat_template import ChatTemplate
 from verbatim.text.thoughts import ThoughtFormat, find_format

@@ -27,7 +27,7 @@ from verbatim.base.errors import OverloadedError, UnsupportedError
 from verbatim.engine import async_engine
 from verbatim.engine.async_engine import AsyncEngine
 from verbatim.engine.fair_pool import FairThreadPool
-from verbatim.grammar import compile_pool, compile_worker, grammar_cache, matcher
+from verbatim.grammar import compile_pool, compile_worker, compiler, grammar_cache, matcher
 from verbatim.grammar.compile_pool import (
     CompilePool,
     PoolBusy,
@@ -37,6 +37,7 @@ from verbatim.grammar.compile_pool import (
     worker_command,
 )
 from verbatim.grammar.grammar_cache import GrammarCache
+from verbatim.grammar.llguidance_tokenizer import _TOKENIZERS, llguidance_tokenizer
 from verbatim.testing import fake_parts
 
 llguidance = pytest.importorskip("llguidance")
@@ -44,7 +45,7 @@ llguidance = pytest.importorskip("llguidance")
 HOSTILE = {"type": "integer", "multipleOf": 7919 * 7907}  # minutes and gigabytes without limits
 HANG = 120.0  # seconds that only a hang reaches
 ADR = Path(__file__).parents[2] / "docs" / "adr" / "0012-grammar-compile-pool.md"
-DEFAULT_ARRIVAL_TIMEOUT = matcher.ARRIVAL_TIMEOUT  # a fixture raises it during the tests
+DEFAULT_ARRIVAL_TIMEOUT = compiler.ARRIVAL_TIMEOUT  # a fixture raises it during the tests
 
 
 class FakeWorker:
@@ -556,7 +557,7 @@ async def test_other_streams_finish_while_a_structure_compiles(
         assert leave.wait(HANG)
         raise WorkerDied(-signal.SIGABRT)
 
-    monkeypatch.setattr(matcher, "_pool", make_pool(FakeWorker(compiles)))
+    monkeypatch.setattr(compiler, "_pool", make_pool(FakeWorker(compiles)))
     task = asyncio.create_task(
         engine.submit("x", SamplingParams(json_schema=HOSTILE, max_tokens=4))
     )
@@ -591,7 +592,7 @@ async def test_compiles_beside_running_requests_are_one_at_a_time(
         return real(deadline, busy)
 
     monkeypatch.setattr(pool, "slot", watched)
-    monkeypatch.setattr(matcher, "_pool", pool)
+    monkeypatch.setattr(compiler, "_pool", pool)
     hold = threading.Event()
     execute = engine.core.backend.execute
     monkeypatch.setattr(
@@ -625,7 +626,7 @@ async def test_compiles_run_off_the_engine_thread_and_the_event_loop(
 
     names = {name: getattr(llguidance, name) for name in ("LLTokenizer", "LLParserLimits")}
     library = SimpleNamespace(**names, LLMatcher=make_matcher)
-    monkeypatch.setattr(matcher, "_llguidance", lambda field: library)
+    monkeypatch.setattr(compiler, "import_llguidance", lambda field: library)
     await (await engine.submit("x", SamplingParams(regex="off[0-9]", max_tokens=1))).result()
     assert threads[0].startswith("verbatim-compile")
 
@@ -646,7 +647,7 @@ def test_llguidance_releases_the_gil_while_it_compiles(request: pytest.FixtureRe
     text = llguidance.LLMatcher.grammar_from_json_schema(
         json.dumps({"type": "integer", "multipleOf": 40_009})
     )
-    vocabulary = matcher._tokenizer(llguidance, fake_parts().tokenizer)
+    vocabulary = llguidance_tokenizer(llguidance, fake_parts().tokenizer)
     other = threading.Thread(target=tick)
     other.start()
     sys.setswitchinterval(3600.0)
@@ -662,7 +663,7 @@ def test_llguidance_releases_the_gil_while_it_compiles(request: pytest.FixtureRe
 async def test_the_tokenizer_trie_is_built_before_any_request(engine: AsyncEngine) -> None:
     """For a large vocabulary this takes tenths of a second with the GIL held."""
     await asyncio.wrap_future(engine._compilers.submit("", lambda: None))  # queued after prepare()
-    assert engine.tokenizer in matcher._TOKENIZERS
+    assert engine.tokenizer in _TOKENIZERS
 
 
 async def test_waiting_for_a_compile_thread_counts_towards_the_deadline(
@@ -688,9 +689,9 @@ async def test_waiting_for_a_compile_thread_counts_towards_the_deadline(
 def test_a_busy_pool_is_a_retryable_error(
     make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matcher, "_pool", make_pool(FakeWorker(times_out)))
+    monkeypatch.setattr(compiler, "_pool", make_pool(FakeWorker(times_out)))
     with pytest.raises(OverloadedError, match=r"regex: could not be compiled.*try again") as caught:
-        matcher.compile_structure(SamplingParams(regex="timeout"), fake_parts().tokenizer)
+        compiler.compile_structure(SamplingParams(regex="timeout"), fake_parts().tokenizer)
     assert (caught.value.param, caught.value.status, caught.value.retry_after) == (
         "regex",
         429,
@@ -815,6 +816,6 @@ async def test_a_repeated_structure_is_a_cache_hit(
 ) -> None:
     params = SamplingParams(regex="again[0-9]{3}", seed=1)
     first = await (await engine.submit("x", params)).result()
-    monkeypatch.setattr(matcher, "_compile", lambda *args: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "_compile", lambda *args: pytest.fail("compiled again"))
     again = await (await engine.submit("x", params)).result()
     assert again.text == first.text

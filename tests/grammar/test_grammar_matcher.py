@@ -23,11 +23,13 @@ import pytest
 from sampling_rows import sample
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
+from verbatim.grammar import compiler, private_matcher
 from verbatim.grammar import matcher as matcher_module
-from verbatim.grammar import private_matcher
+from verbatim.grammar.compiler import compile_structure
 from verbatim.grammar.finite import infinite_keyword
 from verbatim.grammar.json_schema import ASSERTIONS, normalise
-from verbatim.grammar.matcher import Matcher, Structure, compile_structure
+from verbatim.grammar.llguidance_tokenizer import import_llguidance, llguidance_tokenizer
+from verbatim.grammar.matcher import Matcher, Structure
 
 DATA = Path(__file__).parent.parent / "data"
 EOS = 256
@@ -518,23 +520,23 @@ def test_an_exhausted_shared_lexer_changes_no_mask(monkeypatch: pytest.MonkeyPat
         return masks
 
     def fresh() -> Structure:
-        matcher_module._CACHES.pop(TOKENIZER, None)
+        compiler._CACHES.pop(TOKENIZER, None)
         return build(regex=pattern)
 
     alone = [walk(fresh(), seed) for seed in range(5)]
     shared = fresh()
     assert [walk(shared, seed) for seed in range(5)] == alone
     assert shared.exhausted  # the shared lexer was exhausted
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
 
 
 def test_a_panic_inside_llguidance_ends_one_completion_only() -> None:
     """A lazy expression that may be empty trips an assertion of llguidance 1.9 and leaves the
     shared lexer unusable. The other sequences continue with another lexer; with this grammar
     they fail by themselves, with our error."""
-    lib = matcher_module._llguidance("grammar")
+    lib = import_llguidance("grammar")
     broken = lib.LLMatcher(
-        matcher_module._tokenizer(lib, TOKENIZER),
+        llguidance_tokenizer(lib, TOKENIZER),
         lib.LLMatcher.grammar_from_lark('start: a "!"\na[lazy]: /.*?/'),
         log_level=0,
     )
@@ -557,7 +559,7 @@ def test_a_completion_too_complex_for_its_private_lexer_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
     rng, matcher = random.Random(0), build(regex="(a|b)*a(a|b){8}").start()
 
     def go_on() -> None:
@@ -567,7 +569,7 @@ def test_a_completion_too_complex_for_its_private_lexer_ends(
 
     with pytest.raises(UnsupportedError, match="too many states"):
         go_on()
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
 
 
 def test_an_exhausted_lexer_is_detected_where_one_byte_must_follow(
@@ -576,7 +578,7 @@ def test_an_exhausted_lexer_is_detected_where_one_byte_must_follow(
     """With one allowed byte llguidance does not run its lexer: it returns without an error that
     only `t` may follow, though `true` may as well."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
     structure, rng = build(regex="xxt[a-z]{1,5}[ab]*a[ab]{8}"), random.Random(0)
     matcher, other = structure.start(), structure.start()
     for token in b"xx":
@@ -590,7 +592,7 @@ def test_an_exhausted_lexer_is_detected_where_one_byte_must_follow(
     assert allowed(bytes(alone.compute_bitmask())) == [ord("t")]
     assert not alone.is_error()  # fails once llguidance fixes this
     assert allowed(matcher.mask()) == [ord("t"), 258]
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
 
 
 def test_an_exhausted_lexer_is_detected_within_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -598,7 +600,7 @@ def test_an_exhausted_lexer_is_detected_within_a_token(monkeypatch: pytest.Monke
     the lexer is exhausted on the way, it reports an invalid token."""
     plain = build(json_schema={"type": "string"}).start()
     monkeypatch.setitem(matcher_module.LIMITS, "step_lexer_fuel", 1120)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
     structure = build(json_schema={"type": "string"})
     matcher = structure.start()
     for token in (ord('"'), 258):
@@ -607,7 +609,7 @@ def test_an_exhausted_lexer_is_detected_within_a_token(monkeypatch: pytest.Monke
         plain.advance(token)
     assert matcher.mask() == plain.mask()
     assert structure.exhausted
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
 
 
 @pytest.mark.parametrize("stretch", [1000, 20])
@@ -620,7 +622,7 @@ def test_where_a_completion_ends_as_too_complex_depends_on_its_tokens_alone(
     monkeypatch.setattr(private_matcher, "MIN_LEXER_TOKENS", stretch)
 
     def ends(together: bool) -> list[int]:
-        matcher_module._CACHES.pop(TOKENIZER, None)
+        compiler._CACHES.pop(TOKENIZER, None)
         structure = build(regex="(a|b)*a(a|b){8}")
         rngs, found = [random.Random(seed) for seed in range(6)], {}
         matchers = [
@@ -637,7 +639,7 @@ def test_where_a_completion_ends_as_too_complex_depends_on_its_tokens_alone(
                         matcher.mask()
                         matcher.advance(rng.choice([97, 98]))
                         del found[i]
-        matcher_module._CACHES.pop(TOKENIZER, None)
+        compiler._CACHES.pop(TOKENIZER, None)
         return [found.get(i, 100) for i in range(6)]
 
     alone = ends(together=False)
@@ -650,7 +652,7 @@ def test_an_exhausted_lexer_is_rebuilt_in_a_background_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 300)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
     structure, rng = build(regex="(a|b)*a(a|b){8}"), random.Random(0)
     go, threads = threading.Event(), []
 
@@ -671,7 +673,7 @@ def test_an_exhausted_lexer_is_rebuilt_in_a_background_thread(
     assert matcher.poll_mask()
     assert threading.current_thread() not in threads
     assert len(threads) == 1
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
 
 
 def test_a_rebuild_is_cancelled_when_its_sequence_is_gone() -> None:
@@ -704,7 +706,7 @@ def test_the_first_mask_may_use_the_full_limits(monkeypatch: pytest.MonkeyPatch)
     text = "(t|r|u|e)*t(t|r|u|e){8}"  # `true` is a token: walking it finds states
     plain = build(regex=text).start()
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 32)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
     structure = build(regex=text)
     matcher = structure.start()
     assert matcher.mask() == plain.mask()
@@ -713,7 +715,7 @@ def test_the_first_mask_may_use_the_full_limits(monkeypatch: pytest.MonkeyPatch)
     assert matcher.mask() == plain.mask()
     assert structure.exhausted
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 16)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
     with pytest.raises(UnsupportedError, match="too many states"):
         build(regex=text)
 
@@ -722,7 +724,7 @@ def test_drafts_never_exhaust_the_lexer_of_a_completion(monkeypatch: pytest.Monk
     """Wrong drafts exhaust the draft lexer: that ends drafting, and the completion continues
     with its own lexer."""
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", 600)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
     rng, structure = random.Random(0), build(regex="(a|b)*a(a|b){8}")
     matcher, alone = (
         structure.start(),
@@ -741,7 +743,7 @@ def test_drafts_never_exhaust_the_lexer_of_a_completion(monkeypatch: pytest.Monk
     assert not structure.exhausted  # the completion kept its lexer
     assert structure.start().allowed_drafts([97, 98]) == structure.start().forced() == ()
     assert structure.start().masks_along(()) == (structure.start().mask(),)
-    matcher_module._CACHES.pop(TOKENIZER, None)
+    compiler._CACHES.pop(TOKENIZER, None)
 
 
 def test_draft_masks_equal_the_masks_of_the_sequence() -> None:

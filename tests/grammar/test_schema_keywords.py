@@ -31,10 +31,11 @@ from pydantic import Field, Json, SecretStr
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
+from verbatim.grammar.compiler import compile_structure
 from verbatim.grammar.document_check import DocumentCheck, State
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import lower
-from verbatim.grammar.matcher import Structure, compile_structure
+from verbatim.grammar.matcher import Structure
 from verbatim.testing import ByteTokenizer, fake_parts
 
 TOKENIZER = ByteTokenizer()

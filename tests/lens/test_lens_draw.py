@@ -15,8 +15,9 @@ from live_server import Live
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.draw import draw_many, noise_key
+from verbatim.sampling.filters import Temperature
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
-from verbatim.sampling.processors import FILTERS, Temperature
+from verbatim.sampling.processors import FILTERS
 from verbatim.server.process.inspector import step_report
 
 DRAWS = 100_000

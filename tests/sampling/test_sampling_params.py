@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
-from verbatim.base.params import FIELDS, Field, SamplingParams
+from verbatim.base.param_checks import Field
+from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.sampling.warnings import warnings_for
 
 WRONG_KIND: dict[str, list[Any]] = {

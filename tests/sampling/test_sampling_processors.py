@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from sampling_rows import bits, processed, softmax
 from verbatim.base.params import SamplingParams
 from verbatim.sampling.dry_breakers import breakers_of
-from verbatim.sampling.processors import breaker_flags, repeat_lengths
+from verbatim.sampling.penalties import breaker_flags, repeat_lengths
 
 ROWS, VOCAB = 1000, 120
 

@@ -226,7 +226,7 @@ def test_deployment_files_use_existing_flags() -> None:
 
     known = {o for p in command.params for o in p.opts}
     for name in ("Dockerfile", "verbatim.service"):
-        text = (ROOT / "deploy" / name).read_text()
+        text = (ROOT / "deploy" / name).read_text().replace("\\\n", "")  # continued lines
         called = " ".join(
             x for x in text.splitlines() if x.startswith(("ENTRYPOINT", "ExecStart="))
         )

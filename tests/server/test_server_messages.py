@@ -13,6 +13,12 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish, Timings, Usage
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process import messages, wire
+from verbatim.server.process.message_codec import (
+    WireError,
+    decode_from_engine,
+    decode_to_engine,
+    encode,
+)
 from verbatim.server.process.messages import (
     Abort,
     Accepted,
@@ -38,12 +44,8 @@ from verbatim.server.process.messages import (
     TopLogprob,
     WireChoice,
     WireDelta,
-    WireError,
     WireFinish,
     WireLogprob,
-    decode_from_engine,
-    decode_to_engine,
-    encode,
 )
 from verbatim.server.process.results import wire_finish
 

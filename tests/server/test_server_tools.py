@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from verbatim.server.api.tool_format import detect_format
 from verbatim.server.api.tools import ToolParser, forced_schema, read_calls, template_messages
-from verbatim.server.process.messages import Generate, ModelFacts, decode_to_engine, encode
+from verbatim.server.process.message_codec import decode_to_engine, encode
+from verbatim.server.process.messages import Generate, ModelFacts
 
 NAMES = {"get_weather", "add"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'

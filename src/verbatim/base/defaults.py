@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
+from verbatim.base.params import DEFAULTED, FIELDS, FILTERS, SamplingParams
 
 # Values that a protocol's own documentation states. OpenAI's and Anthropic's (temperature 1, no
 # filter) are those of SamplingParams.
@@ -27,13 +27,11 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "anthropic": {},
     "ollama": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
 }
-# Parameters that change nothing at temperature 0, or in beam search.
-FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 # Always in the report; other parameters when they differ from their default.
 SHOWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "on_loop")
 
 REQUEST, DEFAULT = "request", "default"
-UNBOUNDED = "default without max_tokens"  # of on_loop
+UNBOUNDED = "default without max_tokens"  # origin of on_loop=stop if max_tokens is not set
 
 # generation_config.json key -> parameter
 GENERATION_CONFIG = {

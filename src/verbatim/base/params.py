@@ -8,42 +8,13 @@ and the table in the documentation are all made from it.
 from __future__ import annotations
 
 import functools
-import json
-import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
 from verbatim.base.habits import PARAMETERS
-from verbatim.base.schema_types import is_schema_type, schema_of
-
-Kind = Literal["int", "float", "bool", "str", "ids", "strings", "bias", "choice", "schema"]
-
-MAX_STOP_STRINGS = 64
-MAX_STOP_LENGTH = 1024
-MAX_LOGPROBS = 1024
-MOST = 2**31 - 1  # upper bound of token counts: the int32 of every backend
-
-
-@dataclass(frozen=True, slots=True)
-class Field:
-    """One parameter's rule. `low` and `high` are inclusive; `above` is exclusive."""
-
-    kind: Kind
-    default: Any
-    help: str
-    low: float | None = None
-    high: float | None = None
-    above: float | None = None
-    choices: tuple[Any, ...] = ()
-    history: bool = False  # the sampler needs the tokens so far when this differs from its default
-
-    @property
-    def optional(self) -> bool:
-        """Whether None is allowed; it means that the parameter is not set."""
-        return self.default is None
+from verbatim.base.param_checks import MAX_LOGPROBS, MOST, Field, Kind, checked
 
 
 def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
@@ -53,14 +24,6 @@ def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
 
 
 STRUCTURE = ("json_schema", "regex", "grammar", "choice")
-# Parameters that the model or the protocol supplies where a request is silent (base/defaults.py).
-# fmt: off
-DEFAULTED = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma",
-    "xtc_probability", "xtc_threshold", "repetition_penalty", "frequency_penalty",
-    "presence_penalty", "no_repeat_ngram", "on_loop",
-)
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +135,27 @@ class SamplingParams:
         low=0,
         high=100,
     )
-    top_k: int = declared("int", 0, "keep the k most likely; 0 is off", low=0, high=MOST)
+    top_k: int = declared(
+        "int", 0, "keep the k most likely; 0 is off", low=0, high=MOST, filter=True
+    )
     top_p: float = declared(
-        "float", 1.0, "keep the smallest set with at least this mass", above=0, high=1
+        "float", 1.0, "keep the smallest set with at least this mass", above=0, high=1, filter=True
     )
     min_p: float = declared(
-        "float", 0.0, "keep ids at least this likely relative to the best", low=0, high=1
+        "float",
+        0.0,
+        "keep ids at least this likely relative to the best",
+        low=0,
+        high=1,
+        filter=True,
     )
     typical_p: float = declared(
-        "float", 1.0, "keep the most typical set with at least this mass", above=0, high=1
+        "float",
+        1.0,
+        "keep the most typical set with at least this mass",
+        above=0,
+        high=1,
+        filter=True,
     )
     top_n_sigma: float = declared(
         "float",
@@ -188,9 +163,15 @@ class SamplingParams:
         "keep logits within n standard deviations of the best; 0 is off",
         low=0,
         high=1000,
+        filter=True,
     )
     xtc_probability: float = declared(
-        "float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1
+        "float",
+        0.0,
+        "XTC: chance to remove the top choices; 0 is off",
+        low=0,
+        high=1,
+        filter=True,
     )
     xtc_threshold: float = declared(
         "float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1
@@ -275,7 +256,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, rule in FIELDS.items():
-            object.__setattr__(self, name, _checked(name, rule, getattr(self, name)))
+            object.__setattr__(self, name, checked(name, rule, getattr(self, name)))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -417,7 +398,22 @@ FIELDS: dict[str, Field] = {
     f.name: f.metadata["rule"] for f in fields(SamplingParams) if "rule" in f.metadata
 }
 
-# Read for every row of every step, hence built once.
+# Parameters that enable a filter, in the order of sampling/processors.py.
+FILTERS = tuple(name for name, rule in FIELDS.items() if rule.filter)
+# Parameters that the model or the protocol supplies where a request is silent (base/defaults.py).
+# fmt: off
+DEFAULTED = (
+    "temperature", *FILTERS, "xtc_threshold", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "no_repeat_ngram", "on_loop",
+)
+# Parameters that beam search refuses, because it draws nothing.
+BEAM_REFUSES = (
+    "temperature", *FILTERS, "seed", "n", "best_of", "speculate", "on_loop", *STRUCTURE,
+)
+# fmt: on
+# Values that beam search implies: no randomness or the model's own distribution; no drafts.
+BEAM_AGREES: dict[str, tuple[object, ...]] = {"temperature": (0.0, 1.0), "speculate": ("off",)}
+# Built once, because it is read for every row of every step.
 _HISTORY = tuple((name, rule.default) for name, rule in FIELDS.items() if rule.history)
 
 
@@ -437,206 +433,3 @@ def _checked_init(self: SamplingParams, *args: Any, **values: Any) -> None:
 
 
 SamplingParams.__init__ = _checked_init  # type: ignore[method-assign]
-
-# fmt: off
-BEAM_REFUSES = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "seed",
-    "n", "best_of", "speculate", "on_loop", *STRUCTURE,
-)
-# fmt: on
-# Values that beam search implies: no randomness or the model's own distribution; no drafts.
-BEAM_AGREES: dict[str, tuple[object, ...]] = {"temperature": (0.0, 1.0), "speculate": ("off",)}
-
-
-# --------------------------------------------------------------------------------------- validation
-
-
-def _checked(name: str, rule: Field, value: Any) -> Any:
-    if value is None:
-        if rule.optional:
-            return None
-        raise ParameterError(name, "is missing (null); leave it out for the default")
-    check = _CHECKS[rule.kind]
-    return check(name, rule, value)
-
-
-def _number(name: str, rule: Field, value: float) -> None:
-    shown = _show(value)
-    if rule.low is not None and value < rule.low:
-        off = "; 0 is off" if rule.help.endswith("; 0 is off") else ""  # vLLM writes top_k=-1
-        raise ParameterError(name, f"{shown} is below {_show(rule.low)}{off}")
-    if rule.above is not None and value <= rule.above:
-        raise ParameterError(name, f"{shown} must be above {_show(rule.above)}")
-    if rule.high is not None and value > rule.high:
-        raise ParameterError(name, f"{shown} is above {_show(rule.high)}")
-
-
-def _int(name: str, rule: Field, value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ParameterError(name, f"{_show(value)} is not a whole number")
-    number = value.__index__()
-    _number(name, rule, number)
-    return int(number)
-
-
-def _float(name: str, rule: Field, value: Any) -> float:
-    if isinstance(value, (bool, str, bytes)) or not (
-        hasattr(value, "__float__") or hasattr(value, "__index__")
-    ):
-        raise ParameterError(name, f"{_show(value)} is not a number")
-    try:
-        number = float(value)
-    except (OverflowError, TypeError, ValueError):
-        raise ParameterError(name, f"{_show(value)} is not a number that fits") from None
-    if not math.isfinite(number):
-        raise ParameterError(name, f"{number} is not a finite number")
-    _number(name, rule, number)
-    return number
-
-
-def _bool(name: str, rule: Field, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ParameterError(name, f"{_show(value)} is not true or false")
-    return value
-
-
-def _str(name: str, rule: Field, value: Any) -> str:
-    if not isinstance(value, str):
-        raise ParameterError(name, f"{_show(value)} is not a string")
-    return _check_unicode(name, value)
-
-
-def _strings(name: str, rule: Field, value: Any) -> tuple[str, ...]:
-    items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, Sequence) or isinstance(items, (bytes, bytearray)):
-        raise ParameterError(name, f"{_show(value)} is not a string or a list of strings")
-    limit = MAX_STOP_STRINGS if name != "choice" else 10_000
-    if len(items) > limit:
-        raise ParameterError(name, f"{len(items)} strings are more than {limit}")
-    for item in items:
-        if not isinstance(item, str):
-            raise ParameterError(name, f"{_show(item)} is not a string")
-        if not item:
-            raise ParameterError(name, "an empty string would match at once")
-        if len(item) > MAX_STOP_LENGTH:
-            raise ParameterError(
-                name, f"a string of {len(item)} characters is longer than {MAX_STOP_LENGTH}"
-            )
-        _check_unicode(name, item)
-    if name == "choice" and not items:
-        raise ParameterError(name, "an empty list leaves nothing to choose")
-    return tuple(items)
-
-
-def _check_unicode(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ParameterError(name, "has half a surrogate pair, which is not text") from None
-    return text
-
-
-def _ids(name: str, rule: Field, value: Any) -> tuple[int, ...]:
-    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
-        raise ParameterError(name, f"{_show(value)} is not a list of token ids")
-    out = tuple(_int(name, _ID, item) for item in value)
-    if rule.optional and not out:
-        raise ParameterError(name, "an empty list would leave nothing to draw")
-    return out
-
-
-def _bias(name: str, rule: Field, value: Any) -> tuple[tuple[int, float], ...]:
-    pairs = value.items() if isinstance(value, Mapping) else value
-    out: dict[int, float] = {}
-    try:
-        items = [(key, number) for key, number in pairs]
-    except (TypeError, ValueError):
-        raise ParameterError(
-            name, f"{_show(value)} is not a mapping from token id to number"
-        ) from None
-    for key, number in items:
-        if isinstance(key, str):  # JSON has only string keys
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise ParameterError(name, f"{_show(key)} is not a token id")
-            key = int(key)
-        token = _int(name, _ID, key)
-        if token in out:
-            raise ParameterError(name, f"token id {token} is given twice")
-        out[token] = _float(name, rule, number)
-    return tuple(sorted(out.items()))
-
-
-def _choice(name: str, rule: Field, value: Any) -> Any:
-    for option in rule.choices:
-        if type(value) is type(option) and value == option:
-            return option
-    raise ParameterError(name, f"{_show(value)} is not one of {', '.join(map(repr, rule.choices))}")
-
-
-def _schema(name: str, rule: Field, value: Any) -> str:
-    """Canonical JSON text: keeps the record hashable and picklable. A Python type (a pydantic
-    model, a TypedDict) is replaced by its schema."""
-    if is_schema_type(value):
-        value = schema_of(value)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value, object_pairs_hook=no_key_twice)
-        except RecursionError:
-            raise ParameterError(name, "is nested too deeply") from None
-        except ValueError as error:
-            raise ParameterError(name, f"is not valid JSON: {error}") from None
-    if not isinstance(value, (Mapping, bool)):
-        raise ParameterError(name, f"{_show(value)} is not a schema (an object, true or false)")
-    try:
-        text = json.dumps(value, allow_nan=False)
-        if re.search(r"\\ud[89a-f]", text):  # an escaped surrogate: is it half of a pair?
-            _check_unicode(name, json.dumps(value, ensure_ascii=False))
-    except RecursionError:
-        raise ParameterError(name, "is nested too deeply") from None
-    except ValueError as error:
-        why = (
-            "contains itself, and so has no end"
-            if "ircular" in str(error)
-            else "holds a number that is not finite"
-        )
-        raise ParameterError(name, f"{why}; it cannot be written as JSON") from None
-    except TypeError as error:
-        raise ParameterError(name, f"cannot be written as JSON: {error}") from None
-    return text
-
-
-def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """object_pairs_hook for json.loads: a repeated key raises; Python would drop a value
-    silently."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        seen: set[str] = set()
-        twice = next(
-            key
-            for key, _ in pairs
-            if key in seen or seen.add(key)  # type: ignore[func-returns-value]
-        )
-        raise ValueError(f"the key {twice[:40]!r} is there twice in one object")
-    return out
-
-
-def _show(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python refuses to print integers of more than 4,300 digits
-        return "a number of thousands of digits"
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-_ID = Field("int", 0, "", low=0, high=2**31 - 1)
-_CHECKS = {
-    "int": _int,
-    "float": _float,
-    "bool": _bool,
-    "str": _str,
-    "strings": _strings,
-    "ids": _ids,
-    "bias": _bias,
-    "choice": _choice,
-    "schema": _schema,
-}

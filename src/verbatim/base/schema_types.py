@@ -114,8 +114,8 @@ def _object(kind: Any, required: frozenset[str] | set[str], defs: dict[str, Any]
 
 
 def _needed(hint: Any, otherwise: bool) -> bool:
-    """Required and NotRequired of the hint itself: the class does not see them where annotations
-    are strings."""
+    """Whether a TypedDict key is required: by the Required or NotRequired of its hint, else
+    `otherwise`. With string annotations the class itself does not know of these markers."""
     marker = _name(typing.get_origin(hint))
     return marker == "Required" or (otherwise and marker != "NotRequired")
 

@@ -33,7 +33,7 @@ class Runner(Protocol):
         """Seconds for `steps` more tokens at a context of this length; prefill is not included."""
 
     def batch(self, sequences: int, context: int, steps: int) -> float:
-        """The same for several sequences at once."""
+        """decode() of several sequences at once, each with a context of this length."""
 
 
 class Ours:
@@ -64,8 +64,8 @@ class Ours:
         return self.batch(1, context, steps)
 
     def batch(self, sequences: int, context: int, steps: int) -> float:
-        """From the end of the last prefill to the end: from then on every sequence draws a token
-        per step."""
+        """Seconds from the end of the last prefill until all are done: the time in which every
+        sequence decodes one token per step."""
         prompts = [self._prompt(context) for _ in range(sequences)]
         done = self.llm.generate(prompts, self._params(steps + 1))
         return max(c.timings.total for c in done) - max(c.timings.first_token for c in done)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import BackendError, ModelError, ParameterError
-from verbatim.base.params import no_key_twice
+from verbatim.base.param_checks import no_key_twice
 from verbatim.cli.options import (
     Command,
     Option,

@@ -204,7 +204,7 @@ def _quit(chat: Chat, rest: str) -> None:
 COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "help": (_help, "", "this list"),
     "clear": (_clear, "", "forget the conversation (the system message stays)"),
-    "system": (_system, "[TEXT]", "set the system message and start afresh; without TEXT show it"),
+    "system": (_system, "[TEXT]", "set the system message and clear the chat; alone: show it"),
     "params": (_params, "[NAME=VALUE]", "change a parameter; without one show those that are set"),
     "retry": (_retry, "", "answer the last message again, with the next seed"),
     "undo": (_undo, "", "forget the last message and its answer"),

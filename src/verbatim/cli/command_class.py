@@ -1,5 +1,5 @@
 """The click classes of this command line: flags with sections and aliases, and answers to flags of
-other programs (habits.py)."""
+other programs (flag_aliases.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verbatim.cli.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
 
 class Option(click.Option):
-    """A flag with a section of the help, and with aliases (habits.py) that the help leaves out."""
+    """A flag with a section of the help, and with aliases (flag_aliases.py) that the help omits."""
 
     def __init__(self, decls: Sequence[str], *, section: str = "Options", **kwargs: Any) -> None:
         self.aliases = [name for flag in decls for name in FLAG_ALIASES.get(flag, ())]
@@ -53,7 +53,7 @@ class AnsweredFlag(click.Option):
 
 class Command(click.Command):
     """A command whose help groups its flags by section: the few general flags come before the fifty
-    sampling flags. Flags of other programs are answered (habits.py)."""
+    sampling flags. Flags of other programs are answered (flag_aliases.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

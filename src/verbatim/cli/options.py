@@ -18,7 +18,8 @@ import click
 
 from verbatim.base.config import SIZES, EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
-from verbatim.base.params import DEFAULTED, FIELDS, Field, SamplingParams
+from verbatim.base.param_checks import Field
+from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
 from verbatim.cli.command_class import Command as Command
 from verbatim.cli.command_class import Option as Option
 

@@ -136,7 +136,7 @@ def _print(plan: Plan) -> None:
     section(out, "Memory", _memory_rows(plan), right=(1,), wide=2)
     header = ("", "at least", "limit", "read", "compute", "op/byte")
     section(out, "Time", _time_rows(plan), right=(1, 3, 4, 5), header=header)
-    section(out, "Hence", _derived_rows(plan), right=(1,), wide=2)
+    section(out, "Derived", _derived_rows(plan), right=(1,), wide=2)
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:

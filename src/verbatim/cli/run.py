@@ -28,7 +28,8 @@ from verbatim.cli.options import (
 from verbatim.cli.terminal import Thoughts, note, warn, write, write_json
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM, Stream
+    from verbatim.engine.blocking_engine import Stream
+    from verbatim.engine.llm import LLM
 
 NO_TEMPLATE = (
     "this model has no chat template: the prompt is continued as plain text"

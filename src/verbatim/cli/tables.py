@@ -34,7 +34,7 @@ def visible(text: str) -> str:
 
 
 def put(out: Console, what: RenderableType) -> None:
-    """Print a table. In a pipe without the spaces that fill its last column."""
+    """Print a table. If stdout is not a terminal, strip the spaces at the end of each line."""
     if out.is_terminal:
         out.print(what)
         return

@@ -56,7 +56,7 @@ class Row:
     same: bool
     tokens: int  # compared, with their log-probabilities
     evidence: str
-    difference: str = ""  # the first one, for people
+    difference: str = ""  # the first differing token, described for the report
 
 
 def circumstances(
@@ -183,7 +183,7 @@ def _first_difference(a: Completion, b: Completion) -> str:
 
 
 def _evidence(found: Sequence[Completion]) -> str:
-    """What shows that the circumstance occurred."""
+    """Counts that prove the circumstance: preemptions, cached tokens, accepted drafts."""
     preempted = sum(c.timings.preemptions for c in found)
     cached = sum(c.usage.cached_tokens for c in found)
     drafted = sum(c.usage.drafted_tokens for c in found)

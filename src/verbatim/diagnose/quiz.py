@@ -202,9 +202,9 @@ def mean_logprob(choice: Choice) -> float:
 
 
 def _judge(question: Question, greedy: str, samples: Sequence[Choice]) -> dict[str, Any]:
-    best = max(samples, key=mean_logprob)  # the first of equals
+    best = max(samples, key=mean_logprob)  # a tie goes to the first
     votes = Counter(a for s in samples if (a := question.extract(s.text)) is not None)
-    winner = votes.most_common(1)[0][0] if votes else None  # of equals, the first
+    winner = votes.most_common(1)[0][0] if votes else None  # a tie goes to the first
     voted = next((s.text for s in samples if question.extract(s.text) == winner), "")
     right = [question.is_right(s.text) for s in samples]
     return {

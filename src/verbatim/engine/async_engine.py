@@ -44,7 +44,7 @@ from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
 from verbatim.engine.running_request import Output
 from verbatim.grammar.compile_pool import SIZE
-from verbatim.grammar.matcher import ARRIVAL_TIMEOUT, busy, prepare
+from verbatim.grammar.compiler import ARRIVAL_TIMEOUT, busy, prepare
 
 # Idle seconds before the block accounting is checked, so that the check delays no burst of
 # requests.

@@ -24,11 +24,13 @@ class ProgressBar(Protocol):
 
 
 class NoBar:
+    """A progress bar that shows nothing."""
+
     def update(self, n: int) -> None:
-        """Nothing is shown."""
+        """Ignore the progress."""
 
     def close(self) -> None:
-        """Nothing is shown."""
+        """Do nothing."""
 
 
 def is_one(prompts: Any) -> bool:

@@ -80,7 +80,7 @@ def make_request(
 ) -> Request:
     """Tokenise and validate. A long text or a grammar compile takes long, so servers never call
     this on the engine's thread. `defaults` is EngineConfig's. `engine_busy` and `deadline` are for
-    the grammar compile (grammar/matcher.py)."""
+    the grammar compile (grammar/compiler.py)."""
     arrival = time.perf_counter()
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -230,7 +230,7 @@ def _structure(
     if not params.structured:
         return None
     try:
-        from verbatim.grammar.matcher import compile_structure
+        from verbatim.grammar.compiler import compile_structure
     except ImportError:  # the extra is not installed
         named = next(f for f in STRUCTURE if getattr(params, f) is not None)
         raise UnsupportedError(

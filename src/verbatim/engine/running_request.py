@@ -172,7 +172,7 @@ class RunningRequest:
             if not matcher.poll_mask():
                 self.paused.add(seq_id)
                 self.scheduler.hold(seq_id)
-            elif matcher.finished:  # a paused matcher cannot tell
+            elif matcher.finished:  # unknown while poll_mask() is False
                 self.streams[seq_id].end(Finish("stop", self.request.structure.field))
         except VerbatimError as error:
             self.error = error

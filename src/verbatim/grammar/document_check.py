@@ -70,7 +70,8 @@ class DocumentCheck:
             for ends in (b'"', b'",]}', b"\t\n\r ")
         )
         self._enders |= _bits(i for i, t in enumerate(token_bytes) if t.endswith((b"e", b"l")))
-        self._always = _bits(iter(sorted(eos_ids))) | _bits(  # a whole array, in one token
+        # Checked wherever they are allowed: end tokens, and tokens that may hold a whole array.
+        self._always = _bits(iter(sorted(eos_ids))) | _bits(
             i for i, token in enumerate(token_bytes) if b"[" in token and b"," in token
         )
 

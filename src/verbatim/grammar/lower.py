@@ -36,7 +36,8 @@ PATTERNS = {
     "uri-reference": r"^[A-Za-z0-9._~/-]*(\?[A-Za-z0-9._~/=&-]*)?(#[A-Za-z0-9._~/-]*)?$",
 }
 PATTERNS["iri-reference"] = PATTERNS["uri-template"] = PATTERNS["uri-reference"]
-# Enforced by llguidance as they stand; "many": schemas in a list or mapping, "one": a schema.
+# Keywords that llguidance enforces unchanged -> what their value holds: "many" (a list or mapping
+# of schemas), "one" (a schema), "" (no schema).
 DIRECT = {
     "type": "", "enum": "", "const": "", "$ref": "", "required": "",
     "allOf": "many", "anyOf": "many", "oneOf": "many", "$defs": "many",
@@ -82,7 +83,8 @@ class _Lowering:
         self._conditionals = 0
 
     def node(self, node: Any, scope: Mapping[str, Any] | None = None) -> Any:
-        """`scope`: properties that the schema around an allOf part declares."""
+        """Lower one schema to the keywords that llguidance enforces. `scope`: properties declared
+        by the schema that contains this one in its allOf."""
         if isinstance(node, bool):
             return node
         if node.get("not") in (True, {}):
@@ -188,7 +190,8 @@ class _Lowering:
             self.result.checked.add("propertyNames")
 
     def _unevaluated(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
-        """Only the names that some part of this schema declares are written."""
+        """Lower unevaluatedProperties: false to a closed object whose keys are the names that any
+        subschema (allOf, anyOf, $ref, ...) declares; a DocumentCheck verifies the rest."""
         if node["unevaluatedProperties"] in (True, {}):
             return
         self.result.checked.add("unevaluatedProperties")

@@ -1,6 +1,5 @@
-"""Structured output. In: a request's json_schema, regex, grammar or choice. Out: token masks.
+"""The grammar state of a sequence. In: the tokens of its output. Out: token masks.
 
-    structure = compile_structure(params, tokenizer)  # not on the engine's thread
     matcher = structure.start()                       # one matcher per sequence
     matcher.poll_mask() -> bool                       # False: a rebuild is pending, poll again
     matcher.mask() -> bytes                           # bit i % 8 of byte i // 8: id i is allowed
@@ -9,28 +8,22 @@
     matcher.masks_along(drafts) -> (mask, ...)        # masks of a step that verifies these drafts
     matcher.forced() -> (ids, ...)                    # tokens that the grammar fully determines
 
-llguidance parses (extra `grammar`, imported on first use). Invariant: an end token is allowed
-exactly where the output so far is a complete document. Input size, parser states and compile time
-are bounded; an unsupported assertion is an error, never ignored. Where a grammar is wider than its
-JSON schema (uniqueItems, not), a DocumentCheck filters every mask.
+compiler.py makes a Structure; llguidance parses. Invariant: an end token is allowed exactly where
+the output so far is a complete document. Where a grammar is wider than its JSON schema
+(uniqueItems, not), a DocumentCheck filters every mask.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
-from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import ref
 
-from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedError
-from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.grammar.compile_pool import Busy, CompilePool, PoolBusy, TooExpensive, never_busy
+from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.grammar.document_check import DocumentCheck, State
-from verbatim.grammar.grammar_cache import GrammarCache, digest
 from verbatim.grammar.private_matcher import (
     InitialMatcher,
     PrivateMatcher,
@@ -42,16 +35,10 @@ from verbatim.grammar.private_matcher import (
     rebuild,
     shared_limits,
 )
-from verbatim.grammar.translate import Translation, choice_text, first_line, refusal
+from verbatim.grammar.translate import first_line, refusal
 
-# Seconds from arrival to the end of both compiles. The pool's CPU limit is the real bound; this
-# one only ends a request on an overloaded machine. One and a half times the pool's timeout.
-ARRIVAL_TIMEOUT = 30.0
-MAX_TEXT = 256 * 1024  # characters of a grammar, or all choices together
-MAX_SIZES = {"json_schema": 1 << 20, "regex": 16 * 1024}  # characters of other structures
 INLINE_COMPILE = 0.005  # seconds; a draft matcher that compiles faster is compiled during the step
 MAX_DRAFT_COMPILE = 0.1  # seconds; up to this it compiles in a thread, above it there are no drafts
-MAX_INLINE_CHOICES = 64 * 1024  # characters; a shorter choice list compiles in 40 ms, in process
 
 # At most half of llguidance's defaults: a mask takes milliseconds, a matcher at most about 50 MB.
 LIMITS = {
@@ -63,16 +50,6 @@ LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-
-
-class GrammarTokenizer(Protocol):
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_ids(self) -> Sequence[int]: ...
-    def token_bytes(self, token: int) -> bytes: ...
-    def is_control(self, token: int) -> bool: ...
-    def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
 
 class Structure:
@@ -269,7 +246,8 @@ class Matcher:
         if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
             self._check()
         if self._structure.check is not None and self.finished and not self.accepting:
-            raise self._dead_end("its value is not allowed")  # a number, whose end no byte shows
+            # Only a number can end the document without a closing byte, so it is checked here.
+            raise self._dead_end("its value is not allowed")
 
     def allowed_drafts(self, drafts: Sequence[int]) -> tuple[int, ...]:
         """The longest prefix of `drafts` that the grammar accepts within its limits. A draft that
@@ -378,167 +356,6 @@ def too_complex(field: str, inner: Any) -> UnsupportedError:
         field,
         f"became too complex to follow at this point of the text: {first_line(inner.get_error())}",
     )
-
-
-def compile_structure(
-    params: SamplingParams,
-    tokenizer: GrammarTokenizer,
-    *,
-    engine_busy: Busy = never_busy,
-    deadline: float | None = None,
-) -> Structure | None:
-    """The compiled grammar of a request; None if it has none. Do not call on the engine's thread.
-
-    Raises ParameterError (invalid), UnsupportedError (unsupported, or too expensive to compile), or
-    OverloadedError (not compiled before `deadline`, on the clock of time.monotonic); each names the
-    field. Compiles run one at a time while `engine_busy()`."""
-    for field in STRUCTURE:
-        value = getattr(params, field)
-        if value is not None:
-            limit = MAX_SIZES.get(field, MAX_TEXT)
-            size = sum(map(len, value)) if field == "choice" else len(value)
-            if size > limit:
-                raise ParameterError(field, f"{size} characters are more than {limit}")
-            lib = _llguidance(field)
-            ours = _tokenizer(lib, tokenizer)  # once per model, so outside the request's time
-            deadline = time.monotonic() + ARRIVAL_TIMEOUT if deadline is None else deadline
-            cache = _CACHES.setdefault(tokenizer, GrammarCache())
-            try:
-                make = partial(_compile, field, value, lib, ours, tokenizer, engine_busy, deadline)
-                structure: Structure = cache.get(digest(field, value), deadline, make)
-                return structure
-            except TooExpensive as reason:
-                raise UnsupportedError(field, f"{reason}; make it simpler") from None
-            except PoolBusy:
-                raise busy(field) from None
-    return None
-
-
-def busy(field: str) -> OverloadedError:
-    """The grammar was not compiled in time. That says nothing about it: a retry may succeed."""
-    why = f"could not be compiled within {ARRIVAL_TIMEOUT:g} seconds beside what else runs here"
-    return OverloadedError(
-        f"{field}: {why}; try again, or make it simpler", param=field, retry_after=2.0
-    )
-
-
-def prepare(tokenizer: GrammarTokenizer) -> None:
-    """Build llguidance's tokenizer at start-up: for a large vocabulary it holds the GIL for some
-    tenths of a second. Without llguidance, or without an end token, this does nothing; a request
-    with a grammar then gets the error."""
-    with contextlib.suppress(UnsupportedError):
-        _tokenizer(_llguidance("structure"), tokenizer)
-
-
-def _compile(
-    field: str,
-    value: Any,
-    lib: Any,
-    ours: Any,
-    tokenizer: GrammarTokenizer,
-    engine_busy: Busy,
-    deadline: float,
-) -> Structure:
-    """Compile in a worker process, which can be killed; then again in this process."""
-    pool = shared_pool()
-    with pool.slot(deadline, engine_busy):
-        if field == "choice" and sum(map(len, value)) <= MAX_INLINE_CHOICES:
-            translation = Translation(choice_text(value))
-        else:
-            translation = pool.translate(field, value, deadline)
-        check = _document_check(field, translation.check, tokenizer)
-        return Structure(
-            partial(_matcher, lib, ours, translation.grammar),
-            field,
-            tokenizer.eos_ids,
-            check,
-            translation.warnings,
-        )
-
-
-def _document_check(field: str, schema: Any, tokenizer: GrammarTokenizer) -> DocumentCheck | None:
-    if schema is None:
-        return None
-    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
-    try:
-        return DocumentCheck(schema, tokens, tokenizer.eos_ids)
-    except ImportError:
-        raise _not_installed(field, "jsonschema") from None
-
-
-def _matcher(lib: Any, ours: Any, written: str, limits: dict[str, Any]) -> Any:
-    return lib.LLMatcher(ours, written, log_level=0, limits=lib.LLParserLimits(**limits))
-
-
-def shared_pool() -> CompilePool:
-    """One pool per process, shared by all engines in it."""
-    global _pool
-    with _LOCK:
-        _pool = _pool or CompilePool(LIMITS)
-    return _pool
-
-
-_pool: CompilePool | None = None
-_CACHES: WeakKeyDictionary[GrammarTokenizer, GrammarCache] = WeakKeyDictionary()
-
-
-# --- llguidance
-
-
-def _llguidance(field: str) -> Any:
-    try:
-        import llguidance
-    except ImportError:
-        raise _not_installed(field, "llguidance") from None
-    return llguidance
-
-
-def _not_installed(field: str, package: str) -> UnsupportedError:
-    return UnsupportedError(
-        field,
-        f"structured output needs {package}, which is not installed; "
-        "install the extra 'grammar': pip install '.[grammar]' in the checkout",
-    )
-
-
-class _Wrapper:
-    """Adapter from our tokenizer to the interface of llguidance.LLTokenizer."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: GrammarTokenizer) -> None:
-        self._tokenizer = ref(tokenizer)  # weak: _TOKENIZERS must not keep its own key alive
-        ids = range(tokenizer.vocab_size)
-        self.eos_token_id = tokenizer.eos_ids[0]
-        # Unless marked as special, a control token would match its literal text in a grammar.
-        self.special_token_ids = [i for i in ids if tokenizer.is_control(i)]
-        self.tokens = [tokenizer.token_bytes(i) for i in ids]
-
-    def __call__(self, text: str) -> list[int]:
-        tokenizer = self._tokenizer()
-        return [] if tokenizer is None else tokenizer.encode(text)
-
-
-_TOKENIZERS: WeakKeyDictionary[GrammarTokenizer, Any] = WeakKeyDictionary()
-_LOCK = threading.Lock()
-
-
-def _tokenizer(lib: Any, tokenizer: GrammarTokenizer) -> Any:
-    """The LLTokenizer of a tokenizer (a trie over the vocabulary), built once."""
-    with _LOCK:
-        found = _TOKENIZERS.get(tokenizer)
-        if found is None:
-            if not tokenizer.eos_ids:
-                raise UnsupportedError(
-                    "structure",
-                    "this model has no end-of-sequence token to end a structured answer with",
-                )
-            found = lib.LLTokenizer(
-                _Wrapper(tokenizer), n_vocab=tokenizer.vocab_size, eos_token=list(tokenizer.eos_ids)
-            )
-            _TOKENIZERS[tokenizer] = found
-        return found
 
 
 def _allows(mask: bytes, token: int) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
-from verbatim.base.params import no_key_twice
+from verbatim.base.param_checks import no_key_twice
 from verbatim.grammar.finite import infinite_keyword
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import Options, lower

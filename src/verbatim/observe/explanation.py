@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ParameterError, RequestError
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
 
 Text = Callable[[int], str | bytes]  # a token as text, or as bytes if it may be invalid UTF-8
@@ -52,8 +52,8 @@ Text = Callable[[int], str | bytes]  # a token as text, or as bytes if it may be
 CHANGEABLE = (
     "logit_bias", "allowed_token_ids", "banned_token_ids", "min_tokens", "repetition_penalty",
     "frequency_penalty", "presence_penalty", "penalty_range", "dry_multiplier", "dry_base",
-    "dry_allowed_length", "dry_range", "dry_breakers", "no_repeat_ngram", "temperature", "top_k",
-    "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed",
+    "dry_allowed_length", "dry_range", "dry_breakers", "no_repeat_ngram", "temperature", *FILTERS,
+    "xtc_threshold", "seed",
 )
 # fmt: on
 

@@ -1,4 +1,4 @@
-"""Roofline: the machine's limits and the model's cost, hence the speed that no engine can exceed.
+"""Roofline: the machine's limits and the model's cost bound the speed of any engine.
 
 A decode step reads every weight once (shared by the batch) and the KV cache of each sequence; each
 row costs two operations per weight. So with b sequences at context c

@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from verbatim.base.records import Drawn, DrawSpec, SeqStep
 from verbatim.sampling import draw as noise
+from verbatim.sampling.filters import Temperature
 from verbatim.sampling.logprobs import as_row, log_normaliser, token_logprobs
 from verbatim.sampling.numerics import F64, best, log_mass
-from verbatim.sampling.processors import BEFORE, FILTERS, REMOVED, RowState, Stage, Temperature
+from verbatim.sampling.processors import BEFORE, FILTERS
 from verbatim.sampling.record import Recorder
+from verbatim.sampling.row_state import REMOVED, RowState, Stage
 
 NOTHING = -1  # Drawn.token when bans exclude every id
 _TEMPERATURE = Temperature()

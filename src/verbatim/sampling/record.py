@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.sampling.numerics import F64, I64, best, log_mass, masses, spreads
-from verbatim.sampling.processors import REMOVED, RowState
+from verbatim.sampling.row_state import REMOVED, RowState
 
 # Tokens. With receipt=True and a single choice, the first tokens keep their whole row of logits, so
 # that a what-if can draw again from it.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, STRUCTURE, SamplingParams
 
-FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 PENALTIES = (
     "repetition_penalty",
     "frequency_penalty",

@@ -1,7 +1,7 @@
 """Paged KV cache: block tables of sequences over the block pools, and prefix hits.
 
-In: a sequence and a request for blocks or a prefix. Out: its tables change, or the answer is no and
-nothing changes. The order of service is the scheduler's business.
+In: a sequence and a request for blocks or a prefix. Out: its tables change, or False and
+nothing changes. The scheduler decides which sequence is served first.
 """
 
 from __future__ import annotations

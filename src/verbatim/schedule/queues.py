@@ -48,7 +48,7 @@ class SequenceQueues:
         self._arrivals = 0
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
-        self.prefix_hits = 0  # tokens found there
+        self.prefix_hits = 0  # tokens found in the prefix cache
 
     # ------------------------------------------------------------------------ used by the engine
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.base.params import no_key_twice
+from verbatim.base.param_checks import no_key_twice
 
 MAX_DEPTH = 64  # nesting levels of a JSON string; far below Python's recursion limit
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode

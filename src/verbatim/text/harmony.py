@@ -17,7 +17,8 @@ import re
 from verbatim.text.tag_splitter import Piece, partial_tag_length
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL, MESSAGE)  # of a message's text
+# Control tokens that end the text of a message.
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL, MESSAGE)
 _MARKER = re.compile(r"<\|[a-z]+\|>")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 

@@ -27,7 +27,8 @@ FILE_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """`types`: number of tensors of each type. `template`: it has a chat template."""
+    """Facts of a model file for `verbatim models`. `types`: number of tensors of each type.
+    `template`: whether the file has a chat template."""
 
     family: str
     quant: str

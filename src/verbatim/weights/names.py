@@ -248,7 +248,7 @@ def hf_source(
     if not stem.startswith("layers."):
         return Source((f"{prefix}{top[stem]}.{suffix}",))
     _, index, part = stem.split(".", 2)
-    names = HF_LAYER[family]
+    names = HF_LAYER.get(family, _LLAMA)
     if family == "falcon" and two_norms:
         names = names | {"attn_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     path = f"{prefix}{top['stack']}.{index}.{names[part]}"

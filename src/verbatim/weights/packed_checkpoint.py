@@ -30,7 +30,7 @@ _E2M1 = np.concatenate([_E2M1, -_E2M1])
 class RawTensor:
     """A tensor that is not a float weight: integers, FP8, packed nibbles."""
 
-    dtype: str  # of safetensors
+    dtype: str  # type name in the safetensors header: "I32", "F8_E4M3", ...
     shape: tuple[int, ...]
     data: np.ndarray  # flat uint8
 

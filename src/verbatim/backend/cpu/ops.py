@@ -39,7 +39,8 @@ class Handle:
 
 
 class Recorder:
-    """Implements model.decoder.Ops[Handle]."""
+    """The operations of model.decoder, recorded: each call appends one native operation to the
+    engine's program, which then runs for every step. A Handle names the buffer of a result."""
 
     def __init__(self, model: Model, engine: Any) -> None:
         self.spec: ModelSpec = model.spec

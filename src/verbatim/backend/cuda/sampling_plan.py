@@ -10,14 +10,18 @@ from typing import NamedTuple
 import numpy as np
 import triton
 
-from verbatim.base.params import SamplingParams
-from verbatim.sampling.processors import log_of_share
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
+from verbatim.sampling.filters import log_of_share
 
 SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
 MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
 MAX_TOP_K = 512
 OPEN_LIST = 512  # ids to collect for top-p or min-p without top-k
 MAX_LOGPROBS = 32  # alternatives that the device reports
+# Filters without a kernel, with the default that leaves them off: the host samples rows with one.
+HOST_FILTERS = tuple(
+    (name, FIELDS[name].default) for name in FILTERS if name not in ("top_k", "top_p", "min_p")
+)
 
 
 class RowPlan(NamedTuple):
@@ -59,9 +63,7 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
     if p.greedy:  # no filter runs at temperature 0
         return exact_argmax(plan) if plan.penalties or plan.bans else plan
     if (
-        p.typical_p < 1.0
-        or p.top_n_sigma
-        or p.xtc_probability
+        any(getattr(p, name) != default for name, default in HOST_FILTERS)
         or p.temperature < MIN_TEMPERATURE
         or p.top_k > MAX_TOP_K
     ):
@@ -84,7 +86,8 @@ def exact_argmax(plan: RowPlan) -> RowPlan:
 
 
 def list_size(list_k: int) -> int:
-    """Entries of a list for at least list_k ids; usually little more than list_k are found."""
+    """Capacity of a row's candidate list for its best list_k ids. The device keeps every id above a
+    threshold, usually a few more than list_k, so the list has spare entries."""
     return 64 if list_k <= 32 else 256 if list_k <= 128 else 1024
 
 

@@ -167,7 +167,7 @@ export async function branchFrom(parent, index, id) {
   const before = parent.tokens[index];
   const { segment } = before;
   if (isStructured(segment.params))
-    return fail({ message: "A branch would start the structure anew: its grammar counts from the first output token. Send the request without it to branch.", param: null, status: 400 });
+    return fail({ message: "A branch would restart the structure: its grammar counts from the first output token. Send the request without it to branch.", param: null, status: 400 });
   const forced = { ...before, id, record: recordOf(before.record, id), forced: true };
   const branch = fork(parent, index, [...parent.tokens.slice(0, index), forced], state.vocab.quoted(id));
   const { n, best_of, ...params } = segment.params;

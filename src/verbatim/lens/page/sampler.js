@@ -1,4 +1,4 @@
-// Temperature to token (sampling/processors.py, sampling/pipeline.py) in JavaScript, bit for bit.
+// Temperature to token (sampling/filters.py, sampling/pipeline.py) in JavaScript, bit for bit.
 //
 // In: a Row, that is the logits after bias, masks and penalties, and settings. Out: every stage
 // with what it kept, and the drawn token. A Row holds the 256 most likely ids and a histogram of

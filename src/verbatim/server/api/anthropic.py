@@ -15,7 +15,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import ChatRequest, count_tokens
+from verbatim.server.api.chat_request import ChatRequest, count_tokens
 from verbatim.server.api.generate import (
     choice_deltas,
     extra_fields,

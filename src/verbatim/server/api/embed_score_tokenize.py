@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import continued, conversation
+from verbatim.server.api.chat_request import continued, conversation
 from verbatim.server.api.completions import parses_special, prompts_of
 from verbatim.server.api.generate import extra_fields, floor, observe_latency, token_text, usage_of
 from verbatim.server.api.request_context import Json, RequestContext

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field as P
 
-from verbatim.base.params import FIELDS, MOST
+from verbatim.base.param_checks import MOST
+from verbatim.base.params import FIELDS
 from verbatim.server.api import schemas
 
 Kind = Literal["honoured", "label", "refused"]

@@ -16,7 +16,7 @@ from verbatim import __version__
 from verbatim.base.params import SamplingParams
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import check_tools, continued, conversation
+from verbatim.server.api.chat_request import check_tools, continued, conversation
 from verbatim.server.api.completions import prompts_of
 from verbatim.server.api.default_params import default_params
 from verbatim.server.api.generate import (

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field as P
 
-from verbatim.base.params import FIELDS, MOST
-from verbatim.server.api import schemas
+from verbatim.base.param_checks import MOST
+from verbatim.base.params import FIELDS
+from verbatim.server.api import ollama_schemas, schemas
 from verbatim.server.api.field_rules import (
     ADD_PROMPT,
     CONTINUE,
@@ -40,7 +41,7 @@ KEEP_ALIVE = Rule(
     "seconds, or a duration such as 5m; a model stays loaded until the server ends or needs its "
     "memory, so a duration has no effect; 0 without a prompt unloads one of several models and is "
     "refused for the only one",
-    schemas.KeepAlive,
+    ollama_schemas.KeepAlive,
 )
 _OLLAMA: dict[str, Rule] = {
     "model": MODEL,
@@ -50,7 +51,7 @@ _OLLAMA: dict[str, Rule] = {
         '"json" or a JSON schema (enforced while sampling)',
         Literal["json", ""] | dict[str, Any],
     ),
-    "options": Rule("honoured", OLLAMA_OPTIONS, schemas.OllamaOptions),
+    "options": Rule("honoured", OLLAMA_OPTIONS, ollama_schemas.OllamaOptions),
     "keep_alive": KEEP_ALIVE,
     "think": Rule(
         "honoured",
@@ -71,7 +72,7 @@ OLLAMA_CHAT: dict[str, Rule] = {
         "roles system, user, assistant, tool; a last message of the assistant is continued; "
         "thinking that the model's template does not read is refused, and so is a tool_name that "
         "it does not read and that differs from its call's",
-        list[schemas.OllamaMessage],
+        list[ollama_schemas.OllamaMessage],
         required=True,
     ),
     "tools": Rule("honoured", "functions the model may call", list[schemas.Tool]),
@@ -102,7 +103,7 @@ _OLLAMA_EMBED: dict[str, Rule] = {
         "honoured",
         "machine options have no effect, and the answer has a warning for each; an embedding is "
         "not sampled, so all other options are refused",
-        schemas.OllamaEmbedOptions,
+        ollama_schemas.OllamaEmbedOptions,
     ),
     "keep_alive": KEEP_ALIVE,
 }

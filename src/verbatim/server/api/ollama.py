@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import ChatRequest
+from verbatim.server.api.chat_request import ChatRequest
 from verbatim.server.api.generate import (
     choice_deltas,
     extra_fields,
@@ -26,8 +26,8 @@ from verbatim.server.api.generate import (
     speculation,
 )
 from verbatim.server.api.local_fields import OLLAMA_CHAT
+from verbatim.server.api.ollama_schemas import OLLAMA_MACHINE_OPTIONS, OLLAMA_PARAMS
 from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id
-from verbatim.server.api.schemas import OLLAMA_MACHINE_OPTIONS, OLLAMA_PARAMS
 from verbatim.server.json_io import dumps, loads_lossless
 from verbatim.server.process.messages import Generate, Generated, WireFinish
 

@@ -19,8 +19,8 @@ from verbatim.server.api.default_params import default_params
 from verbatim.server.api.embed_score_tokenize import embed, unit_vector
 from verbatim.server.api.generate import extra_fields
 from verbatim.server.api.ollama import warnings_of
+from verbatim.server.api.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.api.request_context import Json, RequestContext
-from verbatim.server.api.schemas import OLLAMA_PARAMS
 from verbatim.server.process.messages import Generated, ModelFacts
 
 NEVER = "9999-12-31T23:59:59Z"  # expiry time: the model is never unloaded

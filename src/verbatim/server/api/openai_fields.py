@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field as P
 
 from verbatim.base.params import FIELDS
-from verbatim.server.api import schemas
+from verbatim.server.api import anthropic_schemas, responses_schemas, schemas
 from verbatim.server.api.field_rules import (
     ADD_PROMPT,
     CACHE_KEY,
@@ -151,7 +151,7 @@ RESPONSES: dict[str, Rule] = {
     "input": Rule(
         "honoured",
         "a string, or messages, function calls and their outputs; missing: an empty user message",
-        schemas.ResponseInput,
+        responses_schemas.ResponseInput,
     ),
     "access_programs": Rule("refused", "there are no access programs"),
     "background": Rule("refused", "responses are generated while the client waits", only=(False,)),
@@ -179,7 +179,7 @@ RESPONSES: dict[str, Rule] = {
         "honoured",
         "effort as reasoning_effort of chat completions; the whole thought is returned as a "
         "reasoning item, so a summary is never written",
-        schemas.ResponseReasoning,
+        responses_schemas.ResponseReasoning,
     ),
     "safety_identifier": SAFETY,
     "service_tier": TIER,
@@ -190,21 +190,23 @@ RESPONSES: dict[str, Rule] = {
         TRUE_FALSE,
     ),
     "stream": STREAM,
-    "stream_options": Rule("honoured", "include_obfuscation", schemas.ResponseStreamOptions),
+    "stream_options": Rule(
+        "honoured", "include_obfuscation", responses_schemas.ResponseStreamOptions
+    ),
     "text": Rule(
         "honoured",
         "format: text, json_object, json_schema (enforced while sampling)",
-        schemas.ResponseText,
+        responses_schemas.ResponseText,
     ),
     "tool_choice": Rule(
         "honoured",
         "none, auto, required, or one function",
-        Literal["none", "auto", "required"] | schemas.ResponseNamedTool,
+        Literal["none", "auto", "required"] | responses_schemas.ResponseNamedTool,
     ),
     "tools": Rule(
         "honoured",
         "functions the model may call; built-in tools are refused",
-        list[schemas.ResponseTool],
+        list[responses_schemas.ResponseTool],
     ),
     "top_logprobs": Rule("honoured", "alternatives for each token", schemas.type_of("logprobs")),
     "truncation": Rule(
@@ -288,7 +290,7 @@ MESSAGES: dict[str, Rule] = {
         "honoured",
         'text, tool_use and tool_result blocks (is_error: the result starts with "Error: "); a '
         "last message with the assistant role is continued",
-        Annotated[list[schemas.AnthropicMessage], P(min_length=1)],
+        Annotated[list[anthropic_schemas.AnthropicMessage], P(min_length=1)],
         required=True,
     ),
     "max_tokens": Rule("honoured", "maximum number of output tokens", LENGTH, required=True),
@@ -303,14 +305,16 @@ MESSAGES: dict[str, Rule] = {
     "workspace_id": Rule("refused", "the server has no workspaces"),
     "inference_geo": Rule("refused", "the model runs where this server runs"),
     "mcp_servers": Rule("refused", "the server contacts no address from a request", only=([],)),
-    "metadata": Rule("label", "user_id is written to the log", schemas.AnthropicMetadata),
+    "metadata": Rule("label", "user_id is written to the log", anthropic_schemas.AnthropicMetadata),
     "output_config": Rule(
-        "honoured", "format: json_schema (enforced while sampling)", schemas.AnthropicOutputConfig
+        "honoured",
+        "format: json_schema (enforced while sampling)",
+        anthropic_schemas.AnthropicOutputConfig,
     ),
     "output_format": Rule(
         "honoured",
         "json_schema (the earlier name of output_config.format)",
-        schemas.AnthropicFormat,
+        anthropic_schemas.AnthropicFormat,
     ),
     "service_tier": Rule(
         "refused", "there is one tier", schemas.Text, only=("auto", "standard_only")
@@ -318,20 +322,20 @@ MESSAGES: dict[str, Rule] = {
     "stop_sequences": Rule("honoured", FIELDS["stop"].help, list[schemas.Text]),
     "stream": STREAM,
     "system": Rule(
-        "honoured", "a string or text blocks", schemas.Text | list[schemas.AnthropicText]
+        "honoured", "a string or text blocks", schemas.Text | list[anthropic_schemas.AnthropicText]
     ),
     "temperature": sampling("temperature"),
     "thinking": Rule(
         "honoured",
         "enabled and adaptive switch thinking on, disabled off, where the chat template has the "
         "switch; budget_tokens: most tokens of the thought",
-        schemas.AnthropicThinking,
+        anthropic_schemas.AnthropicThinking,
     ),
-    "tool_choice": Rule("honoured", "auto, any, tool, none", schemas.AnthropicChoice),
+    "tool_choice": Rule("honoured", "auto, any, tool, none", anthropic_schemas.AnthropicChoice),
     "tools": Rule(
         "honoured",
         "functions the model may call; server tools are refused",
-        list[schemas.AnthropicTool],
+        list[anthropic_schemas.AnthropicTool],
     ),
     "top_k": sampling("top_k"),
     "top_p": sampling("top_p"),

@@ -24,6 +24,7 @@ from verbatim.server.logs import JsonLines
 from verbatim.server.process import wire
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.server.process.engine_session import EngineSession
+from verbatim.server.process.message_codec import WireError, decode_to_engine
 from verbatim.server.process.messages import (
     Abort,
     Close,
@@ -36,8 +37,6 @@ from verbatim.server.process.messages import (
     Ready,
     Start,
     Tokenize,
-    WireError,
-    decode_to_engine,
 )
 
 if TYPE_CHECKING:

@@ -128,7 +128,8 @@ class Inspector:
         from verbatim.sampling.draw import noise_key
         from verbatim.sampling.numerics import best, masses
         from verbatim.sampling.pipeline import Row, state_of
-        from verbatim.sampling.processors import BEFORE, REMOVED
+        from verbatim.sampling.processors import BEFORE
+        from verbatim.sampling.row_state import REMOVED
 
         params, prompt = request.params, request.prompt_ids
         spec = DrawSpec(
@@ -193,7 +194,7 @@ def step_report(
     raw: Any, state: Any, stages: list[dict[str, Any]], cut: list[list[Any]], rest: bool
 ) -> dict[str, Any]:
     from verbatim.sampling.numerics import best, log_mass, masses, spreads
-    from verbatim.sampling.processors import REMOVED
+    from verbatim.sampling.row_state import REMOVED
 
     d = raw - raw.max()
     mass = masses(d)
@@ -225,7 +226,7 @@ def step_report(
 def sigma_of(logits: Any) -> float:
     """The standard deviation that TopNSigma uses, in its order of additions."""
     from verbatim.sampling.numerics import lane_sum
-    from verbatim.sampling.processors import REMOVED
+    from verbatim.sampling.row_state import REMOVED
 
     live = logits > REMOVED
     z = np.where(live, logits - logits.max(), 0.0)

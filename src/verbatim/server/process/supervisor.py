@@ -21,6 +21,7 @@ from typing import Any
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.ledger import Ledger
+from verbatim.server.process.message_codec import decode_from_engine
 from verbatim.server.process.messages import (
     Abort,
     Accepted,
@@ -37,7 +38,6 @@ from verbatim.server.process.messages import (
     Result,
     Start,
     Work,
-    decode_from_engine,
 )
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.settings import Settings

@@ -1,6 +1,6 @@
 """Framing of messages on the socket between the HTTP process and the engine process.
 
-frame = length (4 bytes, big-endian) | the encoded message (messages.py)
+frame = length (4 bytes, big-endian) | the encoded message (message_codec.py)
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import TypeVar
 
-from verbatim.server.process.messages import Message, WireError, encode
+from verbatim.server.process.message_codec import WireError, encode
+from verbatim.server.process.messages import Message
 
 MAX_FRAME = 256 * 1024 * 1024  # bytes; catches bugs, the limits on clients are far smaller
 M = TypeVar("M")

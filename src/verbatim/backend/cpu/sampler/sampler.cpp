@@ -1,6 +1,7 @@
 // Samples one token from one row of logits, or scores a given token, bit for bit as
-// sampling/pipeline.py and sampling/logprobs.py. Compiled once per instruction set (VB_NS). The stages, in order: sampler_math.h (arithmetic), _logits.h (the row),
-// _edits.h (bias, bans, penalties), _filters.h, _draw.h.
+// sampling/pipeline.py and sampling/logprobs.py. Compiled once per instruction set (VB_NS). The
+// stages, in order: sampler_math.h (arithmetic), _logits.h (the row), _edits.h (bias, bans,
+// penalties), _filters.h, _draw.h.
 #include "sampler.h"
 
 #include "sampler_draw.h"

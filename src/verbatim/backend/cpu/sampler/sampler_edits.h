@@ -106,7 +106,7 @@ class Edits {
         return false;
     }
 
-    // As repeat_lengths in sampling/processors.py: for each id that followed an earlier run equal
+    // As repeat_lengths in sampling/penalties.py: for each id that followed an earlier run equal
     // to the end of the history, the longest such run.
     void dry() {
         int64_t n = p_.dry_range ? std::min(len_, p_.dry_range) : len_, last = n - 1;

@@ -1,5 +1,5 @@
 // Temperature, top-k, top-p, min-p, typical-p, top-n-sigma and XTC: the ids that remain to be
-// sampled from. Names and order as in sampling/processors.py.
+// sampled from. Names and order as in sampling/filters.py.
 //
 // Until a filter acts, all ids of the Logits that are not removed remain ("the row"), and d =
 // (logit - best) / temperature is computed where needed. The first filter that acts makes a list of

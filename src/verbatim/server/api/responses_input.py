@@ -1,0 +1,134 @@
+"""Input of the Responses API: items become chat messages, request fields become chat fields."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.openai_fields import RESPONSES
+from verbatim.server.api.request_context import RequestContext, new_id
+from verbatim.server.api.tools import plain_text
+
+# engine parameter or chat field -> field of the Responses API, for error messages
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "json_schema": "text",
+    "response_format": "text",
+    "reasoning_effort": "reasoning.effort",
+}
+
+
+def chat_messages(items: Any) -> list[dict[str, Any]]:
+    """Input items as chat messages. Consecutive calls belong to one assistant message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    out: list[dict[str, Any]] = []
+    thought: dict[str, Any] = {}  # of the assistant message that follows
+    for item in items:
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            text = "".join(part["text"] for part in item.get("content") or [])
+            thought = {"reasoning_content": text} if text else {}
+        elif kind == "message":
+            message = {"role": item["role"], "content": plain_text(item["content"])}
+            if item["role"] == "assistant":
+                message, thought = message | thought, {}
+            out.append(message)
+        elif kind == "function_call":
+            call = {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            if out and out[-1]["role"] == "assistant" and "tool_calls" in out[-1]:
+                out[-1]["tool_calls"].append(call)
+            else:
+                message = {"role": "assistant", "content": "", "tool_calls": [call]}
+                out.append(message | thought)
+                thought = {}
+        else:
+            out.append(
+                {
+                    "role": "tool",
+                    "content": plain_text(item["output"]),
+                    "tool_call_id": item["call_id"],
+                }
+            )
+    return out
+
+
+def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
+    try:
+        return list(call.state.store.get(call.tenant, "response", name)["messages"])
+    except Problem as problem:  # add the field name, which the store does not know
+        field_name = "previous_response_id"
+        raise Problem(problem.code, f"{field_name}: {problem.message}", field_name) from None
+
+
+def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
+    """The request in chat fields: instructions, earlier messages, then the new input."""
+    items = body.get("input", "")
+    messages = chat_messages(items) or [{"role": "user", "content": ""}]
+    if "previous_response_id" in body:
+        messages = [*earlier_messages(call, body["previous_response_id"]), *messages]
+    if "instructions" in body:
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+    chat: dict[str, Any] = {
+        name: body[name]
+        for name in body
+        if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
+    }
+    chat |= {
+        "messages": messages,
+        "logprobs": bool(body.get("include") or body.get("top_logprobs")),
+    }
+    for ours, theirs in (
+        ("max_tokens", "max_output_tokens"),
+        ("top_logprobs", "top_logprobs"),
+        ("parallel_tool_calls", "parallel_tool_calls"),
+    ):
+        if theirs in body:
+            chat[ours] = body[theirs]
+    if "tools" in body:
+        chat["tools"] = [
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            for tool in body["tools"]
+        ]
+    choice = body.get("tool_choice", "auto")
+    chat["tool_choice"] = (
+        {"type": "function", "function": {"name": choice["name"]}}
+        if isinstance(choice, dict)
+        else choice
+    )
+    effort = (body.get("reasoning") or {}).get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+    form = (body.get("text") or {}).get("format") or {"type": "text"}
+    if form["type"] == "json_schema":
+        form = {
+            "type": "json_schema",
+            "json_schema": {k: v for k, v in form.items() if k != "type"},
+        }
+    chat["response_format"] = form
+    return chat
+
+
+def input_rows(body: dict[str, Any]) -> list[dict[str, Any]]:
+    items = body.get("input", "")
+    rows = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    out = []
+    for row in rows:
+        made = {"id": new_id("msg_"), "type": "message", **row}
+        if made["type"] == "message":
+            kind = "output_text" if made["role"] == "assistant" else "input_text"
+            made["content"] = [
+                {
+                    "type": kind,
+                    "text": plain_text(made["content"]),
+                    **({"annotations": []} if kind == "output_text" else {}),
+                }
+            ]
+            made.setdefault("status", "completed")
+        out.append(made)
+    return out
